@@ -1,0 +1,35 @@
+"""The pass contract: a frozen dataclass whose fields are options and whose one method edits a program."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import fields
+from typing import ClassVar, Literal
+
+from .program import Program
+
+Numerics = Literal["exact", "reassociates", "approximate"]
+
+
+class Pass(ABC):
+    """One rewrite of a program.
+
+    A subclass is a ``@dataclass(frozen=True)`` whose docstring says what it does, assumes and leaves. It knows nothing
+    of checking, timing, history and dumps: ``passes.run`` does that. A pass that finds nothing does nothing.
+
+    - ``numerics``: "exact" (same bits), "reassociates" (the same sums in another order) or "approximate".
+    - ``after``: pass classes that must come earlier *if they are in the same pipeline*.
+    - ``needs``: pass classes without which this one cannot work.
+    """
+
+    numerics: ClassVar[Numerics] = "exact"
+    after: ClassVar[tuple[type[Pass], ...]] = ()
+    needs: ClassVar[tuple[type[Pass], ...]] = ()
+
+    @abstractmethod
+    def rewrite(self, program: Program) -> int:
+        """Edit ``program`` and return the number of edits."""
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({options})" if options else type(self).__name__

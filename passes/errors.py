@@ -1,0 +1,25 @@
+"""The errors users see. Each message is a sentence: what was expected, what came, what to do."""
+
+
+class SpmdError(Exception):
+    """Base of every error this project raises on purpose, but for wrong arguments (``TypeError``, ``ValueError``)."""
+
+
+class CaptureError(SpmdError):
+    """The train step cannot be traced into one graph."""
+
+
+class PlacementError(SpmdError):
+    """A tensor cannot be placed on the mesh as asked."""
+
+
+class PartitionError(SpmdError):
+    """The global graph could not be expanded into one rank's share."""
+
+
+class PassError(SpmdError):
+    """A pass, a transform or a backend broke the program."""
+
+
+class RankMismatchError(SpmdError):
+    """Ranks came with different programs, shapes or arguments."""

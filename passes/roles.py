@@ -1,0 +1,37 @@
+"""What a value is. Roles and phases are known at capture and carried along, never guessed from the graph."""
+
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What an input of a program is, or what a collective carries."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER_STATE = "optimizer state"
+    GRADIENT = "gradient"  # as an input: a ``.grad`` kept across calls
+    HYPER_PARAMETER = "hyper-parameter"
+    BATCH = "batch"
+    ARGUMENT = "argument"  # any other argument of the step
+    CONSTANT = "constant"  # a tensor the step itself made from Python values
+    SEED = "seed"
+    PENDING = "pending communication"
+    RESULT = "result"
+    ACTIVATION = "activation"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a value of this role lives on between calls."""
+        return self in _STATE
+
+
+_STATE = {Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE, Role.GRADIENT}
+
+
+class Phase(StrEnum):
+    """Which part of the train step a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"

@@ -1,0 +1,84 @@
+"""What a rule is: from one call of an op, on global shapes, to the placements it can run with along one mesh axis.
+
+A rule never chooses and never communicates. It says which combinations are *right*: run the op on every rank's local
+operands, and the local results are the global result under the placements claimed. The partitioner picks by cost. On a
+mesh of several axes it asks once an axis, with the shapes that the axes before have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+R = Replicate()
+P = Partial("sum")
+
+
+def S(dim: int) -> Shard:
+    """Split along ``dim``."""
+    return Shard(dim)
+
+
+@dataclass(frozen=True)
+class Info:
+    """Shape and dtype of a tensor in a call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``target``.
+
+    ``args`` and ``kwargs`` are the call's own, with an ``Info`` in the place of each tensor; ``operands`` are those
+    Infos in the order of ``tree_leaves((args, kwargs))``; ``results`` has one Info per tensor the op returns (None for
+    an output that is no tensor or is absent); ``size`` is the number of ranks along the axis.
+    """
+
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[Info, ...]
+    results: tuple[Info | None, ...]
+    size: int
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """The argument called ``name`` in the op's schema, given by position, by name or by the schema's default."""
+        for position, argument in enumerate(self.target._schema.arguments):
+            if argument.name == name:
+                if not argument.kwarg_only and position < len(self.args):
+                    return self.args[position]
+                if name in self.kwargs:
+                    return self.kwargs[name]
+                return argument.default_value if argument.has_default_value() else default
+        return default
+
+    def even(self, size: int) -> bool:
+        """Whether a dim of ``size`` splits into equal parts along this axis."""
+        return size % self.size == 0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One combination that is right: a placement for each operand and one for each result (None where no tensor)."""
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement | None, ...]
+
+
+Rule = Callable[[Call], list[Option]]
+"""The options besides "everything replicated", which is always right and which the partitioner adds itself."""
+
+Localize = Callable[[Call, tuple[Any, ...], dict[str, Any], tuple[tuple[int, ...] | None, ...]], tuple[Any, ...]]
+"""``(call, args, kwargs, local result shapes) -> args``: the arguments with global sizes in them made local."""
