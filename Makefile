@@ -1,0 +1,60 @@
+# Set-up, training, tests and checks from one place. Needs Python 3.11 or newer and make, and installs the rest.
+
+TORCH  ?= 2.13.0
+PYTHON ?= python3
+VENV   ?= .venv
+NPROC  ?= 2
+ARGS   ?=
+
+# Ranks share the cores of this machine; a model this small gains nothing from more than 8 threads.
+CORES   := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+THREADS := $(shell t=$$(( $(CORES) / $(NPROC) )); echo $$(( t < 1 ? 1 : t > 8 ? 8 : t )))
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready-torch-$(TORCH)
+
+.PHONY: help train test check format compat clean
+
+help:
+	@echo 'make train     train a small GPT on $(NPROC) ranks (NPROC=4, ARGS="--steps 100 --mode fully_shard", ARGS=--help)'
+	@echo 'make test      the whole test suite on torch $(TORCH) (TORCH=2.15.0, ARGS="-k name")'
+	@echo 'make compat    the same suite on the oldest and the newest torch supported'
+	@echo 'make check     lint, format and types'
+	@echo 'make format    write the format, and fix what lint can fix'
+	@echo 'make clean     remove the environments and all that was generated'
+
+train: $(READY)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python examples/launch.py \
+		--standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+compat:
+	$(MAKE) --no-print-directory test TORCH=2.11.0 VENV=.venv-2.11.0
+	$(MAKE) --no-print-directory test TORCH=2.15.0 VENV=.venv-2.15.0
+
+clean:
+	rm -rf .venv .venv-* build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find spmd passes tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Done again when pyproject.toml or TORCH changes. One command, so that nothing replaces the torch asked for.
+$(READY): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install 'torch==$(TORCH)' --editable '.[dev]'
+	@rm -f $(VENV)/.ready-*
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "spmd needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo not there):" \
+		"name another, as in: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,61 @@
+"""torchrun that ends with a sentence: Ctrl-C and a rank that fails leave no traceback of the launcher's own.
+
+Takes torchrun's arguments:
+
+    python examples/launch.py --standalone --nproc-per-node 2 examples/train_gpt.py --steps 100
+
+``torchrun`` itself runs the examples just as well; it only says more when they end early.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+
+def end_on_ctrl_c() -> None:
+    """From here on Ctrl-C prints one line and ends this rank, whatever it is busy with.
+
+    A ``KeyboardInterrupt`` would wait for a collective to return, and reach the other ranks as an error of the network.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    threading.Thread(target=wait_for_ctrl_c, daemon=True).start()
+
+
+def wait_for_ctrl_c() -> None:
+    """Wait for the signal, say so as rank 0, and give the other ranks a moment to hear it before this one is gone."""
+    signal.sigwait({signal.SIGINT})
+    show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
+    output = os.dup(1)
+    for stream in (1, 2):  # silence for what the rest of the program still has to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    if os.environ.get("RANK", "0") == "0":
+        os.write(output, f"{show_cursor}\nStopped by Ctrl-C.\n".encode())
+    time.sleep(0.2)
+    os._exit(130)
+
+
+def main() -> int:
+    """Run torchrun; return 130 after Ctrl-C and a failed rank's own exit code after a failure."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # quiet while torch is imported; torchrun sets its own handler
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    try:
+        run.run(run.parse_args(sys.argv[1:]))
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as failed:
+        return abs(failed.get_first_failure()[1].exitcode)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

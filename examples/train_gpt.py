@@ -1,0 +1,285 @@
+"""Train a small GPT on real text, byte by byte, with the whole step as one compiled program on every rank.
+
+On two ranks of one machine, on one rank, and what can be chosen:
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+    python examples/train_gpt.py
+    python examples/train_gpt.py --help
+
+The text is the source of Python's standard library unless ``--text`` names another. Every rank draws the same global
+batch and takes its own rows of it: two ranks with a batch of 32 learn what one rank learns with a batch of 64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import launch
+
+if __name__ == "__main__":
+    launch.end_on_ctrl_c()  # before torch is imported: Ctrl-C counts from the first moment
+
+import gpt
+import text
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import spmd
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """One step, as one writes it for one device. The loss is in nats per byte."""
+    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss alone."""
+    with torch.no_grad():
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read, build, compile, train, and show what came of it."""
+    options = parse(arguments)
+    corpus = load(options)
+    rank, ranks, device = join(options)
+    console = Console(quiet=rank != 0, highlight=False)
+
+    torch.manual_seed(options.seed)
+    model = gpt.GPT(options.model).to(device, getattr(torch, options.dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(options.steps))
+
+    if options.eager:
+        step, judge = train_step, evaluate
+    else:
+        compile = spmd.compile(parallel_mode=spmd.DataParallel(options.mode), dump=options.dump)
+        step, judge = compile(train_step), compile(evaluate)
+
+    def batches(data: bytes) -> Batches:
+        return Batches(data, options.batch, options.context, rank, ranks, device, options.seed)
+
+    console.print(summary(options, corpus, model, ranks), soft_wrap=True)
+    before = held_out_bits(judge, model, batches(corpus.held_out), options.checks)
+    console.print(f"held-out text before training: {before:.3f} bits per byte")
+    learn(step, model, optimizer, schedule, batches(corpus.train), options, console)
+    after = held_out_bits(judge, model, batches(corpus.held_out), options.checks)
+
+    table = text.table_bits(corpus)
+    console.print(f"\nheld-out text, bits per byte: {before:.3f} before, [bold]{after:.3f}[/bold] after training")
+    console.print(f"to compare: 8.000 for a uniform guess, {table:.3f} for a table of byte frequencies")
+    show_sample(model, options, console)
+    if not options.eager:
+        console.print(step.report())
+        console.print(f"the graphs of every stage: {Path(options.dump).resolve()}", soft_wrap=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Batches:
+    """Random pieces of a text: this rank's rows of a global batch that depends on its size and the seed only."""
+
+    def __init__(
+        self, data: bytes, batch: int, context: int, rank: int, ranks: int, device: torch.device, seed: int
+    ) -> None:
+        self.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.global_batch = batch * ranks
+        self.rows = slice(rank * batch, (rank + 1) * batch)
+        self.piece = torch.arange(context + 1)
+        self.device = device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Bytes, and the byte that follows each of them: two tensors (batch, context)."""
+        last = len(self.data) - len(self.piece)
+        starts = torch.randint(last + 1, (self.global_batch,), generator=self.generator)[self.rows]
+        pieces = self.data[starts[:, None] + self.piece].to(self.device, torch.long)
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+def learn(
+    step: Callable[..., Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    batches: Batches,
+    options: argparse.Namespace,
+    console: Console,
+) -> None:
+    """The training loop."""
+    with ProgressLine(options.steps, batches.global_batch * options.context, console) as line:
+        for done in range(1, options.steps + 1):
+            x, y = batches.draw()
+            loss = step(model, optimizer, x, y)
+            schedule.step()
+            if done <= 2 or done % options.log_every == 0 or done == options.steps:
+                line.show(done, loss.item() / math.log(2))
+
+
+class ProgressLine:
+    """How it goes: a line that moves on a terminal, a line at a time elsewhere."""
+
+    def __init__(self, steps: int, tokens: int, console: Console) -> None:
+        self.steps, self.tokens, self.console = steps, tokens, console  # tokens: in one step, of all ranks
+        self.bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("compiling", total=steps)
+
+    def __enter__(self) -> ProgressLine:
+        self.bar.start()
+        self.done, self.since = 0, time.perf_counter()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.bar.stop()
+
+    def show(self, done: int, bits: float) -> None:
+        """Say that ``done`` steps are done, the last one at ``bits`` per byte."""
+        now = time.perf_counter()
+        seconds = (now - self.since) / (done - self.done)
+        self.done, self.since = done, now
+        line = f"loss {bits:.3f} bits/byte  {self.tokens / seconds:,.0f} tokens/s  {seconds * 1000:.0f} ms/step"
+        self.bar.update(self.task, completed=done, description=line)
+        if not self.console.is_terminal:
+            self.console.print(f"step {done}/{self.steps}  {line}", soft_wrap=True)
+
+
+def held_out_bits(judge: Callable[..., Tensor], model: nn.Module, batches: Batches, count: int) -> float:
+    """Bits per byte over ``count`` global batches."""
+    nats = sum(judge(model, *batches.draw()).item() for _ in range(count)) / count
+    return nats / math.log(2)
+
+
+def show_sample(model: nn.Module, options: argparse.Namespace, console: Console) -> None:
+    """Let a plain copy of the model write. Every rank must call this: a sharded parameter is gathered from all."""
+    full = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+    if console.quiet or not options.sample_bytes:
+        return
+    writer = gpt.GPT(options.model)
+    writer.load_state_dict(full)
+    written = writer.sample(options.prompt.encode(), options.sample_bytes, torch.Generator().manual_seed(options.seed))
+    console.rule("a sample")
+    console.print(written.decode(errors="replace"), markup=False)
+    console.rule()
+
+
+def warmup_then_cosine(steps: int) -> Callable[[int], float]:
+    """What the learning rate is multiplied by: up over the first twentieth, then a cosine down to a twentieth."""
+    warmup = max(1, steps // 20)
+
+    def factor(done: int) -> float:
+        if done < warmup:
+            return (done + 1) / warmup
+        part = min(1.0, (done - warmup) / max(1, steps - warmup))
+        return 0.05 + 0.95 * (1 + math.cos(math.pi * part)) / 2
+
+    return factor
+
+
+def join(options: argparse.Namespace) -> tuple[int, int, torch.device]:
+    """This rank, the number of ranks, and this rank's device."""
+    kind = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if options.eager:
+        return 0, 1, torch.device(kind)
+    mesh = spmd.world(kind)
+    return mesh.get_local_rank(), mesh.size(), torch.device(kind)
+
+
+def load(options: argparse.Namespace) -> text.Corpus:
+    """Read the text, or end with a sentence."""
+    try:
+        corpus = text.load(options.text, options.text_bytes)
+    except (OSError, ValueError) as error:
+        refuse(str(error))
+    if len(corpus.held_out) <= options.context:
+        refuse(f"the text is too short for --context {options.context}: only {len(corpus.held_out)} bytes are held out")
+    return corpus
+
+
+def summary(options: argparse.Namespace, corpus: text.Corpus, model: nn.Module, ranks: int) -> str:
+    """What is about to run, in two lines."""
+    parameter = next(model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    mode = "eager, nothing compiled" if options.eager else options.mode
+    return (
+        f"model: {count / 1e6:.2f} M parameters, {options.dtype} on {parameter.device.type}, {mode}\n"
+        f"text: {len(corpus.train) / 1e6:.1f} MB to learn from, {len(corpus.held_out) / 1e6:.1f} MB held out; "
+        f"{ranks} x {options.batch} x {options.context} bytes a step"
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options; a wrong one ends the program with a sentence."""
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on real text, on any number of ranks.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--text", type=Path, metavar="PATH", help="a file or folder to learn from; None: Python's standard library")
+    add("--text-bytes", type=positive, metavar="N", help="read no more than this much of it; None: all")
+    add("--width", type=positive, metavar="N", default=128, help="numbers per position")
+    add("--layers", type=positive, metavar="N", default=4, help="blocks of the model")
+    add("--heads", type=positive, metavar="N", default=4, help="attention heads of a block")
+    add("--context", type=positive, metavar="N", default=128, help="bytes the model sees at once")
+    add("--tied", action="store_true", help="read and write bytes with one matrix")
+    add("--batch", type=positive, metavar="N", default=32, help="pieces of text in a step, per rank")
+    add("--steps", type=positive, metavar="N", default=320, help="steps to train")
+    add("--lr", type=float, metavar="RATE", default=2e-3, help="highest learning rate")
+    add("--mode", choices=["replicate", "fully_shard", "default"], default="replicate", help="where parameters live")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if there is any")
+    add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32", help="of the parameters")
+    add("--seed", type=int, metavar="N", default=0, help="of parameters, batches and the sample")
+    add("--dump", default="runs/train_gpt", metavar="FOLDER", help="where the graphs of every stage go")
+    add("--eager", action="store_true", help="run the plain step on one rank, to compare with")
+    add("--checks", type=positive, metavar="N", default=8, help="batches in a measurement on held-out text")
+    add("--log-every", type=positive, metavar="N", default=20, help="steps from one message to the next")
+    add("--prompt", default="def ", help="what the sample starts with")
+    add("--sample-bytes", type=int, metavar="N", default=400, help="length of the sample, 0 for none")
+    options = parser.parse_args(arguments)
+    if options.eager and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        refuse("--eager runs the plain step on one rank: start it without torchrun")
+    try:
+        options.model = gpt.Config(options.width, options.layers, options.heads, options.context, tied=options.tied)
+    except ValueError as error:
+        refuse(str(error))
+    return options
+
+
+def positive(value: str) -> int:
+    """A whole number above zero."""
+    if (number := int(value)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above zero")
+    return number
+
+
+def refuse(why: str) -> NoReturn:
+    """End the program with a sentence, said by rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"train_gpt: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The training program as a user runs it: on one rank, on two, with wrong options, and ended by Ctrl-C."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_gpt
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
+ONE_RANK = [sys.executable, EXAMPLE]
+TWO_RANKS = [sys.executable, str(ROOT / "examples" / "launch.py"), "--standalone", "--nproc-per-node", "2", EXAMPLE]
+TINY = (
+    "--width 16 --layers 1 --heads 2 --context 16 --steps 6 --log-every 1 --checks 2 --sample-bytes 20 "
+    "--text-bytes 200000 --device cpu --dtype float64"
+).split()
+
+
+def environment() -> dict[str, str]:
+    """Ours, without what says that this process is a rank of something."""
+    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SPMD_DUMP")}
+    return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def run(command: list[str], *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*command, *options], env=environment(), capture_output=True, text=True, timeout=240)
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"step \d+/6 +loss (\d+\.\d{3}) bits/byte", output)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What one rank with twice the batch prints, and its dumps."""
+    dump = tmp_path_factory.mktemp("alone")
+    done = run(ONE_RANK, *TINY, "--batch", "8", "--dump", str(dump))
+    assert done.returncode == 0, done.stderr
+    return done.stdout, dump
+
+
+def test_one_rank_prints_what_is_promised(alone: tuple[str, Path]) -> None:
+    printed, dump = alone
+    assert len(losses(printed)) == 6
+    assert re.search(r"loss \d\.\d+ bits/byte +[\d,]+ tokens/s +\d+ ms/step", printed)
+    assert re.search(r"held-out text, bits per byte: \d\.\d+ before, \d\.\d+ after training", printed)
+    assert re.search(r"8\.000 for a uniform guess, \d\.\d+ for a table of byte frequencies", printed)
+    assert "a sample" in printed and "def " in printed
+    assert str(dump) in printed
+
+
+def test_the_graphs_of_every_stage_are_where_it_says(alone: tuple[str, Path]) -> None:
+    names = {path.name for path in alone[1].rglob("*") if "train_step" in str(path)}
+    assert {"00_capture.py", "01_partition.py", "report.json"} <= names
+
+
+@pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
+def test_two_ranks_and_one_with_twice_the_batch_print_the_same_losses(
+    mode: str, alone: tuple[str, Path], tmp_path: Path
+) -> None:
+    done = run(TWO_RANKS, *TINY, "--batch", "4", "--mode", mode, "--dump", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == losses(alone[0])
+    assert done.stdout.count("a sample") == 1  # rank 0 alone speaks
+
+
+def test_the_plain_step_prints_the_same_losses_too(alone: tuple[str, Path]) -> None:
+    done = run(ONE_RANK, *TINY, "--batch", "8", "--eager")
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == losses(alone[0])
+
+
+def test_the_ranks_share_one_global_batch() -> None:
+    def draw(batch: int, rank: int, ranks: int) -> torch.Tensor:
+        data = bytes(range(256)) * 4
+        return torch.stack(train_gpt.Batches(data, batch, 16, rank, ranks, torch.device("cpu"), seed=1).draw())
+
+    parts = [draw(2, rank, 3) for rank in range(3)]
+    assert torch.equal(torch.cat(parts, dim=1), draw(6, 0, 1))
+    x, y = parts[0]
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_the_schedule_warms_up_and_falls() -> None:
+    factors = [train_gpt.warmup_then_cosine(100)(done) for done in range(100)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[5:] == sorted(factors[5:], reverse=True)
+    assert math.isclose(factors[-1], 0.05, rel_tol=0.02)
+
+
+def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.parse(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for option in "text width layers heads context batch steps lr mode device dtype seed dump eager".split():
+        assert f"--{option}" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--mode sideways", "'replicate', 'fully_shard', 'default'"),
+        ("--steps 0", "0 is not above zero"),
+        ("--width 10 --heads 4", "a width of 10 does not divide into 4 heads"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_a_sentence(
+    options: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.parse(options.split())
+    assert ended.value.code == 2
+    assert sentence.replace("'", "") in capsys.readouterr().err.replace("'", "")
+
+
+def test_a_text_that_is_not_there_is_one_sentence_from_all_ranks(tmp_path: Path) -> None:
+    done = run(TWO_RANKS, "--text", str(tmp_path / "nowhere"))
+    assert done.returncode == 2
+    assert done.stderr.count("there is no text at") == 1
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize("command", [ONE_RANK, TWO_RANKS], ids=["one rank", "two ranks"])
+def test_ctrl_c_ends_it_with_a_message(command: list[str], tmp_path: Path) -> None:
+    endless = [*command, *TINY, "--steps", "1000000", "--dump", str(tmp_path)]
+    with subprocess.Popen(
+        endless, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        for line in program.stdout:
+            if line.startswith("step 3/"):
+                break
+        program.send_signal(signal.SIGINT)
+        printed, errors = program.communicate(timeout=60)
+    assert program.returncode == 130
+    assert printed.endswith("Stopped by Ctrl-C.\n")
+    assert "Traceback" not in errors
