@@ -41,19 +41,22 @@ def wait_for_ctrl_c() -> None:
 
 
 def main() -> int:
-    """Run torchrun; return 130 after Ctrl-C and a failed rank's own exit code after a failure."""
+    """Run torchrun; return 130 after Ctrl-C, and after a failure the exit code of the rank that failed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # quiet while torch is imported; torchrun sets its own handler
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    logging.disable()  # in the launcher alone; the ranks speak for themselves
     try:
         run.run(run.parse_args(sys.argv[1:]))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
-        return abs(failed.get_first_failure()[1].exitcode)
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode < 0:  # a rank that was killed could not say so itself
+            print(f"rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
+        return abs(failure.exitcode)
     return 0
 
 
