@@ -6,16 +6,18 @@ not by the op that performs it.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
+from ._torch import c10d as c10d
 from .roles import Role
-
-c10d = torch.ops._c10d_functional  # the functional collectives; private by name, the only ones make_fx and DTensor emit
 
 
 class Kind(StrEnum):
@@ -44,17 +46,16 @@ class Collective:
     of: tuple[str, ...] = ()
 
 
-# Each op with its kind and the positions of (reduction, group name) among its arguments.
-_OPS: dict[Any, tuple[Kind, int | None, int]] = {
-    c10d.all_reduce.default: (Kind.ALL_REDUCE, 1, 2),
-    c10d.all_reduce_.default: (Kind.ALL_REDUCE, 1, 2),
-    c10d.all_reduce_coalesced.default: (Kind.ALL_REDUCE, 1, 2),
-    c10d.all_gather_into_tensor.default: (Kind.ALL_GATHER, None, 2),
-    c10d.all_gather_into_tensor_coalesced.default: (Kind.ALL_GATHER, None, 2),
-    c10d.reduce_scatter_tensor.default: (Kind.REDUCE_SCATTER, 1, 3),
-    c10d.reduce_scatter_tensor_coalesced.default: (Kind.REDUCE_SCATTER, 1, 3),
-    c10d.all_to_all_single.default: (Kind.ALL_TO_ALL, None, 3),
-    c10d.broadcast.default: (Kind.BROADCAST, None, 2),
+_KINDS: dict[Any, Kind] = {
+    c10d.all_reduce.default: Kind.ALL_REDUCE,
+    c10d.all_reduce_.default: Kind.ALL_REDUCE,
+    c10d.all_reduce_coalesced.default: Kind.ALL_REDUCE,
+    c10d.all_gather_into_tensor.default: Kind.ALL_GATHER,
+    c10d.all_gather_into_tensor_coalesced.default: Kind.ALL_GATHER,
+    c10d.reduce_scatter_tensor.default: Kind.REDUCE_SCATTER,
+    c10d.reduce_scatter_tensor_coalesced.default: Kind.REDUCE_SCATTER,
+    c10d.all_to_all_single.default: Kind.ALL_TO_ALL,
+    c10d.broadcast.default: Kind.BROADCAST,
 }
 
 WAIT = c10d.wait_tensor.default
@@ -62,7 +63,7 @@ WAIT = c10d.wait_tensor.default
 
 def is_collective(node: fx.Node) -> bool:
     """Whether ``node`` starts a collective."""
-    return node.op == "call_function" and node.target in _OPS
+    return node.op == "call_function" and node.target in _KINDS
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -71,32 +72,64 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def kind_of(node: fx.Node) -> Kind:
-    """The kind of a collective node."""
-    return _OPS[node.target][0]
+    """The kind of a collective node, by its op."""
+    return _KINDS[node.target]
 
 
 def group_of(node: fx.Node) -> str:
     """The process group's name, as the op has it."""
-    group = node.args[_OPS[node.target][2]]
-    assert isinstance(group, str)
+    group = _argument(node, "group_name")
+    assert isinstance(group, str), f"{node} names its process group by {group!r}"
     return group
 
 
 def reduction_of(node: fx.Node) -> str | None:
     """``"sum"``, ``"max"``, ... or None for a collective that reduces nothing."""
-    position = _OPS[node.target][1]
-    if position is None:
-        return None
-    reduction = node.args[position]
-    assert isinstance(reduction, str)
-    return reduction
+    reduction = _argument(node, "reduce_op")
+    return None if reduction is None else str(reduction)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a collective sends: one, or several for a coalesced one."""
+    sent = node.args[0] if node.args else next(iter(node.kwargs.values()))
+    return [
+        operand for operand in (sent if isinstance(sent, (list, tuple)) else [sent]) if isinstance(operand, fx.Node)
+    ]
+
+
+def waits_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The waits on a collective's result, also through the ``getitem``s of a coalesced one."""
+    for user in node.users:
+        if is_wait(user):
+            yield user
+        elif user.target is operator.getitem:
+            yield from waits_of(user)
 
 
 def input_bytes(node: fx.Node) -> int:
-    """Bytes of one rank's local input, padding included."""
-    operands = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-    return sum(_bytes(operand.meta["val"]) for operand in operands if isinstance(operand, fx.Node))
+    """Bytes of one rank's local input, padding included. Equal on all ranks: uneven shards are padded before."""
+    return sum(_bytes(operand.meta["val"]) for operand in operands(node))
+
+
+def output_bytes(node: fx.Node) -> int:
+    """Bytes of one rank's local result. Equal on all ranks."""
+    val = node.meta["val"]
+    return sum(map(_bytes, val)) if isinstance(val, (list, tuple)) else _bytes(val)
 
 
 def _bytes(val: torch.Tensor) -> int:
     return val.numel() * val.element_size()
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The argument of this name, wherever the call has it; None if the op has none."""
+    position = _position(node.target, name)
+    if position is not None and position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name)
+
+
+@cache
+def _position(op: Any, name: str) -> int | None:
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index(name) if name in names else None

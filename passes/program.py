@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
-from .collectives import group_of, is_collective, kind_of, reduction_of
-from .collectives import Collective
+from ._torch import Placement
+from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
 from .roles import Role
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
@@ -109,6 +108,7 @@ class Program:
     mesh: Mesh = field(default_factory=Mesh)
     history: list[str] = field(default_factory=list)
     name: str = "program"
+    notes: list[str] = field(default_factory=list)  # sentences for the report: what ran whole, and what it cost
 
     @classmethod
     def from_graph(
@@ -178,9 +178,8 @@ class Program:
     def copy(self) -> Program:
         """A copy whose graph can be edited without touching this one; tensors and fakes are shared."""
         graph = fx.Graph()
-        returned = graph.graph_copy(self.graph, {}, return_output_node=True)
-        assert returned is not None
-        graph.output(returned[0])
+        returned, _ = cast(tuple[Any, fx.Node], graph.graph_copy(self.graph, {}, return_output_node=True))
+        graph.output(returned)
         module = fx.GraphModule(self.graph_module, graph)
         return replace(
             self,
@@ -188,6 +187,7 @@ class Program:
             inputs=list(self.inputs),
             outputs=list(self.outputs),
             history=list(self.history),
+            notes=list(self.notes),
         )
 
 

@@ -1,0 +1,37 @@
+"""Every private or experimental torch name that this package uses, with the reason. All were seen in 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# What the entries of ``torch.ops`` are: their schemas say what an op writes and which of its results are views.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+
+# Values without data: the ``val`` of a node, and what infers it for nodes that passes and users add.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# The base of Shard, Replicate and Partial; ``torch.distributed.tensor`` exports the three but not their base.
+from torch.distributed.tensor.placement_types import Placement as Placement
+
+# The functional collectives: private by name, the only ones that make_fx and DTensor emit.
+c10d = torch.ops._c10d_functional
+
+# Functions on symbolic numbers, such as ``torch._sym_sqrt``: tracing puts them into graphs, no public list has them.
+SYMBOLIC_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    function for name, function in vars(torch).items() if name.startswith(("sym_", "_sym_")) and callable(function)
+)
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether ``op`` is built from other ops, so that its schema need not say that it may return its argument."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def is_inside_torch(module: str) -> bool:
+    """Whether a function's ``__module__`` is torch's C++ binding, which no import statement reaches."""
+    return module.startswith("torch._C")

@@ -1,0 +1,102 @@
+"""Which nodes may share memory, and how long each piece of memory is read.
+
+A program is functional, so values never change under its readers, and passes may forget about memory; but for two
+questions. May a value be overwritten (``UpdateInPlace``)? Would an edit make two outputs, or an output and an input,
+share memory that they did not share before? When in doubt, the answer here is "they may share".
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._torch import OpOverload, is_composite
+from .collectives import is_collective, is_wait, operands, waits_of
+
+Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it
+
+_NONE: Storages = frozenset()
+_UNDECLARED_VIEWS: set[Any] = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_chunk.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+}
+
+
+def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
+    """For each node, the pieces of memory that its value may lie in."""
+    found: dict[fx.Node, Storages] = {}
+    for node in graph.nodes:
+        found[node] = _storages_of(node, found)
+    return found
+
+
+def escaping(graph: fx.Graph, found: dict[fx.Node, Storages]) -> set[fx.Node]:
+    """The pieces of memory that live on after the call: those of inputs, constants and outputs."""
+    kept = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+    for output in graph.output_node().all_input_nodes:
+        kept |= found[output]
+    return kept
+
+
+def last_reads(graph: fx.Graph, found: dict[fx.Node, Storages]) -> dict[fx.Node, int]:
+    """For each piece of memory, the position of the last node that reads it.
+
+    A collective reads its operands until somebody has waited for it. What is returned is read at the very end.
+    """
+    position = {node: k for k, node in enumerate(graph.nodes)}
+    last: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        until = max([position[node], *(position[wait] for wait in waits_of(node))])
+        for storage in _read(node, found):
+            last[storage] = max(last.get(storage, 0), until)
+    return last
+
+
+def _read(node: fx.Node, found: dict[fx.Node, Storages]) -> set[fx.Node]:
+    read = operands(node) if is_collective(node) else node.all_input_nodes
+    return {storage for argument in read for storage in found[argument]}
+
+
+def _storages_of(node: fx.Node, found: dict[fx.Node, Storages]) -> Storages:
+    if node.op in ("placeholder", "get_attr"):
+        return frozenset({node})
+    if node.op == "output":
+        return _NONE
+    shared = frozenset().union(*(found[argument] for argument in _shared_arguments(node)))
+    return shared if _is_view(node) else shared | {node}
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the result lies in an argument's memory, by what torch declares, and owns none."""
+    if is_wait(node) or node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target in _UNDECLARED_VIEWS:
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def _shared_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory the result may lie in."""
+    op = node.target
+    if not isinstance(op, OpOverload) or is_wait(node) or op in _UNDECLARED_VIEWS:
+        return node.all_input_nodes  # Python code: nobody said what it returns
+    if op.namespace not in ("aten", "prims", "_c10d_functional") or is_composite(op):
+        return node.all_input_nodes
+    if not _is_view(node):
+        return []
+    return _declared_views(node, op)
+
+
+def _declared_views(node: fx.Node, op: OpOverload) -> list[fx.Node]:
+    """The arguments that the schema marks as shared with a result, as in ``Tensor(a)``."""
+    shared: list[fx.Node] = []
+    for k, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None:
+            given = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, shared.append)
+    return shared

@@ -1,0 +1,52 @@
+"""Merge all_reduces: few large messages cost less than many small ones."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .base import Numerics, Pass
+from .bucketing import Bucket, buckets, caller, joined, replace_members
+from .collectives import WAIT, Kind, c10d, operands
+from .order import settle
+from .program import Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class BucketAllReduce(Pass):
+    """All_reduces of one axis, dtype, reduction and role become one of up to ``max_bytes``.
+
+    A loss is never merged with gradients, and a collective whose role is unknown is left alone. Sums may be formed in
+    another order, as a backend divides a longer buffer otherwise among the ranks. Leaves every result contiguous.
+    """
+
+    max_bytes: int = 25_000_000
+    numerics: ClassVar[Numerics] = "reassociates"
+
+    def rewrite(self, program: Program) -> int:
+        """Replace each bucket, then bring the graph into order."""
+        found = buckets(program, Kind.ALL_REDUCE, c10d.all_reduce.default, self.max_bytes)
+        for bucket in found:
+            _merge(bucket)
+        settle(program.graph)
+        return len(found)
+
+
+def _merge(bucket: Bucket) -> None:
+    call = caller(bucket)
+    tensors = [operands(member)[0] for member in bucket]
+    flat = call(aten.cat.default, [call(aten.reshape.default, tensor, [-1]) for tensor in tensors])  # [total]
+    merged = call(c10d.all_reduce.default, flat, *bucket[0].args[1:])
+    merged.meta["collective"] = joined(bucket)
+    sizes = [tensor.meta["val"].numel() for tensor in tensors]
+    parts = call(aten.split_with_sizes.default, call(WAIT, merged), sizes)
+    results = [
+        call(aten.view.default, call(operator.getitem, parts, k), list(tensor.meta["val"].shape))
+        for k, tensor in enumerate(tensors)
+    ]
+    replace_members(bucket, results)

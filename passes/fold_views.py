@@ -1,0 +1,101 @@
+"""Remove views that show a tensor as it already is, and copies that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .aliases import escaping, storages
+from .base import Pass
+from .program import Program
+
+aten = torch.ops.aten
+
+_RESHAPES: set[Any] = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_VIEWS: set[Any] = _RESHAPES | {
+    aten.expand.default,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+}
+
+
+@dataclass(frozen=True)
+class FoldViews(Pass):
+    """A view that ends where it began is replaced by where it began; a view of a view by one view.
+
+    The first covers a view to the same shape and chains that undo themselves, such as ``t(t(x))``: shape, strides and
+    offset are those of a tensor further up. A ``_to_copy`` that changes neither dtype, device nor layout goes too,
+    unless its memory lives on after the call: an output must not come to share memory with an input or with another
+    output. ``clone`` stays. Assumes a functional graph. What a folded chain went through is left to ``DeadCode``.
+    """
+
+    def rewrite(self, program: Program) -> int:
+        """Visit nodes in order, so that a chain is folded from its start."""
+        edits = _drop_copies(program.graph)
+        for node in program.graph.nodes:
+            if node.target in _VIEWS and node.users:
+                edits += _fold(node)
+        return edits
+
+
+def _fold(node: fx.Node) -> int:
+    start = next((above for above in _above(node) if _looks_the_same(above, node)), None)
+    if start is not None:
+        node.replace_all_uses_with(start)
+        return 1
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if node.target in _RESHAPES and source.target in _RESHAPES and _is_contiguous(source.args[0]):
+        node.update_arg(0, source.args[0])
+        return 1
+    return 0
+
+
+def _above(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors that ``node`` is a view of, nearest first."""
+    while node.target in _VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        yield node
+
+
+def _looks_the_same(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or not _is_dense(a):
+        return False
+    layouts = [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in (a, b)]
+    return layouts[0] == layouts[1]
+
+
+def _is_dense(val: torch.Tensor) -> bool:
+    """Whether no two elements share a place. Of an expanded tensor, strides do not tell one dim from another."""
+    return all(stride > 0 or size < 2 for size, stride in zip(val.shape, val.stride(), strict=True))
+
+
+def _is_contiguous(value: Any) -> bool:
+    """Whether any view of ``value`` is possible, hence also the last of a chain."""
+    val = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(val, torch.Tensor) and val.is_contiguous()
+
+
+def _drop_copies(graph: fx.Graph) -> int:
+    copies = graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    if not copies:
+        return 0
+    found = storages(graph)
+    kept = escaping(graph, found)
+    edits = 0
+    for node in copies:
+        if node not in kept and _looks_the_same(node.args[0], node):
+            node.replace_all_uses_with(node.args[0])
+            edits += 1
+    return edits

@@ -1,0 +1,38 @@
+"""The default order of passes."""
+
+from __future__ import annotations
+
+from .base import Pass
+from .bucket_all_gather import BucketAllGather
+from .bucket_all_reduce import BucketAllReduce
+from .bucket_reduce_scatter import BucketReduceScatter
+from .dead_code import DeadCode
+from .drop_detach import DropDetach
+from .drop_profiler import DropProfiler
+from .fold_views import FoldViews
+from .merge_equal import MergeEqual
+from .start_early import StartEarly
+from .update_in_place import UpdateInPlace
+from .wait_late import WaitLate
+
+
+def default(*, bucket_bytes: int = 25_000_000) -> tuple[Pass, ...]:
+    """The default order. Read it from top to bottom; each heading says why its passes stand there."""
+    return (
+        # Clean first: everything below matches smaller and more uniform graphs.
+        DropProfiler(),
+        DropDetach(),
+        FoldViews(),
+        # Equal views are equal only once they are folded; a collective that serves two readers is bucketed once.
+        MergeEqual(),
+        DeadCode(),
+        # Merge collectives before moving them: a bucket moves as one.
+        BucketAllGather(max_bytes=bucket_bytes),
+        BucketReduceScatter(max_bytes=bucket_bytes),
+        BucketAllReduce(max_bytes=bucket_bytes),
+        # A collective's start decides where its wait can stand at the earliest.
+        StartEarly(),
+        WaitLate(),
+        # Nothing below may reorder: from here on, values are overwritten.
+        UpdateInPlace(),
+    )

@@ -1,0 +1,114 @@
+"""What a program communicates in one step, and how long it took to make: for people, for files, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .collectives import Collective, Kind, input_bytes, operands
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one step that agree in kind, axis, role and dtype. ``bytes``: one rank's local input."""
+
+    kind: str
+    axis: str
+    role: str
+    dtype: str
+    count: int
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one step of a program communicates; rich prints it.
+
+    ``seconds`` says how long each stage of compiling took, ``notes`` what a user should know: for example, which ops
+    run replicated because they have no rule.
+    """
+
+    name: str
+    mesh: str
+    traffic: tuple[Traffic, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, program: Program, seconds: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> Report:
+        """The report of ``program``; every collective in it must be described, as ``check`` demands."""
+        mesh, history = str(program.mesh), tuple(program.history)
+        return cls(program.name, mesh, _traffic(program), dict(seconds or {}), tuple(notes), history)
+
+    def count(self, kind: str) -> int:
+        """The number of collectives of this kind in one step. Raises ``ValueError`` for any other word."""
+        return sum(row.count for row in self._rows(kind))
+
+    def bytes(self, kind: str) -> int:
+        """Their bytes: of one rank's local input, padding included. Raises ``ValueError`` for any other word."""
+        return sum(row.bytes for row in self._rows(kind))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, ready for JSON."""
+        return asdict(self)
+
+    def _rows(self, kind: str) -> list[Traffic]:
+        if kind not in list(Kind):
+            raise ValueError(f"expected a kind of collective, one of {', '.join(Kind)}, got {kind!r}")
+        return [row for row in self.traffic if row.kind == kind]
+
+    def __rich__(self) -> RenderableType:
+        """What ``rich.print`` shows."""
+        parts: list[RenderableType] = [self._table()]
+        if self.seconds:
+            times = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
+            parts.append(Text(f"seconds by stage: {times}"))
+        return Group(*parts, *(Text(f"note: {note}") for note in self.notes))
+
+    def _table(self) -> RenderableType:
+        title = f"{self.name} on {self.mesh}"
+        if not self.traffic:
+            return Text(f"{title}: one step communicates nothing")
+        table = Table(title=f"{title}: what one step communicates", title_justify="left")
+        for heading in ("collective", "axis", "what", "dtype"):
+            table.add_column(heading, no_wrap=True)
+        table.add_column("count", justify="right")
+        table.add_column("bytes", justify="right")
+        table.add_column("why")
+        for row in self.traffic:
+            table.add_row(row.kind, row.axis, row.role, row.dtype, f"{row.count:,}", f"{row.bytes:,}", Text(row.why))
+        return table
+
+
+def _traffic(program: Program) -> tuple[Traffic, ...]:
+    """One row for all collectives that agree in kind, axis, role and dtype, in order of first appearance."""
+    groups: dict[tuple[str, str, str, str], list[tuple[int, str]]] = {}
+    for node in program.collectives():
+        said: Collective = node.meta["collective"]
+        key = (str(said.kind), said.axis, str(said.role), _dtype(operands(node)[0].meta["val"]))
+        groups.setdefault(key, []).append((input_bytes(node), said.why))
+    return tuple(
+        Traffic(*key, count=len(each), bytes=sum(size for size, _ in each), why=_summary([why for _, why in each]))
+        for key, each in groups.items()
+    )
+
+
+def _summary(reasons: list[str]) -> str:
+    """The first reason, and how many others there are."""
+    different = list(dict.fromkeys(reason for reason in reasons if reason))
+    if len(different) < 2:
+        return "".join(different)
+    return f"{different[0]}; and {len(different) - 1} more like it"
+
+
+def _dtype(val: torch.Tensor) -> str:
+    return str(val.dtype).removeprefix("torch.")

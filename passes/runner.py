@@ -1,0 +1,104 @@
+"""Run a pipeline of passes over one program: check it, time it, keep its history."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from .base import Pass
+from .check import check as check_program
+from .errors import PassError
+from .infer import fill_vals
+from .program import Program
+
+OnStage = Callable[[int, Pass, Program, float], None]  # stage number, pass, program after it, seconds it took
+
+FIRST_STAGE = 2  # 00 is capture, 01 is partition
+
+
+def run(
+    program: Program,
+    passes: Sequence[Pass],
+    on_stage: OnStage | None = None,
+    check: bool = True,
+) -> Program:
+    """Apply ``passes`` in order to a copy of ``program`` and return it, with a line of history for each.
+
+    ``on_stage(number, pass, program, seconds)`` is called after every pass, for dumps and timing. ``check=False``
+    leaves out the checks after each pass.
+
+    Raises ``TypeError`` for what is no pass, ``ValueError`` for an order that a pass forbids, and ``PassError``,
+    which names the pass and carries the history as notes, where a pass fails or leaves a program that is broken.
+    ``program`` itself stays as it is.
+    """
+    passes = tuple(passes)
+    _validate(program, passes)
+    if not passes:
+        return program
+    done = program.copy()
+    for number, each in enumerate(passes, start=FIRST_STAGE):
+        seconds = _stage(number, each, done, program if check else None)
+        if on_stage is not None:
+            on_stage(number, each, done, seconds)
+    done.graph_module.recompile()
+    return done
+
+
+def _stage(number: int, each: Pass, program: Program, promised: Program | None) -> float:
+    """Run one pass, checked against what was promised, and recorded; returns the seconds that the pass itself took."""
+    communicated = len(program.collectives())
+    start = time.perf_counter()
+    try:
+        edits = each.rewrite(program)
+        seconds = time.perf_counter() - start
+        _complete(program, edits)
+        if promised is not None:
+            check_program(program, promised)
+    except Exception as error:
+        raise _failure(number, each, program, error) from error
+    program.history.append(f"{number:02} {each}: {_outcome(edits, communicated, len(program.collectives()))}")
+    return seconds
+
+
+def _complete(program: Program, edits: object) -> None:
+    """Add what a pass may leave out: shapes of new nodes, and what their collectives are."""
+    if isinstance(edits, bool) or not isinstance(edits, int):
+        raise PassError(f"rewrite must return the number of its edits, got {edits!r}")
+    fill_vals(program)
+    program.note_collectives()
+
+
+def _outcome(edits: int, before: int, after: int) -> str:
+    if before != after:
+        return f"{before} -> {after} collectives"
+    return f"{edits} edit{'' if edits == 1 else 's'}" if edits else "nothing to do"
+
+
+def _failure(number: int, each: Pass, program: Program, error: Exception) -> PassError:
+    reason = str(error) if isinstance(error, PassError) else f"{type(error).__name__}: {error}"
+    failure = PassError(f"pass {each}, stage {number:02} of {program.name}, failed: {reason}")
+    for line in program.history:
+        failure.add_note(f"before it: {line}")
+    return failure
+
+
+def _validate(program: Program, passes: tuple[Pass, ...]) -> None:
+    for each in passes:
+        if isinstance(each, type) or not isinstance(each, Pass):
+            hint = f"{each.__name__}() makes one" if isinstance(each, type) else "subclass passes.Pass"
+            raise TypeError(f"expected instances of passes.Pass in the pipeline, got {each!r}; {hint}")
+    if passes and any(declared.in_place for declared in program.inputs):
+        raise ValueError(f"{program.name} already updates its inputs in place: no pass can follow, got {passes[0]}")
+    for k, each in enumerate(passes):
+        _validate_place(each, passes[:k], passes[k + 1 :])
+
+
+def _validate_place(each: Pass, earlier: tuple[Pass, ...], later: tuple[Pass, ...]) -> None:
+    for needed in each.needs:
+        if not any(isinstance(other, needed) for other in earlier):
+            raise ValueError(f"{each} needs {needed.__name__} before it in the pipeline, but that is not there")
+    for other in later:
+        if isinstance(other, each.after):
+            raise ValueError(f"{each} must come after {type(other).__name__}, but stands before it")
+    if each.last and later:
+        raise ValueError(f"{each} must be the last pass, but {later[0]} comes after it")

@@ -1,0 +1,69 @@
+"""Start each collective as early as its operand allows, so that compute can hide it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .base import Pass
+from .collectives import is_collective
+from .order import arrange, places
+from .program import Program
+
+aten = torch.ops.aten
+
+# What only brings an operand into shape: cheap, and of no use to anybody else.
+PACKING: frozenset[Any] = frozenset(
+    {
+        aten._to_copy.default,
+        aten._unsafe_view.default,
+        aten.cat.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.view.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class StartEarly(Pass):
+    """Each collective, with the nodes that only pack its operand, moves to right after what it needs.
+
+    All other nodes keep their order, and so do collectives that become ready together. Where a node goes depends on
+    the graph alone, so all ranks keep one order. Memory: what a collective returns exists for longer.
+    """
+
+    def rewrite(self, program: Program) -> int:
+        """Sort by the position at which each moving node is ready; returns how many collectives moved."""
+        moving = _moving(program.graph)
+        before = places(program.graph, moving)
+        arrange(program.graph, _by_readiness(program, moving))
+        after = places(program.graph, moving)
+        return sum(before[node] != after[node] for node in program.collectives())
+
+
+def _by_readiness(program: Program, moving: set[fx.Node]) -> list[fx.Node]:
+    first = len(program.placeholders) - 1
+    ready: dict[fx.Node, int] = {}
+    for position, node in enumerate(program.graph.nodes):
+        needed = (ready[argument] for argument in node.all_input_nodes)
+        ready[node] = max((first, *needed)) if node in moving else position
+    return sorted(ready, key=lambda node: (ready[node], node in moving))  # sorted keeps the order of equals
+
+
+def _moving(graph: fx.Graph) -> set[fx.Node]:
+    """The collectives, and what only they read and only packs their operands."""
+    moving: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if is_collective(node) or (
+            node.target in PACKING and node.users and all(user in moving for user in node.users)
+        ):
+            moving.add(node)
+    return moving
