@@ -1,0 +1,40 @@
+"""What is right for each op: the rules, and the types in which they speak.
+
+Importing the package fills the table. The files stand in the order in which a step meets them.
+"""
+
+# isort: off
+from . import pointwise as pointwise
+from . import factories as factories
+from . import views as views
+from . import pieces as pieces
+from . import reductions as reductions
+from . import scans as scans
+from . import matmul as matmul
+from . import indexing as indexing
+from . import normalization as normalization
+from . import attention as attention
+from . import convolution as convolution
+from . import pooling as pooling
+from . import loss as loss
+from . import sizes as sizes
+# isort: on
+
+from .base import Call, Info, Localize, Option, P, R, Rule, S
+from .table import LOCALIZE, RULES, known, localize_of, rule_of
+
+__all__ = [
+    "LOCALIZE",
+    "RULES",
+    "Call",
+    "Info",
+    "Localize",
+    "Option",
+    "P",
+    "R",
+    "Rule",
+    "S",
+    "known",
+    "localize_of",
+    "rule_of",
+]

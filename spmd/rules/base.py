@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._torch import OpOverload
+
 R = Replicate()
 P = Partial("sum")
 
@@ -46,7 +48,7 @@ class Call:
     an output that is no tensor or is absent); ``size`` is the number of ranks along the axis.
     """
 
-    target: torch._ops.OpOverload
+    target: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: tuple[Info, ...]

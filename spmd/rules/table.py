@@ -1,4 +1,4 @@
-"""The one table of rules, and how users add to it."""
+"""The one table of rules, and how the files of this package add to it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from .._torch import OpOverload
 from .base import Localize, Rule
 
-Op = torch._ops.OpOverload
+Op = OpOverload
 
 RULES: dict[Op, Rule] = {}
 LOCALIZE: dict[Op, Localize] = {}
+TAGGED: dict[torch.Tag, Rule] = {}
+"""Rules for all aten ops with a tag, where the op has none of its own."""
 
 
 def rule(*ops: Op) -> Callable[[Rule], Rule]:
@@ -27,11 +30,23 @@ def rule(*ops: Op) -> Callable[[Rule], Rule]:
     return register
 
 
+def tagged(tag: torch.Tag) -> Callable[[Rule], Rule]:
+    """Register a rule for every functional aten op that torch gives ``tag``."""
+
+    def register(function: Rule) -> Rule:
+        assert tag not in TAGGED, f"{tag} has a rule already"
+        TAGGED[tag] = function
+        return function
+
+    return register
+
+
 def localize(*ops: Op) -> Callable[[Localize], Localize]:
     """Register how the arguments of ``ops`` that hold global sizes become local."""
 
     def register(function: Localize) -> Localize:
         for op in ops:
+            assert op not in LOCALIZE, f"{op} is made local already"
             LOCALIZE[op] = function
         return function
 
@@ -39,10 +54,20 @@ def localize(*ops: Op) -> Callable[[Localize], Localize]:
 
 
 def rule_of(op: Any) -> Rule | None:
-    """The rule of ``op``, or None."""
-    return RULES.get(op)
+    """The rule of ``op``, its own or that of a tag it has, or None."""
+    if op in RULES or not isinstance(op, OpOverload):
+        return RULES.get(op)
+    # Only aten's tags: of a user's op, a tag may promise less than a rule takes from it.
+    if op.namespace != "aten" or op._schema.is_mutable:
+        return None
+    return next((TAGGED[tag] for tag in op.tags if tag in TAGGED), None)
+
+
+def localize_of(op: Any) -> Localize | None:
+    """What makes the arguments of ``op`` local, or None if they hold no sizes."""
+    return LOCALIZE.get(op)
 
 
 def known(ops: Iterable[Op]) -> set[Op]:
     """Those of ``ops`` that have a rule."""
-    return {op for op in ops if op in RULES}
+    return {op for op in ops if rule_of(op) is not None}

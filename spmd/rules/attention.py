@@ -1,0 +1,69 @@
+"""Scaled dot product attention, by each of torch's kernels: batch and heads may be split, evenly.
+
+All kernels take (batch, head, time, width). They differ in the layout of the log-sum-exp that they keep for backward,
+and in what they return besides. Random state is kept by each rank for its own draws: it only ever goes back into the
+same rank's backward, so it counts as equal. Queries may have more heads than keys: split evenly, each rank has the keys
+of its queries.
+"""
+
+from __future__ import annotations
+
+from .base import Call, Info, Option
+from .labels import EQUAL, WHOLE, Dims, aligned, options
+from .ops import aten
+from .table import rule
+
+HEADS = "bh.."
+
+# How the kernel lays out its log-sum-exp. On the CPU heads come last; the others may pad or add a dim of size 1.
+FORWARD = {
+    **dict.fromkeys(aten("_scaled_dot_product_flash_attention_for_cpu"), "b.h"),
+    **dict.fromkeys(aten("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"), "bh."),
+    **dict.fromkeys(aten("_scaled_dot_product_cudnn_attention"), "bh.."),
+    **dict.fromkeys(aten("_scaled_dot_product_fused_attention_overrideable"), "bh."),
+}
+BACKWARD = {
+    **dict.fromkeys(aten("_scaled_dot_product_flash_attention_for_cpu_backward"), "b.h"),
+    **dict.fromkeys(aten("_scaled_dot_product_flash_attention_backward"), "bh."),
+    **dict.fromkeys(aten("_scaled_dot_product_efficient_attention_backward"), "bh."),
+    **dict.fromkeys(aten("_scaled_dot_product_cudnn_attention_backward"), "bh.."),
+    **dict.fromkeys(aten("_scaled_dot_product_fused_attention_overrideable_backward"), "bh."),
+}
+
+
+@rule(*FORWARD)
+def attention(call: Call) -> list[Option]:
+    """Batch and heads; a debug mask is not split."""
+    if call.arg("return_debug_mask") or call.arg("query").ndim != 4:
+        return []
+    operands = dict.fromkeys(("query", "key", "value"), HEADS) | _mask(call)
+    rest = [EQUAL] * (len(call.results) - 2)
+    return options(
+        call,
+        Dims(
+            operands, (HEADS, _fit(FORWARD[call.target], call.results[1]), *rest), even="*", grouped="h", broadcast=True
+        ),
+    )
+
+
+@rule(*BACKWARD)
+def attention_backward(call: Call) -> list[Option]:
+    """Batch and heads, as forward; the gradient of a mask only where the mask has the dim."""
+    if call.arg("query").ndim != 4:
+        return []
+    whole = ("grad_out", "grad_out_", "query", "key", "value", "out")
+    operands = {name: HEADS for name in whole if call.arg(name) is not None} | _mask(call)
+    operands["logsumexp"] = _fit(BACKWARD[call.target], call.arg("logsumexp"))
+    results = [HEADS if info is None else aligned(info, HEADS) for info in call.results]
+    return options(call, Dims(operands, tuple(results), even="*", grouped="h", broadcast=True))
+
+
+def _mask(call: Call) -> dict[str, str]:
+    """Masks and biases line up with (batch, head, query, key) from the right, and broadcast."""
+    found = ((name, call.arg(name)) for name in ("attn_mask", "attn_bias"))
+    return {name: aligned(info, HEADS) for name, info in found if isinstance(info, Info)}
+
+
+def _fit(labels: str, info: Info | None) -> str:
+    """``labels`` cut or filled to the dims that are there."""
+    return labels if info is None else labels[: info.ndim].ljust(info.ndim, WHOLE)

@@ -1,0 +1,71 @@
+"""Ops that make a tensor out of nothing but sizes: each rank makes its own part.
+
+Also those that take shape and dtype, but no values, from an operand (``zeros_like``, ``rand_like``): they split as it
+does, and may take it in partial. And those that take no more than dtype and device (``new_zeros``): any operand will
+do. Zeros are a sum of zeros too, which lets ``index_put`` and ``scatter_add`` collect into partial ones. ``arange``,
+``eye`` and ``randperm`` hold positions and are made whole. What random ops draw on which rank is not said here.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .base import Call, Option, P, R
+from .labels import PARTIALS, Dims, letters, option, options
+from .ops import aten
+from .table import rule
+
+ZEROS = frozenset(aten("zeros", "new_zeros", "zeros_like"))
+FULL = frozenset(aten("full", "new_full", "full_like"))
+
+
+def is_zero(call: Call) -> bool:
+    """Whether the call makes zeros, whatever name it has."""
+    return call.target in ZEROS or (call.target in FULL and call.arg("fill_value") in (0, 0.0, False))
+
+
+@rule(
+    *aten("zeros", "ones", "full", "empty.memory_format", "empty_permuted", "empty_strided"),
+    *aten("rand", "rand.generator", "randn", "randn.generator"),
+    *aten("randint", "randint.generator", "randint.low", "randint.low_generator"),
+)
+def made(call: Call) -> list[Option]:
+    """Any dim, and zeros also as a sum."""
+    return [Option((), (placement,)) for placement in _made_as(call)[1:]]
+
+
+@rule(*aten("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"))
+def made_beside(call: Call) -> list[Option]:
+    """Any dim, whatever the placement of the operand."""
+    given = [R, *(Shard(d) for d in range(call.arg("self").ndim)), *PARTIALS]
+    every = [option(call, {"self": source}, result) for source in given for result in _made_as(call)]
+    return every[1:]
+
+
+@rule(
+    *aten("zeros_like", "ones_like", "full_like", "empty_like", "fill.Scalar", "zero"),
+    *aten("rand_like", "rand_like.generator", "randn_like", "randn_like.generator"),
+    *aten("randint_like", "randint_like.generator", "randint_like.low_dtype", "randint_like.low_generator_dtype"),
+    *aten("bernoulli.p", "uniform", "normal_functional", "exponential", "geometric", "log_normal", "cauchy"),
+    *aten("random", "random.from", "random.to"),
+)
+def made_like(call: Call) -> list[Option]:
+    """Split as the operand is; of a partial operand only the shape matters."""
+    names = letters(call.arg("self").ndim)
+    whole = [option(call, {"self": kind}, R) for kind in PARTIALS]
+    if is_zero(call):
+        whole += [option(call, {"self": source}, P) for source in (R, P)]
+    return options(call, Dims({"self": names}, names)) + whole
+
+
+@rule(*aten("bernoulli", "native_dropout"))
+def drawn(call: Call) -> list[Option]:
+    """Drawn by the operand's values: split as it is, evenly (of no elements, dropout returns a mask of another dtype)."""
+    names = letters(call.operands[0].ndim)
+    return options(call, Dims({call.target._schema.arguments[0].name: names}, names, even="*"))
+
+
+def _made_as(call: Call) -> list[Placement]:
+    (result,) = (info for info in call.results if info is not None)
+    return [R, *(Shard(d) for d in range(result.ndim)), *([P] if is_zero(call) else [])]

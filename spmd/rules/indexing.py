@@ -1,0 +1,169 @@
+"""Ops that read and write rows by index.
+
+Indices count over the whole of the dim they index, so that dim stays whole; the dims of the indices may be split, and
+so may all dims that are not indexed. Where rows are *added* to a tensor, a split of the indices leaves each rank a part
+of the sum: the tensor added to, and the result, are partial.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .base import Call, Info, Option
+from .labels import WHOLE, Dims, aligned, letters, options, without, wrap
+from .ops import aten
+from .table import rule
+
+
+@rule(*aten("embedding"))
+def embedding(call: Call) -> list[Option]:
+    """The dims of the indices, and the columns of the weight."""
+    rows = letters(call.arg("indices").ndim)
+    return options(call, Dims({"weight": WHOLE + "D", "indices": rows}, rows + "D", linear=(("weight",),)))
+
+
+@rule(*aten("embedding_dense_backward"))
+def embedding_dense_backward(call: Call) -> list[Option]:
+    """Each rank adds up the rows that its indices name; frequencies would have to be counted over all ranks."""
+    if call.arg("scale_grad_by_freq"):
+        return []
+    rows = letters(call.arg("indices").ndim)
+    operands = {"grad_output": rows + "D", "indices": rows}
+    return options(call, Dims(operands, WHOLE + "D", reduced=rows, linear=(("grad_output",),)))
+
+
+@rule(*aten("gather"))
+def gather(call: Call) -> list[Option]:
+    """Dims where index and tensor agree; along the gathered dim, the index alone."""
+    index = letters(call.arg("index").ndim)
+    whole = without(index, wrap(call.arg("dim"), len(index)))
+    if call.arg("self").ndim != len(index):
+        return []
+    return options(call, Dims({"self": whole, "index": index}, index, linear=(("self",),)))
+
+
+@rule(*aten("scatter.value", "scatter.src", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"))
+def scatter(call: Call) -> list[Option]:
+    """Dims where index, source and tensor agree."""
+    names = _scattered(call)
+    if names is None:
+        return []
+    operands = {"self": names, "index": names} | ({"src": names} if isinstance(call.arg("src"), Info) else {})
+    return options(call, Dims(operands, names))
+
+
+@rule(*aten("scatter_add"))
+def scatter_add(call: Call) -> list[Option]:
+    """Dims where index, source and tensor agree; along the scattered dim each rank adds its part."""
+    names = _scattered(call)
+    if names is None:
+        return []
+    along = wrap(call.arg("dim"), len(names))
+    source = "".join("I" if d == along else c for d, c in enumerate(names))
+    operands = {"self": names, "index": source, "src": source}
+    return options(call, Dims(operands, names, reduced="I", onto="self", linear=(("self", "src"),)))
+
+
+def _scattered(call: Call) -> str | None:
+    """Labels for tensor, index and source; None if they have unlike numbers of dims."""
+    if len({info.ndim for info in call.operands}) != 1:
+        return None
+    ndim = call.arg("self").ndim
+    return without(letters(ndim), wrap(call.arg("dim"), ndim))
+
+
+@rule(*aten("index_select"))
+def index_select(call: Call) -> list[Option]:
+    """The index, and all dims that are not indexed."""
+    names = without(letters(call.arg("self").ndim), wrap(call.arg("dim"), call.arg("self").ndim))
+    index = "I"[: call.arg("index").ndim]
+    result = names.replace(WHOLE, index or WHOLE)
+    return options(call, Dims({"self": names, "index": index}, result, linear=(("self",),)))
+
+
+@rule(*aten("index_add", "index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"))
+def index_write(call: Call) -> list[Option]:
+    """All dims that are not indexed; rows that are added may be split, each rank adding its part."""
+    names = without(letters(call.arg("self").ndim), wrap(call.arg("dim"), call.arg("self").ndim))
+    adds = "index_add" in str(call.target)
+    index = "I"[: call.arg("index").ndim] if adds else WHOLE[: call.arg("index").ndim]
+    rows = names.replace(WHOLE, index or WHOLE)
+    operands = {"self": names, "index": index}
+    if isinstance(call.arg("source"), Info) and call.arg("source").ndim == len(names):
+        operands["source"] = rows
+    elif call.arg("source") is not None:
+        return []
+    if not adds:
+        return options(call, Dims(operands, names))
+    return options(call, Dims(operands, names, reduced="I", onto="self", linear=(("self", "source"),)))
+
+
+@rule(*aten("index.Tensor", "_unsafe_index.Tensor"))
+def index(call: Call) -> list[Option]:
+    """The dims of the indices (which broadcast), and all dims of the tensor that have no index."""
+    labels = _indexed(call)
+    if labels is None:
+        return []
+    source, indices, result = labels
+    operands = {"self": source, "indices": indices}
+    return options(call, Dims(operands, result, broadcast=True, linear=(("self",),)))
+
+
+@rule(*aten("index_put", "_unsafe_index_put"))
+def index_put(call: Call) -> list[Option]:
+    """All dims that have no index; if values are added, also the dims of the indices, each rank adding its part."""
+    labels = _indexed(call)
+    if labels is None:
+        return []
+    source, indices, rows = labels
+    operands = {"self": source, "indices": indices, "values": aligned(call.arg("values"), rows)}
+    if not call.arg("accumulate"):
+        kept = "".join(c for c in source if c != WHOLE)
+        operands["indices"] = [WHOLE * len(one) for one in indices]
+        operands["values"] = "".join(c if c in kept else WHOLE for c in aligned(call.arg("values"), rows))
+        return options(call, Dims(operands, source, broadcast=True))
+    summed = "".join(c for c in rows if c not in source)
+    added = Dims(operands, source, reduced=summed, broadcast=True, onto="self", linear=(("self", "values"),))
+    return options(call, added)
+
+
+def _indexed(call: Call) -> tuple[str, list[str], str] | None:
+    """Labels of tensor, indices and indexed rows; None where an index is a mask, whose count of rows is not known.
+
+    The dims of the indices stand where the first index stood if the indexed dims are neighbours, else in front.
+    """
+    source: Info = call.arg("self")
+    indices: list[Any] = list(call.arg("indices"))
+    given = [d for d, one in enumerate(indices) if isinstance(one, Info)]
+    if not given or any(indices[d].dtype in (torch.bool, torch.uint8) for d in given):
+        return None
+    names = without(letters(source.ndim), *given)
+    inner = letters(len(torch.broadcast_shapes(*(indices[d].shape for d in given))), start=26)
+    neighbours = given == list(range(given[0], given[-1] + 1))
+    at = given[0] if neighbours else 0
+    kept = [c for d, c in enumerate(names) if d not in given]
+    rows = "".join(kept[:at]) + inner + "".join(kept[at:])
+    return names, [aligned(one, inner) if isinstance(one, Info) else "" for one in indices], rows
+
+
+@rule(*aten("one_hot"))
+def one_hot(call: Call) -> list[Option]:
+    """All dims, if the number of classes is not left to the data."""
+    names = letters(call.arg("self").ndim)
+    return options(call, Dims({"self": names}, names + WHOLE)) if call.arg("num_classes") > 0 else []
+
+
+@rule(*aten("bucketize.Tensor"))
+def bucketize(call: Call) -> list[Option]:
+    """Each element alone, against all boundaries."""
+    names = letters(call.arg("self").ndim)
+    return options(call, Dims({"self": names}, names))
+
+
+@rule(*aten("isin.Tensor_Tensor", "isin.Tensor_Scalar"))
+def isin(call: Call) -> list[Option]:
+    """Each element alone, against all test elements."""
+    names = letters(call.arg("elements").ndim)
+    return options(call, Dims({"elements": names}, names))

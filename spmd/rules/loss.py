@@ -1,0 +1,48 @@
+"""The negative log likelihood: rows (and for images, positions) may be split.
+
+A sum over split rows is partial, and so is its total weight. A mean would divide by the rank's own count: it is taken
+apart at capture for forward; backward is given the total weight and divides by that. Other losses are taken apart.
+"""
+
+from __future__ import annotations
+
+from .base import Call, Option
+from .labels import EQUAL, WHOLE, Dims, options
+from .ops import aten
+from .table import rule
+
+NONE, MEAN = 0, 1
+
+ROWS = {
+    **dict.fromkeys(aten("nll_loss_forward", "nll_loss_backward"), ("nc", "n")),
+    **dict.fromkeys(aten("nll_loss2d_forward", "nll_loss2d_backward"), ("nchw", "nhw")),
+}
+
+
+@rule(*aten("nll_loss_forward", "nll_loss2d_forward"))
+def forward(call: Call) -> list[Option]:
+    """Without reduction a loss per row; summed, partial sums of loss and weight."""
+    source, target = _labels(call)
+    if source is None or call.arg("reduction") == MEAN:
+        return []
+    operands = {"self": source, "target": target}
+    if call.arg("reduction") == NONE:
+        return options(call, Dims(operands, (target, EQUAL)))
+    return options(call, Dims(operands, ("", ""), reduced=target))
+
+
+@rule(*aten("nll_loss_backward", "nll_loss2d_backward"))
+def backward(call: Call) -> list[Option]:
+    """The gradient of each row. Linear in the gradient that comes in."""
+    source, target = _labels(call)
+    if source is None:
+        return []
+    grad = target if call.arg("reduction") == NONE else ""
+    operands = {"grad_output": grad, "self": source, "target": target}
+    return options(call, Dims(operands, source, linear=(("grad_output",),)))
+
+
+def _labels(call: Call) -> tuple[str | None, str]:
+    """Labels of the log probabilities and the targets, the classes needed whole; None where there are no rows."""
+    source, target = ROWS[call.target]
+    return (source.replace("c", WHOLE) if call.arg("self").ndim == len(source) else None), target

@@ -1,0 +1,24 @@
+"""From names of aten ops to the ops this torch has: the one place that knows an op may be missing."""
+
+from __future__ import annotations
+
+import torch
+
+from .._torch import OpOverload
+
+ABSENT: set[str] = set()
+"""The names that were asked for and that this torch lacks (a test holds a list of those it expects)."""
+
+
+def aten(*names: str) -> tuple[OpOverload, ...]:
+    """The ops called ``names`` ("mm" is ``mm.default``, "mm.dtype" as it stands), without those this torch lacks."""
+    found = [(name, find(name)) for name in names]
+    ABSENT.update(name for name, op in found if op is None)
+    return tuple(op for _, op in found if op is not None)
+
+
+def find(name: str) -> OpOverload | None:
+    """The aten op called ``name``, or None."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    return op if isinstance(op, OpOverload) else None

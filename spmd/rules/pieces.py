@@ -1,0 +1,178 @@
+"""Ops that cut tensors along a dim or put pieces together along one: every other dim may be split.
+
+The pieces' elements are the whole's, so partial sums pass, as do partial extremes where nothing is filled in.
+"""
+
+from __future__ import annotations
+
+from .base import Call, Option
+from .labels import WHOLE, Dims, grows, letters, options, without, wrap
+from .ops import aten
+from .table import rule
+
+
+def dim_of(call: Call, name: str = "dim") -> int:
+    """The dim that the op works along."""
+    return wrap(call.arg(name), call.arg("self").ndim)
+
+
+@rule(
+    *aten("split.Tensor", "split.sizes", "split_with_sizes", "split_with_sizes_copy", "chunk", "narrow", "narrow_copy"),
+    *aten("slice.Tensor", "slice_copy.Tensor"),
+)
+def cut(call: Call) -> list[Option]:
+    """All dims but the one cut; that one too where a slice takes all of it."""
+    names = letters(call.arg("self").ndim)
+    kept = names if takes_all(call) else without(names, dim_of(call))
+    return options(call, Dims({"self": kept}, kept, moves=("self",)))
+
+
+def takes_all(call: Call) -> bool:
+    """Whether the call is a slice from the first row to the last, so that every rank's part is taken whole."""
+    if "slice" not in str(call.target):
+        return False
+    start, end = call.arg("start"), call.arg("end")
+    size = call.arg("self").shape[dim_of(call)] if call.arg("self") is not None else _rows(call)
+    return call.arg("step", 1) == 1 and start in (None, 0) and (end is None or end >= size)
+
+
+def _rows(call: Call) -> int:
+    sizes: list[int] = call.arg("input_sizes")
+    return sizes[wrap(call.arg("dim"), len(sizes))]
+
+
+@rule(*aten("select.int", "select_copy.int", "unbind.int", "unbind_copy.int"))
+def select(call: Call) -> list[Option]:
+    """All dims but the one that goes."""
+    names = without(letters(call.arg("self").ndim), dim_of(call))
+    return options(call, Dims({"self": names}, names.replace(WHOLE, ""), moves=("self",)))
+
+
+@rule(*aten("cat"))
+def cat(call: Call) -> list[Option]:
+    """All dims but the one along which the tensors follow each other."""
+    result = call.results[0]
+    assert result is not None
+    if any(info.ndim != result.ndim for info in call.operands):
+        return []  # an empty 1-D tensor among others is skipped by torch
+    names = without(letters(result.ndim), wrap(call.arg("dim"), result.ndim))
+    return options(call, Dims({"tensors": names}, names, moves=("tensors",)))
+
+
+@rule(*aten("stack"))
+def stack(call: Call) -> list[Option]:
+    """All dims of the tensors."""
+    names = letters(call.operands[0].ndim)
+    at = wrap(call.arg("dim"), len(names) + 1)
+    return options(call, Dims({"tensors": names}, names[:at] + WHOLE + names[at:], moves=("tensors",)))
+
+
+@rule(*aten("slice_backward"))
+def slice_backward(call: Call) -> list[Option]:
+    """Zeros with the gradient at the slice."""
+    names = letters(call.arg("grad_output").ndim)
+    kept = names if takes_all(call) else without(names, wrap(call.arg("dim"), len(names)))
+    return options(call, Dims({"grad_output": kept}, kept, linear=(("grad_output",),)))
+
+
+@rule(*aten("select_backward"))
+def select_backward(call: Call) -> list[Option]:
+    """Zeros with the gradient at one row."""
+    names = letters(call.arg("grad_output").ndim)
+    at = wrap(call.arg("dim"), len(names) + 1)
+    return options(call, Dims({"grad_output": names}, names[:at] + WHOLE + names[at:], linear=(("grad_output",),)))
+
+
+@rule(*aten("slice_scatter"))
+def slice_scatter(call: Call) -> list[Option]:
+    """One tensor with another in place of a slice."""
+    names = letters(call.arg("self").ndim)
+    kept = names if takes_all(call) else without(names, dim_of(call))
+    return options(call, Dims({"self": kept, "src": kept}, kept, moves=("self", "src")))
+
+
+@rule(*aten("select_scatter"))
+def select_scatter(call: Call) -> list[Option]:
+    """One tensor with another in place of a row."""
+    names = without(letters(call.arg("self").ndim), dim_of(call))
+    row = names.replace(WHOLE, "")
+    return options(call, Dims({"self": names, "src": row}, names, moves=("self", "src")))
+
+
+@rule(*aten("diagonal", "diagonal_copy"))
+def diagonal(call: Call) -> list[Option]:
+    """All dims but the two of the diagonal, which becomes the last."""
+    whole, rest = _off_diagonal(call, call.arg("self").ndim)
+    return options(call, Dims({"self": whole}, rest, moves=("self",)))
+
+
+@rule(*aten("diagonal_backward"))
+def diagonal_backward(call: Call) -> list[Option]:
+    """Zeros with the gradient on the diagonal."""
+    whole, rest = _off_diagonal(call, len(call.arg("input_sizes")))
+    return options(call, Dims({"grad_output": rest}, whole, linear=(("grad_output",),)))
+
+
+@rule(*aten("diagonal_scatter"))
+def diagonal_scatter(call: Call) -> list[Option]:
+    """One tensor with another on its diagonal."""
+    whole, rest = _off_diagonal(call, call.arg("self").ndim)
+    return options(call, Dims({"self": whole, "src": rest}, whole, moves=("self", "src")))
+
+
+def _off_diagonal(call: Call, ndim: int) -> tuple[str, str]:
+    names = without(letters(ndim), *(wrap(call.arg(name), ndim) for name in ("dim1", "dim2")))
+    return names, names.replace(WHOLE, "") + WHOLE
+
+
+@rule(*aten("unfold", "unfold_copy"))
+def unfold(call: Call) -> list[Option]:
+    """Windows along one dim, in a new last dim."""
+    names = without(letters(call.arg("self").ndim), dim_of(call, "dimension"))
+    return options(call, Dims({"self": names}, names + WHOLE, moves=("self",)))
+
+
+@rule(*aten("unfold_backward"))
+def unfold_backward(call: Call) -> list[Option]:
+    """The sum of windows."""
+    ndim = len(call.arg("input_sizes"))
+    names = without(letters(ndim), wrap(call.arg("dim"), ndim))
+    return options(call, Dims({"grad_in": names + WHOLE}, names, linear=(("grad_in",),)))
+
+
+@rule(*aten("tril", "triu"))
+def triangle(call: Call) -> list[Option]:
+    """All dims but the last two."""
+    ndim = call.arg("self").ndim
+    names = without(letters(ndim), ndim - 2, ndim - 1)
+    return options(call, Dims({"self": names}, names, linear=(("self",),)))
+
+
+@rule(*aten("constant_pad_nd"))
+def pad(call: Call) -> list[Option]:
+    """All dims that are not padded; a sum passes if the padding is zero."""
+    ndim = call.arg("self").ndim
+    pairs: list[int] = list(call.arg("pad"))
+    padded = [ndim - 1 - k // 2 for k, n in enumerate(pairs) if n != 0]
+    names = without(letters(ndim), *padded)
+    return options(call, Dims({"self": names}, names, linear=(("self",),) if call.arg("value") == 0 else ()))
+
+
+@rule(*aten("repeat"))
+def repeat(call: Call) -> list[Option]:
+    """All dims that are not repeated."""
+    repeats: list[int] = call.arg("repeats")
+    names = letters(call.arg("self").ndim)
+    new = len(repeats) - len(names)
+    once = "".join(c if n == 1 else WHOLE for c, n in zip(names, repeats[new:], strict=False))
+    moves = () if grows(call, ("self",)) else ("self",)
+    return options(call, Dims({"self": once}, WHOLE * new + once, moves=moves))
+
+
+@rule(*aten("repeat_interleave.self_int"))
+def repeat_interleave(call: Call) -> list[Option]:
+    """All dims but the one whose rows are repeated; without a dim the tensor is flattened."""
+    if call.arg("dim") is None:
+        return []
+    names = without(letters(call.arg("self").ndim), dim_of(call))
+    return options(call, Dims({"self": names}, names))

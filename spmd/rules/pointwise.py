@@ -1,0 +1,101 @@
+"""Ops that compute each element from the elements at the same place, after broadcasting.
+
+Any dim of the result may be split, also unevenly: an operand that has the dim is split alike, one that lacks it (or has
+size 1 there) is replicated. The generic rule serves every aten op with the tag ``pointwise``; ``LINEAR`` says through
+which operands a sum over ranks passes. It passes only where the result is no larger than the partial operand: to
+reduce later is otherwise to move more.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._torch import OpOverload
+from .base import Call, Option
+from .labels import EQUAL, Dims, aligned, arguments, grows, infos, letters, options
+from .ops import aten
+from .table import rule, tagged
+
+# Ops whose result has its operand's elements: every kind of partial passes.
+COPIES = frozenset(
+    aten("clone", "detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "positive", "resolve_conj", "resolve_neg")
+)
+
+# Ops that are linear in each of these sets of operands, if all of the set are tensors.
+LINEAR: dict[OpOverload, tuple[tuple[str, ...], ...]] = {
+    op: sets
+    for names, sets in {
+        ("neg", "deg2rad", "rad2deg", "_to_copy", "_conj", "conj_physical", "real", "imag"): (("self",),),
+        ("mul.Tensor",): (("self",), ("other",)),
+        ("mul.Scalar", "div.Tensor", "div.Scalar"): (("self",),),
+        ("add.Tensor", "sub.Tensor", "rsub.Tensor"): (("self", "other"),),
+        ("where.self",): (("self", "other"),),
+        ("masked_fill.Tensor",): (("self", "value"),),
+        ("lerp.Scalar", "lerp.Tensor"): (("self", "end"),),
+        ("addcmul",): (("self", "tensor1"), ("self", "tensor2")),
+        ("addcdiv",): (("self", "tensor1"),),
+        ("copy",): (("src",), ("self", "src")),
+        (
+            "threshold_backward",
+            "gelu_backward",
+            "silu_backward",
+            "sigmoid_backward",
+            "tanh_backward",
+            "native_dropout_backward",
+            "leaky_relu_backward",
+            "elu_backward",
+            "hardtanh_backward",
+            "hardswish_backward",
+            "hardsigmoid_backward",
+            "softplus_backward",
+            "log_sigmoid_backward",
+            "mish_backward",
+            "logit_backward",
+        ): (("grad_output",),),
+    }.items()
+    for op in aten(*names)
+}
+
+# Ops that are linear in `self` where this argument, what they put beside it, is zero.
+LINEAR_AT_ZERO = {op: name for op in aten("masked_fill.Scalar") for name in ["value"]} | {
+    op: name for op in aten("where.ScalarOther") for name in ["other"]
+}
+
+# Pointwise, but without the tag in some torch.
+UNTAGGED = aten(
+    *("_to_copy", "copy", "detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "resolve_conj", "resolve_neg"),
+    *("clone", "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar", "masked_fill.Scalar"),
+    *("masked_fill.Tensor", "rsub.Tensor", "rsub.Scalar", "complex", "polar", "_conj", "real", "imag"),
+    *("floor_divide", "floor_divide.Scalar", "prelu", "_prelu_kernel"),
+    *("lerp.Scalar", "lerp.Tensor", "addcmul", "addcdiv", "clamp", "clamp.Tensor", "nan_to_num"),
+    *("gelu_backward", "silu_backward", "threshold_backward", "sigmoid_backward", "tanh_backward"),
+    *("native_dropout_backward", "leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardswish"),
+    *("hardswish_backward", "hardsigmoid_backward", "softplus_backward", "log_sigmoid_forward", "log_sigmoid_backward"),
+    *("mish_backward", "logit_backward", "softshrink_backward", "hardshrink_backward"),
+)
+
+
+@tagged(torch.Tag.pointwise)
+def pointwise(call: Call) -> list[Option]:
+    """Any dim of the result, and the partial operands of the table."""
+    shape = call.results[0].shape if call.results and call.results[0] is not None else None
+    if shape is None or shape != torch.broadcast_shapes(*(i.shape for i in call.operands)):
+        return []
+    names = letters(len(shape))
+    operands = {name: aligned(info, names) for name, value in arguments(call) for info in infos(value)}
+    # log_sigmoid_forward has an empty second result on some devices.
+    results = tuple(names if info is None or info.shape == shape else EQUAL for info in call.results)
+    moves = ("self",) if call.target in COPIES else ()
+    return options(call, Dims(operands, results, broadcast=True, linear=linear(call), moves=moves))
+
+
+def linear(call: Call) -> tuple[tuple[str, ...], ...]:
+    """The sets of operands that may be partial in this call."""
+    zero = LINEAR_AT_ZERO.get(call.target)
+    sets = LINEAR.get(call.target, ())
+    if zero is not None and type(call.arg(zero)) in (int, float) and call.arg(zero) == 0:
+        sets = (("self",),)
+    return tuple(names for names in sets if not grows(call, names))
+
+
+rule(*(op for op in UNTAGGED if torch.Tag.pointwise not in op.tags))(pointwise)

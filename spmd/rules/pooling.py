@@ -1,0 +1,45 @@
+"""Pooling and resampling: each channel of each row alone, so that rows and channels may be split, evenly."""
+
+from __future__ import annotations
+
+from .._torch import OpOverload
+from .base import Call, Option
+from .labels import WHOLE, Dims, arguments, infos, letters, options
+from .ops import aten
+from .table import rule
+
+# How many dims at the end are space.
+SPACE: dict[OpOverload, int] = {
+    op: count
+    for count in (1, 2, 3)
+    for op in aten(
+        *(f"{name}{count}d" for name in ("avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")),
+        *(f"{name}{count}d_backward" for name in ("avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")),
+        *(f"max_pool{count}d_with_indices{end}" for end in ("", "_backward")),
+        *(f"upsample_nearest{count}d{end}" for end in ("", ".vec", "_backward")),
+        *(f"_upsample_nearest_exact{count}d{end}" for end in ("", ".vec", "_backward")),
+        *(f"reflection_pad{count}d{end}" for end in ("", "_backward")),
+        *(f"replication_pad{count}d{end}" for end in ("", "_backward")),
+    )
+} | {
+    op: count
+    for count, name in [(1, "linear1d"), (2, "bilinear2d"), (2, "bicubic2d"), (3, "trilinear3d")]
+    for op in aten(*(f"upsample_{name}{end}" for end in ("", ".vec", "_backward")))
+}
+
+
+@rule(*SPACE)
+def planes(call: Call) -> list[Option]:
+    """All dims but those of space, over all operands and results."""
+    space = SPACE[call.target]
+    names = letters(call.operands[0].ndim - space) + WHOLE * space
+    operands = {name: names for name, value in arguments(call) for _ in infos(value)}
+    return options(call, Dims(operands, names, even="*", linear=linear(call)))
+
+
+def linear(call: Call) -> tuple[tuple[str, ...], ...]:
+    """Gradients pass in partial, and so does what is averaged, resampled or padded."""
+    if call.arg("grad_output") is not None:
+        return (("grad_output",),)
+    first = call.target._schema.arguments[0].name
+    return () if "max_pool" in str(call.target) else ((first,),)

@@ -1,0 +1,39 @@
+"""Ops that keep the shape and look along one dim (softmax, sort, cumsum): every other dim may be split."""
+
+from __future__ import annotations
+
+from .._torch import OpOverload
+from .base import Call, Option
+from .labels import Dims, arguments, infos, letters, options, without, wrap
+from .ops import aten
+from .table import rule
+
+# Linear in this operand, so that a partial sum passes.
+LINEAR: dict[OpOverload, str] = {
+    **dict.fromkeys(aten("cumsum", "flip", "roll"), "self"),
+    **dict.fromkeys(aten("_softmax_backward_data", "_log_softmax_backward_data"), "grad_output"),
+}
+
+OTHERS = aten(
+    *("_softmax", "_log_softmax", "softmax.int", "log_softmax.int", "_safe_softmax"),
+    *("sort", "sort.stable", "argsort", "argsort.stable", "topk"),
+    *("cumprod", "logcumsumexp", "cummax", "cummin", "glu", "glu_backward"),
+)
+
+
+@rule(*LINEAR, *OTHERS)
+def along(call: Call) -> list[Option]:
+    """All dims but the one that the op looks along, over all operands and results."""
+    ndim = call.operands[0].ndim
+    names = without(letters(ndim), *_dims(call, ndim))
+    operands = {name: names for name, value in arguments(call) for _ in infos(value)}
+    linear = ((LINEAR[call.target],),) if call.target in LINEAR else ()
+    return options(call, Dims(operands, names, linear=linear))
+
+
+def _dims(call: Call, ndim: int) -> set[int]:
+    """The dims looked along; of ``roll`` without dims, all, since it flattens."""
+    dims = call.arg("dims", call.arg("dim"))
+    if dims == [] or dims == ():
+        return set(range(ndim)) if "roll" in str(call.target) else set()
+    return {wrap(d, ndim) for d in ([dims] if isinstance(dims, int) else dims)}

@@ -1,0 +1,161 @@
+"""One check for every rule: run an op on the parts and put the results together, against the op on the whole.
+
+In comes a sample call and a number of ranks. For each ``Option`` that the rule claims, operands are split as claimed
+(as ``torch.chunk`` splits; a partial operand into random summands), the op runs once a rank with localized arguments,
+and the results must be the global ones under the placements claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from spmd.rules import Call, Info, Option, localize_of, rule_of
+
+EXTREMES = {"max": torch.amax, "min": torch.amin}
+
+
+@dataclass
+class Sample:
+    """A call to check: an op, its arguments, and whether its values can be compared at all."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    values: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.op.name().removeprefix('aten::')}({', '.join(map(_short, self.args))})"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "x".join(map(str, value.shape)) or "0d"
+    return f"[{','.join(map(_short, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def flat(result: Any) -> list[torch.Tensor | None]:
+    """The outputs of an op, None for those that are no tensors or absent."""
+    outputs = list(result) if isinstance(result, list | tuple) else [result]
+    return [o if isinstance(o, torch.Tensor) else None for o in outputs]
+
+
+def info(tensor: torch.Tensor | None) -> Info | None:
+    """What a rule sees of a tensor."""
+    return None if tensor is None else Info(tuple(tensor.shape), tensor.dtype)
+
+
+def call_of(sample: Sample, size: int, results: Sequence[torch.Tensor | None]) -> Call:
+    """What a rule is asked about ``sample``."""
+    args, kwargs = tree_map_only(torch.Tensor, info, (sample.args, sample.kwargs))
+    operands = tuple(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Info))
+    return Call(sample.op, tuple(args), kwargs, operands, tuple(map(info, results)), size)
+
+
+def options_of(sample: Sample, size: int) -> list[Option]:
+    """The options that the rule claims."""
+    rule = rule_of(sample.op)
+    assert rule is not None, f"no rule for {sample.op}"
+    torch.manual_seed(0)
+    return rule(call_of(sample, size, flat(sample.op(*sample.args, **sample.kwargs))))
+
+
+def check(sample: Sample, size: int) -> int:
+    """Check every option claimed for ``sample``; returns how many there were."""
+    expected = flat(sample.op(*sample.args, **sample.kwargs))
+    call = call_of(sample, size, expected)
+    options = options_of(sample, size)
+    for option in options:
+        try:
+            _check_option(sample, call, option, expected)
+        except Exception as error:
+            error.add_note(f"{sample}, {size} ranks: {option.operands} -> {option.results}")
+            raise
+    return len(options)
+
+
+def _check_option(sample: Sample, call: Call, option: Option, expected: list[torch.Tensor | None]) -> None:
+    assert len(option.operands) == len(call.operands), "one placement per operand"
+    assert len(option.results) == len(expected), "one placement per result"
+    assert option.operands == () or {*option.operands, *option.results} - {Replicate(), None}, "all replicated"
+    per_rank = [flat(_run(sample, call, option, expected, rank)) for rank in range(call.size)]
+    for position, (whole, placement) in enumerate(zip(expected, option.results, strict=True)):
+        assert (whole is None) == (placement is None), f"result {position}: {placement} for {whole}"
+        if whole is not None:
+            _compare(whole, [r[position] for r in per_rank], placement, sample.values)  # type: ignore[misc]
+
+
+def _run(sample: Sample, call: Call, option: Option, expected: list[torch.Tensor | None], rank: int) -> Any:
+    leaves, spec = tree_flatten((sample.args, sample.kwargs))
+    placements = iter(option.operands)
+    local = [
+        part(leaf, next(placements), rank, call.size, seed=k) if isinstance(leaf, torch.Tensor) else leaf
+        for k, leaf in enumerate(leaves)
+    ]
+    args, kwargs = tree_unflatten(local, spec)
+    localize = localize_of(sample.op)
+    if localize is not None:
+        shapes = tuple(
+            None if whole is None else tuple(_shaped(whole, placement, rank, call.size).shape)
+            for whole, placement in zip(expected, option.results, strict=True)
+        )
+        args = localize(call, tuple(args), kwargs, shapes)
+    return sample.op(*args, **kwargs)
+
+
+def part(tensor: torch.Tensor, placement: Any, rank: int, size: int, seed: int) -> torch.Tensor:
+    """What ``rank`` holds of ``tensor``."""
+    if isinstance(placement, Shard):
+        return _shaped(tensor, placement, rank, size).clone()
+    if isinstance(placement, Partial):
+        return _summands(tensor, placement.reduce_op, size, seed)[rank]
+    return tensor.clone()
+
+
+def _shaped(tensor: torch.Tensor, placement: Any, rank: int, size: int) -> torch.Tensor:
+    if not isinstance(placement, Shard):
+        return tensor
+    rows = tensor.shape[placement.dim]
+    step = -(-rows // size)
+    start = min(rank * step, rows)
+    return tensor.narrow(placement.dim, start, min(step, rows - start))
+
+
+def _summands(tensor: torch.Tensor, reduce_op: str, size: int, seed: int) -> list[torch.Tensor]:
+    """Random tensors whose sum (or maximum, or minimum) is ``tensor``."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = [torch.randint(1, 9, tensor.shape, generator=generator).to(tensor) for _ in range(size)]
+    if reduce_op == "sum":
+        return [*noise[:-1], tensor - sum(noise[:-1])]
+    owner = torch.randint(0, size, tensor.shape, generator=generator).to(tensor.device)
+    sign = -1 if reduce_op == "max" else 1
+    return [torch.where(owner == rank, tensor, tensor + sign * noise[rank]) for rank in range(size)]
+
+
+def _compare(whole: torch.Tensor, parts: list[torch.Tensor], placement: Any, values: bool) -> None:
+    shapes = [tuple(_shaped(whole, placement, rank, len(parts)).shape) for rank in range(len(parts))]
+    assert [tuple(p.shape) for p in parts] == shapes, f"shapes under {placement}"
+    assert {p.dtype for p in parts} == {whole.dtype}, f"dtypes under {placement}"
+    if not values or whole.is_meta:
+        return
+    for found in _joined(parts, placement):
+        torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+def _joined(parts: list[torch.Tensor], placement: Any) -> Iterator[torch.Tensor]:
+    """The global value that the parts stand for; of replicas, each."""
+    if isinstance(placement, Shard):
+        yield torch.cat(parts, placement.dim)
+    elif isinstance(placement, Partial):
+        stacked = torch.stack(parts)
+        if placement.reduce_op == "sum":
+            yield stacked.sum(0, dtype=stacked.dtype)
+        else:
+            yield EXTREMES[placement.reduce_op](stacked, dim=0)
+    else:
+        yield from parts
