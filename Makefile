@@ -54,7 +54,8 @@ $(READY): pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "spmd needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo not there):" \
-		"name another, as in: make PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		found=$$($(PYTHON) --version 2>/dev/null); \
+		echo "spmd needs Python 3.11 or newer, but $(PYTHON) is $${found:-not there}." \
+		"Name another one, as in: make train PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import launch
 
@@ -69,8 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.eager:
         step, judge = train_step, evaluate
     else:
-        compile = spmd.compile(parallel_mode=spmd.DataParallel(options.mode), dump=options.dump)
-        step, judge = compile(train_step), compile(evaluate)
+        distribute = spmd.compile(parallel_mode=spmd.DataParallel(options.mode), dump=options.dump)
+        step, judge = distribute(train_step), distribute(evaluate)
 
     def batches(data: bytes) -> Batches:
         return Batches(data, options.batch, options.context, rank, ranks, device, options.seed)
@@ -179,10 +179,17 @@ def show_sample(model: nn.Module, options: argparse.Namespace, console: Console)
         return
     writer = gpt.GPT(options.model)
     writer.load_state_dict(full)
-    written = writer.sample(options.prompt.encode(), options.sample_bytes, torch.Generator().manual_seed(options.seed))
+    generator = torch.Generator().manual_seed(options.seed)
+    written = writer.sample(options.prompt.encode() or b"\n", options.sample_bytes, generator)
     console.rule("a sample")
-    console.print(written.decode(errors="replace"), markup=False)
+    console.print(printable(written), markup=False)
     console.rule()
+
+
+def printable(written: bytes) -> str:
+    """As text, without what would move the cursor about."""
+    letters = written.decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in letters)
 
 
 def warmup_then_cosine(steps: int) -> Callable[[int], float]:
@@ -201,6 +208,8 @@ def warmup_then_cosine(steps: int) -> Callable[[int], float]:
 def join(options: argparse.Namespace) -> tuple[int, int, torch.device]:
     """This rank, the number of ranks, and this rank's device."""
     kind = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        refuse("there is no CUDA device here: leave --device out, or say --device cpu")
     if options.eager:
         return 0, 1, torch.device(kind)
     mesh = spmd.world(kind)
@@ -230,9 +239,17 @@ def summary(options: argparse.Namespace, corpus: text.Corpus, model: nn.Module, 
     )
 
 
+class Parser(argparse.ArgumentParser):
+    """Rank 0 speaks for all."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if is_first():
+            super()._print_message(message, file)
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; a wrong one ends the program with a sentence."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Train a small GPT on real text, on any number of ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -276,9 +293,14 @@ def positive(value: str) -> int:
 
 def refuse(why: str) -> NoReturn:
     """End the program with a sentence, said by rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         print(f"train_gpt: {why}", file=sys.stderr)
     sys.exit(2)
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, before there is a process group to ask."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 if __name__ == "__main__":
