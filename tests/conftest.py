@@ -1,0 +1,37 @@
+"""Fixtures for every test: the pool of gloo ranks, a world of one, and the marker for tests that need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from .harness.pool import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Up to four gloo ranks, started when first asked for and kept for the whole session."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """No process group before the test, and none after it."""
+    assert not dist.is_initialized(), "an earlier test left a process group"
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

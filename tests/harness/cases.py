@@ -1,0 +1,77 @@
+"""The two MLPs and the optimizers that numbers are checked with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .oracle import Case, random_generator
+
+STYLES = ("replicate", "fully_shard", "default")
+
+_KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+_FORMS: dict[str, dict[str, bool]] = {"": {}, " foreach": {"foreach": True}, " fused": {"fused": True}}
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    kind + form: (optimizer, options | extra)
+    for kind, (optimizer, options) in _KINDS.items()
+    for form, extra in _FORMS.items()
+}
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    """Linear layers of these widths with tanh between them, in fp64."""
+    layers = [layer for width, height in pairwise(sizes) for layer in (nn.Linear(width, height), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    """One of ``OPTIMIZERS`` for these parameters or groups."""
+    kind, options = OPTIMIZERS[name]
+    return kind(parameters, **options)
+
+
+@dataclass(frozen=True)
+class MLP(Case):
+    """Regression with a mean loss."""
+
+    sizes: tuple[int, ...] = (50, 32, 8)
+    rows: int = 128
+    optimizer: str = "SGD"
+    device: str = "cpu"
+
+    def build(self) -> tuple[Any, ...]:
+        """The model and its optimizer."""
+        model = mlp(*self.sizes).to(self.device)
+        return model, make_optimizer(self.optimizer, model.parameters())
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...] | dict[str, Any]:
+        """``x`` and ``y``: (rows, first size), (rows, last size)."""
+        random = random_generator(rank, step)
+        return tuple(
+            torch.randn(self.rows, size, generator=random, dtype=torch.float64).to(self.device)
+            for size in (self.sizes[0], self.sizes[-1])
+        )
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        """Forward, backward, update."""
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+WIDE = MLP()
+NARROW = MLP(sizes=(15, 17, 3, 1), rows=5)  # nothing divides by the ranks, and some parameters have fewer rows

@@ -1,0 +1,147 @@
+"""Gloo ranks that stay for the whole test session.
+
+A job is a top-level function ``job(rank, world, *args)`` of a test module; ``Ranks.run`` calls it on every rank and
+returns what each rank returned. Processes are forked from one server that imports torch once; each job gets a process
+group of its own, so that one pool serves every world size and a failed job cannot harm the next. An error on a rank
+comes back as ``RankError`` with that rank's traceback; a rank that hangs is named, with its stack, and replaced.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from .worker import Done, Failed, Outcome, Task, packed, serve, unpacked
+
+
+class RankError(AssertionError):
+    """A rank failed: the message has the traceback of the first one that did."""
+
+
+@dataclass
+class Worker:
+    """One process and the pipe to it; its stack goes to ``stacks`` when it is asked for."""
+
+    process: BaseProcess
+    pipe: Connection
+    stacks: Path
+
+
+@dataclass
+class Ranks:
+    """The pool. Workers start when a job first needs them."""
+
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ranks-")))
+    workers: list[Worker] = field(default_factory=list)
+    jobs: int = 0
+
+    def run(
+        self,
+        world: int,
+        job: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        grace: float = 10.0,
+        process_group: bool = True,
+    ) -> list[Any]:
+        """Run ``job(rank, world, *args)`` on ``world`` ranks and return every rank's result, in order.
+
+        ``process_group=False`` leaves it to the job to make one. Raises ``RankError`` if a rank raised, died or had
+        not answered after ``timeout`` seconds; ``grace`` is what the ranks get to follow once one has failed, and to
+        report a collective that gave up at ``timeout``.
+        """
+        while len(self.workers) < world:
+            self.workers.append(self._start(len(self.workers)))
+        self.jobs += 1
+        store = self.folder / f"store-{self.jobs}" if process_group else None
+        for rank in range(world):
+            task = Task(rank, world, store, timeout, packed((job, args)))
+            self.workers[rank].pipe.send_bytes(packed((sys.path, task)))
+        outcomes = self._collect(world, timeout, grace)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        if failures:
+            raise RankError(_story(outcomes, min(failures, key=lambda failure: failure.when)))
+        return [unpacked(outcome.value) for outcome in outcomes if isinstance(outcome, Done)]
+
+    def close(self) -> None:
+        """End every worker."""
+        for worker in self.workers:
+            worker.pipe.close()
+        for worker in self.workers:
+            worker.process.join(5)
+            worker.process.kill()
+        self.workers.clear()
+
+    def _start(self, rank: int) -> Worker:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.harness.worker"])
+        ours, theirs = context.Pipe()
+        stacks = self.folder / f"stacks-{rank}"
+        process = context.Process(target=serve, args=(theirs, stacks), name=f"rank {rank}", daemon=True)
+        process.start()
+        theirs.close()
+        return Worker(process, ours, stacks)
+
+    def _collect(self, world: int, timeout: float, grace: float) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout + grace
+        while len(outcomes) < world:
+            pipes = {self.workers[rank].pipe: rank for rank in range(world) if rank not in outcomes}
+            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                outcomes |= {rank: self._give_up(rank, timeout) for rank in pipes.values()}
+            for pipe in ready:
+                rank = pipes[pipe]  # type: ignore[index]
+                outcomes[rank] = self._receive(rank)
+                if isinstance(outcomes[rank], Failed):
+                    deadline = min(deadline, time.monotonic() + grace)
+        return [outcomes[rank] for rank in range(world)]
+
+    def _receive(self, rank: int) -> Outcome:
+        worker = self.workers[rank]
+        try:
+            outcome = unpacked(worker.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            worker.process.join(5)
+            outcome = Failed(f"the process died with exit code {worker.process.exitcode}", time.time(), spoiled=True)
+        assert isinstance(outcome, (Done, Failed))
+        if isinstance(outcome, Failed) and outcome.spoiled:
+            self._replace(rank)
+        return outcome
+
+    def _give_up(self, rank: int, timeout: float) -> Failed:
+        """Kill a rank that hangs, after asking where it is."""
+        worker = self.workers[rank]
+        assert worker.process.pid is not None
+        os.kill(worker.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)  # its signal handler writes the stack
+        stack = worker.stacks.read_text()
+        self._replace(rank)
+        return Failed(f"no answer within {timeout:g} s (nor soon after another rank failed); it was in\n{stack}")
+
+    def _replace(self, rank: int) -> None:
+        self.workers[rank].process.kill()
+        self.workers[rank].process.join()
+        self.workers[rank].pipe.close()
+        self.workers[rank] = self._start(rank)
+
+
+def _story(outcomes: list[Outcome], first: Failed) -> str:
+    """The first failure in full, one line for each of the others."""
+    lines = []
+    for rank, outcome in enumerate(outcomes):
+        if outcome is first:
+            lines.insert(0, f"rank {rank} of {len(outcomes)} failed first: {outcome.text}")
+        elif isinstance(outcome, Failed):
+            lines.append(f"rank {rank}: {outcome.text.strip().splitlines()[-1]}")
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+"""The pool itself: results in rank order, a failing rank's traceback, a hang that is named, workers that survive."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from .pool import RankError, Ranks
+
+
+def summed(rank: int, world: int, value: float) -> tuple[int, float]:
+    total = torch.tensor(value * rank)
+    dist.all_reduce(total)
+    return rank, total.item()
+
+
+def failing(rank: int, world: int) -> None:
+    if rank == 1:
+        raise KeyError("the word to look for")
+    dist.barrier()
+
+
+def hanging(rank: int, world: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
+def dying(rank: int, world: int) -> None:
+    if rank == 0:
+        os._exit(3)
+
+
+def untidy(rank: int, world: int) -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def default_dtype(rank: int, world: int) -> torch.dtype:
+    return torch.get_default_dtype()
+
+
+def process(rank: int, world: int) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_answers_in_order(ranks: Ranks, world: int) -> None:
+    total = 2.0 * sum(range(world))
+    assert ranks.run(world, summed, 2.0) == [(rank, total) for rank in range(world)]
+
+
+def test_processes_stay_from_job_to_job(ranks: Ranks) -> None:
+    assert ranks.run(2, process) == ranks.run(4, process)[:2]
+
+
+def test_an_error_comes_with_the_traceback_of_its_rank_and_the_pool_lives_on(ranks: Ranks) -> None:
+    before = ranks.run(2, process)
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed first(.|\n)*in failing(.|\n)*the word to look for"):
+        ranks.run(2, failing)
+    assert ranks.run(2, process) == before
+
+
+def test_a_hang_names_the_rank_and_where_it_was(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed first: no answer within 1 s(.|\n)*in hanging"):
+        ranks.run(2, hanging, timeout=1, grace=0.5)
+    assert ranks.run(2, summed, 1.0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_process_that_dies_is_named_and_replaced(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="rank 0 of 2 failed first: the process died with exit code 3"):
+        ranks.run(2, dying)
+    assert ranks.run(2, summed, 1.0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_job_that_leaves_torch_changed_fails_and_harms_no_other(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"untidy left torch changed(.|\n)*default dtype"):
+        ranks.run(2, untidy)
+    assert ranks.run(2, default_dtype) == [torch.float32, torch.float32]

@@ -1,0 +1,113 @@
+"""One rank of the pool: take a job, join its process group, run it, answer, leave everything as it was."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .torch_state import torch_state
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job for one rank; ``store`` is the file that its process group meets at, None where the job makes its own."""
+
+    rank: int
+    world: int
+    store: Path | None
+    timeout: float
+    job: bytes
+
+
+@dataclass(frozen=True)
+class Done:
+    """A job's pickled result."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What went wrong, and when: a hang comes last. ``spoiled``: the process is of no more use."""
+
+    text: str
+    when: float = float("inf")
+    spoiled: bool = False
+
+
+Outcome = Done | Failed
+
+
+class LeftChanged(AssertionError):
+    """A job did not leave torch as it found it."""
+
+
+def serve(pipe: Connection, stacks: Path) -> None:
+    """Run jobs until the pipe closes. ``SIGUSR1`` writes this process's stack to ``stacks``."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session; it closes the pipe
+        while (received := _next(pipe)) is not None:
+            pipe.send_bytes(packed(_outcome(received)))
+
+
+def packed(value: Any) -> bytes:
+    """Pickled as plain bytes: tensors travel by value."""
+    return pickle.dumps(value)
+
+
+def unpacked(data: bytes) -> Any:
+    """The other way."""
+    return pickle.loads(data)
+
+
+def _next(pipe: Connection) -> bytes | None:
+    try:
+        return pipe.recv_bytes()
+    except EOFError:
+        return None
+
+
+def _outcome(received: bytes) -> Outcome:
+    try:
+        sys.path[:], task = unpacked(received)
+        job, args = unpacked(task.job)
+        return Done(packed(_run(task, job, args)))
+    except BaseException as error:  # whatever a job raises is its own failure, never the worker's end
+        return Failed(traceback.format_exc(), time.time(), isinstance(error, LeftChanged))
+
+
+def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Any:
+    random.seed(0)
+    torch.manual_seed(0)
+    before = torch_state()
+    if task.store is not None:
+        store = dist.FileStore(str(task.store), task.world)
+        deadline = timedelta(seconds=task.timeout)
+        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world, timeout=deadline)
+    try:
+        result = job(task.rank, task.world, *args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    after = torch_state()
+    left = {name: (was, after[name]) for name, was in before.items() if after[name] != was}
+    if left:
+        raise LeftChanged(f"{job.__name__} left torch changed; what, before and after: {left}")
+    return result

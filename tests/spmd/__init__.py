@@ -1,0 +1,1 @@
+"""Tests of the whole path, against the public names."""

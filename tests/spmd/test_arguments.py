@@ -1,0 +1,122 @@
+"""Arguments by name, in dicts and lists, of no dims or plain Python; results of any structure, split or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from tests.harness.cases import MLP, STYLES
+from tests.harness.oracle import Case, assert_agrees, random_generator
+from tests.harness.pool import Ranks
+
+
+class Small(MLP):
+    """A 15-17-4 regression at 6 rows a rank."""
+
+    def __init__(self) -> None:
+        super().__init__(sizes=(15, 17, 4), rows=6, optimizer="Adam")
+
+    def tensors(self, rank: int, step: int) -> tuple[Tensor, Tensor]:
+        x, y = super().part(rank, step)  # type: ignore[misc]
+        return x, y
+
+
+class ByName(Small):
+    """Keyword-only arguments, nested ones, a scale without dims, plain Python values and None."""
+
+    def part(self, rank: int, step: int) -> dict[str, Any]:
+        x, y = self.tensors(rank, step)
+        scale = torch.tensor(1.0 + step, dtype=torch.float64)
+        return {"batch": {"x": x, "ys": [y, y.abs()]}, "scale": scale, "power": 2, "mask": None}
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, *, batch: Any, scale: Tensor, power: int, mask: Any = None) -> Any:
+        predicted = model(batch["x"])
+        first, second = (((predicted - y) / scale).abs().pow(power).mean() for y in batch["ys"])
+        (first + 0.5 * second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {
+            "losses": (first.detach(), second.detach()),
+            "predicted": predicted.detach(),
+            "power": power,
+            "no": mask,
+        }
+
+
+class SplitResults(Small):
+    """A result split along the batch comes back as this rank's part, a scalar comes back global."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        return self.tensors(rank, step)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        predicted = model(x)
+        losses = F.mse_loss(predicted, y, reduction="none").mean(1)
+        losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses.detach(), predicted.detach().argmax(1), losses.detach().max(), y.shape[1]
+
+
+class Replicated(Small):
+    """``inputs`` names two arguments that every rank has in full, one of them nested."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        x, y = self.tensors(rank, step)
+        random = random_generator(99, step)
+        common = torch.rand(4, generator=random, dtype=torch.float64)
+        return {"x": x, "offset": common}, y, common + 1
+
+    def whole(self, parts: list[Any]) -> Any:
+        batch, y, weights = super().whole(parts)
+        return {"x": batch["x"], "offset": batch["offset"][:4]}, y, weights[:4]
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, batch: dict[str, Tensor], y: Tensor, weights: Tensor) -> Tensor:
+        loss = ((model(batch["x"]) + batch["offset"] - y).square() * weights).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+class BatchLast(Small):
+    """The batch is dim 1 of every tensor."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        x, y = self.tensors(rank, step)
+        return x.T.contiguous(), y.T.contiguous()
+
+    def whole(self, parts: list[Any]) -> Any:
+        return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x.T), y.T)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("case", [ByName(), SplitResults()], ids=lambda case: type(case).__name__)
+def test_arguments_and_results_of_any_structure(ranks: Ranks, case: Case, style: str) -> None:
+    assert_agrees(ranks, 2, case, style)
+
+
+def test_inputs_names_what_every_rank_has_in_full(ranks: Ranks) -> None:
+    inputs = {"weights": Replicate(), "batch.offset": Replicate()}
+    assert_agrees(ranks, 2, Replicated(), {"parallel_style": "fully_shard", "inputs": inputs})
+
+
+def test_input_batch_dim_says_where_the_batch_is(ranks: Ranks) -> None:
+    assert_agrees(ranks, 2, BatchLast(), {"parallel_style": "default", "input_batch_dim": 1})

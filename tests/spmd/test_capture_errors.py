@@ -1,0 +1,156 @@
+"""A step that cannot be traced: the error names the user's line and the ways out, and nothing has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.cases import MLP, STYLES
+from tests.harness.oracle import assert_agrees, snapshot
+from tests.harness.pool import Ranks
+from tests.harness.torch_state import torch_state
+
+CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+
+
+def branch_on_item(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    if loss.item() > 0:
+        loss.backward()
+    optimizer.step()
+    return loss
+
+
+def branch_on_tensor(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    if loss > 0:
+        loss.backward()
+    optimizer.step()
+    return loss
+
+
+def as_numpy(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    print(loss.detach().numpy())
+    loss.backward()
+    return loss
+
+
+def raises_itself(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    F.mse_loss(model(x), y).backward()
+    raise LookupError("the user's own")
+
+
+def full_text(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def failed(step: Any, style: str = "replicate") -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The error's text after a failing compile, the objects, and what they were before."""
+    model, optimizer = CASE.build()
+    before = snapshot(None, (model, optimizer))
+    with pytest.raises(spmd.CaptureError) as caught:
+        spmd.compile(parallel_mode=spmd.DataParallel(style))(step)(model, optimizer, *CASE.part(0, 0))
+    return full_text(caught.value), (model, optimizer), before
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("step", [branch_on_item, branch_on_tensor, as_numpy], ids=lambda step: step.__name__)
+def test_the_error_names_the_file_and_the_line(step: Any) -> None:
+    text, _, _ = failed(step)
+    assert "test_capture_errors.py" in text
+    assert str(step.__code__.co_firstlineno + 2) in text
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("step", [branch_on_item, branch_on_tensor], ids=lambda step: step.__name__)
+def test_the_error_names_the_ways_out(step: Any) -> None:
+    text, _, _ = failed(step)
+    assert "Override" in text
+    assert "torch.where" in text
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("style", STYLES)
+def test_model_optimizer_and_torch_are_as_they_were(style: str) -> None:
+    state = torch_state()
+    model, optimizer = CASE.build()
+    parameters, groups = list(model.parameters()), optimizer.param_groups
+    modules = [(module, dict(module.__dict__)) for module in model.modules()]
+    before = snapshot(None, (model, optimizer))
+    with pytest.raises(spmd.CaptureError):
+        spmd.compile(parallel_mode=spmd.DataParallel(style))(branch_on_item)(model, optimizer, *CASE.part(0, 0))
+    after = snapshot(None, (model, optimizer))
+    assert torch_state() == state
+    assert optimizer.param_groups is groups and optimizer.state == {}
+    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
+    assert all(new is old for new, old in zip(groups[0]["params"], parameters, strict=True))
+    assert [(module, list(module.__dict__)) for module in model.modules()] == [(m, list(d)) for m, d in modules]
+    assert all(_same(before[name], after[name]) for name in before.keys() | after.keys())
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_user_s_own_error_comes_through() -> None:
+    model, optimizer = CASE.build()
+    with pytest.raises((LookupError, spmd.CaptureError)) as caught:
+        spmd.compile(raises_itself)(model, optimizer, *CASE.part(0, 0))
+    assert "the user's own" in full_text(caught.value) + full_text(caught.value.__cause__ or ValueError())
+
+
+def fails_first(rank: int, world: int, style: str) -> None:
+    failed(branch_on_item, style)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_next_compile_works(ranks: Ranks, style: str) -> None:
+    ranks.run(2, fails_first, style)
+    assert_agrees(ranks, 2, CASE, style)
+
+
+def same_objects(rank: int, world: int, style: str) -> None:
+    """The very objects of the failed compile train on."""
+    _, objects, _ = failed(branch_on_item, style)
+    compiled = spmd.compile(parallel_mode=spmd.DataParallel(style))(CASE.step)
+    losses = [compiled(*objects, *CASE.part(0, 0)).item() for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_objects_of_a_failed_compile_can_be_trained(ranks: Ranks, style: str) -> None:
+    ranks.run(2, same_objects, style)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_tensor_or_a_module_from_a_closure_is_refused_by_name() -> None:
+    model, optimizer = CASE.build()
+    x, y = CASE.part(0, 0)
+
+    def closes_over_tensor(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        return F.mse_loss(model(x), y)
+
+    def closes_over_module(optimizer: Any, x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    with pytest.raises(spmd.CaptureError, match=r"\by\b.*argument|argument.*\by\b"):
+        spmd.compile(closes_over_tensor)(model, optimizer, x)
+    with pytest.raises(spmd.CaptureError, match=r"model.*argument|argument.*model"):
+        spmd.compile(closes_over_module)(optimizer, x)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_whose_module_is_not_an_argument_is_refused() -> None:
+    model, _ = CASE.build()
+    _, optimizer = CASE.build()
+    with pytest.raises(spmd.CaptureError, match=r"optimizer.*module"):
+        spmd.compile(CASE.step)(model, optimizer, *CASE.part(0, 0))
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor):
+        return isinstance(after, Tensor) and torch.equal(before, after)
+    return bool(before == after)

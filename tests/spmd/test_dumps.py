@@ -1,0 +1,94 @@
+"""Dumps: a numbered, runnable text file for every stage of every program, and rank 0's report."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.pool import Ranks
+
+CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def train(rank: int, world: int, **options: Any) -> spmd.CompiledStep:
+    step = spmd.compile(**options)(train_step)
+    objects = CASE.build()
+    for k in range(3):
+        step(*objects, *CASE.part(rank, k))
+    return step
+
+
+def train_and_dump(rank: int, world: int, folder: Path) -> None:
+    train(rank, world, dump=folder / f"rank-{rank}")
+
+
+def check(folder: Path) -> None:
+    """Two programs, every stage in order, every file Python."""
+    for program in ("program-0", "program-1"):
+        names = sorted(path.name for path in (folder / program).iterdir())
+        numbers = [int(name[:2]) for name in names if name.endswith(".py")]
+        assert names[:2] == ["00_capture.py", "01_partition.py"] and names[-2] == "99_lowered.py"
+        assert names[-1] == "report.json"
+        assert numbers == [*range(len(numbers) - 1), 99] and len(numbers) > 3
+        assert isinstance(json.loads((folder / program / "report.json").read_text()), dict)
+        for path in (folder / program).glob("*.py"):
+            compile(path.read_text(), path.name, "exec")
+
+
+def test_rank_zero_alone_writes_every_stage(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, train_and_dump, tmp_path)
+    check(tmp_path / "rank-0" / "train_step")
+    assert not (tmp_path / "rank-1").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_environment_variable_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMD_DUMP", str(tmp_path))
+    train(0, 1)
+    check(tmp_path / "train_step")
+
+
+@pytest.mark.usefixtures("alone")
+def test_programs_can_be_dumped_afterwards(tmp_path: Path) -> None:
+    train(0, 1).dump(tmp_path)
+    assert list(tmp_path.rglob("program-0/00_capture.py"))
+    assert list(tmp_path.rglob("program-1/99_lowered.py"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPMD_DUMP", raising=False)
+    monkeypatch.chdir(tmp_path)
+    train(0, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_dump_speaks_the_user_s_words(tmp_path: Path) -> None:
+    train(0, 1, dump=tmp_path)
+    text = (tmp_path / "train_step" / "program-1" / "00_capture.py").read_text()
+    for word in ("model.0.weight", "optimizer.exp_avg[model.0.weight]", "loss = F.mse_loss(model(x), y)", "f64"):
+        assert word in text
+    assert ast.parse(text).body
+
+
+def test_a_dump_names_mesh_axes(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, train_and_dump, tmp_path)
+    assert "dp" in (tmp_path / "rank-0" / "train_step" / "program-1" / "01_partition.py").read_text()

@@ -1,0 +1,32 @@
+"""The whole path on one CUDA device, a world of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import spmd
+from tests.harness.cases import NARROW, STYLES, WIDE
+from tests.harness.oracle import all_unequal, compiled_run, plain_run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone")]
+
+
+@pytest.mark.parametrize("passes", [None, ()], ids=["default passes", "no passes"])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("optimizer", ["SGD momentum", "AdamW", "AdamW foreach", "AdamW fused"])
+@pytest.mark.parametrize("case", [WIDE, NARROW], ids=["50-32-8", "15-17-3-1"])
+def test_five_steps_equal_the_plain_ones(case: Any, optimizer: str, style: str, passes: Any) -> None:
+    case = replace(case, optimizer=optimizer, device="cuda")
+    mode = spmd.DataParallel(style)
+    _, got = compiled_run(0, case, 5, parallel_mode=mode, passes=passes)
+    assert all_unequal(plain_run(case, 1, 5), got, 0, 1) == []
+
+
+def test_the_world_is_that_of_the_model_s_device() -> None:
+    case = replace(NARROW, device="cuda")
+    compiled, _ = compiled_run(0, case, 1)
+    assert spmd.world("cuda").device_type == "cuda"
+    assert compiled.program is not None and compiled.program.collectives() == []

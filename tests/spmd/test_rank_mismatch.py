@@ -1,0 +1,64 @@
+"""Ranks never run different programs in one call: all of them raise, and go on afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.pool import Ranks
+
+CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+
+
+def with_flag(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, flag: bool) -> Tensor:
+    loss = F.mse_loss(model(x), y) if flag else F.l1_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def other_batch(rank: int, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x[rank:], y[rank:], True
+
+
+def other_flag(rank: int, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x, y, rank == 0
+
+
+def other_dtype(rank: int, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x, y.float() if rank else y, True
+
+
+def mismatch(rank: int, world: int, disagree: Any, calls_before: int) -> None:
+    """Some good calls, one that the ranks make differently, a good one."""
+    objects = CASE.build()
+    step = spmd.compile(with_flag)
+    for k in range(calls_before):
+        step(*objects, *CASE.part(rank, k), True)
+    with pytest.raises(spmd.RankMismatchError):
+        step(*objects, *disagree(rank, *CASE.part(rank, 3)))
+    assert torch.isfinite(step(*objects, *CASE.part(rank, 4), True))
+
+
+@pytest.mark.parametrize("calls_before", [0, 3])
+@pytest.mark.parametrize("disagree", [other_batch, other_flag, other_dtype], ids=lambda function: function.__name__)
+def test_ranks_that_disagree_raise_together(ranks: Ranks, disagree: Any, calls_before: int) -> None:
+    ranks.run(2, mismatch, disagree, calls_before, timeout=30)
+
+
+def other_model(rank: int, world: int) -> None:
+    sizes = (15, 17 + rank, 4)
+    case = MLP(sizes=sizes, rows=6)
+    with pytest.raises(spmd.RankMismatchError):
+        spmd.compile(case.step)(*case.build(), *case.part(rank, 0))
+
+
+def test_ranks_with_different_models_raise_together(ranks: Ranks) -> None:
+    ranks.run(2, other_model, timeout=30)

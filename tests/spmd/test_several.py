@@ -1,0 +1,75 @@
+"""Several modules and several optimizers in one step, parameter groups in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.harness.cases import STYLES, mlp
+from tests.harness.oracle import Case, assert_agrees, random_generator
+from tests.harness.pool import Ranks
+
+
+class TwoOptimizers(Case):
+    """An encoder and a decoder; groups list parameters backwards, with options of their own."""
+
+    def build(self) -> tuple[Any, ...]:
+        encoder, decoder = mlp(15, 12, 9), mlp(9, 7, 3)
+        last, *others = reversed(list(encoder.parameters()))
+        groups = [{"params": others, "lr": 0.03}, {"params": [last], "momentum": 0.0, "weight_decay": 0.1}]
+        first = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        weights = [p for p in decoder.parameters() if p.ndim > 1]
+        biases = [p for p in decoder.parameters() if p.ndim == 1]
+        groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights[::-1], "betas": (0.8, 0.9)}]
+        return encoder, decoder, first, torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        random = random_generator(rank, step)
+        return tuple(torch.randn(6, size, generator=random, dtype=torch.float64) for size in (15, 3))
+
+    @staticmethod
+    def step(encoder: nn.Module, decoder: nn.Module, first: Any, second: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(decoder(encoder(x)), y)
+        loss.backward()
+        second.step()
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+        return loss
+
+
+class Adversaries(Case):
+    """Two modules in a dict, two optimizers in a list, two backward passes, two results."""
+
+    def build(self) -> tuple[Any, ...]:
+        nets = {"generator": mlp(15, 12, 9), "critic": mlp(9, 7, 1)}
+        return nets, [torch.optim.AdamW(nets["critic"].parameters()), torch.optim.Adam(nets["generator"].parameters())]
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        random = random_generator(rank, step)
+        return tuple(torch.randn(6, size, generator=random, dtype=torch.float64) for size in (15, 9))
+
+    @staticmethod
+    def step(nets: dict[str, nn.Module], optimizers: list[Any], noise: Tensor, real: Tensor) -> dict[str, Tensor]:
+        made = nets["generator"](noise)
+        critic_loss = F.softplus(nets["critic"](made.detach())).mean() + F.softplus(-nets["critic"](real)).mean()
+        critic_loss.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        generator_loss = F.softplus(-nets["critic"](made)).mean()
+        generator_loss.backward()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return {"critic": critic_loss.detach(), "generator": generator_loss.detach()}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", [TwoOptimizers(), Adversaries()], ids=lambda case: type(case).__name__)
+def test_several_modules_and_optimizers(ranks: Ranks, case: Case, world: int, style: str) -> None:
+    assert_agrees(ranks, world, case, style)

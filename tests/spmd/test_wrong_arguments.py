@@ -1,0 +1,102 @@
+"""Bad input gets a sentence, raised where it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.fake import fake_world
+
+CASE = MLP(sizes=(15, 17, 4), rows=6)
+
+
+def test_an_unknown_style_names_the_three() -> None:
+    with pytest.raises(ValueError, match="zero3") as caught:
+        spmd.DataParallel("zero3")
+    assert all(style in str(caught.value) for style in ("replicate", "fully_shard", "default"))
+
+
+def test_a_mesh_larger_than_the_world_says_both_sizes() -> None:
+    with fake_world(3):
+        mesh = DeviceMesh("cpu", torch.arange(8), _init_backend=False)
+        with pytest.raises((ValueError, spmd.SpmdError), match=r"8.*\b3\b|\b3\b.*8"):
+            spmd.compile(parallel_mode=spmd.DataParallel(mesh=mesh))(CASE.step)(*CASE.build(), *CASE.part(0, 0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mesh_larger_than_a_world_of_one_says_both_sizes() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(8), _init_backend=False)
+    with pytest.raises((ValueError, spmd.SpmdError), match=r"8.*\b1\b|\b1\b.*8"):
+        spmd.compile(parallel_mode=spmd.DataParallel(mesh=mesh))(CASE.step)(*CASE.build(), *CASE.part(0, 0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_tensors_that_disagree_in_batch_size_are_named_with_their_sizes() -> None:
+    model, _ = CASE.build()
+
+    def step(model: nn.Module, batch: dict[str, Tensor], weights: Tensor) -> Tensor:
+        return (model(batch["x"]) * weights).sum()
+
+    with pytest.raises(spmd.PlacementError) as caught:
+        spmd.compile(step)(model, {"x": torch.ones(6, 15).double()}, torch.ones(4).double())
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert all(word in text for word in ("batch.x", "weights", "6", "4", "inputs"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_inputs_that_name_no_argument_are_refused() -> None:
+    with pytest.raises((ValueError, spmd.PlacementError), match="z"):
+        mode = spmd.DataParallel(inputs={"z": Replicate()})
+        spmd.compile(parallel_mode=mode)(CASE.step)(*CASE.build(), *CASE.part(0, 0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_params_that_match_no_parameter_are_refused() -> None:
+    with pytest.raises((ValueError, spmd.PlacementError), match="nothing_like_it"):
+        mode = spmd.DTensorExpand(params={"nothing_like_it.*": Shard(0)})
+        spmd.compile(parallel_mode=mode)(CASE.step)(*CASE.build(), *CASE.part(0, 0))
+
+
+WRONG: list[dict[str, Any]] = [
+    {"module_override": 3},
+    {"module_override": [nn.Linear(2, 2)]},
+    {"gm_transformation": "inline"},
+    {"parallel_mode": "fully_shard"},
+    {"passes": "default"},
+    {"passes": [nn.Linear]},
+    {"backend": 3},
+    {"dump": 3},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_an_option_of_the_wrong_type_is_a_type_error_that_names_it(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(options))):
+        spmd.compile(**options)(CASE.step)
+
+
+def test_an_unknown_backend_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match="aten"):
+        spmd.compile(backend="inductive")(CASE.step)
+
+
+def test_only_a_function_can_be_compiled() -> None:
+    with pytest.raises(TypeError):
+        spmd.compile()(3)
+
+
+@pytest.mark.parametrize("mode", [spmd.DataParallel, spmd.DTensorExpand])
+def test_modes_check_what_they_are_given(mode: Any) -> None:
+    with pytest.raises(TypeError, match="mesh"):
+        mode(mesh=4)
+    with pytest.raises(TypeError, match="x"):
+        mode(inputs={"x": "replicate"})
+    with pytest.raises(TypeError, match="custom_passes"):
+        mode(custom_passes=3)
