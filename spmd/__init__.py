@@ -1,0 +1,47 @@
+"""spmd: a train step written for one device, compiled for many."""
+
+from passes import (
+    CaptureError,
+    PartitionError,
+    PassError,
+    PlacementError,
+    Program,
+    RankMismatchError,
+    Report,
+    SpmdError,
+)
+
+from .data_parallel import DataParallel
+from .dtensor_expand import DTensorExpand
+from .modes import ParallelMode, PlannedMode
+from .override import Override
+from .partition import partition
+from .plan import Plan
+try:
+    from .rules import register_rule
+except ImportError:
+    pass
+from .step import CompiledStep, compile
+from .world import world
+
+__all__ = [
+    "CaptureError",
+    "CompiledStep",
+    "DTensorExpand",
+    "DataParallel",
+    "Override",
+    "ParallelMode",
+    "PartitionError",
+    "PassError",
+    "PlacementError",
+    "Plan",
+    "PlannedMode",
+    "Program",
+    "RankMismatchError",
+    "Report",
+    "SpmdError",
+    "compile",
+    "partition",
+    "register_rule",
+    "world",
+]

@@ -1,0 +1,334 @@
+"""Capture: from the user's function and its arguments to one functional graph on global shapes.
+
+Two traces. The first (``trace.py``) runs the step with autograd and the optimizer and records mutations as they happen.
+The second runs the first one's graph once more, below autograd, to make it functional and to take ops apart
+(``decompositions.py``). Where a node came from is noted in the first and carried over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes import CaptureError, Input, Mesh, Output, OutputKind, Program, Role, SpmdError
+
+from ._torch import (
+    ConstantSource,
+    DataDependentOutputException,
+    DimDynamic,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    TreeSpec,
+    get_proxy_mode,
+    make_fx,
+    tree_unflatten,
+)
+from .decompositions import table
+from .guards import HyperGuards
+from .inputs import BatchInput
+from .provenance import Origin, describe_line, user_place
+from .state import Arguments, HyperParameter, Slot, gradient_name, state_name
+from .trace import Fakes, Trace
+
+
+@dataclass(frozen=True)
+class NewState:
+    """State that the step made: where it goes after the call."""
+
+    parameter: str
+    value: Any  # ``FromOutput``, or a plain Python value
+    optimizer: str = ""  # empty for a gradient
+    key: Any = None
+
+
+@dataclass
+class Captured:
+    """A captured step: the program, and what is needed to put its outputs where they belong."""
+
+    program: Program
+    slots: list[Slot]
+    hyper_parameters: list[HyperParameter]  # those that the graph reads, in the order of their inputs
+    guards: HyperGuards
+    constants: list[torch.Tensor]
+    result_leaves: list[Any]  # plain values, and ``FromOutput`` where a traced value goes
+    result_spec: TreeSpec
+    new_state: list[NewState]
+    gone_gradients: list[str]  # parameters whose kept gradient the step sets to None
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """What the user's function returns, from the program's results in order."""
+        leaves = [outputs[leaf.index] if isinstance(leaf, FromOutput) else leaf for leaf in self.result_leaves]
+        return tree_unflatten(leaves, self.result_spec)
+
+
+@dataclass(frozen=True)
+class FromOutput:
+    """A value that the graph computes: its place among the outputs that are no updates."""
+
+    index: int
+
+
+def capture(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    slots: list[Slot],
+    hyper_parameters: list[HyperParameter],
+    inputs: Sequence[BatchInput],
+    mesh: Mesh,
+    name: str,
+) -> Captured:
+    """Trace one call of ``function``. Raises ``CaptureError`` where it cannot be traced; nothing is changed then."""
+    fakes = _fakes(slots, hyper_parameters, inputs)
+    trace = Trace(function, arguments, slots, hyper_parameters, fakes)
+    with _explained(function):
+        first = trace.graph_module()
+    assert trace.ends is not None
+    second, constants = _functional(first, fakes)
+    declared = [
+        *[slot.input for slot in slots],
+        *[Input(Role.HYPER_PARAMETER, h.name, dtype=_dtype_of(h.get())) for h in hyper_parameters],
+        *[Input(x.role, x.name, x.shape, x.dtype) for x in inputs],
+        *[Input(Role.CONSTANT, f"constant.{k}", tuple(c.shape), c.dtype) for k, c in enumerate(constants)],
+    ]
+    program = Program(second, declared, [], mesh, name=name)
+    captured = _bind_outputs(program, trace, hyper_parameters, constants)
+    _drop_unread_hyper_parameters(captured, hyper_parameters)
+    captured.guards = HyperGuards.of(fakes.shapes, [h.get() for h in hyper_parameters], fakes.hyper_parameters)
+    second.graph.lint()
+    second.recompile()
+    return captured
+
+
+def _dtype_of(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _fakes(slots: list[Slot], hyper_parameters: list[HyperParameter], inputs: Sequence[BatchInput]) -> Fakes:
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes, static_shapes=True)
+    with mode:
+        return Fakes(
+            mode,
+            shapes,
+            [_fake_state(slot) for slot in slots],
+            [_fake_number(shapes, hyper) for hyper in hyper_parameters],
+            [_fake_input(x) for x in inputs],
+        )
+
+
+def _fake_state(slot: Slot) -> torch.Tensor:
+    """A stand-in of global shape; never a copy of the live value."""
+    live = slot.get()
+    fake = torch.empty_strided(tuple(live.shape), live.stride(), dtype=live.dtype, device=live.device)
+    if isinstance(live, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=live.requires_grad)
+    return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake
+
+
+def _fake_input(described: BatchInput) -> torch.Tensor:
+    live = described.value
+    if described.shape == tuple(live.shape):
+        fake = torch.empty_strided(described.shape, live.stride(), dtype=live.dtype, device=live.device)
+    else:
+        fake = torch.empty(described.shape, dtype=live.dtype, device=live.device)
+    return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake
+
+
+def _fake_number(shapes: ShapeEnv, hyper: HyperParameter) -> Any:
+    value = hyper.get()
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device=value.device)
+    source = ConstantSource(hyper.name)
+    symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symfloatnode(symbol, hint=value, source=source)
+
+
+class _explained:
+    """Turn what tracing raises into a sentence at the user's own line."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if error is None or isinstance(error, SpmdError) or not isinstance(error, Exception):
+            return False
+        place = user_place(traceback)
+        where = f"{place[0]}:{place[1]}" if place else self.function.__qualname__
+        reason = _reason(error)
+        if reason is None:
+            error.add_note(f"raised at {where} while spmd traced {self.function.__qualname__}; nothing was changed")
+            return False
+        line = f"\n    {describe_line(*place)}" if place else ""
+        raise CaptureError(
+            f"{self.function.__qualname__} cannot be traced into one graph: {reason} at {where}.{line}"
+        ) from error
+
+
+_WAYS_OUT = (
+    "Select with torch.where instead of branching, return the tensor and look at it outside of the step, "
+    "or replace the submodule through spmd.Override"
+)
+
+
+def _reason(error: Exception) -> str | None:
+    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
+        return f"it needs the value of a tensor, which is not known while tracing. {_WAYS_OUT}. This was needed"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"the shape of a result depends on values ({error.func}). {_WAYS_OUT}. This was needed"
+    text = str(error)
+    if "convert all Tensors to FakeTensors" in text or "Mixing fake modes" in text:
+        return (
+            "it uses a tensor or a module that is not among its arguments (from a closure or a global). "
+            "Pass it as an argument. It is used"
+        )
+    if "numpy" in text or ".tolist()" in text or "data_ptr" in text or "storage" in text:
+        return f"it takes a tensor's memory out of torch ({text.splitlines()[0]}). {_WAYS_OUT}. This happens"
+    return None
+
+
+class _Functional(fx.Interpreter):
+    """Runs the first trace's graph under the second trace, and carries over where each node came from."""
+
+    def __init__(self, module: fx.GraphModule, constants: Mapping[str, Any]) -> None:
+        super().__init__(module)
+        self.constants = constants
+        self.last: fx.Node | None = None
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.constants[target]
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        mode = get_proxy_mode()
+        assert mode is not None
+        added = []
+        for node in reversed(mode.tracer.graph.nodes):
+            if node is self.last or node.op == "placeholder":
+                break
+            added.append(node)
+        origin: Origin | None = n.meta.get("origin")
+        if added and origin is not None:
+            for node in added[1:]:
+                node.meta["origin"] = replace(origin, grad_of=None, cotangent_of=None)
+            added[0].meta["origin"] = origin
+        self.last = added[0] if added else self.last
+        return result
+
+
+def _functional(first: fx.GraphModule, fakes: Fakes) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """(the functional graph, the constants it takes as its last inputs)."""
+    names = [node.target for node in first.graph.find_nodes(op="get_attr")]
+    names = list(dict.fromkeys(names))
+    constants = [getattr(first, str(name)) for name in names]
+    with fakes.mode:
+        stand_ins = [torch.empty_strided(c.shape, c.stride(), dtype=c.dtype, device=c.device) for c in constants]
+
+    def run(*flat: Any) -> Any:
+        count = len(fakes.flat)
+        interpreter = _Functional(first, dict(zip(names, flat[count:], strict=True)))
+        return interpreter.run(*flat[:count])
+
+    functional = torch.func.functionalize(run, remove="mutations")
+    with torch.no_grad():
+        second = make_fx(functional, decomposition_table=table(), tracing_mode="fake")(*fakes.flat, *stand_ins)
+    _drop_write_backs(second.graph)
+    return second, constants
+
+
+def _drop_write_backs(graph: fx.Graph) -> None:
+    """Erase the copies into inputs that functionalization ends with: updates are outputs here."""
+    for node in reversed(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)):
+        target = node.args[0]
+        assert isinstance(target, fx.Node) and target.op == "placeholder"
+        node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+        graph.erase_node(node)
+
+
+def _bind_outputs(
+    program: Program, trace: Trace, hyper_parameters: list[HyperParameter], constants: list[torch.Tensor]
+) -> Captured:
+    """Say what each traced value at the end is: a result, an update or new state."""
+    ends = trace.ends
+    assert ends is not None
+    values = iter(program.output_values())
+    captured = Captured(
+        program, trace.slots, hyper_parameters, HyperGuards(), constants, [], ends.result_spec, [], []
+    )
+    returned: list[Any] = []
+    outputs: list[Output] = []
+
+    def add(output: Output) -> FromOutput:
+        value = next(values)
+        returned.append(value)
+        outputs.append(_with_val(output, value))
+        return FromOutput(sum(o.kind is not OutputKind.UPDATE for o in outputs) - 1)
+
+    for index, leaf in enumerate(ends.results):
+        result = Output(OutputKind.RESULT, f"result.{index}", Role.RESULT)
+        captured.result_leaves.append(add(result) if _traced(leaf) else leaf)
+    placeholders = program.placeholders
+    for position, (slot, end) in enumerate(zip(trace.slots, ends.slots, strict=True)):
+        update = Output(OutputKind.UPDATE, slot.input.name, slot.input.role, of=slot.input.of)
+        if not _traced(end):
+            captured.gone_gradients.append(slot.input.of or "")
+        else:
+            add(update)
+            if returned[-1] is placeholders[position]:  # unchanged
+                returned.pop(), outputs.pop()
+    for parameter in ends.gradients:
+        new = add(Output(OutputKind.NEW, gradient_name(parameter), Role.GRADIENT, of=parameter))
+        captured.new_state.append(NewState(parameter, new))
+    for optimizer, parameter, key, end in ends.optimizer_state:
+        name = state_name(optimizer, key, parameter)
+        made = Output(OutputKind.NEW, name, Role.OPTIMIZER_STATE, of=parameter)
+        captured.new_state.append(NewState(parameter, add(made) if _traced(end) else end, optimizer, key))
+    program.set_outputs(returned, outputs)
+    _describe_nodes(program)
+    return captured
+
+
+def _traced(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, torch.SymFloat, torch.SymInt))
+
+
+def _with_val(output: Output, value: Any) -> Output:
+    val = value.meta["val"] if isinstance(value, fx.Node) else value
+    if isinstance(val, torch.Tensor):
+        return replace(output, shape=tuple(val.shape), dtype=val.dtype)
+    return output
+
+
+def _describe_nodes(program: Program) -> None:
+    """Spell an ``Origin`` out in ``meta``, in the words that passes, dumps and errors use."""
+    for node in program.graph.nodes:
+        origin: Origin | None = node.meta.get("origin")
+        if origin is None:
+            continue
+        node.meta["phase"], node.meta["module"], node.meta["source"] = origin.phase, origin.module, origin.source
+        if origin.grad_of is not None:
+            node.meta["grad_of"] = origin.grad_of
+
+
+def _drop_unread_hyper_parameters(captured: Captured, hyper_parameters: list[HyperParameter]) -> None:
+    program = captured.program
+    kept, inputs = [], []
+    by_name = {hyper.name: hyper for hyper in hyper_parameters}
+    for node, declared in zip(program.placeholders, program.inputs, strict=True):
+        if declared.role is Role.HYPER_PARAMETER:
+            if not node.users:
+                program.graph.erase_node(node)
+                continue
+            kept.append(by_name[declared.name])
+        inputs.append(declared)
+    program.inputs = inputs
+    captured.hyper_parameters = kept
+

@@ -1,0 +1,105 @@
+"""Ops taken apart at capture, before anything is placed.
+
+Three reasons: a mean over the batch is a sum divided by the *global* count, and only the sum can be computed per rank;
+a loss backward that divides by the number of elements must divide by the global one; and an op without a rule goes
+through as the ops it is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._torch import OpOverload, core_aten_decompositions, get_decompositions
+from .rules import rule_of
+
+aten = torch.ops.aten
+Table = dict[OpOverload, Callable[..., Any]]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def table() -> Table:
+    """The decompositions of a capture: ours, torch's for reductions over the batch, torch's for ops without a rule."""
+    without_rule = {op: how for op, how in core_aten_decompositions().items() if rule_of(op) is None}
+    return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **_ours()}
+
+
+# Their kernels divide by the number of elements they see, or look at the whole batch at once.
+_OVER_THE_BATCH = [
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.l1_loss,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
+    aten.native_batch_norm,
+    aten.native_batch_norm_backward,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._batch_norm_with_update,
+    aten.batch_norm_backward,
+    aten.cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward,
+]
+
+
+def _ours() -> Table:
+    return {
+        aten.mean.default: _mean,
+        aten.mean.dim: _mean,
+        aten.var_mean.correction: _var_mean,
+        aten.var.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0],
+        aten.std.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0].sqrt(),
+        aten.nll_loss_forward.default: _nll_loss(aten.nll_loss_forward.default),
+        aten.nll_loss2d_forward.default: _nll_loss(aten.nll_loss2d_forward.default),
+    }
+
+
+def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A sum divided by a count that is known now; half precision sums in fp32, as torch's kernel does."""
+    if not x.dtype.is_floating_point and not x.dtype.is_complex and dtype is None:
+        return NotImplemented  # let torch say what is wrong
+    target = dtype or x.dtype
+    dims = list(range(x.ndim)) if dim is None or dim == [] else [d % max(x.ndim, 1) for d in _as_list(dim)]
+    count = math.prod(x.shape[d] for d in dims) if x.ndim else 1
+    inner = torch.float32 if target in _HALF else target
+    total = aten.sum.dim_IntList(x, dims, keepdim, dtype=inner)
+    mean = total / count if count else total * math.nan
+    return mean.to(target)
+
+
+def _var_mean(
+    x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = list(range(x.ndim)) if dim is None or dim == [] else [d % max(x.ndim, 1) for d in _as_list(dim)]
+    count = math.prod(x.shape[d] for d in dims)
+    mean = _mean(x, dims, True)
+    squares = aten.sum.dim_IntList((x - mean).square(), dims, keepdim)
+    variance = squares / max(count - (1 if correction is None else correction), 0)
+    return variance, mean if keepdim else mean.reshape(variance.shape)
+
+
+def _nll_loss(op: OpOverload) -> Callable[..., Any]:
+    """A mean over the tokens that count is the sum over them divided by the sum of their weights."""
+
+    def nll_loss(
+        logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
+    ) -> Any:
+        if reduction != 1:
+            return NotImplemented
+        total, total_weight = op(logits, target, weight, 2, ignore_index)
+        return total / total_weight, total_weight
+
+    return nll_loss
+
+
+def _as_list(dim: Any) -> list[int]:
+    return [dim] if isinstance(dim, int) else list(dim)

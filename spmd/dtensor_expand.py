@@ -1,0 +1,58 @@
+"""Placements by the user: every parameter and input where they say, the rest follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes import Pass, PlacementError, Program, Role
+from passes.program import replicated
+
+from .modes import PlannedMode, state_placements
+from .placements import check_dims, normalize
+from .plan import Plan
+
+
+class DTensorExpand(PlannedMode):
+    """Expand the graph with the placements given.
+
+    ``inputs``: placements by argument name; tensors not named are split on dim 0 over the first axis of the mesh.
+    ``params``: placements by fnmatch pattern over parameter names (``"*.up.weight"``); the first pattern that fits
+    counts, parameters that none fits are replicated. Raises ``PlacementError`` for a pattern that fits no parameter.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        params: Mapping[str, Any] | None = None,
+        custom_passes: Sequence[Pass] | None = None,
+    ) -> None:
+        super().__init__(mesh=mesh, inputs=inputs, custom_passes=custom_passes)
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(f"expected params to map name patterns to placements, got {params!r}")
+        self.params = dict(params or {})
+
+    def plan(self, program: Program) -> Plan:
+        """Parameters as the patterns say; optimizer state with its parameter; buffers replicated."""
+        declared = [i for i in program.inputs if i.role is Role.PARAMETER]
+        parameters = {i.name: replicated(program.mesh) for i in declared}
+        taken: set[str] = set()
+        for pattern, placement in self.params.items():
+            fits = [i for i in declared if fnmatchcase(i.name, pattern)]
+            if not fits:
+                names = ", ".join(i.name for i in declared[:8])
+                raise PlacementError(f"the pattern {pattern!r} in params fits none of the parameters ({names}, ...)")
+            for parameter in fits:
+                if parameter.name not in taken:
+                    taken.add(parameter.name)
+                    place = normalize(placement, program.mesh, parameter.name)
+                    parameters[parameter.name] = check_dims(place, len(parameter.shape), parameter.name)
+        return Plan(self.mesh, state_placements(program, parameters))
+
+    def __repr__(self) -> str:
+        return f"DTensorExpand(params={self.params!r})"

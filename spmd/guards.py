@@ -1,0 +1,47 @@
+"""What a program assumes of its hyper-parameters, as found while tracing.
+
+A float of a parameter group is an input of the graph, but where the optimizer branches on it (``if weight_decay != 0``)
+the trace took one way. Each such condition is kept and asked again at every call: a program runs only while all hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+
+from ._torch import ShapeEnv
+
+
+@dataclass(frozen=True)
+class HyperGuards:
+    """Conditions on the values of all hyper-parameters of a call, in order."""
+
+    conditions: list[tuple[int, ...]] = field(default_factory=list)  # positions each check reads
+    checks: list[Callable[..., bool]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, shapes: ShapeEnv, values: Sequence[Any], fakes: Sequence[Any]) -> HyperGuards:
+        """The conditions that a trace has put on its symbolic floats."""
+        position = {
+            fake.node.expr: index for index, fake in enumerate(fakes) if isinstance(fake, (torch.SymFloat, torch.SymInt))
+        }
+        guards = cls()
+        for guard in shapes.guards:
+            symbols = sorted((s for s in guard.expr.free_symbols if s in position), key=str)
+            if symbols:
+                guards.conditions.append(tuple(position[s] for s in symbols))
+                guards.checks.append(sympy.lambdify(symbols, guard.expr, "math"))
+                guards.texts.append(str(guard.expr))
+        return guards
+
+    def hold(self, values: Sequence[Any]) -> bool:
+        """Whether a call with these values takes the same way."""
+        return all(
+            bool(check(*(values[k] for k in positions)))
+            for positions, check in zip(self.conditions, self.checks, strict=True)
+        )

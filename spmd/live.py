@@ -1,0 +1,151 @@
+"""Live state on the mesh: made equal to rank 0's, split where the plan says, and bound to a program's inputs.
+
+Splitting a parameter means a new object: torch cannot turn a Parameter into a DTensor in place. The module's entry, the
+optimizers' groups and state keys are rebound, and hooks, attributes and gradients move along. All of it happens after
+everything that can fail has been done (``commit``), so that bad input changes nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from passes import Input, Mesh, PlacementError
+from passes.program import Placements, is_sharded
+
+from .placements import chunk
+from .state import Arguments, Slot, local_of, parameters_of
+
+_equal: weakref.WeakSet[Any] = weakref.WeakSet()  # modules and optimizers whose state is rank 0's already
+
+
+@dataclass
+class Prepared:
+    """State on its way to the mesh: ``locals[k]`` is the storage that the program binds for slot k."""
+
+    slots: list[Slot]
+    placements: list[Placements]
+    locals: list[torch.Tensor]
+
+
+def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh) -> Prepared:
+    """The local storages of all state; nothing live is changed yet."""
+    placements = [declared.placement for declared in inputs[: len(slots)]]
+    storages = []
+    for slot, placement in zip(slots, placements, strict=True):
+        live = slot.get()
+        if isinstance(live, DTensor) and tuple(live.placements) != placement:
+            raise PlacementError(
+                f"{slot.input.name} is a DTensor placed as {live.placements}, but the program wants {placement}"
+            )
+        fresh = is_sharded(placement) and not isinstance(live, DTensor)
+        storages.append(part_of(live.detach(), placement, mesh) if fresh else local_of(live))
+    return Prepared(list(slots), placements, storages)
+
+
+def part_of(tensor: torch.Tensor, placement: Placements, mesh: Mesh) -> torch.Tensor:
+    """This rank's part, in storage of its own (the whole tensor's storage can go)."""
+    for entry, axis in zip(placement, mesh.axes, strict=True):
+        if isinstance(entry, Shard):
+            tensor = tensor.narrow(entry.dim, *chunk(tensor.shape[entry.dim], axis.size, axis.coordinate))
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def commit(prepared: Prepared, arguments: Arguments, mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    """Make state equal to rank 0's, and rebind what is split to DTensors."""
+    _make_equal(prepared, arguments, device_mesh)
+    renewed: dict[int, torch.Tensor] = {}
+    for slot, placement, local in zip(prepared.slots, prepared.placements, prepared.locals, strict=True):
+        live = slot.get()
+        if isinstance(live, DTensor) or not is_sharded(placement):
+            continue
+        local.copy_(part_of(live.detach(), placement, mesh))
+        split = as_dtensor(local, placement, device_mesh, live.shape, live.stride())
+        if slot.input.role == "parameter":
+            renewed[id(live)] = _renewed(live, split)
+        elif slot.input.role == "gradient":
+            continue  # moves with its parameter, below
+        else:
+            slot.holder[slot.key] = split
+    _split_gradients(prepared, renewed, device_mesh)
+    _rebind(arguments, renewed)
+
+
+def as_dtensor(
+    local: torch.Tensor, placement: Placements, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]
+) -> DTensor:
+    """A DTensor over this rank's part, without communication."""
+    return DTensor.from_local(
+        local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> None:
+    owners = [*arguments.modules.values(), *arguments.optimizers.values()]
+    if all(owner in _equal for owner in owners):
+        return
+    with torch.no_grad():
+        for slot in prepared.slots:
+            live = slot.get()
+            if not isinstance(live, DTensor):
+                _broadcast(live.detach(), mesh)
+    _equal.update(owners)
+
+
+def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """From the first rank of the mesh to all, one axis after the other, the first axis last to be split."""
+    if mesh.size() == 1:
+        return
+    whole = tensor.contiguous()
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+    if whole is not tensor:
+        tensor.copy_(whole)
+
+
+def _renewed(old: torch.Tensor, split: DTensor) -> torch.Tensor:
+    """The DTensor Parameter that takes the place of ``old``, with its hooks and attributes."""
+    new = nn.Parameter(split, requires_grad=old.requires_grad)
+    for name, value in vars(old).items():
+        new.__dict__.setdefault(name, value)
+    # The hook tables themselves move, so that handles which the user holds still remove their hooks.
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, table, None)
+        if hooks:
+            setattr(new, table, hooks)
+    return new
+
+
+def _split_gradients(prepared: Prepared, renewed: dict[int, torch.Tensor], mesh: DeviceMesh) -> None:
+    for slot, placement, local in zip(prepared.slots, prepared.placements, prepared.locals, strict=True):
+        if slot.input.role == "gradient":
+            parameter = slot.holder.holder[slot.holder.key]
+            gradient = slot.get()
+            if id(parameter) in renewed and is_sharded(placement):
+                split = as_dtensor(local, placement, mesh, gradient.shape, gradient.stride())
+                renewed[id(parameter)].grad = split
+
+
+def _rebind(arguments: Arguments, renewed: dict[int, torch.Tensor]) -> None:
+    if not renewed:
+        return
+    for parameter in parameters_of(arguments.modules):
+        new = renewed.get(id(parameter.tensor))
+        if new is not None:
+            for holder, key in parameter.places:
+                holder[key] = new
+    for optimizer in arguments.optimizers.values():
+        for group in optimizer.param_groups:
+            group["params"] = [renewed.get(id(p), p) for p in group["params"]]
+        entries = [(renewed.get(id(p), p), values) for p, values in optimizer.state.items()]
+        optimizer.state.clear()
+        optimizer.state.update(entries)

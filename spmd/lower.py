@@ -1,0 +1,59 @@
+"""Lower: from a program to a callable over live storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from passes import OutputKind, PassError, Program
+
+Backend = Literal["aten"] | Callable[..., Any]
+
+
+@dataclass
+class Executable:
+    """Runs a program: results and new state come back, updates are written into the inputs they belong to."""
+
+    function: Callable[..., Any]
+    updates: list[tuple[int, int]]  # (output, input) for each update that the graph itself does not write
+    returned: list[int]  # the outputs that are results or new state
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run on this rank's inputs, in the order of ``Program.inputs``; updates them in place."""
+        with torch.no_grad():
+            outputs = self.function(*inputs)
+            self._write(outputs, inputs)
+        return [outputs[k] for k in self.returned]
+
+    def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        if not self.updates:
+            return
+        # An update may be another input (buffers that swap places): take those out before anything is written.
+        storages = {_storage(x) for x in inputs if isinstance(x, torch.Tensor)}
+        values = [outputs[k].clone() if _storage(outputs[k]) in storages else outputs[k] for k, _ in self.updates]
+        for value, (_, position) in zip(values, self.updates, strict=True):
+            inputs[position].copy_(value)
+
+
+def lower(program: Program, backend: Backend) -> Executable:
+    """Make ``program`` run. ``"aten"`` runs the graph as generated Python; else the backend's callable does."""
+    if backend == "aten":
+        function: Callable[..., Any] = program.graph_module.forward
+    else:
+        examples = [node.meta.get("val") for node in program.placeholders]
+        function = backend(program.graph_module, examples)
+        if not callable(function):
+            raise PassError(f"expected the backend to return a callable, got {function!r}")
+    positions = {declared.name: k for k, declared in enumerate(program.inputs)}
+    updates = [
+        (k, positions[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE
+    ]
+    returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
+    return Executable(function, updates, returned)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,94 @@
+"""What a parallel mode is: from a global program to one rank's share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes import Pass, Program
+from passes.program import Placements
+
+from .partition import partition
+from .plan import Plan
+from .world import check_fits
+
+
+class ParallelMode(ABC):
+    """Implement ``partition`` to bring a way of your own to make one rank's share of a global program.
+
+    ``mesh``: the device mesh, None for ``spmd.world()``. ``inputs``: placements by argument name, None where nothing is
+    named; capture reads both, since they give the global shapes. ``input_batch_dim``: the dim along which tensors that
+    ``inputs`` does not name are split over the first axis of the mesh. ``custom_passes``: what programs of this mode
+    get instead of ``passes.default()``.
+    """
+
+    mesh: DeviceMesh | None = None
+    inputs: Mapping[str, Any] | None = None
+    input_batch_dim: int = 0
+    custom_passes: Sequence[Pass] | None = None
+
+    @abstractmethod
+    def partition(self, program: Program) -> Program:
+        """One rank's share of ``program``, which is on global shapes, with the placement of every input said."""
+
+
+class PlannedMode(ParallelMode):
+    """A mode that decides where every input lives, and leaves the rest to the one partitioner."""
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        input_batch_dim: int = 0,
+        custom_passes: Sequence[Pass] | None = None,
+    ) -> None:
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"expected mesh to be a torch DeviceMesh or None, got {mesh!r}")
+        if not isinstance(input_batch_dim, int):
+            raise TypeError(f"expected input_batch_dim to be an int, got {input_batch_dim!r}")
+        if inputs is not None and not isinstance(inputs, Mapping):
+            raise TypeError(f"expected inputs to map argument names to placements, got {inputs!r}")
+        if mesh is not None:
+            check_fits(mesh)
+        self.mesh, self.inputs, self.input_batch_dim = mesh, inputs, input_batch_dim
+        self.custom_passes = check_passes("custom_passes", custom_passes)
+
+    @abstractmethod
+    def plan(self, program: Program) -> Plan:
+        """Where every input of ``program`` lives. Inputs that have a placement already keep it."""
+
+    def partition(self, program: Program) -> Program:
+        """``spmd.partition(program, self.plan(program))``."""
+        return partition(program, self.plan(program))
+
+
+def state_placements(program: Program, parameters: Mapping[str, Placements]) -> dict[str, Placements]:
+    """Placements of all state, from those of the parameters.
+
+    Optimizer state and kept gradients of a parameter's shape live where the parameter lives; all else that is not named
+    is replicated. What has a placement already (a DTensor, an argument) keeps it.
+    """
+    shapes = {i.name: i.shape for i in program.inputs}
+    placements: dict[str, Placements] = {}
+    for declared in program.inputs:
+        name, of = declared.name, declared.of
+        if declared.placement:
+            placements[name] = declared.placement
+        elif name in parameters:
+            placements[name] = parameters[name]
+        elif of is not None and declared.shape == shapes[of]:
+            placements[name] = placements.get(of) or parameters.get(of) or ()
+    return {name: placement for name, placement in placements.items() if placement}
+
+
+def check_passes(name: str, given: Sequence[Pass] | None) -> tuple[Pass, ...] | None:
+    """Raise ``TypeError`` unless ``given`` is None or a sequence of passes."""
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or not all(isinstance(p, Pass) for p in given):
+        raise TypeError(f"expected {name} to be a sequence of passes.Pass instances, got {given!r}")
+    return tuple(given)

@@ -1,0 +1,123 @@
+"""Overrides: replace submodules while tracing, and edit the graph after partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes import PassError, Program, Role
+from passes.infer import fill_vals
+from passes.program import Input, output_values
+
+
+class Override:
+    """For a submodule that cannot or should not be traced as it is. Both methods may be overridden; both do nothing.
+
+    ``replacement`` is asked for every submodule (not the root), parents before children; the first override that
+    returns another object wins, and what it returned is not descended into. The user's model is restored after
+    tracing; parameters of a replaced module stay the optimizer's, without gradient, unless the replacement holds the
+    same ones.
+    """
+
+    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
+        """The module to trace in the place of ``orig_submodule``, which is called ``fqn`` in its model."""
+        return orig_submodule
+
+    def transform(self, gm: fx.GraphModule, flat_state: list[torch.Tensor]) -> fx.GraphModule:
+        """Edit the partitioned graph, once per program.
+
+        ``flat_state`` are the live local state tensors that map, in order, to the first ``len(flat_state)``
+        placeholders; both may be added to and removed from. The outputs keep their number and order.
+        """
+        return gm
+
+
+@contextmanager
+def replaced(modules: dict[str, nn.Module], overrides: Sequence[Override]) -> Iterator[None]:
+    """Put the replacements in the modules' places for the length of a trace."""
+    undo: list[tuple[dict[str, Any], str, nn.Module]] = []
+    try:
+        for module in modules.values():
+            _replace_in(module, "", overrides, undo, set())
+        yield
+    finally:
+        for holder, key, original in reversed(undo):
+            holder[key] = original
+
+
+def _replace_in(
+    module: nn.Module,
+    prefix: str,
+    overrides: Sequence[Override],
+    undo: list[tuple[dict[str, Any], str, nn.Module]],
+    seen: set[int],
+) -> None:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for key, child in list(module._modules.items()):
+        if child is None:
+            continue
+        fqn = f"{prefix}{key}"
+        new = _replacement(fqn, child, overrides)
+        if new is child:
+            _replace_in(child, f"{fqn}.", overrides, undo, seen)
+        else:
+            undo.append((module._modules, key, child))
+            module._modules[key] = new
+
+
+def _replacement(fqn: str, child: nn.Module, overrides: Sequence[Override]) -> nn.Module:
+    for override in overrides:
+        new = override.replacement(fqn, child)
+        if not isinstance(new, nn.Module):
+            raise TypeError(f"expected {type(override).__name__}.replacement({fqn!r}) to return a module, got {new!r}")
+        if new is not child:
+            return new
+    return child
+
+
+def transform(
+    program: Program, overrides: Sequence[Override], flat_state: list[torch.Tensor]
+) -> tuple[Program, list[torch.Tensor]]:
+    """Run the overrides' transforms; the program takes its inputs over from ``flat_state``."""
+    for override in overrides:
+        if type(override).transform is Override.transform:
+            continue
+        before = list(flat_state)
+        module = override.transform(program.graph_module, flat_state)
+        program = _take_over(program, module, before, flat_state, type(override).__name__)
+    return program, flat_state
+
+
+def _take_over(
+    program: Program, module: Any, before: list[torch.Tensor], after: list[torch.Tensor], who: str
+) -> Program:
+    if not isinstance(module, fx.GraphModule):
+        raise PassError(f"expected {who}.transform to return a GraphModule, got {module!r}")
+    returned = len(output_values(module.graph))
+    if returned != len(program.outputs):
+        raise PassError(f"{who}.transform changed the number of outputs from {len(program.outputs)} to {returned}")
+    known = {id(tensor): declared for tensor, declared in zip(before, program.inputs, strict=False)}
+    state = [known.get(id(t)) or _unknown(k, t) for k, t in enumerate(after)]
+    inputs = [*state, *program.inputs[len(before) :]]
+    placeholders = module.graph.find_nodes(op="placeholder")
+    if len(placeholders) != len(inputs):
+        raise PassError(
+            f"after {who}.transform the graph has {len(placeholders)} placeholders, but flat_state and the arguments "
+            f"are {len(inputs)}: add to and remove from both alike"
+        )
+    program.graph_module, program.inputs = module, inputs
+    program.history.append(f"01 {who}.transform")
+    fill_vals(program)
+    module.graph.lint()
+    module.recompile()
+    return program
+
+
+def _unknown(index: int, tensor: torch.Tensor) -> Input:
+    return Input(Role.UNKNOWN, f"flat_state.{index}", tuple(tensor.shape), tensor.dtype)

@@ -1,0 +1,204 @@
+"""Where each traced node comes from: phase, module, the user's line, and in backward, what it is the gradient of.
+
+A dispatch mode sees every op while ``make_fx`` traces and notes what is true at that moment; nothing is guessed from
+the graph afterwards. A backward op is run by an autograd node, whose sequence number leads to the forward op that made
+it: it inherits that op's module and line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes import Phase
+
+from ._torch import (
+    TorchDispatchMode,
+    get_proxy_mode,
+    get_proxy_slot,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+
+
+@dataclass
+class Origin:
+    """What is known of one traced op; kept in ``node.meta["origin"]``."""
+
+    number: int
+    phase: Phase
+    module: str = ""
+    source: str = ""
+    cotangent_of: tuple[int, int] | None = None  # (number, output) of the forward op whose gradient this is
+    grad_of: str | None = None
+
+
+@dataclass
+class _Forward:
+    """The forward op behind an autograd node."""
+
+    number: int
+    module: str
+    source: str
+
+
+class Recorder(TorchDispatchMode):
+    """Notes an ``Origin`` on every node that ``make_fx`` adds while this mode is on."""
+
+    def __init__(self, module_names: dict[int, str]) -> None:
+        super().__init__()
+        self.updating = 0  # depth of Optimizer.step and zero_grad calls
+        self._names = module_names
+        self._modules: list[str] = []
+        self._last: fx.Node | None = None
+        self._count = 0
+        self._forward: dict[int, _Forward] = {}
+        self._hooked: set[int] = set()
+        self._kept: list[Any] = []  # autograd nodes with a hook of ours: kept alive so that ids stay unique
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        current = torch._C._current_autograd_node()
+        if current is not None:
+            self._hook_upstream(current)
+        result = func(*args, **(kwargs or {}))
+        self._note(current)
+        return result
+
+    @contextmanager
+    def watch_modules(self) -> Iterator[None]:
+        """Know the module that is running, by hooks on every module call."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._modules.append(self._names.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._modules.pop()
+
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(enter).remove)
+            stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+            yield
+
+    def tag_gradient(self, gradient: torch.Tensor, parameter: str) -> None:
+        """Note that ``gradient`` is, for now, the whole gradient of ``parameter``."""
+        origin = self._origin_of(gradient)
+        if origin is not None:
+            origin.grad_of = parameter
+
+    def _origin_of(self, tensor: torch.Tensor) -> Origin | None:
+        mode = get_proxy_mode()
+        assert mode is not None, "gradients are tagged while tracing"
+        node = proxy_node(tensor, mode.tracer)
+        return node.meta.get("origin") if node is not None else None
+
+    def _note(self, current: Any) -> None:
+        graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
+        added = _added_since(self._last, graph)
+        if not added:
+            return
+        origin = self._origin(current)
+        for node in added:
+            if node.op == "call_function":
+                node.meta["origin"] = replace(origin)
+        self._last = added[-1]
+
+    def _origin(self, current: Any) -> Origin:
+        self._count += 1
+        if current is not None:
+            forward = self._forward.get(current._sequence_nr())
+            module, source = (forward.module, forward.source) if forward else ("", user_line(sys._getframe(3)))
+            return Origin(self._count, Phase.BACKWARD, module, source)
+        module = self._modules[-1] if self._modules else ""
+        source = user_line(sys._getframe(3))
+        # An op's autograd node is made before the op is dispatched: the newest number is its own. Ops without one
+        # come later under the same number and must not replace it.
+        self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, _Forward(self._count, module, source))
+        return Origin(self._count, self._phase(), module, source)
+
+    def _phase(self) -> Phase:
+        if self.updating:
+            return Phase.UPDATE
+        return Phase.FORWARD if torch.is_grad_enabled() or self._modules else Phase.UPDATE
+
+    def _hook_upstream(self, node: Any) -> None:
+        """Hook all autograd nodes that will run after ``node``, to learn whose gradient they are handed."""
+        pending = [child for child, _ in node.next_functions if child is not None]
+        while pending:
+            child = pending.pop()
+            if id(child) in self._hooked:
+                continue
+            self._hooked.add(id(child))
+            self._kept.append(child)
+            if hasattr(child, "variable"):  # accumulates into a leaf; tagged by the leaf's own hook
+                continue
+            child.register_prehook(self._cotangent_hook(child._sequence_nr()))
+            pending += [grandchild for grandchild, _ in child.next_functions if grandchild is not None]
+
+    def _cotangent_hook(self, sequence_number: int) -> Any:
+        def note(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            forward = self._forward.get(sequence_number)
+            for index, gradient in enumerate(gradients):
+                if forward is not None and isinstance(gradient, torch.Tensor):
+                    origin = self._origin_of(gradient)
+                    if origin is not None and origin.cotangent_of is None:
+                        origin.cotangent_of = (forward.number, index)
+
+        return note
+
+
+def proxy_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
+    """The node that made a traced tensor."""
+    proxy = get_proxy_slot(tensor, tracer, None)
+    if proxy is None:
+        return None
+    node: fx.Node = getattr(proxy, "proxy", proxy).node
+    return node
+
+
+def _added_since(last: fx.Node | None, graph: fx.Graph) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+    for node in reversed(graph.nodes):
+        if node is last:
+            break
+        nodes.append(node)
+    return nodes[::-1]
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from ``frame`` outwards, that is neither torch's nor ours."""
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+        frame = frame.f_back
+    return frame
+
+
+def user_line(frame: FrameType | None) -> str:
+    """``"train.py:12: loss = ..."`` for the innermost frame of the user's."""
+    frame = user_frame(frame)
+    return describe_line(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+
+
+def describe_line(filename: str, line: int) -> str:
+    """``"train.py:12: loss = ..."``."""
+    return f"{os.path.basename(filename)}:{line}: {linecache.getline(filename, line).strip()}"
+
+
+def user_place(traceback: TracebackType | None) -> tuple[str, int] | None:
+    """(file, line) of the innermost frame of a traceback that is the user's."""
+    place = None
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if not filename.startswith(_INTERNAL) and not filename.startswith("<"):
+            place = (filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return place

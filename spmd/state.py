@@ -1,0 +1,268 @@
+"""Split a call's arguments into live state and values.
+
+In: the arguments of one call. Out: the modules and optimizers found anywhere in them, a ``Slot`` for each state tensor
+(parameter, buffer, optimizer state, kept gradient) that says where it lives, the live hyper-parameters, and the leaves
+that are plain values. This is the one place that knows where torch keeps state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from passes import CaptureError, Input, Role
+
+from ._torch import TreeSpec, tree_flatten_with_path
+
+# What schedulers note in a parameter group for themselves; no optimizer reads it.
+_SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One state tensor: what it is to the program, and the place ``holder[key]`` that holds it."""
+
+    input: Input
+    holder: Any  # a dict, or a ``GradientOf``
+    key: Any
+
+    def get(self) -> torch.Tensor:
+        """The live tensor, a DTensor where it is split."""
+        tensor: torch.Tensor = self.holder[self.key]
+        return tensor
+
+    def local(self) -> torch.Tensor:
+        """The storage of this rank that the program reads and writes."""
+        return local_of(self.get())
+
+
+class GradientOf:
+    """``parameter.grad`` as a holder, wherever the module keeps the parameter now."""
+
+    def __init__(self, holder: Any, key: Any) -> None:
+        self.holder, self.key = holder, key
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        gradient = self.holder[self.key].grad
+        assert gradient is not None
+        return gradient  # type: ignore[no-any-return]
+
+    def __setitem__(self, key: Any, gradient: torch.Tensor | None) -> None:
+        self.holder[self.key].grad = gradient
+
+
+@dataclass(frozen=True)
+class HyperParameter:
+    """A live number of a parameter group: ``group[key]``, or ``group[key][item]``."""
+
+    name: str
+    group: dict[str, Any]
+    key: str
+    item: int | None = None
+
+    def get(self) -> Any:
+        """The value now."""
+        value = self.group[self.key]
+        return value if self.item is None else value[self.item]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter with every place that holds it (more than one when tied)."""
+
+    name: str
+    tensor: torch.Tensor
+    places: tuple[tuple[dict[str, Any], str], ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the arguments, with its path in the user's words."""
+
+    name: str
+    value: Any
+
+
+@dataclass
+class Arguments:
+    """The arguments of one call, flattened; modules and optimizers are leaves."""
+
+    leaves: list[Leaf]
+    spec: TreeSpec
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+
+    def tensors(self) -> list[Leaf]:
+        """The leaves that are tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
+
+
+def read_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Bind and flatten the arguments of a call. Raises ``TypeError`` as the function itself would."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    paths, spec = tree_flatten_with_path((bound.args, bound.kwargs))
+    names = _names(signature, bound)
+    leaves = [Leaf(names(path), value) for path, value in paths]
+    modules: dict[str, nn.Module] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    for leaf in leaves:
+        if isinstance(leaf.value, nn.Module):
+            modules[leaf.name] = leaf.value
+        elif isinstance(leaf.value, torch.optim.Optimizer):
+            optimizers[leaf.name] = leaf.value
+    return Arguments(leaves, spec, modules, optimizers)
+
+
+def _names(signature: inspect.Signature, bound: inspect.BoundArguments) -> Callable[[tuple[Any, ...]], str]:
+    """From a pytree path over ``(args, kwargs)`` to a name such as ``batch.mask`` or ``nets.0``."""
+    positional: list[str] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            positional += [f"{name}.{k}" for k in range(len(bound.arguments.get(name, ())))]
+        elif parameter.kind not in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+            positional.append(name)
+
+    def name_of(path: tuple[Any, ...]) -> str:
+        which, first, *rest = [_key(entry) for entry in path]
+        head = positional[int(first)] if which == "0" else first
+        return ".".join([head, *rest])
+
+    return name_of
+
+
+def _key(entry: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def parameters_of(modules: dict[str, nn.Module]) -> list[Parameter]:
+    """Every parameter of ``modules``, once, under its first name."""
+    return _collect(modules, "_parameters")
+
+
+def buffers_of(modules: dict[str, nn.Module]) -> list[Parameter]:
+    """Every buffer of ``modules``, once, under its first name."""
+    return _collect(modules, "_buffers")
+
+
+def _collect(modules: dict[str, nn.Module], attribute: str) -> list[Parameter]:
+    found: dict[int, tuple[str, torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
+    for prefix, submodule in submodules_of(modules):
+        holder: dict[str, Any] = getattr(submodule, attribute)
+        for key, tensor in holder.items():
+            if tensor is not None:
+                _, _, places = found.setdefault(id(tensor), (f"{prefix}.{key}", tensor, []))
+                places.append((holder, key))
+    return [Parameter(name, tensor, tuple(places)) for name, tensor, places in found.values()]
+
+
+def submodules_of(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Every submodule of ``modules`` once, with its name in the user's words."""
+    seen: set[nn.Module] = set()
+    for path, module in modules.items():
+        yield from module.named_modules(seen, path)
+
+
+def slots_of(arguments: Arguments) -> list[Slot]:
+    """Every state tensor of a call, in the order of the program's inputs.
+
+    Raises ``CaptureError`` for an optimizer with a parameter that no module of the call has.
+    """
+    parameters = parameters_of(arguments.modules)
+    names = {id(parameter.tensor): parameter.name for parameter in parameters}
+    slots = [_slot(Role.PARAMETER, p.name, p) for p in parameters]
+    slots += [_slot(Role.BUFFER, b.name, b) for b in buffers_of(arguments.modules)]
+    for path, optimizer in arguments.optimizers.items():
+        slots += _optimizer_slots(path, optimizer, names)
+    slots += [_gradient_slot(parameter) for parameter in parameters if parameter.tensor.grad is not None]
+    return slots
+
+
+def _slot(role: Role, name: str, parameter: Parameter) -> Slot:
+    tensor = parameter.tensor
+    holder, key = parameter.places[0]
+    return Slot(_described(role, name, tensor), holder, key)
+
+
+def _gradient_slot(parameter: Parameter) -> Slot:
+    gradient = parameter.tensor.grad
+    assert gradient is not None
+    described = _described(Role.GRADIENT, gradient_name(parameter.name), gradient, parameter.name)
+    return Slot(described, GradientOf(*parameter.places[0]), None)
+
+
+def _optimizer_slots(path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Slot]:
+    slots = []
+    for parameter in parameters_of_optimizer(path, optimizer, names):
+        state = optimizer.state.get(parameter, {})
+        of = names[id(parameter)]
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                described = _described(Role.OPTIMIZER_STATE, state_name(path, key, of), value, of)
+                slots.append(Slot(described, state, key))
+    return slots
+
+
+def _described(role: Role, name: str, tensor: torch.Tensor, of: str | None = None) -> Input:
+    """The input that a live tensor becomes; a DTensor has its global shape, and a placement already."""
+    placement = tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
+    return Input(role, name, tuple(tensor.shape), tensor.dtype, placement, of)
+
+
+def parameters_of_optimizer(path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[torch.Tensor]:
+    """The parameters of an optimizer in the order of its groups, each known by name."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = [tuple(p.shape) for p in parameters if id(p) not in names]
+    if strangers:
+        raise CaptureError(
+            f"{path} updates {len(strangers)} parameter(s) of shape {strangers[:3]} that belong to no module among the "
+            "step's arguments: pass the module that holds them as an argument, too"
+        )
+    return parameters
+
+
+def gradient_name(parameter: str) -> str:
+    """The name of a kept gradient."""
+    return f"{parameter}.grad"
+
+
+def state_name(optimizer: str, key: Any, parameter: str) -> str:
+    """The name of optimizer state."""
+    return f"{optimizer}.{key}[{parameter}]"
+
+
+def hyper_parameters_of(optimizers: dict[str, torch.optim.Optimizer]) -> list[HyperParameter]:
+    """Every float (or float tensor) in a parameter group, read anew at each call."""
+    found = []
+    for path, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key == "params" or key in _SCHEDULER_NOTES:
+                    continue
+                name = f"{path}.{index}.{key}"
+                if _is_live(value):
+                    found.append(HyperParameter(name, group, key))
+                elif isinstance(value, (tuple, list)):
+                    found += [HyperParameter(f"{name}.{k}", group, key, k) for k, v in enumerate(value) if _is_live(v)]
+    return found
+
+
+def _is_live(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's storage of a tensor: a DTensor's shard, else the tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # with gradients on, to_local makes a view that autograd knows of
+        return tensor.to_local()

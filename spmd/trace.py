@@ -1,0 +1,313 @@
+"""Run the user's step once on fake tensors under ``make_fx``.
+
+In: the function, its arguments, a fake for each piece of state and each tensor argument. Out: a graph with the mutations
+that the step made, and what the state holds at its end. Whatever is swapped in for the trace (parameters, optimizer
+state, flags of parameter groups, torch's compiling flag) is put back, also when tracing raises.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes import CaptureError
+
+from ._torch import FakeTensorMode, ShapeEnv, make_fx, tree_flatten, tree_unflatten
+from .provenance import Recorder
+from .state import Arguments, HyperParameter, Slot, buffers_of, parameters_of, submodules_of
+
+# The plainest form of every torch optimizer: one tensor at a time, bias corrections as tensors.
+_PLAIN = {"foreach": False, "fused": False, "capturable": True}
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What the state holds when the step ends. Values are traced tensors, or plain Python values."""
+
+    results: list[Any]
+    result_spec: Any
+    slots: list[Any]  # one per slot; None where a gradient is gone
+    gradients: dict[str, Any]  # new gradients by parameter name
+    optimizer_state: list[tuple[str, str, Any, Any]]  # new state: optimizer, parameter, key, value
+
+
+@dataclass(frozen=True)
+class Fakes:
+    """The stand-ins for one trace, in the order of the graph's placeholders."""
+
+    mode: FakeTensorMode
+    shapes: ShapeEnv
+    slots: list[torch.Tensor]
+    hyper_parameters: list[Any]
+    tensors: list[torch.Tensor]
+
+    @property
+    def flat(self) -> list[Any]:
+        """All of them."""
+        return [*self.slots, *self.hyper_parameters, *self.tensors]
+
+    def as_traced(self, flat: Sequence[Any]) -> Fakes:
+        """The same, as the tracer hands them to the function it traces."""
+        slots, hyper = len(self.slots), len(self.slots) + len(self.hyper_parameters)
+        return replace(
+            self, slots=list(flat[:slots]), hyper_parameters=list(flat[slots:hyper]), tensors=list(flat[hyper:])
+        )
+
+
+@dataclass
+class Trace:
+    """One run of the step, to be made into a graph: ``graph_module()``, then ``ends``."""
+
+    function: Callable[..., Any]
+    arguments: Arguments
+    slots: list[Slot]
+    hyper_parameters: list[HyperParameter]
+    fakes: Fakes
+    ends: Ends | None = field(default=None)
+
+    def graph_module(self) -> fx.GraphModule:
+        """Trace; the graph's outputs are the tensors of ``ends``, flat."""
+        return make_fx(self._run, tracing_mode="fake")(*self.fakes.flat)
+
+    def _run(self, *flat: Any) -> list[Any]:
+        names = {id(module): name for name, module in submodules_of(self.arguments.modules)}
+        recorder = Recorder(names)
+        fakes = self.fakes.as_traced(flat)
+        with ExitStack() as stack:
+            swap = _Swap(self, fakes, recorder)
+            stack.enter_context(swap.state())
+            stack.enter_context(_compiling())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(recorder.watch_modules())
+            stack.enter_context(recorder)
+            args, kwargs = self._call_arguments(fakes)
+            result = self.function(*args, **kwargs)
+            self.ends = swap.ends(result)
+            return [value for value in _flat(self.ends) if _is_traced(value)]
+
+    def _call_arguments(self, fakes: Fakes) -> tuple[Any, Any]:
+        tensors = iter(fakes.tensors)
+        leaves = [next(tensors) if isinstance(x.value, torch.Tensor) else x.value for x in self.arguments.leaves]
+        args, kwargs = tree_unflatten(leaves, self.arguments.spec)
+        return args, kwargs
+
+
+def _flat(ends: Ends) -> list[Any]:
+    new_state = [value for *_, value in ends.optimizer_state]
+    return [*ends.results, *ends.slots, *ends.gradients.values(), *new_state]
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, torch.SymFloat, torch.SymInt))
+
+
+class _Swap:
+    """Puts fakes in the place of live state for the length of a trace."""
+
+    def __init__(self, trace: Trace, fakes: Fakes, recorder: Recorder) -> None:
+        self.trace, self.fakes, self.recorder = trace, fakes, recorder
+        self.modules, self.optimizers = trace.arguments.modules, trace.arguments.optimizers
+        pairs = list(zip(trace.slots, fakes.slots, strict=True))
+        self.by_id = {id(slot.get()): fake for slot, fake in pairs}
+        self.fake_of = {slot.input.name: fake for slot, fake in pairs if slot.input.role == "parameter"}
+        self.live_of = {slot.input.name: slot.get() for slot, _ in pairs if slot.input.role == "parameter"}
+        self.fake_state: dict[int, dict[Any, Any]] = {}  # by the id of the live state dict of one parameter
+
+    @contextmanager
+    def state(self) -> Iterator[None]:
+        """Swap for the length of the context."""
+        with ExitStack() as stack:
+            self._swap_module_state(stack)
+            for path, optimizer in self.optimizers.items():
+                self._swap_optimizer(stack, path, optimizer)
+            yield
+
+    def _swap_module_state(self, stack: ExitStack) -> None:
+        places = self._places()
+        for _, submodule in submodules_of(self.modules):
+            stack.enter_context(_attributes_restored_on_error(submodule))
+        for holder in {id(holder): holder for holder, _, _ in places}.values():
+            stack.enter_context(_restored(holder))
+        for holder, key, fake in places:
+            holder[key] = fake
+        for slot, fake in zip(self.trace.slots, self.fakes.slots, strict=True):
+            if slot.input.role == "gradient":
+                self.fake_of[slot.input.of or ""].grad = fake
+        for name in self.fake_of:
+            self._hook(stack, name)
+
+    def _places(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Every entry of a module that holds state, with its fake; replaced submodules still hold theirs."""
+        places = [
+            (slot.holder, slot.key, fake)
+            for slot, fake in zip(self.trace.slots, self.fakes.slots, strict=True)
+            if slot.input.role in ("parameter", "buffer")
+        ]
+        for held in [*parameters_of(self.modules), *buffers_of(self.modules)]:
+            fake = self.by_id.get(id(held.tensor))
+            if fake is None:
+                raise CaptureError(
+                    f"{held.name} is new in a replacement that an Override made, and would not be trained: "
+                    "a replacement may hold no parameters or buffers but those of the module it replaces"
+                )
+            places += [(holder, key, fake) for holder, key in held.places]
+        return places
+
+    def _hook(self, stack: ExitStack, name: str) -> None:
+        """Carry the user's hooks over to the fake, and tag its gradient whenever it is complete."""
+        fake, live = self.fake_of[name], self.live_of[name]
+        if not fake.requires_grad:
+            return
+        for hook in (getattr(live, "_backward_hooks", None) or {}).values():
+            stack.callback(fake.register_hook(hook).remove)
+        for hook in (getattr(live, "_post_accumulate_grad_hooks", None) or {}).values():
+            stack.callback(fake.register_post_accumulate_grad_hook(hook).remove)
+
+        def tag(tensor: torch.Tensor) -> None:
+            if tensor.grad is not None:
+                self.recorder.tag_gradient(tensor.grad, name)
+
+        stack.callback(fake.register_post_accumulate_grad_hook(tag).remove)
+
+    def _swap_optimizer(self, stack: ExitStack, path: str, optimizer: torch.optim.Optimizer) -> None:
+        live_state = optimizer.state
+        stack.callback(setattr, optimizer, "state", live_state)
+        by_id = self.by_id
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for parameter, values in live_state.items():
+            if id(parameter) in by_id:
+                fakes = {key: self._state_value(optimizer, value) for key, value in values.items()}
+                state[by_id[id(parameter)]] = self.fake_state[id(values)] = fakes
+        optimizer.state = state
+        for group in optimizer.param_groups:
+            stack.enter_context(_restored(group))
+            group.update({key: value for key, value in _PLAIN.items() if key in group})
+            group["params"] = [by_id[id(parameter)] for parameter in group["params"]]
+        self._swap_hyper_parameters(path)
+        stack.enter_context(_watch_step(optimizer, self.recorder))
+
+    def _state_value(self, optimizer: torch.optim.Optimizer, value: Any) -> Any:
+        """Step counters of torch's optimizers do their arithmetic in fp64, as Python floats do in eager."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        fake = self.by_id[id(value)]
+        return fake.double() if _counts_in_double(optimizer) and _is_counter(fake) else fake
+
+    def _swap_hyper_parameters(self, path: str) -> None:
+        for hyper, fake in zip(self.trace.hyper_parameters, self.fakes.hyper_parameters, strict=True):
+            if not hyper.name.startswith(f"{path}."):
+                continue
+            if hyper.item is None:
+                hyper.group[hyper.key] = fake
+            else:
+                values = list(hyper.group[hyper.key])
+                values[hyper.item] = fake
+                hyper.group[hyper.key] = tuple(values)
+
+    def ends(self, result: Any) -> Ends:
+        """Read, still inside the trace, what the step left behind."""
+        leaves, spec = tree_flatten(result)
+        slots = [self._end_of(slot, fake) for slot, fake in zip(self.trace.slots, self.fakes.slots, strict=True)]
+        return Ends(leaves, spec, slots, self._new_gradients(), self._new_state())
+
+    def _end_of(self, slot: Slot, fake: torch.Tensor) -> Any:
+        if slot.input.role == "gradient":
+            return self.fake_of[slot.input.of or ""].grad
+        if slot.input.role != "optimizer state":
+            return slot.holder[slot.key]
+        value = self.fake_state[id(slot.holder)].get(slot.key)
+        return value.to(fake.dtype) if isinstance(value, torch.Tensor) else value
+
+    def _new_gradients(self) -> dict[str, Any]:
+        kept = {slot.input.of for slot in self.trace.slots if slot.input.role == "gradient"}
+        return {
+            name: fake.grad for name, fake in self.fake_of.items() if fake.grad is not None and name not in kept
+        }
+
+    def _new_state(self) -> list[tuple[str, str, Any, Any]]:
+        known = {slot.input.name for slot in self.trace.slots}
+        names = {id(fake): name for name, fake in self.fake_of.items()}
+        found = []
+        for path, optimizer in self.optimizers.items():
+            for fake, values in optimizer.state.items():
+                for key, value in values.items():
+                    name = names[id(fake)]
+                    if f"{path}.{key}[{name}]" not in known:
+                        found.append((path, name, key, _as_eager_keeps_it(optimizer, value)))
+        return found
+
+
+def _counts_in_double(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is one of torch's, which compute with step counters as Python floats."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def _is_counter(tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 0 and tensor.is_floating_point()
+
+
+def _as_eager_keeps_it(optimizer: torch.optim.Optimizer, value: Any) -> Any:
+    """New counters are made in fp64 while tracing; eager makes them in the default dtype's precision."""
+    if isinstance(value, torch.Tensor) and _counts_in_double(optimizer) and _is_counter(value):
+        return value.to(torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32)
+    return value
+
+
+@contextmanager
+def _watch_step(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[None]:
+    """Know when the optimizer updates, and let torch's own make their counters in fp64 meanwhile."""
+    default = torch.get_default_dtype()
+
+    def enter(*_: Any) -> None:
+        recorder.updating += 1
+        if _counts_in_double(optimizer):
+            torch.set_default_dtype(torch.float64)
+
+    def leave(*_: Any) -> None:
+        recorder.updating -= 1
+        torch.set_default_dtype(default)
+
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, default)
+        stack.callback(optimizer.register_step_pre_hook(enter).remove)
+        stack.callback(optimizer.register_step_post_hook(leave).remove)
+        yield
+
+
+@contextmanager
+def _restored(mapping: dict[str, Any]) -> Iterator[None]:
+    """Give ``mapping`` its entries back, in their order."""
+    entries = dict(mapping)
+    try:
+        yield
+    finally:
+        mapping.clear()
+        mapping.update(entries)
+
+
+@contextmanager
+def _attributes_restored_on_error(module: nn.Module) -> Iterator[None]:
+    attributes = dict(module.__dict__)
+    try:
+        yield
+    except BaseException:
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        raise
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` be true: optimizers then stay free of ``.item()``."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

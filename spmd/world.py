@@ -1,0 +1,69 @@
+"""The mesh of all ranks: an existing process group, torchrun's environment, or a world of one that opens no port."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import passes
+
+from ._torch import FakeStore
+
+_meshes: dict[tuple[str, int], DeviceMesh] = {}
+
+
+def world(device: str | torch.device | None = None) -> DeviceMesh:
+    """The 1-D mesh of all ranks, named ``("dp",)``.
+
+    An existing default process group is used as it is. Else one is made: from torchrun's environment if there is one
+    (gloo on CPU, NCCL on CUDA), else a world of one rank, which opens no network port.
+
+    ``device``: where the mesh's tensors live, ``"cpu"`` or ``"cuda"``; by default CUDA if the process group is NCCL's.
+    """
+    kind = _device_type(device)
+    if not dist.is_initialized():
+        _init(kind)
+    key = (kind, id(dist.group.WORLD))
+    if key not in _meshes:
+        _meshes.clear()  # meshes of a process group that is gone
+        _meshes[key] = DeviceMesh(kind, torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
+    return _meshes[key]
+
+
+def describe(mesh: DeviceMesh) -> passes.Mesh:
+    """The plain data that programs carry of a mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}")
+    names = mesh.mesh_dim_names or tuple(f"axis{k}" for k in range(mesh.ndim))
+    axes = [
+        passes.Axis(name, mesh.size(k), mesh.get_group(k).group_name, coordinate[k]) for k, name in enumerate(names)
+    ]
+    return passes.Mesh(tuple(axes))
+
+
+def check_fits(mesh: DeviceMesh) -> None:
+    """Raise ``ValueError`` if the mesh is larger than the world."""
+    if dist.is_initialized() and mesh.size() > dist.get_world_size():
+        raise ValueError(f"the mesh has {mesh.size()} ranks, the world has {dist.get_world_size()}: use a smaller mesh")
+
+
+def _device_type(device: str | torch.device | None) -> str:
+    if device is not None:
+        return torch.device(device).type
+    if dist.is_initialized():
+        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _init(kind: str) -> None:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if kind == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    else:
+        # The fake backend moves no data, and at world size one there is none to move; it opens no port.
+        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
