@@ -22,6 +22,7 @@ from . import sizes as sizes
 
 from .base import Call, Info, Localize, Option, P, R, Rule, S
 from .table import LOCALIZE, RULES, known, localize_of, rule_of
+from .user import register_rule
 
 __all__ = [
     "LOCALIZE",
@@ -36,5 +37,6 @@ __all__ = [
     "S",
     "known",
     "localize_of",
+    "register_rule",
     "rule_of",
 ]

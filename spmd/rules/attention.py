@@ -15,20 +15,16 @@ from .table import rule
 
 HEADS = "bh.."
 
-# How the kernel lays out its log-sum-exp. On the CPU heads come last; the others may pad or add a dim of size 1.
-FORWARD = {
-    **dict.fromkeys(aten("_scaled_dot_product_flash_attention_for_cpu"), "b.h"),
-    **dict.fromkeys(aten("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"), "bh."),
-    **dict.fromkeys(aten("_scaled_dot_product_cudnn_attention"), "bh.."),
-    **dict.fromkeys(aten("_scaled_dot_product_fused_attention_overrideable"), "bh."),
+# How each kernel lays out its log-sum-exp. On the CPU heads come last; the others may pad or add a dim of size 1.
+LAYOUTS = {
+    "_scaled_dot_product_flash_attention_for_cpu": "b.h",
+    "_scaled_dot_product_flash_attention": "bh.",
+    "_scaled_dot_product_efficient_attention": "bh.",
+    "_scaled_dot_product_cudnn_attention": "bh..",
+    "_scaled_dot_product_fused_attention_overrideable": "bh.",
 }
-BACKWARD = {
-    **dict.fromkeys(aten("_scaled_dot_product_flash_attention_for_cpu_backward"), "b.h"),
-    **dict.fromkeys(aten("_scaled_dot_product_flash_attention_backward"), "bh."),
-    **dict.fromkeys(aten("_scaled_dot_product_efficient_attention_backward"), "bh."),
-    **dict.fromkeys(aten("_scaled_dot_product_cudnn_attention_backward"), "bh.."),
-    **dict.fromkeys(aten("_scaled_dot_product_fused_attention_overrideable_backward"), "bh."),
-}
+FORWARD = {op: layout for name, layout in LAYOUTS.items() for op in aten(name)}
+BACKWARD = {op: layout for name, layout in LAYOUTS.items() for op in aten(f"{name}_backward")}
 
 
 @rule(*FORWARD)
@@ -37,13 +33,9 @@ def attention(call: Call) -> list[Option]:
     if call.arg("return_debug_mask") or call.arg("query").ndim != 4:
         return []
     operands = dict.fromkeys(("query", "key", "value"), HEADS) | _mask(call)
-    rest = [EQUAL] * (len(call.results) - 2)
-    return options(
-        call,
-        Dims(
-            operands, (HEADS, _fit(FORWARD[call.target], call.results[1]), *rest), even="*", grouped="h", broadcast=True
-        ),
-    )
+    logsumexp = _fit(FORWARD[call.target], call.results[1])
+    results = (HEADS, logsumexp, *[EQUAL] * (len(call.results) - 2))
+    return options(call, Dims(operands, results, even="*", grouped="h", broadcast=True))
 
 
 @rule(*BACKWARD)
@@ -54,8 +46,8 @@ def attention_backward(call: Call) -> list[Option]:
     whole = ("grad_out", "grad_out_", "query", "key", "value", "out")
     operands = {name: HEADS for name in whole if call.arg(name) is not None} | _mask(call)
     operands["logsumexp"] = _fit(BACKWARD[call.target], call.arg("logsumexp"))
-    results = [HEADS if info is None else aligned(info, HEADS) for info in call.results]
-    return options(call, Dims(operands, tuple(results), even="*", grouped="h", broadcast=True))
+    results = tuple(HEADS if info is None else aligned(info, HEADS) for info in call.results)
+    return options(call, Dims(operands, results, even="*", grouped="h", broadcast=True))
 
 
 def _mask(call: Call) -> dict[str, str]:

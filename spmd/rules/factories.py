@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .base import Call, Option, P, R
-from .labels import PARTIALS, Dims, letters, option, options
+from .labels import PARTIALS, Dims, is_zero, letters, option, options
 from .ops import aten
 from .table import rule
 
@@ -20,9 +20,9 @@ ZEROS = frozenset(aten("zeros", "new_zeros", "zeros_like"))
 FULL = frozenset(aten("full", "new_full", "full_like"))
 
 
-def is_zero(call: Call) -> bool:
+def makes_zeros(call: Call) -> bool:
     """Whether the call makes zeros, whatever name it has."""
-    return call.target in ZEROS or (call.target in FULL and call.arg("fill_value") in (0, 0.0, False))
+    return call.target in ZEROS or (call.target in FULL and is_zero(call.arg("fill_value")))
 
 
 @rule(
@@ -54,18 +54,28 @@ def made_like(call: Call) -> list[Option]:
     """Split as the operand is; of a partial operand only the shape matters."""
     names = letters(call.arg("self").ndim)
     whole = [option(call, {"self": kind}, R) for kind in PARTIALS]
-    if is_zero(call):
+    if makes_zeros(call):
         whole += [option(call, {"self": source}, P) for source in (R, P)]
     return options(call, Dims({"self": names}, names)) + whole
 
 
 @rule(*aten("bernoulli", "native_dropout"))
 def drawn(call: Call) -> list[Option]:
-    """Drawn by the operand's values: split as it is, evenly (of no elements, dropout returns a mask of another dtype)."""
+    """Drawn by the operand's values: split as it is, evenly."""
+    # Of a tensor without elements native_dropout returns a mask of another dtype.
     names = letters(call.operands[0].ndim)
     return options(call, Dims({call.target._schema.arguments[0].name: names}, names, even="*"))
 
 
+@rule(
+    *aten("arange", "arange.start", "arange.start_step", "linspace", "logspace", "eye", "eye.m", "scalar_tensor"),
+    *aten("tril_indices", "triu_indices", "randperm", "randperm.generator", "hann_window", "hamming_window"),
+)
+def made_whole(call: Call) -> list[Option]:
+    """What is made depends on where: every rank makes all of it."""
+    return []
+
+
 def _made_as(call: Call) -> list[Placement]:
     (result,) = (info for info in call.results if info is not None)
-    return [R, *(Shard(d) for d in range(result.ndim)), *([P] if is_zero(call) else [])]
+    return [R, *(Shard(d) for d in range(result.ndim)), *([P] if makes_zeros(call) else [])]

@@ -167,3 +167,9 @@ def isin(call: Call) -> list[Option]:
     """Each element alone, against all test elements."""
     names = letters(call.arg("elements").ndim)
     return options(call, Dims({"elements": names}, names))
+
+
+@rule(*aten("nonzero", "nonzero_static", "masked_select", "where", "masked_scatter", "unique_consecutive", "_unique2"))
+def counted(call: Call) -> list[Option]:
+    """How many rows there are, or which go where, depends on all the data: needed whole."""
+    return []

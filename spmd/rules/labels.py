@@ -38,7 +38,7 @@ class Dims:
     - ``reduced``: letters summed over: a result that lacks one is ``reduced_as`` when it is split.
     - ``same``: letters on which a result that lacks them does not depend.
     - ``even``: letters whose dims must split evenly ("*": all), because a short or empty shard is not understood.
-    - ``grouped``: letters whose dims may differ in size, each row of the smaller going with a run of rows of the larger.
+    - ``grouped``: letters whose dims may differ in size, a row of the smaller with a run of rows of the larger.
     - ``broadcast``: a dim of size 1 stands for all rows of its letter, and is then replicated.
     - ``onto``: an operand that the op adds the rest to: where the result is partial, it must be partial too.
     - ``linear``: sets of operands; the results are sums over ranks if exactly one such set is.
@@ -106,9 +106,9 @@ def split(call: Call, dims: Dims, letter: str) -> Option | None:
     if not sizes or (needs_even and not all(call.even(size) for size in sizes)):
         return None
     placed = [
-        _place_result(dims, labels, info, letter, sizes) for labels, info in zip(results, call.results, strict=False)
+        _place_result(dims, labels, info, letter, sizes) for labels, info in zip(results, call.results, strict=True)
     ]
-    if any(p is None for p, info in zip(placed, call.results, strict=False) if info is not None):
+    if any(p is None for p, info in zip(placed, call.results, strict=True) if info is not None):
         return None
     operands = {name: _place_operand(call, name, labels, letter, sizes) for name, labels in dims.operands.items()}
     if dims.onto and dims.reduced_as in placed:
@@ -134,6 +134,11 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
         and torch.promote_types(source, target) == target
         and (source == target or source.is_floating_point or source.is_complex)
     )
+
+
+def is_zero(value: Any) -> bool:
+    """Whether ``value`` is the number zero, known now: a symbolic number may be zero in this call alone."""
+    return type(value) in (int, float, bool) and value == 0
 
 
 def grows(call: Call, names: Sequence[str]) -> bool:
@@ -225,8 +230,7 @@ def _place_operand(
         return R
     each = [labels] * len(value) if isinstance(labels, str) else labels
     return [
-        _place(one, item, letter, sizes) if isinstance(item, Info) else R
-        for one, item in zip(each, value, strict=False)
+        _place(one, item, letter, sizes) if isinstance(item, Info) else R for one, item in zip(each, value, strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ The pieces' elements are the whole's, so partial sums pass, as do partial extrem
 from __future__ import annotations
 
 from .base import Call, Option
-from .labels import WHOLE, Dims, grows, letters, options, without, wrap
+from .labels import WHOLE, Dims, grows, is_zero, letters, options, without, wrap
 from .ops import aten
 from .table import rule
 
@@ -155,7 +155,7 @@ def pad(call: Call) -> list[Option]:
     pairs: list[int] = list(call.arg("pad"))
     padded = [ndim - 1 - k // 2 for k, n in enumerate(pairs) if n != 0]
     names = without(letters(ndim), *padded)
-    return options(call, Dims({"self": names}, names, linear=(("self",),) if call.arg("value") == 0 else ()))
+    return options(call, Dims({"self": names}, names, linear=(("self",),) if is_zero(call.arg("value")) else ()))
 
 
 @rule(*aten("repeat"))
@@ -164,7 +164,7 @@ def repeat(call: Call) -> list[Option]:
     repeats: list[int] = call.arg("repeats")
     names = letters(call.arg("self").ndim)
     new = len(repeats) - len(names)
-    once = "".join(c if n == 1 else WHOLE for c, n in zip(names, repeats[new:], strict=False))
+    once = "".join(c if n == 1 else WHOLE for c, n in zip(names, repeats[new:], strict=True))
     moves = () if grows(call, ("self",)) else ("self",)
     return options(call, Dims({"self": once}, WHOLE * new + once, moves=moves))
 

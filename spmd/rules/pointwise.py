@@ -12,7 +12,7 @@ import torch
 
 from .._torch import OpOverload
 from .base import Call, Option
-from .labels import EQUAL, Dims, aligned, arguments, grows, infos, letters, options
+from .labels import EQUAL, Dims, aligned, arguments, grows, infos, is_zero, letters, options
 from .ops import aten
 from .table import rule, tagged
 
@@ -93,7 +93,7 @@ def linear(call: Call) -> tuple[tuple[str, ...], ...]:
     """The sets of operands that may be partial in this call."""
     zero = LINEAR_AT_ZERO.get(call.target)
     sets = LINEAR.get(call.target, ())
-    if zero is not None and type(call.arg(zero)) in (int, float) and call.arg(zero) == 0:
+    if zero is not None and is_zero(call.arg(zero)):
         sets = (("self",),)
     return tuple(names for names in sets if not grows(call, names))
 

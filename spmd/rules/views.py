@@ -42,7 +42,7 @@ def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[i
     """
     dims = [[d for d, n in enumerate(shape) if n > 1] for shape in (before, after)]
     done = [
-        list(accumulate((shape[d] for d in of), int.__mul__)) for shape, of in zip((before, after), dims, strict=False)
+        list(accumulate((shape[d] for d in of), int.__mul__)) for shape, of in zip((before, after), dims, strict=True)
     ]
     found, start = [], (0, 0)
     for end in sorted(set(done[0]) & set(done[1])):
@@ -144,3 +144,9 @@ def view_dtype(call: Call) -> list[Option]:
     same = call.results[0] is not None and call.results[0].shape == call.arg("self").shape
     names = names if same else names[:-1] + WHOLE
     return options(call, Dims({"self": names}, names))
+
+
+@rule(*aten("as_strided", "as_strided_copy", "as_strided_scatter"))
+def strided(call: Call) -> list[Option]:
+    """Strides and offset count over the whole tensor."""
+    return []

@@ -239,6 +239,11 @@ def reductions() -> Iterator[tuple[Any, ...]]:
     yield from ((name, x, 1) for name in ("prod.dim_int", "median.dim", "mode"))
     yield "kthvalue", x, 2, 1
     yield "logsumexp", x, [1, 2], True
+    small = f(2, 3)
+    for name in ("sum.dim_IntList", "mean.dim", "amax", "logsumexp", "var.correction", "linalg_vector_norm"):
+        yield name, small, *([2.0, [1]] if name == "linalg_vector_norm" else [[1]])
+    yield from ((name, small, 1) for name in ("max.dim", "min.dim", "argmax", "prod.dim_int", "median.dim", "mode"))
+    yield "kthvalue", small, 2, 1
     yield "count_nonzero.dim_IntList", b(4, 6), [0]
     for name in ("var", "std", "var_mean", "std_mean"):
         yield f"{name}.correction", x, [0, 1], {"correction": 1, "keepdim": True}
@@ -254,7 +259,12 @@ def reductions() -> Iterator[tuple[Any, ...]]:
 
 
 def scans() -> Iterator[tuple[Any, ...]]:
-    x, y = f(4, 6, 5), u(4, 6, 5)
+    x, y, small = f(4, 6, 5), u(4, 6, 5), f(2, 3)
+    yield from ((name, small, -1, False) for name in ("_softmax", "_log_softmax"))
+    yield from ((name, small, 1) for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "sort", "argsort"))
+    yield "topk", small, 2
+    yield "_softmax_backward_data", small, small, -1, torch.float64
+    yield "_log_softmax_backward_data", small, small, -1, torch.float64
     yield from ((name, x, d, False) for name in ("_softmax", "_log_softmax") for d in (-1, 1))
     yield from ((name, x, 1) for name in ("softmax.int", "log_softmax.int", "_safe_softmax"))
     for name in ("_softmax_backward_data", "_log_softmax_backward_data"):
@@ -374,6 +384,31 @@ def attention() -> Iterator[tuple[Any, ...]]:
         out, lse = getattr(torch.ops.aten, name)(q, k, v, 0.0, causal, **more)
         yield name, q, k, v, 0.0, causal, more
         yield f"{name}_backward", grad, q, k, v, out, lse, 0.0, causal, more
+    yield from attention_on_gpu()
+
+
+def attention_on_gpu() -> Iterator[tuple[Any, ...]]:
+    """Shapes alone, from torch's meta functions; queries also with more heads than keys."""
+    q, grad, bias = meta(6, 12, 16, 8), meta(6, 12, 16, 8), meta(1, 12, 16, 16)
+    flash, efficient, cudnn = (f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn"))
+    for heads in (12, 6):
+        k = v = meta(6, heads, 16, 8)
+        yield flash, q, k, v, 0.0, True
+        out, lse, cq, ck, mq, mk, seed, offset, _ = getattr(torch.ops.aten, flash)(q, k, v)
+        yield f"{flash}_backward", grad, q, k, v, out, lse, cq, ck, mq, mk, 0.0, True, seed, offset
+    for mask in (None, bias):
+        yield efficient, q, q, q, mask, True
+        out, lse, seed, offset = getattr(torch.ops.aten, efficient)(q, q, q, mask, True)
+        needed = [True, True, True, mask is not None]
+        yield f"{efficient}_backward", grad, q, q, q, mask, out, lse, seed, offset, 0.0, needed, False
+        yield cudnn, q, q, q, mask, True
+        out, lse, cq, ck, mq, mk, seed, offset, _ = getattr(torch.ops.aten, cudnn)(q, q, q, mask, True)
+        yield f"{cudnn}_backward", grad, q, q, q, out, lse, seed, offset, mask, cq, ck, mq, mk, 0.0, False
+
+
+def meta(*shape: int) -> torch.Tensor:
+    """A half-precision tensor without elements' values."""
+    return torch.empty(shape, dtype=torch.float16, device="meta")
 
 
 def convolution() -> Iterator[tuple[Any, ...]]:
