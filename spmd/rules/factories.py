@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .base import Call, Option, P, R
 from .labels import PARTIALS, Dims, is_zero, letters, option, options
 from .ops import aten
-from .table import rule
+from .table import rule, whole
 
 ZEROS = frozenset(aten("zeros", "new_zeros", "zeros_like"))
 FULL = frozenset(aten("full", "new_full", "full_like"))
@@ -67,13 +67,11 @@ def drawn(call: Call) -> list[Option]:
     return options(call, Dims({call.target._schema.arguments[0].name: names}, names, even="*"))
 
 
-@rule(
+# What these hold depends on where.
+whole(
     *aten("arange", "arange.start", "arange.start_step", "linspace", "logspace", "eye", "eye.m", "scalar_tensor"),
     *aten("tril_indices", "triu_indices", "randperm", "randperm.generator", "hann_window", "hamming_window"),
 )
-def made_whole(call: Call) -> list[Option]:
-    """What is made depends on where: every rank makes all of it."""
-    return []
 
 
 def _made_as(call: Call) -> list[Placement]:

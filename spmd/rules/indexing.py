@@ -14,7 +14,7 @@ import torch
 from .base import Call, Info, Option
 from .labels import WHOLE, Dims, aligned, letters, options, without, wrap
 from .ops import aten
-from .table import rule
+from .table import rule, whole
 
 
 @rule(*aten("embedding"))
@@ -169,7 +169,5 @@ def isin(call: Call) -> list[Option]:
     return options(call, Dims({"elements": names}, names))
 
 
-@rule(*aten("nonzero", "nonzero_static", "masked_select", "where", "masked_scatter", "unique_consecutive", "_unique2"))
-def counted(call: Call) -> list[Option]:
-    """How many rows there are, or which go where, depends on all the data: needed whole."""
-    return []
+# How many rows there are, or which go where, depends on all the data.
+whole(*aten("nonzero", "nonzero_static", "masked_select", "where", "masked_scatter", "unique_consecutive", "_unique2"))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload
-from .base import Localize, Rule
+from .base import Call, Localize, Option, Rule
 
 Op = OpOverload
 
@@ -28,6 +28,15 @@ def rule(*ops: Op) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def whole(*ops: Op) -> None:
+    """Register for ``ops`` that nothing may be split: every rank runs them on everything."""
+    rule(*ops)(_nothing)
+
+
+def _nothing(call: Call) -> list[Option]:
+    return []
 
 
 def tagged(tag: torch.Tag) -> Callable[[Rule], Rule]:

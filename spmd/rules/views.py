@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from .base import Call, Info, Option
 from .labels import PARTIALS, WHOLE, Dims, grows, letters, option, options, partial, wrap
 from .ops import aten
-from .table import rule
+from .table import rule, whole
 
 
 @rule(*aten("view", "_unsafe_view", "reshape", "view_copy", "_reshape_copy"))
@@ -146,7 +146,5 @@ def view_dtype(call: Call) -> list[Option]:
     return options(call, Dims({"self": names}, names))
 
 
-@rule(*aten("as_strided", "as_strided_copy", "as_strided_scatter"))
-def strided(call: Call) -> list[Option]:
-    """Strides and offset count over the whole tensor."""
-    return []
+# Strides and offset count over the whole tensor.
+whole(*aten("as_strided", "as_strided_copy", "as_strided_scatter"))

@@ -146,6 +146,10 @@ def factories() -> Iterator[tuple[Any, ...]]:
     yield "full_like", x, 0
     yield "randint_like", x, 9
     yield "randint_like.low_dtype", x, 3, 9
+    undrawn = {"generator": None}
+    yield from ((name, x, undrawn) for name in ("rand_like.generator", "randn_like.generator"))
+    yield "randint_like.generator", x, 9, undrawn
+    yield "randint_like.low_generator_dtype", x, 3, 9, undrawn
     yield from ((name, x) for name in ("uniform", "normal_functional", "exponential", "log_normal", "cauchy", "random"))
     yield "geometric", x, 0.5
     yield "random.from", x, 0, 9
@@ -222,7 +226,7 @@ def pieces() -> Iterator[tuple[Any, ...]]:
 
 def reductions() -> Iterator[tuple[Any, ...]]:
     x = f(4, 6, 5)
-    dims = ([0], [1, 2], [-1], [], None)
+    dims: tuple[list[int] | None, ...] = ([0], [1, 2], [-1], [], None)
     yield from (("sum.dim_IntList", x, d, keep) for d in dims for keep in (False, True))
     yield from (("mean.dim", x, d, keep) for d in dims for keep in (False, True))
     yield from ((name, x, d, keep) for name in ("amax", "amin") for d in dims[:-1] for keep in (False, True))
@@ -250,6 +254,7 @@ def reductions() -> Iterator[tuple[Any, ...]]:
     for name in ("var", "std", "var_mean"):
         yield f"{name}.dim", x, [1]
     yield "var_mean", x
+    yield "std_mean", x
     yield "norm.Scalar", x, 2
     yield "norm.ScalarOpt_dim", x, 2, [1]
     yield "norm.ScalarOpt_dim_dtype", x, 2, [1], False, {"dtype": torch.float64}
@@ -293,6 +298,9 @@ def matmul() -> Iterator[tuple[Any, ...]]:
         yield "linear", f(4, m, k), f(n, k)
         yield "linear", f(m, k), f(n, k), f(n)
     yield "linear", f(4, 6), f(6)
+    half, wide = (meta(4, 6), meta(6, 5)), torch.float32
+    yield "mm.dtype", *half, wide
+    yield "bmm.dtype", meta(4, 3, 6), meta(4, 6, 5), wide
 
 
 def indexing() -> Iterator[tuple[Any, ...]]:
@@ -425,27 +433,36 @@ def convolution() -> Iterator[tuple[Any, ...]]:
 
 
 def pooling() -> Iterator[tuple[Any, ...]]:
-    x, grad = f(4, 6, 8, 8), f(4, 6, 4, 4)
-    _values, where = torch.ops.aten.max_pool2d_with_indices(x, [2, 2], [2, 2])
-    yield "max_pool2d_with_indices", x, [2, 2], [2, 2]
+    for dims in (1, 2, 3):
+        yield from _pooling(dims)
     yield "max_pool2d_with_indices", f(6, 8, 8), [2, 2], [2, 2]
-    yield "max_pool2d_with_indices_backward", grad, x, [2, 2], [2, 2], [0, 0], [1, 1], False, where
-    yield "avg_pool2d", x, [2, 2], [2, 2]
-    yield "avg_pool2d_backward", grad, x, [2, 2], [2, 2], [0, 0], False, True, None
-    yield "_adaptive_avg_pool2d", x, [4, 4]
-    yield "_adaptive_avg_pool2d_backward", grad, x
-    _, where = torch.ops.aten.adaptive_max_pool2d(x, [4, 4])
-    yield "adaptive_max_pool2d", x, [4, 4]
-    yield "adaptive_max_pool2d_backward", grad, x, where
-    for name, more in (("nearest2d", []), ("bilinear2d", [False]), ("bicubic2d", [False])):
-        yield f"upsample_{name}", x, [16, 16], *more
-        yield f"upsample_{name}.vec", x, None, *more, [2.0, 2.0]
-        yield f"upsample_{name}_backward", f(4, 6, 16, 16), [16, 16], [4, 6, 8, 8], *more
-    yield "upsample_linear1d", f(4, 6, 8), [16], False
-    yield "upsample_linear1d_backward", f(4, 6, 16), [16], [4, 6, 8], False
-    yield "reflection_pad2d", x, [1, 1, 1, 1]
-    yield "replication_pad2d", x, [1, 1, 1, 1]
-    yield "reflection_pad2d_backward", f(4, 6, 10, 10), x, [1, 1, 1, 1]
+
+
+def _pooling(dims: int) -> Iterator[tuple[Any, ...]]:
+    aten = torch.ops.aten
+    large, small, two = [8] * dims, [4] * dims, [2] * dims
+    x, grad, up = f(4, 6, *large), f(4, 6, *small), f(4, 6, *([16] * dims))
+    yield f"avg_pool{dims}d", x, two, two
+    yield f"avg_pool{dims}d_backward", grad, x, two, two, [0] * dims, False, True, None
+    yield f"_adaptive_avg_pool{dims}d", x, small
+    yield f"_adaptive_avg_pool{dims}d_backward", grad, x
+    yield f"adaptive_max_pool{dims}d", x, small
+    if dims > 1:
+        where = getattr(aten, f"adaptive_max_pool{dims}d")(x, small)[1]
+        yield f"adaptive_max_pool{dims}d_backward", grad, x, where
+        where = getattr(aten, f"max_pool{dims}d_with_indices")(x, two, two)[1]
+        rest = [0] * dims, [1] * dims, False, where
+        yield f"max_pool{dims}d_with_indices_backward", grad, x, two, two, *rest
+    yield f"max_pool{dims}d_with_indices", x, two, two
+    kinds = {1: ["linear1d"], 2: ["bilinear2d", "bicubic2d"], 3: ["trilinear3d"]}[dims]
+    exact = [f"upsample_nearest{dims}d", f"_upsample_nearest_exact{dims}d"]
+    for name, more in [(name, []) for name in exact] + [(f"upsample_{kind}", [False]) for kind in kinds]:
+        yield name, x, [16] * dims, *more
+        yield f"{name}.vec", x, None, *more, [2.0] * dims
+        yield f"{name}_backward", up, [16] * dims, [4, 6, *large], *more
+    for kind in ("reflection", "replication"):
+        yield f"{kind}_pad{dims}d", x, [1] * (2 * dims)
+        yield f"{kind}_pad{dims}d_backward", f(4, 6, *([10] * dims)), x, [1] * (2 * dims)
 
 
 def loss() -> Iterator[tuple[Any, ...]]:
