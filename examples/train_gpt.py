@@ -63,8 +63,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     torch.manual_seed(options.seed)
     model = gpt.GPT(options.model).to(device, getattr(torch, options.dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(options.steps))
 
     if options.eager:
         step, judge = train_step, evaluate
@@ -78,6 +76,10 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(summary(options, corpus, model, ranks), soft_wrap=True)
     before = held_out_bits(judge, model, batches(corpus.held_out), options.checks)
     console.print(f"held-out text before training: {before:.3f} bits per byte")
+
+    # Made after the first compiled call, which in "fully_shard" puts each rank's shards in the place of the parameters.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(options.steps))
     learn(step, model, optimizer, schedule, batches(corpus.train), options, console)
     after = held_out_bits(judge, model, batches(corpus.held_out), options.checks)
 
@@ -110,7 +112,7 @@ class Batches:
         last = len(self.data) - len(self.piece)
         starts = torch.randint(last + 1, (self.global_batch,), generator=self.generator)[self.rows]
         pieces = self.data[starts[:, None] + self.piece].to(self.device, torch.long)
-        return pieces[:, :-1], pieces[:, 1:]
+        return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
 def learn(
