@@ -30,8 +30,3 @@ SYMBOLIC_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 def is_composite(op: OpOverload) -> bool:
     """Whether ``op`` is built from other ops, so that its schema need not say that it may return its argument."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
-
-
-def is_inside_torch(module: str) -> bool:
-    """Whether a function's ``__module__`` is torch's C++ binding, which no import statement reaches."""
-    return module.startswith("torch._C")

@@ -33,10 +33,12 @@ _VIEWS: set[Any] = _RESHAPES | {
 class FoldViews(Pass):
     """A view that ends where it began is replaced by where it began; a view of a view by one view.
 
-    The first covers a view to the same shape and chains that undo themselves, such as ``t(t(x))``: shape, strides and
-    offset are those of a tensor further up. A ``_to_copy`` that changes neither dtype, device nor layout goes too,
-    unless its memory lives on after the call: an output must not come to share memory with an input or with another
-    output. ``clone`` stays. Assumes a functional graph. What a folded chain went through is left to ``DeadCode``.
+    The first covers a view to the same shape and chains that undo themselves, such as ``t(t(x))``: shape, strides,
+    offset and placement are those of a tensor further up. (Placement, because what looks the same on this rank may
+    only be a small shard, and ranks must agree on what equals what.) A ``_to_copy`` that changes neither dtype,
+    device nor layout goes too, unless its memory lives on after the call: an output must not come to share memory
+    with an input or with another output. ``clone`` stays. Assumes a functional graph. What a folded chain went
+    through is left to ``DeadCode``.
     """
 
     def rewrite(self, program: Program) -> int:
@@ -54,11 +56,19 @@ def _fold(node: fx.Node) -> int:
         node.replace_all_uses_with(start)
         return 1
     source = node.args[0]
-    assert isinstance(source, fx.Node)
-    if node.target in _RESHAPES and source.target in _RESHAPES and _is_contiguous(source.args[0]):
-        node.update_arg(0, source.args[0])
-        return 1
+    if isinstance(source, fx.Node) and node.target in _RESHAPES and source.target in _RESHAPES:
+        return _shorten(node, source)
     return 0
+
+
+def _shorten(node: fx.Node, source: fx.Node) -> int:
+    """One view instead of two; one of the two may be a copy, if what it reads does not lie as it should."""
+    if aten.reshape.default in (node.target, source.target):
+        node.target = aten.reshape.default
+    elif not _is_contiguous(source.args[0]):
+        return 0
+    node.update_arg(0, source.args[0])
+    return 1
 
 
 def _above(node: fx.Node) -> Iterator[fx.Node]:
@@ -71,6 +81,8 @@ def _above(node: fx.Node) -> Iterator[fx.Node]:
 def _looks_the_same(one: fx.Node, other: fx.Node) -> bool:
     a, b = one.meta.get("val"), other.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or not _is_dense(a):
+        return False
+    if one.meta.get("placement") != other.meta.get("placement"):
         return False
     layouts = [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in (a, b)]
     return layouts[0] == layouts[1]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .aliases import Storages, escaping, storages
+from .aliases import escaping, storages
 from .base import Pass
 from .collectives import Collective
 from .program import Program
@@ -22,48 +22,65 @@ class MergeEqual(Pass):
     """Of pure nodes with equal op and arguments, the first serves all readers.
 
     What was recomputed on purpose (``meta["recompute_of"]``) is never merged with what it recomputes, and random ops
-    are not pure. Outputs do not come to share memory: where the memory of both nodes lives on after the call, the
-    second becomes a ``clone`` of the first. Assumes a functional graph; leaves the equal nodes erased.
+    are not pure. Outputs do not come to share memory: where the memory of both nodes lives on after the call, what
+    returns the second gets a ``clone`` of the first. Assumes a functional graph; leaves the equal nodes erased.
     """
 
     def rewrite(self, program: Program) -> int:
         """Visit nodes in order: when a node's turn comes, its arguments are merged already."""
-        found = storages(program.graph)
-        kept = escaping(program.graph, found)
+        memory = _Memory(program.graph)
         first: dict[Hashable, fx.Node] = {}
         edits = 0
         for node in list(program.graph.nodes):
-            if not is_pure(node):
-                continue
-            original = first.setdefault(_key(node), node)
-            if original is not node:
-                edits += _merge(node, original, found, kept)
+            if is_pure(node):
+                original = first.setdefault(_key(node), node)
+                edits += original is not node and _merge(node, original, memory)
         return edits
 
 
-def _merge(node: fx.Node, original: fx.Node, found: dict[fx.Node, Storages], kept: set[fx.Node]) -> int:
-    if _would_share(node, original, found, kept):
-        if node.target is torch.ops.aten.clone.default:
-            return 0
-        _clone_for_readers(node, original)
-    else:
+class _Memory:
+    """Which memory lives on after the call, kept true while nodes are merged."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.found = storages(graph)
+        self.kept = escaping(graph, self.found)
+        self.became: dict[fx.Node, fx.Node] = {}
+
+    def kept_of(self, node: fx.Node) -> set[fx.Node]:
+        """The pieces that live on of those that ``node`` lies in."""
+        return {storage for each in self.found[node] if (storage := self.became.get(each, each)) in self.kept}
+
+    def merge(self, node: fx.Node, original: fx.Node) -> None:
+        """What lay in the memory of ``node`` now lies in that of ``original``, and keeps it alive where it was kept."""
+        if node in self.found[node] and original in self.found[original]:
+            self.became[node] = original
+            if node in self.kept:
+                self.kept.add(original)
+
+
+def _merge(node: fx.Node, original: fx.Node, memory: _Memory) -> bool:
+    mine, other = memory.kept_of(node), memory.kept_of(original)
+    if not mine or not other or mine == other:
+        memory.merge(node, original)
         node.replace_all_uses_with(original)
+    elif node.target is torch.ops.aten.clone.default:
+        return False  # it is already what we would put in its place
+    else:
+        _clone(node, original, memory)
     _join_meta(original, node)
     node.graph.erase_node(node)
-    return 1
+    return True
 
 
-def _would_share(node: fx.Node, original: fx.Node, found: dict[fx.Node, Storages], kept: set[fx.Node]) -> bool:
-    """Whether two pieces of memory that both live on would become one."""
-    mine, other = found[node] & kept, found[original] & kept
-    return bool(mine) and bool(other) and mine != other
-
-
-def _clone_for_readers(node: fx.Node, original: fx.Node) -> None:
-    """Readers inside the graph take the first; what is returned gets memory of its own."""
+def _clone(node: fx.Node, original: fx.Node, memory: _Memory) -> None:
+    """What is returned, as it is or as a view, gets memory of its own; all other readers take the first."""
+    node.replace_all_uses_with(
+        original, lambda user: user.op != "output" and not memory.found[user] & memory.found[node]
+    )
     with node.graph.inserting_before(node):
         copy = node.graph.call_function(torch.ops.aten.clone.default, (original,))
     copy.meta = {key: value for key, value in node.meta.items() if key != "collective"}
+    memory.found[copy] = memory.found[node]
     node.replace_all_uses_with(copy)
 
 

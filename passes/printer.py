@@ -6,18 +6,18 @@ which carries the axis' process group name, so that collectives read ``c10d.all_
 
 from __future__ import annotations
 
-import builtins
 import keyword
 import math
 import operator
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from ._torch import HigherOrderOperator, OpOverload, is_inside_torch
+from ._torch import HigherOrderOperator, OpOverload
 from .collectives import Collective
 from .program import Input, Output, OutputKind, Placements, Program
 
@@ -40,7 +40,15 @@ _SHORT = {
 }
 _OPS_ALIASES = {"_c10d_functional": "c10d"}
 _MODULES = {"_operator": "operator"}  # where a function says it lives, and where one imports it from
-_HOMES = (torch, torch.Tensor, torch.nn.functional, torch.special, torch.linalg, torch.fft)
+# Where torch's own functions are looked up: what they say of themselves is often their C++ binding.
+_HOMES: dict[str, Any] = {
+    "torch": torch,
+    "torch.nn.functional": torch.nn.functional,
+    "torch.special": torch.special,
+    "torch.linalg": torch.linalg,
+    "torch.fft": torch.fft,
+    "torch.Tensor": torch.Tensor,
+}
 
 
 def print_program(program: Program) -> str:
@@ -141,7 +149,7 @@ class _Printer:
             alias, _ = _alias(target)
             return f"{alias}.{target._schema.name.split('::')[1]}.{target._overloadname}"
         home, name = _home(target)
-        if home not in ("builtins", "torch"):
+        if home != "builtins" and home not in _HOMES:
             self.imports[f"import {home}"] = None
         return name if home == "builtins" else f"{home}.{name}"
 
@@ -234,14 +242,23 @@ def _root(target: Any) -> str:
 
 def _home(function: Callable[..., Any]) -> tuple[str, str]:
     """The module to import a Python function from, and its name there."""
-    name = getattr(function, "__qualname__", getattr(function, "__name__", repr(function)))
-    module = getattr(function, "__module__", None) or ""
-    for home in _HOMES:
-        if getattr(home, name, None) is function and (not module or is_inside_torch(module)):
-            return (f"torch.{home.__name__}" if isinstance(home, type) else home.__name__), name
-    if not module and getattr(builtins, name, None) is function:
-        return "builtins", name
-    return _MODULES.get(module, module) or "torch", name
+    public = _public_names().get(id(function))
+    if public is not None:
+        return public
+    name = getattr(function, "__qualname__", repr(function))
+    module = getattr(function, "__module__", None) or "torch"
+    return _MODULES.get(module, module), name
+
+
+@cache
+def _public_names() -> dict[int, tuple[str, str]]:
+    """The path of each function in ``_HOMES``."""
+    found: dict[int, tuple[str, str]] = {}
+    for path, home in _HOMES.items():
+        for name, value in vars(home).items():
+            if callable(value) and not name.startswith("__"):
+                found.setdefault(id(value), (path, name))
+    return found
 
 
 def _group_positions(target: Any) -> set[int | str]:

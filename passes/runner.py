@@ -33,8 +33,6 @@ def run(
     """
     passes = tuple(passes)
     _validate(program, passes)
-    if not passes:
-        return program
     done = program.copy()
     for number, each in enumerate(passes, start=FIRST_STAGE):
         seconds = _stage(number, each, done, program if check else None)

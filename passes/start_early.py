@@ -23,6 +23,7 @@ PACKING: frozenset[Any] = frozenset(
         aten.cat.default,
         aten.clone.default,
         aten.constant_pad_nd.default,
+        aten.contiguous.default,
         aten.permute.default,
         aten.reshape.default,
         aten.t.default,

@@ -23,6 +23,7 @@ UNPACKING: frozenset[Any] = frozenset(
         operator.getitem,
         aten._to_copy.default,
         aten._unsafe_view.default,
+        aten.contiguous.default,
         aten.permute.default,
         aten.reshape.default,
         aten.slice.Tensor,

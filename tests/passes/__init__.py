@@ -1,0 +1,1 @@
+"""Tests of the lower layer: none needs a second process."""

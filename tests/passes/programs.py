@@ -1,0 +1,190 @@
+"""Make small programs from functions over ``torch.ops``, and run them on simulated ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes import Axis, Kind, Mesh, OutputKind, Pass, Program, Role, check, fill_vals, print_program, run
+from passes.collectives import WAIT, c10d, group_of, is_collective, is_wait, kind_of, operands, reduction_of
+
+GROUP = "0"
+MESH = Mesh((Axis("dp", 2, GROUP),))
+
+
+def all_reduce(x: Any, reduction: str = "sum") -> Any:
+    return WAIT(c10d.all_reduce.default(x, reduction, GROUP))
+
+
+def all_gather(x: Any) -> Any:
+    return WAIT(c10d.all_gather_into_tensor.default(x, MESH.size, GROUP))
+
+
+def reduce_scatter(x: Any) -> Any:
+    return WAIT(c10d.reduce_scatter_tensor.default(x, "sum", MESH.size, GROUP))
+
+
+def f64(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float64)
+
+
+def make_program(
+    function: Callable[..., tuple[Any, ...]],
+    updates: dict[int, str] | None = None,
+    roles: Sequence[Role] = (),
+    **inputs: Any,
+) -> Program:
+    """The program of ``function``, traced without data.
+
+    ``updates``: by position of the output, the input whose new value it is. ``roles``: one for each collective, in
+    order, or one for all.
+    """
+    graph_module = fx.symbolic_trace(function)
+    graph_module.graph._codegen = fx.graph.CodeGen()
+    with FakeTensorMode() as mode:
+        vals = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs.values()]
+    for node, val in zip(graph_module.graph.find_nodes(op="placeholder"), vals, strict=True):
+        node.meta["val"] = val
+    _rename(graph_module.graph)
+    program = Program.from_graph(graph_module, mesh=MESH)
+    fill_vals(program)
+    _describe(program, roles)
+    program.outputs = [
+        replace(output, kind=OutputKind.UPDATE, name=updates[k]) if k in (updates or {}) else output
+        for k, output in enumerate(program.outputs)
+    ]
+    check(program)
+    return program
+
+
+def _rename(graph: fx.Graph) -> None:
+    """Call nodes as make_fx calls them: ``mul``, not ``mul_tensor``."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            node._rename(node.target._schema.name.split("::")[1])
+
+
+def _describe(program: Program, roles: Sequence[Role]) -> None:
+    nodes = program.collectives()
+    each = list(roles) * (len(nodes) if len(roles) == 1 else 1)
+    for node, role in zip(nodes, each, strict=False):
+        of = (operands(node)[0].name,)
+        node.meta["collective"] = replace(node.meta["collective"], role=role, of=of, why=f"{role} of {of[0]}")
+
+
+def before_and_after(program: Program, *passes: Pass) -> tuple[Program, str]:
+    """The program after ``passes``, and the text of both."""
+    after = run(program, passes)
+    return after, f"{print_program(program)}\n{'=' * 40} after {'=' * 40}\n\n{print_program(after)}"
+
+
+@dataclass
+class Step:
+    """What one call leaves: results, and the value of every input."""
+
+    results: dict[str, Any]
+    inputs: dict[str, Any]
+
+
+def simulate(program: Program, inputs: Sequence[Sequence[Any]]) -> list[Step]:
+    """Run ``program`` on a list of inputs per rank, and apply its updates. The inputs are not touched.
+
+    A collective other than all_reduce, which copies first, reads its operands only when somebody waits for it: the
+    latest that a backend may.
+    """
+    ranks = [_Rank(program, [x.clone() if isinstance(x, torch.Tensor) else x for x in each]) for each in inputs]
+    for node in program.graph.nodes:
+        if is_collective(node):
+            pending = [[rank.env[operand] for operand in operands(node)] for rank in ranks]
+            early = kind_of(node) is Kind.ALL_REDUCE
+            for rank in ranks:
+                rank.env[node] = [[x.clone() for x in each] for each in pending] if early else pending
+        elif is_wait(node):
+            started = node.args[0]
+            for k, rank in enumerate(ranks):
+                rank.env[node] = _collect(started, rank.env[started], k)
+        else:
+            for rank in ranks:
+                rank.step(node)
+    return [rank.finish() for rank in ranks]
+
+
+def _collect(node: fx.Node, sent: list[list[torch.Tensor]], rank: int) -> torch.Tensor:
+    tensors = [each[0] for each in sent]
+    assert group_of(node) == GROUP and all(t.is_contiguous() for t in tensors if kind_of(node) is not Kind.ALL_REDUCE)
+    if kind_of(node) is Kind.ALL_GATHER:
+        return torch.cat(tensors)
+    total = torch.stack([t.contiguous() for t in tensors])
+    total = {"sum": total.sum(0), "max": total.amax(0)}[str(reduction_of(node))]
+    return total if kind_of(node) is Kind.ALL_REDUCE else total.chunk(len(sent))[rank].clone()
+
+
+class _Rank(fx.Interpreter):
+    def __init__(self, program: Program, inputs: list[Any]) -> None:
+        super().__init__(program.graph_module)
+        self.program, self.inputs = program, inputs
+        self.args_iter = iter(inputs)
+        self.returned: tuple[Any, ...] = ()
+
+    def step(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self.returned = fx.node.map_arg(node.args[0], self.env.__getitem__)
+        else:
+            self.env[node] = self.run_node(node)
+
+    def finish(self) -> Step:
+        values = dict(zip([declared.name for declared in self.program.inputs], self.inputs, strict=True))
+        pairs = list(zip(self.program.outputs, self.returned, strict=True))
+        results = {output.name: value for output, value in pairs if output.kind is not OutputKind.UPDATE}
+        values |= {output.name: value for output, value in pairs if output.kind is OutputKind.UPDATE}
+        return Step(results, values)
+
+
+def random_inputs(program: Program, ranks: int = 2, seed: int = 0) -> list[list[Any]]:
+    """Inputs for each rank, different on each."""
+    generator = torch.Generator().manual_seed(seed)
+    vals = [node.meta["val"] for node in program.placeholders]
+    return [
+        [
+            torch.randn(val.shape, generator=generator, dtype=torch.float64).to(val.dtype)
+            if isinstance(val, torch.Tensor)
+            else val
+            for val in vals
+        ]
+        for _ in range(ranks)
+    ]
+
+
+def assert_same_bits(before: Program, after: Program, ranks: int = 2) -> None:
+    """Both programs leave the same bits on each of two ranks with different inputs."""
+    inputs = random_inputs(before, ranks)
+    for one, other in zip(simulate(before, inputs), simulate(after, inputs), strict=True):
+        _assert_equal(one.results, other.results)
+        _assert_equal(one.inputs, other.inputs)
+
+
+def _assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[name]), f"{name}: {value} became {other[name]}"
+            assert value.dtype == other[name].dtype
+        else:
+            assert value == other[name]
+
+
+def targets(program: Program) -> list[str]:
+    """The ops of a program, in order: ``mul.Tensor``, ``getitem``."""
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    return [
+        "getitem"
+        if node.target is operator.getitem
+        else str(node.target).removeprefix("aten.").removeprefix("_c10d_functional.")
+        for node in nodes
+    ]

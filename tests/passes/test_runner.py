@@ -1,0 +1,121 @@
+"""The runner: order, history, failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from passes import DeadCode, DropDetach, MergeEqual, Pass, PassError, Program, StartEarly, WaitLate, run
+
+from .programs import all_reduce, f64, make_program, targets
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Break(Pass):
+    """Does something wrong."""
+
+    how: str
+
+    def rewrite(self, program: Program) -> int:
+        node = program.graph.find_nodes(op="call_function", target=aten.neg.default)[0]
+        if self.how == "raise":
+            raise RuntimeError("no idea")
+        if self.how == "drop":
+            program.set_outputs(program.output_values()[:1], program.outputs[:1])
+        if self.how == "write":
+            node.target = aten.neg_.default
+        if self.how == "return":
+            return None  # type: ignore[return-value]
+        return 1
+
+
+@dataclass(frozen=True)
+class Needy(Pass):
+    """Cannot do without DeadCode."""
+
+    needs: ClassVar[tuple[type[Pass], ...]] = (DeadCode,)
+
+    def rewrite(self, program: Program) -> int:
+        return 0
+
+
+def program() -> Program:
+    return make_program(lambda x: (aten.neg.default(x), aten.detach.default(x)), x=f64(3))
+
+
+def test_history_stages_and_copy() -> None:
+    stages: list[Any] = []
+    given = program()
+    after = run(given, [DropDetach(), MergeEqual()], on_stage=lambda *stage: stages.append(stage))
+    assert after.history == ["02 DropDetach: 1 edit", "03 MergeEqual: nothing to do"]
+    assert [(number, str(each)) for number, each, _, _ in stages] == [(2, "DropDetach"), (3, "MergeEqual")]
+    assert all(seconds >= 0 for *_, seconds in stages)
+    assert given.history == [] and targets(given) == ["neg.default", "detach.default"]
+
+
+def test_without_passes_the_program_is_a_copy() -> None:
+    given = program()
+    after = run(given, [])
+    assert after is not given and after.graph is not given.graph and targets(after) == targets(given)
+
+
+def test_history_counts_collectives_where_they_change() -> None:
+    given = make_program(lambda x: (all_reduce(x), all_reduce(x)), x=f64(3))
+    given.set_outputs([given.output_values()[0]], given.outputs[:1])
+    assert run(given, [DeadCode()]).history == ["02 DeadCode: 2 -> 1 collectives"]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raise", "RuntimeError: no idea"),
+        ("drop", "the result outputs were .* and are now .*"),
+        ("write", "neg .* writes to its argument"),
+        ("return", "rewrite must return the number of its edits, got None"),
+    ],
+)
+def test_a_pass_that_fails(how: str, reason: str) -> None:
+    given = program()
+    with pytest.raises(
+        PassError, match=f"pass Break\\(how='{how}'\\), stage 03 of program, failed: {reason}"
+    ) as caught:
+        run(given, [DropDetach(), Break(how)])
+    assert caught.value.__notes__ == ["before it: 02 DropDetach: 1 edit"]
+    assert targets(given) == ["neg.default", "detach.default"] and given.history == []
+
+
+def test_checks_can_be_left_out() -> None:
+    assert targets(run(program(), [Break("write")], check=False))[0] == "neg_.default"
+
+
+def test_a_pass_may_leave_out_vals_and_descriptions() -> None:
+    @dataclass(frozen=True)
+    class Add(Pass):
+        def rewrite(self, program: Program) -> int:
+            with program.graph.inserting_before(program.output_node):
+                values = [program.graph.call_function(torch.add, (value, 1)) for value in program.output_values()]
+            program.set_outputs(values, program.outputs)
+            return len(values)
+
+    after = run(program(), [Add()])
+    assert after.output_values()[0].meta["val"].shape == (3,)
+
+
+@pytest.mark.parametrize("wrong", [DropDetach, "DropDetach", None])
+def test_what_is_no_pass(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="expected instances of passes.Pass in the pipeline, got"):
+        run(program(), [wrong])
+
+
+def test_order() -> None:
+    with pytest.raises(ValueError, match="WaitLate must come after StartEarly, but stands before it"):
+        run(program(), [WaitLate(), StartEarly()])
+    with pytest.raises(ValueError, match="Needy needs DeadCode before it"):
+        run(program(), [Needy(), DeadCode()])
+    run(program(), [WaitLate()])
+    run(program(), [DeadCode(), Needy()])
