@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,18 @@ class Info:
         return len(self.shape)
 
 
+@cache
+def parameters(op: OpOverload) -> dict[str, tuple[int | None, Any]]:
+    """By the name of each argument of ``op``: its position, None if it is given by name alone; and its default.
+
+    Kept, because torch builds its schema objects anew at every look.
+    """
+    return {
+        argument.name: (None if argument.kwarg_only else position, argument.default_value)
+        for position, argument in enumerate(op._schema.arguments)
+    }
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of ``target``.
@@ -57,14 +70,10 @@ class Call:
 
     def arg(self, name: str, default: Any = None) -> Any:
         """The argument called ``name`` in the op's schema, given by position, by name or by the schema's default."""
-        for position, argument in enumerate(self.target._schema.arguments):
-            if argument.name == name:
-                if not argument.kwarg_only and position < len(self.args):
-                    return self.args[position]
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                return argument.default_value if argument.has_default_value() else default
-        return default
+        position, value = parameters(self.target).get(name, (None, None))
+        if position is not None and position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default if value is None else value)
 
     def even(self, size: int) -> bool:
         """Whether a dim of ``size`` splits into equal parts along this axis."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .base import Call, Option, P, R
+from .base import Call, Option, P, R, parameters
 from .labels import PARTIALS, Dims, is_zero, letters, option, options
 from .ops import aten
 from .table import rule, whole
@@ -64,7 +64,7 @@ def drawn(call: Call) -> list[Option]:
     """Drawn by the operand's values: split as it is, evenly."""
     # Of a tensor without elements native_dropout returns a mask of another dtype.
     names = letters(call.operands[0].ndim)
-    return options(call, Dims({call.target._schema.arguments[0].name: names}, names, even="*"))
+    return options(call, Dims({next(iter(parameters(call.target))): names}, names, even="*"))
 
 
 # What these hold depends on where.

@@ -171,3 +171,6 @@ def isin(call: Call) -> list[Option]:
 
 # How many rows there are, or which go where, depends on all the data.
 whole(*aten("nonzero", "nonzero_static", "masked_select", "where", "masked_scatter", "unique_consecutive", "_unique2"))
+
+# What goes to Python, or stops the program, looks at everything.
+whole(*aten("_local_scalar_dense", "is_nonzero", "equal", "_assert_async", "_assert_async.msg"))

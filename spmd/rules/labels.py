@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .base import Call, Info, Option, P, R
+from .base import Call, Info, Option, P, R, parameters
 
 Labels = str | Sequence[str]
 """One character per dim; for an argument that is a list of tensors, one such string per tensor."""
@@ -154,14 +154,13 @@ def option(
 ) -> Option:
     """An ``Option`` from placements by argument name; operands not named are replicated."""
     placed = tuple(p for name, value in arguments(call) for p in _spread(value, operands.get(name, R)))
-    given = [results] * len(call.results) if isinstance(results, Placement) else results
+    given: Sequence[Any] = results if isinstance(results, (list, tuple)) else [results] * len(call.results)
     return Option(placed, tuple(None if info is None else p for p, info in zip(given, call.results, strict=True)))
 
 
 def arguments(call: Call) -> Iterator[tuple[str, Any]]:
     """The arguments that the call gives, with their names, in the order of its operands."""
-    for argument, value in zip(call.target._schema.arguments, call.args, strict=False):
-        yield argument.name, value
+    yield from zip(parameters(call.target), call.args, strict=False)
     yield from call.kwargs.items()
 
 
@@ -169,17 +168,20 @@ def infos(value: Any) -> Iterator[Info]:
     """The tensors in one argument."""
     if isinstance(value, Info):
         yield value
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from infos(item)
 
 
 def _spread(value: Any, placement: Placement | Sequence[Placement]) -> Iterator[Placement]:
-    if isinstance(placement, Placement):
-        yield from (placement for _ in infos(value))
-    else:
+    # Asking whether something is a Placement is slow; whether it is a list is not.
+    if isinstance(placement, (list, tuple)):
         for item, one in zip(value, placement, strict=True):
             yield from _spread(item, one)
+    elif isinstance(value, Info):
+        yield placement  # type: ignore[misc]
+    else:
+        yield from (placement for _ in infos(value))  # type: ignore[misc]
 
 
 def _result_labels(call: Call, dims: Dims) -> list[str]:
@@ -214,7 +216,7 @@ def _pairs(value: Any, labels: Labels) -> Iterator[tuple[str, Info]]:
     if isinstance(value, Info):
         assert isinstance(labels, str)
         yield labels, value
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         each = [labels] * len(value) if isinstance(labels, str) else labels
         yield from ((one, item) for one, item in zip(each, value, strict=True) if isinstance(item, Info))
 
@@ -226,7 +228,7 @@ def _place_operand(
     if isinstance(value, Info):
         assert isinstance(labels, str)
         return _place(labels, value, letter, sizes)
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, (list, tuple)):
         return R
     each = [labels] * len(value) if isinstance(labels, str) else labels
     return [

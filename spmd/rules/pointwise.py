@@ -8,6 +8,8 @@ reduce later is otherwise to move more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .._torch import OpOverload
@@ -51,6 +53,7 @@ LINEAR: dict[OpOverload, tuple[tuple[str, ...], ...]] = {
             "log_sigmoid_backward",
             "mish_backward",
             "logit_backward",
+            "_prelu_kernel_backward",
         ): (("grad_output",),),
     }.items()
     for op in aten(*names)
@@ -71,7 +74,7 @@ UNTAGGED = aten(
     *("gelu_backward", "silu_backward", "threshold_backward", "sigmoid_backward", "tanh_backward"),
     *("native_dropout_backward", "leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardswish"),
     *("hardswish_backward", "hardsigmoid_backward", "softplus_backward", "log_sigmoid_forward", "log_sigmoid_backward"),
-    *("mish_backward", "logit_backward", "softshrink_backward", "hardshrink_backward"),
+    *("mish_backward", "logit_backward", "softshrink_backward", "hardshrink_backward", "_prelu_kernel_backward"),
 )
 
 
@@ -79,7 +82,7 @@ UNTAGGED = aten(
 def pointwise(call: Call) -> list[Option]:
     """Any dim of the result, and the partial operands of the table."""
     shape = call.results[0].shape if call.results and call.results[0] is not None else None
-    if shape is None or shape != torch.broadcast_shapes(*(i.shape for i in call.operands)):
+    if shape is None or shape != broadcast([i.shape for i in call.operands]):
         return []
     names = letters(len(shape))
     operands = {name: aligned(info, names) for name, value in arguments(call) for info in infos(value)}
@@ -87,6 +90,13 @@ def pointwise(call: Call) -> list[Option]:
     results = tuple(names if info is None or info.shape == shape else EQUAL for info in call.results)
     moves = ("self",) if call.target in COPIES else ()
     return options(call, Dims(operands, results, broadcast=True, linear=linear(call), moves=moves))
+
+
+def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that ``shapes`` broadcast to, given that they do; torch's own function is slow."""
+    ndim = max(map(len, shapes), default=0)
+    padded = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
 def linear(call: Call) -> tuple[tuple[str, ...], ...]:

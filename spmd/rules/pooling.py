@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._torch import OpOverload
-from .base import Call, Option
+from .base import Call, Option, parameters
 from .labels import WHOLE, Dims, arguments, infos, letters, options
 from .ops import aten
 from .table import rule
@@ -41,5 +41,5 @@ def linear(call: Call) -> tuple[tuple[str, ...], ...]:
     """Gradients pass in partial, and so does what is averaged, resampled or padded."""
     if call.arg("grad_output") is not None:
         return (("grad_output",),)
-    first = call.target._schema.arguments[0].name
+    first = next(iter(parameters(call.target)))
     return () if "max_pool" in str(call.target) else ((first,),)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Call
+from .base import Call, parameters
 from .ops import aten
 from .table import localize
 
@@ -67,6 +67,6 @@ def bias(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shap
 
 def replaced(call: Call, args: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:
     """``args`` with ``value`` for the positional argument ``name``."""
-    position = next(k for k, argument in enumerate(call.target._schema.arguments) if argument.name == name)
-    assert position < len(args), f"{call.target}: expected {name!r} by position"
+    position, _ = parameters(call.target)[name]
+    assert position is not None and position < len(args), f"{call.target}: expected {name!r} by position"
     return (*args[:position], value, *args[position + 1 :])

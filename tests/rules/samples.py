@@ -115,6 +115,7 @@ def pointwise() -> Iterator[tuple[Any, ...]]:
     yield "_conj", torch.complex(x, y)
     yield "prelu", x, f(1)
     yield "_prelu_kernel", x, f(1, 6, 1)
+    yield "_prelu_kernel_backward", x, y, f(1, 6, 1)
     yield "floor_divide", x, row
     yield "floor_divide.Scalar", x, 0.3
     yield "nan_to_num", x

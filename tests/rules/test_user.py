@@ -97,3 +97,18 @@ def test_what_is_no_op_or_no_function_is_refused(ops: Any) -> None:
         register_rule(ops.scale)(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="writes to its inputs"):
         register_rule(ops.write_)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [
+        ([Partial()], [Partial(), Partial()]),
+        ([Shard(0)], [Replicate(), Replicate()]),
+        ([Replicate()], [Shard(0), Replicate()]),
+        ([Partial("max")], [Partial(), Replicate()]),
+    ],
+)
+def test_a_wrong_claim_is_found_out(ops: Any, outputs: Any, inputs: Any) -> None:
+    register_rule(ops.scale.default)(lambda x, scale: [(outputs, inputs)])
+    with pytest.raises(AssertionError):
+        check(_scale(), 2)
