@@ -77,6 +77,8 @@ def _is_view(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload) or node.target in _UNDECLARED_VIEWS:
         return False
+    if is_composite(node.target):
+        return False  # a reshape is a view where it can be, and else a copy
     return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
@@ -87,16 +89,9 @@ def _shared_arguments(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes  # Python code: nobody said what it returns
     if op.namespace not in ("aten", "prims", "_c10d_functional") or is_composite(op):
         return node.all_input_nodes
-    if not _is_view(node):
-        return []
-    return _declared_views(node, op)
-
-
-def _declared_views(node: fx.Node, op: OpOverload) -> list[fx.Node]:
-    """The arguments that the schema marks as shared with a result, as in ``Tensor(a)``."""
     shared: list[fx.Node] = []
     for k, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None:
+        if argument.alias_info is not None:  # marked as shared with a result, as in Tensor(a)
             given = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
             fx.map_arg(given, shared.append)
     return shared

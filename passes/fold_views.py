@@ -43,37 +43,51 @@ class FoldViews(Pass):
 
     def rewrite(self, program: Program) -> int:
         """Visit nodes in order, so that a chain is folded from its start."""
-        edits = _drop_copies(program.graph)
+        kept = escaping(program.graph, storages(program.graph))
+        edits = 0
         for node in program.graph.nodes:
+            if node.target is aten._to_copy.default:
+                edits += _drop_copy(node, kept)
             if node.target in _VIEWS and node.users:
-                edits += _fold(node)
+                edits += _fold(node, kept)
         return edits
 
 
-def _fold(node: fx.Node) -> int:
+def _drop_copy(node: fx.Node, kept: set[fx.Node]) -> int:
+    source = node.args[0]
+    if node in kept or not isinstance(source, fx.Node) or not _looks_the_same(source, node):
+        return 0
+    node.replace_all_uses_with(source)
+    return 1
+
+
+def _fold(node: fx.Node, kept: set[fx.Node]) -> int:
     start = next((above for above in _above(node) if _looks_the_same(above, node)), None)
     if start is not None:
         node.replace_all_uses_with(start)
         return 1
     source = node.args[0]
     if isinstance(source, fx.Node) and node.target in _RESHAPES and source.target in _RESHAPES:
-        return _shorten(node, source)
+        return _shorten(node, source, kept)
     return 0
 
 
-def _shorten(node: fx.Node, source: fx.Node) -> int:
-    """One view instead of two; one of the two may be a copy, if what it reads does not lie as it should."""
-    if aten.reshape.default in (node.target, source.target):
-        node.target = aten.reshape.default
-    elif not _is_contiguous(source.args[0]):
+def _shorten(node: fx.Node, source: fx.Node, kept: set[fx.Node]) -> int:
+    """One view instead of two. Where the first copies, the one must copy too, unless others want that copy as well."""
+    may_copy = source.target is aten.reshape.default
+    if not _is_contiguous(source.args[0]) and (not may_copy or len(source.users) > 1 or node in kept):
         return 0
+    if may_copy:
+        node.target = aten.reshape.default
     node.update_arg(0, source.args[0])
     return 1
 
 
 def _above(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that ``node`` is a view of, nearest first."""
+    """The tensors that ``node`` is a view of, nearest first; strides tell nothing across a reshape that copies."""
     while node.target in _VIEWS and isinstance(node.args[0], fx.Node):
+        if node.target is aten.reshape.default and not _is_contiguous(node.args[0]):
+            return
         node = node.args[0]
         yield node
 
@@ -97,17 +111,3 @@ def _is_contiguous(value: Any) -> bool:
     """Whether any view of ``value`` is possible, hence also the last of a chain."""
     val = value.meta.get("val") if isinstance(value, fx.Node) else None
     return isinstance(val, torch.Tensor) and val.is_contiguous()
-
-
-def _drop_copies(graph: fx.Graph) -> int:
-    copies = graph.find_nodes(op="call_function", target=aten._to_copy.default)
-    if not copies:
-        return 0
-    found = storages(graph)
-    kept = escaping(graph, found)
-    edits = 0
-    for node in copies:
-        if node not in kept and _looks_the_same(node.args[0], node):
-            node.replace_all_uses_with(node.args[0])
-            edits += 1
-    return edits

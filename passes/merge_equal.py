@@ -11,7 +11,7 @@ from torch import fx
 
 from .aliases import escaping, storages
 from .base import Pass
-from .collectives import Collective
+from .collectives import Collective, is_collective
 from .program import Program
 from .purity import is_pure
 from .roles import Role
@@ -52,15 +52,17 @@ class _Memory:
 
     def merge(self, node: fx.Node, original: fx.Node) -> None:
         """What lay in the memory of ``node`` now lies in that of ``original``, and keeps it alive where it was kept."""
+        if self.kept_of(node):
+            self.kept |= {self.became.get(each, each) for each in self.found[original]}
         if node in self.found[node] and original in self.found[original]:
             self.became[node] = original
-            if node in self.kept:
-                self.kept.add(original)
 
 
 def _merge(node: fx.Node, original: fx.Node, memory: _Memory) -> bool:
     mine, other = memory.kept_of(node), memory.kept_of(original)
-    if not mine or not other or mine == other:
+    if is_collective(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        node.replace_all_uses_with(original)  # what is returned is a wait or an item: their turn comes
+    elif not mine or not other or mine == other:
         memory.merge(node, original)
         node.replace_all_uses_with(original)
     elif node.target is torch.ops.aten.clone.default:

@@ -162,11 +162,35 @@ def random_inputs(program: Program, ranks: int = 2, seed: int = 0) -> list[list[
 
 
 def assert_same_bits(before: Program, after: Program, ranks: int = 2) -> None:
-    """Both programs leave the same bits on each of two ranks with different inputs."""
+    """Both programs leave the same bits on each of two ranks with different inputs; ``after`` shares no more memory."""
     inputs = random_inputs(before, ranks)
     for one, other in zip(simulate(before, inputs), simulate(after, inputs), strict=True):
         _assert_equal(one.results, other.results)
         _assert_equal(one.inputs, other.inputs)
+        assert _overlaps(other) <= _overlaps(one)
+
+
+def _overlaps(left: Step) -> set[tuple[str, str]]:
+    """The pairs of results, and of a result and an input, that share memory."""
+    results, everything = _spans(left.results), _spans(left.inputs | left.results)
+    return {
+        (one, other)
+        for one, (start, end) in results.items()
+        for other, (begin, stop) in everything.items()
+        if one != other and start < stop and begin < end
+    }
+
+
+def _spans(values: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """The addresses between which each tensor lies."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.numel()}
+    return {
+        name: (
+            x.data_ptr(),
+            x.data_ptr() + x.element_size() * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))),
+        )
+        for name, x in tensors.items()
+    }
 
 
 def _assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -74,6 +74,20 @@ def test_outputs_do_not_come_to_share_memory() -> None:
     assert targets(after).count("add.Tensor") == 1, "readers inside the graph take the first"
 
 
+def test_several_results_of_one_op_do_not_come_to_share_memory() -> None:
+    def step(x: Any) -> Any:
+        both = [aten.max.dim(x, 0) for _ in range(3)]
+        whole = [all_reduce(x) for _ in range(3)]
+        return both[1][0], both[2][0], both[2][1], whole[1], whole[2]
+
+    program = make_program(step, {}, [Role.RESULT], x=f64(3, 3))
+    after = run(program, [MergeEqual()])
+    assert_same_bits(program, after)
+    assert len(after.collectives()) == 1 and targets(after).count("max.dim") == 1
+    (left, _) = simulate(after, random_inputs(after))
+    assert len({value.untyped_storage().data_ptr() for value in left.results.values()}) == 5
+
+
 def test_numbers_are_merged_too() -> None:
     program = make_program(lambda x, lr: (aten.mul.Tensor(x, lr * 2), aten.div.Tensor(x, lr * 2)), x=f64(3), lr=0.5)
     assert targets(run(program, [MergeEqual()])).count("<built-in function mul>") == 1

@@ -108,7 +108,7 @@ def test_a_pass_may_leave_out_vals_and_descriptions() -> None:
 
 @pytest.mark.parametrize("wrong", [DropDetach, "DropDetach", None])
 def test_what_is_no_pass(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="expected instances of passes.Pass in the pipeline, got"):
+    with pytest.raises(TypeError, match=r"expected instances of passes\.Pass in the pipeline, got"):
         run(program(), [wrong])
 
 

@@ -56,7 +56,7 @@ def test_another_order_of_operands_is_copied() -> None:
     "reader",
     [
         lambda p, new: aten.neg.default(p),
-        lambda p, new: aten.sum.default(aten.view.default(aten.t.default(p), [9])),
+        lambda p, new: aten.sum.default(aten.t.default(aten.view.default(p, [9, 1]))),
         lambda p, new: aten.mul.Tensor(new, p),
         lambda p, new: p,
         lambda p, new: aten.t.default(p),
