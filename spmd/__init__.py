@@ -17,10 +17,7 @@ from .modes import ParallelMode, PlannedMode
 from .override import Override
 from .partition import partition
 from .plan import Plan
-try:
-    from .rules import register_rule
-except ImportError:
-    pass
+from .rules import register_rule
 from .step import CompiledStep, compile
 from .world import world
 

@@ -52,7 +52,7 @@ def _exchange(value: str) -> list[str]:
         store.wait(keys, TIMEOUT)
     except Exception as error:
         raise RankMismatchError(
-            f"rank {rank} waited {TIMEOUT.total_seconds():.0f} s for all ranks to compile the same step; some did not come"
+            f"rank {rank} waited {TIMEOUT.total_seconds():.0f} s for all ranks to compile, but not all came"
         ) from error
     return [store.get(key).decode() for key in keys]
 

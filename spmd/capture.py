@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -132,11 +132,9 @@ def _fake_state(slot: Slot) -> torch.Tensor:
 
 
 def _fake_input(described: BatchInput) -> torch.Tensor:
+    """Contiguous, as every argument is when the program runs."""
     live = described.value
-    if described.shape == tuple(live.shape):
-        fake = torch.empty_strided(described.shape, live.stride(), dtype=live.dtype, device=live.device)
-    else:
-        fake = torch.empty(described.shape, dtype=live.dtype, device=live.device)
+    fake = torch.empty(described.shape, dtype=live.dtype, device=live.device)
     return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake
 
 
@@ -158,7 +156,7 @@ class _explained:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> Literal[False]:
         if error is None or isinstance(error, SpmdError) or not isinstance(error, Exception):
             return False
         place = user_place(traceback)
@@ -240,17 +238,19 @@ def _functional(first: fx.GraphModule, fakes: Fakes) -> tuple[fx.GraphModule, li
     functional = torch.func.functionalize(run, remove="mutations")
     with torch.no_grad():
         second = make_fx(functional, decomposition_table=table(), tracing_mode="fake")(*fakes.flat, *stand_ins)
-    _drop_write_backs(second.graph)
     return second, constants
 
 
-def _drop_write_backs(graph: fx.Graph) -> None:
-    """Erase the copies into inputs that functionalization ends with: updates are outputs here."""
+def _take_write_backs(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Erase the copies into inputs that functionalization ends with; return what each input was to become."""
+    written: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)):
-        target = node.args[0]
-        assert isinstance(target, fx.Node) and target.op == "placeholder"
-        node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+        target, value = node.args[:2]
+        assert isinstance(target, fx.Node) and target.op == "placeholder" and isinstance(value, fx.Node)
+        node.replace_all_uses_with(value)
         graph.erase_node(node)
+        written[target] = value
+    return written
 
 
 def _bind_outputs(
@@ -259,15 +259,14 @@ def _bind_outputs(
     """Say what each traced value at the end is: a result, an update or new state."""
     ends = trace.ends
     assert ends is not None
+    written = _take_write_backs(program.graph)
     values = iter(program.output_values())
-    captured = Captured(
-        program, trace.slots, hyper_parameters, HyperGuards(), constants, [], ends.result_spec, [], []
-    )
+    captured = Captured(program, trace.slots, hyper_parameters, HyperGuards(), constants, [], ends.result_spec, [], [])
     returned: list[Any] = []
     outputs: list[Output] = []
 
-    def add(output: Output) -> FromOutput:
-        value = next(values)
+    def add(output: Output, value: Any = None) -> FromOutput:
+        value = next(values) if value is None else value
         returned.append(value)
         outputs.append(_with_val(output, value))
         return FromOutput(sum(o.kind is not OutputKind.UPDATE for o in outputs) - 1)
@@ -284,6 +283,9 @@ def _bind_outputs(
             add(update)
             if returned[-1] is placeholders[position]:  # unchanged
                 returned.pop(), outputs.pop()
+    for node, declared in zip(placeholders, program.inputs, strict=True):
+        if node in written and not declared.role.is_state:  # an argument that the step writes into
+            add(Output(OutputKind.UPDATE, declared.name, declared.role), written[node])
     for parameter in ends.gradients:
         new = add(Output(OutputKind.NEW, gradient_name(parameter), Role.GRADIENT, of=parameter))
         captured.new_state.append(NewState(parameter, new))
@@ -331,4 +333,3 @@ def _drop_unread_hyper_parameters(captured: Captured, hyper_parameters: list[Hyp
         inputs.append(declared)
     program.inputs = inputs
     captured.hyper_parameters = kept
-

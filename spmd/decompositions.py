@@ -66,13 +66,13 @@ def _ours() -> Table:
 def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A sum divided by a count that is known now; half precision sums in fp32, as torch's kernel does."""
     if not x.dtype.is_floating_point and not x.dtype.is_complex and dtype is None:
-        return NotImplemented  # let torch say what is wrong
+        return NotImplemented  # type: ignore[no-any-return]  # let torch say what is wrong
     target = dtype or x.dtype
     dims = list(range(x.ndim)) if dim is None or dim == [] else [d % max(x.ndim, 1) for d in _as_list(dim)]
     count = math.prod(x.shape[d] for d in dims) if x.ndim else 1
     inner = torch.float32 if target in _HALF else target
     total = aten.sum.dim_IntList(x, dims, keepdim, dtype=inner)
-    mean = total / count if count else total * math.nan
+    mean: torch.Tensor = total / count if count else total * math.nan
     return mean.to(target)
 
 

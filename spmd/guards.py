@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]  # comes with torch, has no types
 import torch
 
 from ._torch import ShapeEnv
@@ -28,7 +28,9 @@ class HyperGuards:
     def of(cls, shapes: ShapeEnv, values: Sequence[Any], fakes: Sequence[Any]) -> HyperGuards:
         """The conditions that a trace has put on its symbolic floats."""
         position = {
-            fake.node.expr: index for index, fake in enumerate(fakes) if isinstance(fake, (torch.SymFloat, torch.SymInt))
+            fake.node.expr: index
+            for index, fake in enumerate(fakes)
+            if isinstance(fake, (torch.SymFloat, torch.SymInt))
         }
         guards = cls()
         for guard in shapes.guards:

@@ -83,9 +83,7 @@ def as_dtensor(
     local: torch.Tensor, placement: Placements, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
     """A DTensor over this rank's part, without communication."""
-    return DTensor.from_local(
-        local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
+    return DTensor.from_local(local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> None:

@@ -23,8 +23,10 @@ from passes import Phase
 
 from ._torch import (
     TorchDispatchMode,
+    current_autograd_node,
     get_proxy_mode,
     get_proxy_slot,
+    newest_sequence_number,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
@@ -57,7 +59,7 @@ class Recorder(TorchDispatchMode):
     """Notes an ``Origin`` on every node that ``make_fx`` adds while this mode is on."""
 
     def __init__(self, module_names: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.updating = 0  # depth of Optimizer.step and zero_grad calls
         self._names = module_names
         self._modules: list[str] = []
@@ -68,7 +70,7 @@ class Recorder(TorchDispatchMode):
         self._kept: list[Any] = []  # autograd nodes with a hook of ours: kept alive so that ids stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        current = torch._C._current_autograd_node()
+        current = current_autograd_node()
         if current is not None:
             self._hook_upstream(current)
         result = func(*args, **(kwargs or {}))
@@ -123,13 +125,15 @@ class Recorder(TorchDispatchMode):
         source = user_line(sys._getframe(3))
         # An op's autograd node is made before the op is dispatched: the newest number is its own. Ops without one
         # come later under the same number and must not replace it.
-        self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, _Forward(self._count, module, source))
+        self._forward.setdefault(newest_sequence_number(), _Forward(self._count, module, source))
         return Origin(self._count, self._phase(), module, source)
 
     def _phase(self) -> Phase:
         if self.updating:
             return Phase.UPDATE
-        return Phase.FORWARD if torch.is_grad_enabled() or self._modules else Phase.UPDATE
+        # After backward and without autograd the step works on state: an average of parameters, a clip of gradients.
+        after_backward = bool(self._hooked) and not torch.is_grad_enabled() and not self._modules
+        return Phase.UPDATE if after_backward else Phase.FORWARD
 
     def _hook_upstream(self, node: Any) -> None:
         """Hook all autograd nodes that will run after ``node``, to learn whose gradient they are handed."""
@@ -162,7 +166,8 @@ def proxy_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
     proxy = get_proxy_slot(tensor, tracer, None)
     if proxy is None:
         return None
-    node: fx.Node = getattr(proxy, "proxy", proxy).node
+    traced: Any = getattr(proxy, "proxy", proxy)
+    node: fx.Node = traced.node
     return node
 
 

@@ -122,9 +122,7 @@ class Redistribution:
     def _outer_changes(self, current: list[Placement], target: Placements, index: int) -> bool:
         dim = current[index].dim  # type: ignore[attr-defined]
         outer = range(index)
-        return any(
-            current[k] != target[k] and (_splits(current[k], dim) or _splits(target[k], dim)) for k in outer
-        )
+        return any(current[k] != target[k] and (_splits(current[k], dim) or _splits(target[k], dim)) for k in outer)
 
     def _step(self, node: fx.Node, current: list[Placement], index: int, goal: Placement) -> fx.Node:
         axis = self.mesh.axes[index]

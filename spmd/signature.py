@@ -23,7 +23,9 @@ def signature(arguments: Arguments, slots: Sequence[Slot]) -> tuple[Any, ...]:
         tuple(module.training for _, module in submodules_of(arguments.modules)),
         tuple(_groups(optimizer) for optimizer in arguments.optimizers.values()),
         torch.is_grad_enabled(),
-        tuple((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
+        tuple(
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+        ),
         torch.get_default_dtype(),
     )
 
@@ -46,18 +48,21 @@ def _leaf(leaf: Leaf) -> Any:
 
 def _slot(slot: Slot) -> Any:
     tensor = slot.get()
-    return (slot.input.name, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    return (slot.input.name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> Any:
     state = tuple(
-        (k, value) for values in optimizer.state.values() for k, value in values.items() if isinstance(value, (int, str))
+        (k, value)
+        for values in optimizer.state.values()
+        for k, value in values.items()
+        if isinstance(value, (int, str))
     )
     return state, tuple(_group(group) for group in optimizer.param_groups)
 
 
 def _group(group: dict[str, Any]) -> Any:
-    flags = []
+    flags: list[tuple[str, Any]] = []
     for key, value in group.items():
         if key == "params":
             flags.append((key, len(value)))

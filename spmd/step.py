@@ -70,17 +70,28 @@ class Compiled:
     owners: list[Any]  # the modules and optimizers of the signature, kept so that their ids stay theirs
     calls: int = 0
 
+    @property
+    def written_arguments(self) -> list[str]:
+        """The arguments that the step writes into."""
+        outputs = self.captured.program.outputs
+        return [o.name for o in outputs if o.kind == "update" and not o.role.is_state]
+
     def run(self, arguments: Arguments, slots: Sequence[Slot]) -> Any:
         """One call: gather the inputs, run, put results and new state where they belong."""
         self.calls += 1
-        returned = self.executable(self._inputs(arguments, slots))
+        given = {leaf.name: leaf.value for leaf in arguments.tensors()}
+        contiguous = {name: tensor.contiguous() for name, tensor in given.items()}
+        returned = self.executable(self._inputs(arguments, slots, contiguous))
+        for name in self.written_arguments:
+            if contiguous[name] is not given[name]:
+                given[name].copy_(contiguous[name])
         self._store(returned, arguments, {slot.input.name: slot for slot in slots})
         return self.captured.result(returned)
 
-    def _inputs(self, arguments: Arguments, slots: Sequence[Slot]) -> list[Any]:
+    def _inputs(self, arguments: Arguments, slots: Sequence[Slot], tensors: dict[str, Any]) -> list[Any]:
         values: dict[str, Any] = {slot.input.name: slot.local() for slot in slots}
         values.update(self.fixed)
-        values.update((leaf.name, leaf.value) for leaf in arguments.tensors())
+        values.update(tensors)
         values.update((hyper.name, hyper.get()) for hyper in hyper_parameters_of(arguments.optimizers))
         values.update((f"constant.{k}", c) for k, c in enumerate(self.captured.constants))
         if any(declared.role is Role.SEED for declared in self.program.inputs):
@@ -177,9 +188,7 @@ class CompiledStep:
             raise SpmdError(f"{self._name} has not been called yet, so there is no program to report on: call it first")
         return self._last
 
-    def _compile(
-        self, arguments: Arguments, slots: list[Slot], hyper_parameters: list[HyperParameter]
-    ) -> Compiled:
+    def _compile(self, arguments: Arguments, slots: list[Slot], hyper_parameters: list[HyperParameter]) -> Compiled:
         """Capture, plan, partition, transform, passes, lower. State is touched at the end, when all has gone well."""
         options, mode = self._options, self._options.mode
         device_mesh = self._mesh(arguments, slots)
@@ -242,7 +251,7 @@ class CompiledStep:
         return Dump(Path(folder) / self._name / f"program-{len(self._order)}") if folder else None
 
 
-def compile(  # noqa: A001 - the public name
+def compile(
     module_override: Any = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     parallel_mode: ParallelMode | None = None,
@@ -303,7 +312,9 @@ def _check_mode(given: Any) -> ParallelMode:
     if given is None:
         return DataParallel("replicate")
     if not isinstance(given, ParallelMode):
-        raise TypeError(f'expected parallel_mode to be a spmd.ParallelMode, such as DataParallel("replicate"), got {given!r}')
+        raise TypeError(
+            f'expected parallel_mode to be a spmd.ParallelMode, such as DataParallel("replicate"), got {given!r}'
+        )
     return given
 
 

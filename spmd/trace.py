@@ -1,8 +1,8 @@
 """Run the user's step once on fake tensors under ``make_fx``.
 
-In: the function, its arguments, a fake for each piece of state and each tensor argument. Out: a graph with the mutations
-that the step made, and what the state holds at its end. Whatever is swapped in for the trace (parameters, optimizer
-state, flags of parameter groups, torch's compiling flag) is put back, also when tracing raises.
+In: the function, its arguments, a fake for each piece of state and each tensor argument. Out: a graph with the
+mutations that the step made, and what the state holds at its end. Whatever is swapped in for the trace (parameters,
+optimizer state, flags of parameter groups, torch's compiling flag) is put back, also when tracing raises.
 """
 
 from __future__ import annotations
@@ -226,9 +226,7 @@ class _Swap:
 
     def _new_gradients(self) -> dict[str, Any]:
         kept = {slot.input.of for slot in self.trace.slots if slot.input.role == "gradient"}
-        return {
-            name: fake.grad for name, fake in self.fake_of.items() if fake.grad is not None and name not in kept
-        }
+        return {name: fake.grad for name, fake in self.fake_of.items() if fake.grad is not None and name not in kept}
 
     def _new_state(self) -> list[tuple[str, str, Any, Any]]:
         known = {slot.input.name for slot in self.trace.slots}

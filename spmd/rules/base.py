@@ -7,6 +7,7 @@ mesh of several axes it asks once an axis, with the shapes that the axes before 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +39,11 @@ class Info:
     def ndim(self) -> int:
         """The number of dims."""
         return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @cache

@@ -1,0 +1,135 @@
+"""Which way to compute an op: of all that are right, the one that moves the fewest bytes.
+
+The rule of an op says what is right along one axis; axes are chosen one after the other, each with the shapes that the
+axes before have left. Where two ways cost the same, the first in the rule's own order is taken, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from passes import Mesh
+from passes.program import Placements
+
+from .placements import local_shape
+from .redistribute import cost
+from .rules import Call, Info, Option, localize_of, rule_of
+from .values import Value
+
+
+@dataclass
+class Chooser:
+    """Chooses options for calls on one mesh; calls that are alike ask their rule once."""
+
+    mesh: Mesh
+    _asked: dict[Any, list[Option]] = field(default_factory=dict)
+
+    def cheapest(
+        self, call: Call, operands: Sequence[Value], wanted: Placements | None, in_backward: bool
+    ) -> list[Option]:
+        """One option per axis. ``wanted`` is where the (first) result is wanted, if that is known."""
+        chosen: list[Option] = []
+        for index in range(len(self.mesh.axes)):
+            options = self.options(call, chosen)
+            costs = [self._cost(option, call, operands, index, wanted, in_backward) for option in options]
+            chosen.append(options[costs.index(min(costs))])
+        return chosen
+
+    def without_traffic(self, call: Call, operands: Sequence[Value], result: Placements) -> list[Option] | None:
+        """One option per axis that gives exactly ``result`` and takes only what this rank has."""
+        chosen: list[Option] = []
+        for index in range(len(self.mesh.axes)):
+            options = self.options(call, chosen)
+            fits = [o for o in options if o.results[0] == result[index] and _is_free(o, operands, index)]
+            if not fits:
+                return None
+            chosen.append(min(fits, key=lambda o: sum(isinstance(p, Shard) for p in o.operands)))
+        return chosen
+
+    def options(self, call: Call, chosen: Sequence[Option]) -> list[Option]:
+        """What is right along the next axis: everything whole, and what the rule says."""
+        axis = self.mesh.axes[len(chosen)]
+        narrowed = replace(_narrowed(call, chosen, self.mesh), size=axis.size)
+        key = (narrowed.target, repr(narrowed.args), repr(narrowed.kwargs), axis.size)
+        if key not in self._asked:
+            rule = rule_of(call.target)
+            self._asked[key] = [_whole(call), *(rule(narrowed) if rule is not None else [])]
+        return self._asked[key]
+
+    def _cost(
+        self,
+        option: Option,
+        call: Call,
+        operands: Sequence[Value],
+        axis: int,
+        wanted: Placements | None,
+        in_backward: bool,
+    ) -> float:
+        total = sum(
+            self._cost_to(held, axis, placement, in_backward)
+            for held, placement in zip(operands, option.operands, strict=True)
+        )
+        result, info = option.results[0], call.results[0]
+        if wanted is not None and isinstance(wanted[axis], Shard) and info is not None and result != wanted[axis]:
+            # Known to be wanted split: everything else builds more than this rank's part.
+            total += 0.0 if isinstance(result, Partial) else info.nbytes
+        return total
+
+    def _cost_to(self, held: Value, axis: int, placement: Placement, in_backward: bool) -> float:
+        size = self.mesh.axes[axis].size
+        return min(
+            cost(form[axis], placement, held.bytes_before(form, axis, self.mesh), size, allow_split_sum=in_backward)
+            for form in held.forms
+        )
+
+
+def _whole(call: Call) -> Option:
+    return Option(
+        tuple(Replicate() for _ in call.operands), tuple(None if r is None else Replicate() for r in call.results)
+    )
+
+
+def _is_free(option: Option, operands: Sequence[Value], axis: int) -> bool:
+    """Whether every operand can be had so without traffic."""
+    return all(
+        any(form[axis] == placement or isinstance(form[axis], Replicate) for form in held.forms)
+        and not isinstance(placement, Partial)
+        for held, placement in zip(operands, option.operands, strict=True)
+    )
+
+
+def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> Call:
+    """The call with the shapes that the axes before have left."""
+    if not any(isinstance(p, Shard) for option in chosen for p in (*option.operands, *option.results)):
+        return call
+    before = Mesh(mesh.axes[: len(chosen)])
+
+    def narrow(info: Info, placement: tuple[Any, ...]) -> Info:
+        return Info(local_shape(info.shape, placement, before), info.dtype)
+
+    operands = [narrow(info, tuple(o.operands[k] for o in chosen)) for k, info in enumerate(call.operands)]
+    results = tuple(
+        None if info is None else narrow(info, tuple(o.results[k] for o in chosen))
+        for k, info in enumerate(call.results)
+    )
+    remaining = iter(operands)
+    args, kwargs = _map_infos((call.args, call.kwargs), lambda _: next(remaining))
+    localize = localize_of(call.target)
+    if localize is not None:
+        args = localize(call, args, kwargs, tuple(None if info is None else info.shape for info in results))
+    return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), results=results)
+
+
+def _map_infos(tree: Any, function: Any) -> Any:
+    if isinstance(tree, Info):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_map_infos(item, function) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _map_infos(item, function) for key, item in tree.items()}
+    return tree

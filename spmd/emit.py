@@ -1,0 +1,139 @@
+"""Writes one rank's graph: each node with its fake value, where it comes from, and what it communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from passes import Mesh, PartitionError, Program, Role
+from passes.program import Input, Placements
+from passes.random import draw
+
+from .redistribute import Reason, Redistribution
+from .values import Value, results
+
+aten = torch.ops.aten
+_CARRIED = ("phase", "module", "source", "grad_of", "recompute_of")
+
+
+class Emitter:
+    """One rank's graph as it grows."""
+
+    def __init__(self, program: Program) -> None:
+        self.graph = fx.Graph()
+        self.mesh: Mesh = program.mesh
+        self.seed: fx.Node | None = None
+        self._randoms = 0
+        self._fakes = _fake_mode(program)
+
+    def placeholder(self, node: fx.Node, val: Any) -> fx.Node:
+        """The input that ``node`` is, with this rank's ``val``."""
+        new = self.graph.placeholder(node.name)
+        new.meta.update(node.meta)
+        new.meta["val"] = val
+        return new
+
+    def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+        """A call whose value is found by running it on fake tensors, with the provenance of ``like``."""
+        new = self.graph.call_function(target, tuple(args), kwargs)
+        return self._described(new, like, self._run(target, args, kwargs))
+
+    def number(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+        """A call that gives no tensor: it has the value that was traced."""
+        return self._described(self.graph.call_function(target, tuple(args), kwargs), like, like.meta.get("val"))
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        return self.call(getitem, (node, index), {}, like=node)
+
+    def op(self, node: fx.Node, args: Any, kwargs: Any, placements: Sequence[Placements | None]) -> fx.Node:
+        """The op of ``node`` on this rank's parts; its results have ``placements``."""
+        target: Any = node.target
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            return self._draw(node, target, args, kwargs, placements)
+        if target is aten.view.default and not _is_viewable(args):
+            target = aten.reshape.default  # the whole could be viewed so; this rank's part is laid out otherwise
+        return self.call(target, args, kwargs, like=node)
+
+    def check(self, node: fx.Node, new: fx.Node, shapes: Sequence[tuple[int, ...] | None]) -> None:
+        """Raise ``PartitionError`` unless the local results have the shapes that their placements say."""
+        for val, shape in zip(results(new.meta["val"]), shapes, strict=True):
+            if shape is not None and tuple(val.shape) != shape:
+                raise PartitionError(
+                    f"the rule of {node.target} promises local results of shape {shape}, but the op gave "
+                    f"{tuple(val.shape)} at {node.meta.get('source') or node.name}: mend the rule, or register "
+                    "another with spmd.register_rule"
+                )
+
+    def redistributed(self, held: Value, placement: Placements, reason: Reason) -> fx.Node:
+        """The value of ``held`` in ``placement``, from the nearest form there is."""
+        source = held.nearest(placement, self.mesh)
+        start = held.forms[source]
+
+        def emit(target: Any, args: Any, collective: Any = None) -> fx.Node:
+            new = self.call(target, args, {}, like=held.source)
+            new.meta.pop("grad_of", None)
+            if collective is not None:
+                new.meta["collective"] = collective
+            return new
+
+        node = Redistribution(emit, self.mesh, held.shape, reason).run(start, source, placement)
+        if node is not start:
+            node.meta["placement"] = placement
+            if "grad_of" in start.meta:
+                node.meta["grad_of"] = start.meta["grad_of"]
+        return node
+
+    def seed_input(self) -> list[Input]:
+        """The description of the seed, if some op draws."""
+        return [Input(Role.SEED, "seed")] if self.seed is not None else []
+
+    def _draw(
+        self, node: fx.Node, target: Any, args: Any, kwargs: Any, placements: Sequence[Placements | None]
+    ) -> fx.Node:
+        """A random op: equal on replicas, different on every shard, a function of the call's seed."""
+        if self.seed is None:
+            last = self.graph.find_nodes(op="placeholder")[-1]
+            with self.graph.inserting_after(last):
+                self.seed = self.graph.placeholder("seed")
+            self.seed.meta["val"] = 0
+        shard = 0
+        for place, axis in zip(next(p for p in placements if p is not None), self.mesh.axes, strict=True):
+            shard = shard * axis.size + (axis.coordinate if isinstance(place, Shard) else 0)
+        self._randoms += 1
+        new = self.graph.call_function(draw, (target, self.seed, self._randoms, shard, *args), kwargs)
+        return self._described(new, node, self._run(target, args, kwargs))
+
+    def _described(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
+        new.meta.update((key, like.meta[key]) for key in _CARRIED if key in like.meta)
+        new.meta["val"] = val
+        return new
+
+    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.node.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
+        with self._fakes, torch.no_grad():
+            return target(*args, **kwargs)
+
+
+def _fake_mode(program: Program) -> Any:
+    for node in program.placeholders:
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            return val.fake_mode  # type: ignore[attr-defined]
+    raise PartitionError(
+        "expected a program with at least one tensor among its inputs, got none: there is nothing to do"
+    )
+
+
+def _is_viewable(args: Any) -> bool:
+    tensor, shape = args[0].meta["val"], args[1]
+    try:
+        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(shape)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""What the partitioner knows of a global value, and how it reads the operands and results of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from passes import Mesh
+from passes.program import Placements
+
+from ._torch import tree_flatten
+from .redistribute import total_cost
+from .rules import Info
+
+
+@dataclass
+class Value:
+    """One global value: the nodes of this rank's graph that hold it, by placement.
+
+    ``source`` is its node in the global graph; ``primary`` the placement it was computed in.
+    """
+
+    source: fx.Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    primary: Placements
+    forms: dict[Placements, fx.Node]
+
+    @classmethod
+    def of(cls, source: fx.Node, val: torch.Tensor, placement: Placements, node: fx.Node) -> Value:
+        """A value that ``node`` holds in ``placement``; ``val`` is the global one."""
+        node.meta["placement"] = placement
+        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node})
+
+    @property
+    def info(self) -> Info:
+        """Global shape and dtype."""
+        return Info(self.shape, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole value."""
+        return self.info.nbytes
+
+    def bytes_before(self, form: Placements, axis: int, mesh: Mesh) -> float:
+        """Bytes of what ``form`` leaves on a rank when the axis at ``axis`` splits nothing."""
+        nbytes = float(self.nbytes)
+        for k, placement in enumerate(form):
+            if k != axis and isinstance(placement, Shard):
+                nbytes /= mesh.axes[k].size
+        return nbytes
+
+    def nearest(self, placement: Placements, mesh: Mesh) -> Placements:
+        """The form from which ``placement`` costs least."""
+        return min(self.forms, key=lambda form: total_cost(form, placement, self.nbytes, mesh))
+
+
+def leaves(node: fx.Node) -> list[Any]:
+    """The arguments of a node, flat: nodes and plain values."""
+    flat: list[Any] = tree_flatten((node.args, node.kwargs))[0]
+    return flat
+
+
+def results(val: Any) -> list[Any]:
+    """What a node returns, as a list."""
+    return list(val) if isinstance(val, (tuple, list)) else [val]
+
+
+def infos(vals: Sequence[Any]) -> tuple[Info | None, ...]:
+    """An ``Info`` for each tensor."""
+    return tuple(Info(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in vals)
