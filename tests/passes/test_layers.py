@@ -1,0 +1,35 @@
+"""The direction of imports, and where private torch names may be imported."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import passes
+
+FILES = sorted(Path(passes.__file__).parent.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+
+
+def test_passes_do_not_import_spmd() -> None:
+    assert not [path for path in FILES if any(name.split(".")[0] == "spmd" for name in imported(path))]
+
+
+def test_private_torch_modules_are_imported_in_one_file() -> None:
+    private = {
+        path.name
+        for path in FILES
+        for name in imported(path)
+        if name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
+    }
+    assert private == {"_torch.py"}
+
+
+def test_public_names_are_there() -> None:
+    assert sorted(passes.__all__) == sorted(set(passes.__all__))
+    assert all(hasattr(passes, name) for name in passes.__all__)
