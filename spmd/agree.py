@@ -12,9 +12,7 @@ from passes import RankMismatchError
 
 from ._torch import default_store
 
-TIMEOUT = timedelta(seconds=600)
-
-_rounds = 0
+TIMEOUT = timedelta(seconds=60)  # by how much ranks may be apart when they have traced the same step
 
 
 def agree(what: str, text: str) -> None:
@@ -43,10 +41,9 @@ def _can_talk() -> bool:
 
 def _exchange(value: str) -> list[str]:
     """Every rank's value, in rank order."""
-    global _rounds
-    _rounds += 1
     store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
-    keys = [f"spmd/{_rounds}/{k}" for k in range(ranks)]
+    number = store.add(f"spmd/exchanges/{rank}", 1)  # counted in the store, so that a new process group starts anew
+    keys = [f"spmd/exchange {number}/{k}" for k in range(ranks)]
     store.set(keys[rank], value)
     try:
         store.wait(keys, TIMEOUT)

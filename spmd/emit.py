@@ -14,6 +14,7 @@ from passes import Mesh, PartitionError, Program, Role
 from passes.program import Input, Placements
 from passes.random import draw
 
+from ._torch import OpOverload
 from .redistribute import Reason, Redistribution
 from .values import Value, results
 
@@ -40,12 +41,13 @@ class Emitter:
 
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         """A call whose value is found by running it on fake tensors, with the provenance of ``like``."""
-        new = self.graph.call_function(target, tuple(args), kwargs)
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_name(target, like))
         return self._described(new, like, self._run(target, args, kwargs))
 
     def number(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         """A call that gives no tensor: it has the value that was traced."""
-        return self._described(self.graph.call_function(target, tuple(args), kwargs), like, like.meta.get("val"))
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=like.name)
+        return self._described(new, like, like.meta.get("val"))
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
         """One of several results."""
@@ -106,7 +108,8 @@ class Emitter:
         for place, axis in zip(next(p for p in placements if p is not None), self.mesh.axes, strict=True):
             shard = shard * axis.size + (axis.coordinate if isinstance(place, Shard) else 0)
         self._randoms += 1
-        new = self.graph.call_function(draw, (target, self.seed, self._randoms, shard, *args), kwargs)
+        arguments = (target, self.seed, self._randoms, shard, *args)
+        new = self.graph.create_node("call_function", draw, arguments, kwargs, name=node.name)
         return self._described(new, node, self._run(target, args, kwargs))
 
     def _described(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
@@ -118,6 +121,13 @@ class Emitter:
         args, kwargs = fx.node.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
         with self._fakes, torch.no_grad():
             return target(*args, **kwargs)
+
+
+def _name(target: Any, like: fx.Node) -> str:
+    """The name in the global graph for the same op; a new node of another kind is named after its op."""
+    if target is like.target:
+        return like.name
+    return target._schema.name.split("::")[1] if isinstance(target, OpOverload) else getitem.__name__
 
 
 def _fake_mode(program: Program) -> Any:
