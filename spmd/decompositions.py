@@ -7,6 +7,7 @@ through as the ops it is made of.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +18,19 @@ from ._torch import OpOverload, core_aten_decompositions, get_decompositions
 from .rules import rule_of
 
 aten = torch.ops.aten
-Table = dict[OpOverload, Callable[..., Any]]
+Table = dict[Any, Callable[..., Any]]  # by op
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def table() -> Table:
     """The decompositions of a capture: ours, torch's for reductions over the batch, torch's for ops without a rule."""
-    without_rule = {op: how for op, how in core_aten_decompositions().items() if rule_of(op) is None}
+    without_rule = {op: how for op, how in _torch_table().items() if rule_of(op) is None}
     return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **_ours()}
+
+
+@functools.cache
+def _torch_table() -> Table:
+    return dict(core_aten_decompositions().items())  # collected anew, slowly, at every call
 
 
 # Their kernels divide by the number of elements they see, or look at the whole batch at once.
@@ -55,6 +61,7 @@ def _ours() -> Table:
     return {
         aten.mean.default: _mean,
         aten.mean.dim: _mean,
+        aten.linalg_vector_norm.default: _vector_norm,
         aten.var_mean.correction: _var_mean,
         aten.var.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0],
         aten.std.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0].sqrt(),
@@ -85,6 +92,26 @@ def _var_mean(
     squares = aten.sum.dim_IntList((x - mean).square(), dims, keepdim)
     variance = squares / max(count - (1 if correction is None else correction), 0)
     return variance, mean if keepdim else mean.reshape(variance.shape)
+
+
+def _vector_norm(
+    x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """A sum of powers, or a maximum, of which every rank has its share; then the root."""
+    target = dtype or x.dtype
+    inner = torch.float32 if target in _HALF else target
+    dims = list(range(x.ndim)) if dim is None else [d % max(x.ndim, 1) for d in _as_list(dim)]
+    if ord in (math.inf, -math.inf):
+        reduce = aten.amax if ord > 0 else aten.amin
+        return reduce(x.abs(), dims, keepdim).to(target)
+    size = x.to(inner).abs()
+    if ord == 0:
+        return aten.sum.dim_IntList((size != 0).to(inner), dims, keepdim).to(target)
+    if ord == 1:
+        return aten.sum.dim_IntList(size, dims, keepdim).to(target)
+    if ord == 2:
+        return aten.sum.dim_IntList(size * size, dims, keepdim).sqrt().to(target)
+    return aten.sum.dim_IntList(size.pow(ord), dims, keepdim).pow(1.0 / ord).to(target)
 
 
 def _nll_loss(op: OpOverload) -> Callable[..., Any]:

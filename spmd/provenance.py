@@ -77,6 +77,11 @@ class Recorder(TorchDispatchMode):
         self._note(current)
         return result
 
+    def __enter__(self) -> Any:
+        for node in _added_since(None, get_proxy_mode().tracer.graph):  # type: ignore[union-attr]
+            self._last = node  # what is there already is none of the step's
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     @contextmanager
     def watch_modules(self) -> Iterator[None]:
         """Know the module that is running, by hooks on every module call."""
