@@ -1,5 +1,7 @@
 """Every private or experimental torch name that spmd uses, each with why, and the torch versions it was seen in."""
 
+from torch import fx
+
 # The type of torch.ops.aten.mm.default; ops are keys of tables here. 2.11 to 2.15.
 # The decomposition table that ships with torch, for ops without a rule. 2.11 to 2.15.
 # The autograd node that runs now, and the number of the newest one: from a backward op to its forward op. 2.11 to 2.15.
@@ -34,6 +36,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 
+def rename(node: fx.Node, name: str) -> None:
+    """Give a placeholder another name; FX makes it unique. ``Node._rename`` is private; seen in 2.11 to 2.15."""
+    node._rename(name)
+    node.target = node.name
+
+
 def newest_sequence_number() -> int:
     """The number of the autograd node that was made last."""
     return int(next_sequence_number()) - 1
@@ -63,6 +71,7 @@ __all__ = [
     "newest_sequence_number",
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
+    "rename",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",

@@ -7,6 +7,7 @@ The second runs the first one's graph once more, below autograd, to make it func
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from ._torch import (
     TreeSpec,
     get_proxy_mode,
     make_fx,
+    rename,
     tree_unflatten,
 )
 from .decompositions import table
@@ -295,6 +297,8 @@ def _bind_outputs(
         captured.new_state.append(NewState(parameter, add(made) if _traced(end) else end, optimizer, key))
     program.set_outputs(returned, outputs)
     _describe_nodes(program)
+    for node, declared in zip(placeholders, program.inputs, strict=True):
+        rename(node, re.sub(r"\W+", "_", declared.name).strip("_"))
     return captured
 
 
