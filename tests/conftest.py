@@ -1,7 +1,8 @@
-"""Fixtures for every test: the pool of gloo ranks, a world of one, and the marker for tests that need a GPU."""
+"""Fixtures for every test: the pool of gloo ranks, a world of one; options and markers."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 
 from .harness.pool import Ranks
+
+# pytest listens to every logger, and that makes torch write its trace of each fake tensor for nobody.
+logging.getLogger("torch.__trace").setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +30,11 @@ def alone() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare ``--exhaustive``."""
+    parser.addoption("--exhaustive", action="store_true", help="every optimizer in every combination (test_numbers.py)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,11 @@ from torch.nn import functional as F
 from .oracle import Case, random_generator
 
 STYLES = ("replicate", "fully_shard", "default")
+STYLES_ON_RANKS = (
+    ("replicate", 2),
+    ("fully_shard", 4),
+    ("default", 2),
+)  # where not every combination pays
 
 _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),
@@ -21,6 +26,9 @@ _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
 }
 _FORMS: dict[str, dict[str, bool]] = {"": {}, " foreach": {"foreach": True}, " fused": {"fused": True}}
+
+KINDS = tuple(_KINDS)
+FORMS = tuple(_FORMS)
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     kind + form: (optimizer, options | extra)

@@ -9,6 +9,10 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+_OPTIMIZERS = (SGD, Adam, AdamW)
+for _optimizer in _OPTIMIZERS:
+    _optimizer([torch.zeros(())], lr=0.1)  # the first instance of a class makes torch itself replace ``step``
+
 # Functions that tracers like to replace.
 _FUNCTIONS = [
     (torch.Tensor, "backward"),
@@ -18,7 +22,7 @@ _FUNCTIONS = [
     (nn.Module, "__getattr__"),
     (nn.Module, "__setattr__"),
     (Optimizer, "zero_grad"),
-    *((optimizer, "step") for optimizer in (SGD, Adam, AdamW)),
+    *((optimizer, "step") for optimizer in _OPTIMIZERS),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.cases import MLP, STYLES
+from tests.harness.cases import MLP
 from tests.harness.oracle import Case, assert_agrees
 from tests.harness.pool import Ranks
 
@@ -75,17 +75,22 @@ class TensorHook(Small):
         return model, optimizer
 
 
+def halved(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
 class HookAfterAccumulation(Small):
     def build(self) -> tuple[Any, ...]:
         model, optimizer = super().build()
-        model[0].bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+        model[0].bias.register_post_accumulate_grad_hook(halved)
         return model, optimizer
 
 
 CASES = [ZeroedFirst(), SetToZero(), NeverZeroed(), ThereBefore(), TensorHook(), HookAfterAccumulation()]
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
 def test_gradients_are_those_of_the_plain_step(ranks: Ranks, case: Case, style: str) -> None:
     assert_agrees(ranks, 2, case, style)

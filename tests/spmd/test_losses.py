@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.cases import MLP, STYLES
+from tests.harness.cases import MLP, STYLES_ON_RANKS
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -126,8 +126,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
 def test_the_loss_is_that_of_the_global_batch(ranks: Ranks, case: Case, world: int, style: str) -> None:
     assert_agrees(ranks, world, case, style)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.cases import MLP, STYLES, make_optimizer, mlp
+from tests.harness.cases import MLP, STYLES_ON_RANKS, make_optimizer, mlp
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -146,8 +146,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_modules_of_every_kind_train_as_in_the_plain_step(ranks: Ranks, case: Case, world: int, style: str) -> None:
     assert_agrees(ranks, world, case, style)

@@ -1,23 +1,40 @@
-"""A compiled step computes what the plain step computes on the whole batch: every optimizer, style and world."""
+"""A compiled step computes what the plain step computes on the whole batch: every optimizer, style and world.
+
+Both MLPs, two worlds, three styles, with and without passes, SGD, SGD with momentum, Adam and AdamW: all combinations.
+The forms of an optimizer (plain, foreach, fused) take turns over them, so that each form of each optimizer meets each
+MLP, world, style and set of passes; ``pytest --exhaustive`` runs every form in every combination.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
-from tests.harness.cases import NARROW, OPTIMIZERS, STYLES, WIDE
+from tests.harness.cases import FORMS, KINDS, NARROW, STYLES, WIDE
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 
+CASES = {"50-32-8": WIDE, "15-17-3-1": NARROW}
+WORLDS = (2, 4)
+PASSES: dict[str, Any] = {"default passes": None, "no passes": ()}
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("passes", [None, ()], ids=["default passes", "no passes"])
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("case", [WIDE, NARROW], ids=["50-32-8", "15-17-3-1"])
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    exhaustive = metafunc.config.getoption("--exhaustive")
+    grid = [
+        (case, world, style, passes, kind + form)
+        for (i, case), (j, world), (k, style), (m, passes), kind in product(
+            enumerate(CASES), enumerate(WORLDS), enumerate(STYLES), enumerate(PASSES), KINDS
+        )
+        for form in (FORMS if exhaustive else [FORMS[(i + j + k + m) % 3]])
+    ]
+    metafunc.parametrize("case, world, style, passes, optimizer", grid)
+
+
 def test_five_steps_equal_the_plain_ones(
-    ranks: Ranks, case: Any, world: int, style: str, passes: Any, optimizer: str
+    ranks: Ranks, case: str, world: int, style: str, passes: str, optimizer: str
 ) -> None:
-    assert_agrees(ranks, world, replace(case, optimizer=optimizer), style, passes)
+    assert_agrees(ranks, world, replace(CASES[case], optimizer=optimizer), style, PASSES[passes])

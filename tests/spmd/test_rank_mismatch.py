@@ -50,7 +50,7 @@ def mismatch(rank: int, world: int, disagree: Any, calls_before: int) -> None:
 @pytest.mark.parametrize("calls_before", [0, 3])
 @pytest.mark.parametrize("disagree", [other_batch, other_flag, other_dtype], ids=lambda function: function.__name__)
 def test_ranks_that_disagree_raise_together(ranks: Ranks, disagree: Any, calls_before: int) -> None:
-    ranks.run(2, mismatch, disagree, calls_before, timeout=30)
+    ranks.run(2, mismatch, disagree, calls_before, timeout=15, grace=3)
 
 
 def other_model(rank: int, world: int) -> None:
@@ -61,4 +61,4 @@ def other_model(rank: int, world: int) -> None:
 
 
 def test_ranks_with_different_models_raise_together(ranks: Ranks) -> None:
-    ranks.run(2, other_model, timeout=30)
+    ranks.run(2, other_model, timeout=15, grace=3)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import spmd
-from tests.harness.cases import MLP, STYLES, make_optimizer, mlp
+from tests.harness.cases import MLP, STYLES_ON_RANKS, make_optimizer, mlp
 from tests.harness.oracle import all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 
@@ -35,7 +35,6 @@ def run(rank: int, world: int, style: str) -> list[str]:
     return all_unequal(plain_run(case, world, 5), got, rank, world)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 def test_every_rank_starts_from_what_rank_zero_has(ranks: Ranks, world: int, style: str) -> None:
     assert ranks.run(world, run, style) == [[]] * world

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.cases import STYLES, mlp
+from tests.harness.cases import STYLES_ON_RANKS, mlp
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -68,8 +68,7 @@ class Adversaries(Case):
         return {"critic": critic_loss.detach(), "generator": generator_loss.detach()}
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 @pytest.mark.parametrize("case", [TwoOptimizers(), Adversaries()], ids=lambda case: type(case).__name__)
 def test_several_modules_and_optimizers(ranks: Ranks, case: Case, world: int, style: str) -> None:
     assert_agrees(ranks, world, case, style)
