@@ -52,10 +52,6 @@ class Failed:
 Outcome = Done | Failed
 
 
-class LeftChanged(AssertionError):
-    """A job did not leave torch as it found it."""
-
-
 def serve(pipe: Connection, stacks: Path) -> None:
     """Run jobs until the pipe closes. ``SIGUSR1`` writes this process's stack to ``stacks``."""
     torch.set_num_threads(1)
@@ -87,13 +83,12 @@ def _next(pipe: Connection) -> bytes | None:
 def _outcome(received: bytes) -> Outcome:
     try:
         sys.path[:], task = unpacked(received)
-        job, args = unpacked(task.job)
-        return Done(packed(_run(task, job, args)))
-    except BaseException as error:  # whatever a job raises is its own failure, never the worker's end
-        return Failed(traceback.format_exc(), time.time(), isinstance(error, LeftChanged))
+        return _run(task, *unpacked(task.job))
+    except BaseException:
+        return Failed(traceback.format_exc(), time.time())
 
 
-def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Any:
+def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Outcome:
     random.seed(0)
     torch.manual_seed(0)
     before = torch_state()
@@ -101,13 +96,16 @@ def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Any:
         store = dist.FileStore(str(task.store), task.world)
         deadline = timedelta(seconds=task.timeout)
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world, timeout=deadline)
+    outcome: Outcome
     try:
-        result = job(task.rank, task.world, *args)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        outcome = Done(packed(job(task.rank, task.world, *args)))
+    except BaseException:  # whatever a job raises is its own failure, never the worker's end
+        outcome = Failed(traceback.format_exc(), time.time())  # before other ranks see this one leave
+    if dist.is_initialized():
+        dist.destroy_process_group()
     after = torch_state()
     left = {name: (was, after[name]) for name, was in before.items() if after[name] != was}
-    if left:
-        raise LeftChanged(f"{job.__name__} left torch changed; what, before and after: {left}")
-    return result
+    if not left:
+        return outcome
+    text = f"{job.__name__} left torch changed; what, before and after: {left}"
+    return Failed(f"{outcome.text}\n{text}" if isinstance(outcome, Failed) else text, time.time(), spoiled=True)
