@@ -224,7 +224,7 @@ class _Partitioner:
 
     def _apply(self, node: fx.Node, call: Call, operands: Sequence[Value], chosen: Sequence[Option]) -> Any:
         """Bring the operands to where the options want them, and emit the op on this rank's parts."""
-        reason = Reason(why=f"{node.target} needs it so")
+        reason = Reason(why=f"{node.target} needs it so at {node.meta.get('module') or 'the step itself'}")
         wanted = [tuple(option.operands[k] for option in chosen) for k in range(len(operands))]
         nodes = iter([self._want(held, place, reason) for held, place in zip(operands, wanted, strict=True)])
         placements = [
