@@ -95,7 +95,7 @@ def capture(
     declared = [
         *[slot.input for slot in slots],
         *[Input(Role.HYPER_PARAMETER, h.name, dtype=_dtype_of(h.get())) for h in hyper_parameters],
-        *[Input(x.role, x.name, x.shape, x.dtype) for x in inputs],
+        *[Input(x.role, x.name, x.shape, x.dtype, x.placement) for x in inputs],
         *[Input(Role.CONSTANT, f"constant.{k}", tuple(c.shape), c.dtype) for k, c in enumerate(constants)],
     ]
     program = Program(second, declared, [], mesh, name=name)

@@ -8,27 +8,27 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import passes as passes_package
 from passes import Pass, PassError, PlacementError, Program, Report, Role, SpmdError
 
 from .agree import agree, agree_on_seed
-from .capture import Captured, FromOutput, capture
+from .capture import capture
 from .data_parallel import DataParallel
 from .dump import Dump, dump_stages
 from .inputs import place_inputs
-from .live import as_dtensor, commit, prepare
-from .lower import Backend, Executable, lower
+from .live import commit, prepare
+from .lower import Backend, lower
 from .modes import ParallelMode, check_passes
 from .override import Override, replaced, transform
+from .run import Compiled
 from .signature import signature
 from .state import Arguments, HyperParameter, Slot, hyper_parameters_of, read_arguments, slots_of
 from .world import describe, world
@@ -53,70 +53,6 @@ class Options:
         if self.mode.custom_passes is not None:
             return tuple(self.mode.custom_passes)
         return passes_package.default()
-
-
-@dataclass
-class Compiled:
-    """One program with everything it takes to run it."""
-
-    program: Program
-    captured: Captured
-    partitioned: Program
-    executable: Executable
-    device_mesh: DeviceMesh
-    report: Report
-    fixed: dict[str, torch.Tensor]  # state that a transform added
-    base_seed: int
-    owners: list[Any]  # the modules and optimizers of the signature, kept so that their ids stay theirs
-    calls: int = 0
-
-    @property
-    def written_arguments(self) -> list[str]:
-        """The arguments that the step writes into."""
-        outputs = self.captured.program.outputs
-        return [o.name for o in outputs if o.kind == "update" and not o.role.is_state]
-
-    def run(self, arguments: Arguments, slots: Sequence[Slot]) -> Any:
-        """One call: gather the inputs, run, put results and new state where they belong."""
-        self.calls += 1
-        given = {leaf.name: leaf.value for leaf in arguments.tensors()}
-        contiguous = {name: tensor.contiguous() for name, tensor in given.items()}
-        returned = self.executable(self._inputs(arguments, slots, contiguous))
-        for name in self.written_arguments:
-            if contiguous[name] is not given[name]:
-                given[name].copy_(contiguous[name])
-        self._store(returned, arguments, {slot.input.name: slot for slot in slots})
-        return self.captured.result(returned)
-
-    def _inputs(self, arguments: Arguments, slots: Sequence[Slot], tensors: dict[str, Any]) -> list[Any]:
-        values: dict[str, Any] = {slot.input.name: slot.local() for slot in slots}
-        values.update(self.fixed)
-        values.update(tensors)
-        values.update((hyper.name, hyper.get()) for hyper in hyper_parameters_of(arguments.optimizers))
-        values.update((f"constant.{k}", c) for k, c in enumerate(self.captured.constants))
-        if any(declared.role is Role.SEED for declared in self.program.inputs):
-            torch.empty((), dtype=torch.int64).random_()  # as eager, a call with random ops moves the generator on
-            values["seed"] = self.base_seed + self.calls
-        return [values[declared.name] for declared in self.program.inputs]
-
-    def _store(self, returned: list[Any], arguments: Arguments, slots: dict[str, Slot]) -> None:
-        placements = {output.name: output for output in self.program.outputs}
-        names = [output.name for output in self.program.outputs if output.kind != "update"]
-        for new in self.captured.new_state:
-            parameter = slots[new.parameter].get()
-            value = new.value
-            if isinstance(value, FromOutput):
-                output = placements[names[value.index]]
-                value = returned[value.index]
-                if passes_package.program.is_sharded(output.placement):
-                    stride = torch.empty(output.shape, device="meta").stride()
-                    value = as_dtensor(value, output.placement, self.device_mesh, output.shape, stride)
-            if new.optimizer:
-                arguments.optimizers[new.optimizer].state[parameter][new.key] = value
-            else:
-                parameter.grad = value
-        for name in self.captured.gone_gradients:
-            slots[name].get().grad = None
 
 
 class CompiledStep:
@@ -201,7 +137,6 @@ class CompiledStep:
                 name = f"{self._name}/program-{len(self._order)}"
                 captured = capture(self._function, arguments, slots, hyper_parameters, inputs, mesh, name)
             agree(f"the captured program of {self._name}", captured.program.graph_module.code)
-            _place_arguments(captured.program, {x.name: x.placement for x in inputs})
             if dump:
                 dump.stage(0, "capture", captured.program)
         with clock.stage("partition"):
@@ -233,13 +168,12 @@ class CompiledStep:
         return Compiled(program, captured, partitioned, executable, device_mesh, report, fixed, base_seed, owners)
 
     def _mesh(self, arguments: Arguments, slots: Sequence[Slot]) -> DeviceMesh:
-        if self._options.mode.mesh is not None:
-            return self._options.mode.mesh
+        """The mode's mesh, else that of all ranks for the device the model is on."""
         tensors = [slot.get() for slot in slots] or [leaf.value for leaf in arguments.tensors()]
-        mesh = world(tensors[0].device if tensors else None)
+        mesh = self._options.mode.mesh or world(tensors[0].device if tensors else None)
         for slot in slots:
             live = slot.get()
-            if isinstance(live, torch.distributed.tensor.DTensor) and live.device_mesh != mesh:
+            if isinstance(live, DTensor) and live.device_mesh != mesh:
                 raise PlacementError(
                     f"{slot.input.name} is a DTensor on {live.device_mesh}, but the step runs on {mesh}: "
                     "give the mode the same mesh"
@@ -324,25 +258,13 @@ def _check_backend(given: Any) -> Any:
     return given
 
 
-def _place_arguments(program: Program, placements: dict[str, Any]) -> None:
-    """Note on a captured program where its arguments come from: modes read it, and may not change it."""
-    from dataclasses import replace
-
-    program.inputs = [
-        replace(declared, placement=placements[declared.name]) if declared.name in placements else declared
-        for declared in program.inputs
-    ]
-
-
 def _transformed(program: Program, transformation: Callable[[fx.GraphModule], fx.GraphModule] | None) -> Program:
     if transformation is None:
         return program
     module = transformation(program.graph_module)
     if not isinstance(module, fx.GraphModule):
         raise PassError(f"expected gm_transformation to return a GraphModule, got {module!r}")
-    program.graph_module = module
-    program.history.append("98 gm_transformation")
-    return program
+    return replace(program, graph_module=module, history=[*program.history, "98 gm_transformation"])
 
 
 @dataclass
@@ -354,6 +276,3 @@ class _Clock:
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
-
-
-_ = dist
