@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -74,13 +75,14 @@ class Ranks:
         return [unpacked(outcome.value) for outcome in outcomes if isinstance(outcome, Done)]
 
     def close(self) -> None:
-        """End every worker."""
+        """End every worker and remove what they wrote."""
         for worker in self.workers:
             worker.pipe.close()
         for worker in self.workers:
             worker.process.join(5)
             worker.process.kill()
         self.workers.clear()
+        shutil.rmtree(self.folder)
 
     def _start(self, rank: int) -> Worker:
         context = multiprocessing.get_context("forkserver")
