@@ -1,13 +1,13 @@
 """From one placement to another: which collectives that takes, what it costs, and the nodes that do it.
 
-Every rank emits the same nodes; only the sizes of slices differ. Uneven shards follow ``torch.chunk``: they are padded
-to the longest one, so that all padding is at the end of what is gathered.
+Every rank emits the same nodes; only the sizes of slices and pads differ. Uneven shards follow ``torch.chunk``: they
+are padded to the longest one, so that all padding is at the end of what is gathered.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +68,59 @@ def cost(source: Placement, target: Placement, nbytes: float, ranks: int, allow_
 
 
 def total_cost(source: Placements, target: Placements, nbytes: float, mesh: Mesh) -> float:
-    """The sum of ``cost`` over the axes."""
+    """The sum of ``cost`` over the steps from ``source`` to ``target``; the whole value has ``nbytes``."""
     total = 0.0
-    for before, after, axis in zip(source, target, mesh.axes, strict=True):
-        total += cost(before, after, nbytes, axis.size, allow_split_sum=True)
+    for current, index, goal in steps(source, target, mesh):
+        others = [axis.size for k, axis in enumerate(mesh.axes) if k != index and isinstance(current[k], Shard)]
+        nbytes_here = nbytes / math.prod(others)
+        total += cost(current[index], goal, nbytes_here, mesh.axes[index].size, allow_split_sum=True)
     return total
+
+
+def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[Placements, int, Placement]]:
+    """The way from ``source`` to ``target``: each placement on it, the axis that changes there, and what to.
+
+    Slices first, then sums, then gathers, so that little is communicated. A dim that several axes split is cut by the
+    outermost one first: an axis that would break this order is made whole, and cut in the end.
+    """
+    current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
+    axes = range(len(current))
+    whole = [k for k in axes if isinstance(current[k], Replicate)]
+    sums = [k for k in axes if isinstance(current[k], Partial)]
+    split = [k for k in reversed(axes) if isinstance(current[k], Shard)]
+    for index in [*whole, *sums, *split, *axes]:
+        goal = goals[index] if _keeps_order(current, goals, index) else Replicate()
+        if goal != current[index]:
+            yield tuple(current), index, goal
+            current[index] = goal
+
+
+def _on_many_ranks(placements: Placements, mesh: Mesh) -> list[Placement]:
+    """On one rank all placements are the same."""
+    return [Replicate() if axis.size == 1 else p for p, axis in zip(placements, mesh.axes, strict=True)]
+
+
+def _keeps_order(current: Sequence[Placement], goals: Sequence[Placement], index: int) -> bool:
+    """Whether the axis at ``index`` can take its goal now: cut inside what outer axes leave, and outside inner ones."""
+    goal = goals[index]
+    if not isinstance(goal, Shard):
+        return True
+    outer_done = all(_splits(current[k], goal.dim) == _splits(goals[k], goal.dim) for k in range(index))
+    inner_cuts = any(_splits(placement, goal.dim) for placement in current[index + 1 :])
+    return outer_done and (goal == current[index] or not inner_cuts)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What one axis cuts: ``size`` is what the axes before leave of ``dim`` on this rank.
+
+    ``even``: whether all ranks of the mesh have equal parts. Ranks agree on that, though some of them may have nothing
+    to pad: so they emit the same nodes.
+    """
+
+    dim: int
+    size: int
+    even: bool
 
 
 @dataclass(frozen=True)
@@ -86,101 +134,58 @@ class Redistribution:
 
     def run(self, node: fx.Node, source: Placements, target: Placements) -> fx.Node:
         """The value of ``node``, which has placement ``source``, in placement ``target``."""
-        current = list(source)
-        # Sums first, while they are smallest; then gathers, innermost axis first; then slices, outermost axis first.
-        for index in self._order(source, target):
-            goal = self._next(current, target, index)
-            if goal != current[index]:
-                node = self._step(node, current, index, goal)
-                current[index] = goal
-        for index, goal in enumerate(target):
-            if goal != current[index]:
-                node = self._step(node, current, index, goal)
-                current[index] = goal
+        for current, index, goal in steps(source, target, self.mesh):
+            node = self._step(node, current, index, goal)
         return node
 
-    def _order(self, source: Placements, target: Placements) -> list[int]:
-        axes = range(len(source))
-        sums = [k for k in axes if isinstance(source[k], Partial)]
-        return sums + [k for k in reversed(axes) if k not in sums]
-
-    def _next(self, current: list[Placement], target: Placements, index: int) -> Placement:
-        """The next placement of one axis: straight to the target unless a dim is split over several axes."""
-        goal = target[index]
-        if isinstance(current[index], Replicate):
-            return current[index]  # sliced at the end, outermost axis first
-        if isinstance(goal, Shard) and self._shares_dim(current, target, index, goal):
-            return Replicate()
-        if isinstance(current[index], Shard) and goal == current[index] and self._outer_changes(current, target, index):
-            return Replicate()
-        return goal
-
-    def _shares_dim(self, current: list[Placement], target: Placements, index: int, goal: Shard) -> bool:
-        others = [p for k, p in enumerate([*current]) if k != index] + [p for k, p in enumerate(target) if k != index]
-        return current[index] != goal and any(isinstance(p, Shard) and p.dim == goal.dim for p in others)
-
-    def _outer_changes(self, current: list[Placement], target: Placements, index: int) -> bool:
-        dim = current[index].dim  # type: ignore[attr-defined]
-        outer = range(index)
-        return any(current[k] != target[k] and (_splits(current[k], dim) or _splits(target[k], dim)) for k in outer)
-
-    def _step(self, node: fx.Node, current: list[Placement], index: int, goal: Placement) -> fx.Node:
+    def _step(self, node: fx.Node, current: Placements, index: int, goal: Placement) -> fx.Node:
         axis = self.mesh.axes[index]
-        source = current[index]
-        if axis.size == 1:
-            return node  # on one rank all placements are the same
-        match source, goal:
+        match current[index], goal:
             case Shard(dim=dim), Replicate():
-                return self._all_gather(node, axis, dim, self._size(current, index, dim))
+                return self._all_gather(node, axis, self._cut(current, index, dim))
             case Partial(reduce_op=op), Replicate():
                 return self._all_reduce(node, axis, op)
             case Partial(reduce_op="sum"), Shard(dim=dim):
-                return self._reduce_scatter(node, axis, dim, self._size(current, index, dim))
+                return self._reduce_scatter(node, axis, self._cut(current, index, dim))
             case Partial(reduce_op=op), Shard(dim=dim):
-                reduced = self._all_reduce(node, axis, op)
-                return self._slice(reduced, axis, dim, self._size(current, index, dim))
+                return self._slice(self._all_reduce(node, axis, op), axis, self._cut(current, index, dim))
             case Replicate(), Shard(dim=dim):
-                return self._slice(node, axis, dim, self._size(current, index, dim))
+                return self._slice(node, axis, self._cut(current, index, dim))
             case Replicate(), Partial(reduce_op="sum"):
                 return self.emit(aten.div.Scalar, (node, axis.size))
             case Shard(dim=before), Shard(dim=after):
-                return self._move(node, axis, before, after, current, index)
-        raise AssertionError(f"no way from {source} to {goal}")
+                return self._move(node, axis, self._cut(current, index, before), self._cut(current, index, after))
+        raise AssertionError(f"no way from {current[index]} to {goal}")
 
-    def _size(self, current: list[Placement], index: int, dim: int) -> int:
-        """The size of ``dim`` before the axis at ``index`` splits it, on this rank."""
-        size = self.shape[dim]
-        for k in range(index):
-            if _splits(current[k], dim):
-                size = chunk(size, self.mesh.axes[k].size, self.mesh.axes[k].coordinate)[1]
-        return size
+    def _cut(self, current: Placements, index: int, dim: int) -> _Cut:
+        """How the axis at ``index`` cuts ``dim``, after the axes before it."""
+        size, ranks = self.shape[dim], self.mesh.axes[index].size
+        for placement, axis in zip(current[:index], self.mesh.axes, strict=False):
+            if _splits(placement, dim):
+                size = chunk(size, axis.size, axis.coordinate)[1]
+                ranks *= axis.size
+        return _Cut(dim, size, even=self.shape[dim] % ranks == 0)
 
     def _all_reduce(self, node: fx.Node, axis: Axis, op: str) -> fx.Node:
         return self._collective(Kind.ALL_REDUCE, axis, c10d.all_reduce.default, (node, op, axis.group), op)
 
-    def _all_gather(self, node: fx.Node, axis: Axis, dim: int, size: int) -> fx.Node:
-        part = -(-size // axis.size)
-        node = self._pad(node, dim, part, size % axis.size != 0)
+    def _all_gather(self, node: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
+        node = self._pad(node, cut, -(-cut.size // axis.size))
         node = self.emit(aten.contiguous.default, (node,))
-        rest = list(node.meta["val"].shape)
-        node = self._collective(
-            Kind.ALL_GATHER, axis, c10d.all_gather_into_tensor.default, (node, axis.size, axis.group)
-        )
-        if dim:
-            node = self.emit(aten.view.default, (node, [axis.size, *rest]))
-            node = self.emit(aten.permute.default, (node, [*range(1, dim + 1), 0, *range(dim + 1, len(rest) + 1)]))
-            merged = [*rest[:dim], axis.size * rest[dim], *rest[dim + 1 :]]
-            node = self.emit(aten.reshape.default, (node, merged))
-        return self.emit(aten.slice.Tensor, (node, dim, 0, size)) if size % axis.size else node
+        part = list(node.meta["val"].shape)
+        arguments = (node, axis.size, axis.group)
+        node = self._collective(Kind.ALL_GATHER, axis, c10d.all_gather_into_tensor.default, arguments)
+        node = self._side_by_side(node, axis, cut.dim, part)
+        return node if cut.even else self.emit(aten.slice.Tensor, (node, cut.dim, 0, cut.size))
 
-    def _reduce_scatter(self, node: fx.Node, axis: Axis, dim: int, size: int) -> fx.Node:
-        part = -(-size // axis.size)
-        node = self._pad(node, dim, part * axis.size, size % axis.size != 0)
-        node = self._parts_first(node, axis, dim, part)
+    def _reduce_scatter(self, node: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
+        part = -(-cut.size // axis.size)
+        node = self._pad(node, cut, part * axis.size)
+        node = self._parts_first(node, axis, cut.dim, part)
         arguments = (node, "sum", axis.size, axis.group)
         node = self._collective(Kind.REDUCE_SCATTER, axis, c10d.reduce_scatter_tensor.default, arguments, "sum")
-        length = chunk(size, axis.size, axis.coordinate)[1]
-        return self.emit(aten.slice.Tensor, (node, dim, 0, length)) if size % axis.size else node
+        length = chunk(cut.size, axis.size, axis.coordinate)[1]
+        return node if cut.even else self.emit(aten.slice.Tensor, (node, cut.dim, 0, length))
 
     def _parts_first(self, node: fx.Node, axis: Axis, dim: int, part: int) -> fx.Node:
         """Lay the parts of ``dim`` out one after the other along dim 0, where scatters cut."""
@@ -192,38 +197,35 @@ class Redistribution:
             node = self.emit(aten.reshape.default, (node, [axis.size * shape[0], *shape[1:]]))
         return self.emit(aten.contiguous.default, (node,))
 
-    def _move(
-        self, node: fx.Node, axis: Axis, before: int, after: int, current: list[Placement], index: int
-    ) -> fx.Node:
+    def _side_by_side(self, node: fx.Node, axis: Axis, dim: int, part: list[int]) -> fx.Node:
+        """The other way: from parts of shape ``part`` along dim 0, where gathers put them, to parts along ``dim``."""
+        if dim:
+            node = self.emit(aten.view.default, (node, [axis.size, *part]))
+            node = self.emit(aten.permute.default, (node, [*range(1, dim + 1), 0, *range(dim + 1, len(part) + 1)]))
+            node = self.emit(aten.reshape.default, (node, [*part[:dim], axis.size * part[dim], *part[dim + 1 :]]))
+        return node
+
+    def _move(self, node: fx.Node, axis: Axis, before: _Cut, after: _Cut) -> fx.Node:
         """From a split along one dim to a split along another."""
-        size_before, size_after = self._size(current, index, before), self._size(current, index, after)
-        if size_before % axis.size or size_after % axis.size:
-            whole = self._all_gather(node, axis, before, size_before)
-            return self._slice(whole, axis, after, size_after)
-        node = self._parts_first(node, axis, after, size_after // axis.size)
-        shape = list(node.meta["val"].shape)
-        splits = [shape[0] // axis.size] * axis.size
-        node = self._collective(
-            Kind.ALL_TO_ALL, axis, c10d.all_to_all_single.default, (node, splits, splits, axis.group)
-        )
-        if before == 0:
-            return node
-        part = [shape[0] // axis.size, *shape[1:]]
-        node = self.emit(aten.view.default, (node, [axis.size, *part]))
-        node = self.emit(aten.permute.default, (node, [*range(1, before + 1), 0, *range(before + 1, len(part) + 1)]))
-        part[before] *= axis.size
-        return self.emit(aten.reshape.default, (node, part))
+        if not (before.even and after.even):
+            return self._slice(self._all_gather(node, axis, before), axis, after)
+        node = self._parts_first(node, axis, after.dim, after.size // axis.size)
+        rows, *rest = node.meta["val"].shape
+        splits = [rows // axis.size] * axis.size
+        arguments = (node, splits, splits, axis.group)
+        node = self._collective(Kind.ALL_TO_ALL, axis, c10d.all_to_all_single.default, arguments)
+        return self._side_by_side(node, axis, before.dim, [splits[0], *rest])
 
-    def _slice(self, node: fx.Node, axis: Axis, dim: int, size: int) -> fx.Node:
-        start, length = chunk(size, axis.size, axis.coordinate)
-        return self.emit(aten.slice.Tensor, (node, dim, start, start + length))
+    def _slice(self, node: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
+        start, length = chunk(cut.size, axis.size, axis.coordinate)
+        return self.emit(aten.slice.Tensor, (node, cut.dim, start, start + length))
 
-    def _pad(self, node: fx.Node, dim: int, size: int, uneven: bool) -> fx.Node:
-        """Pad ``dim`` at its end up to ``size``. Ranks agree whether there is a pad, not on how long it is."""
-        if not uneven:
+    def _pad(self, node: fx.Node, cut: _Cut, size: int) -> fx.Node:
+        """Pad at the end of the dim up to ``size``."""
+        if cut.even:
             return node
         shape = node.meta["val"].shape
-        pad = [0, 0] * (len(shape) - dim - 1) + [0, size - shape[dim]]
+        pad = [0, 0] * (len(shape) - cut.dim - 1) + [0, size - shape[cut.dim]]
         return self.emit(aten.constant_pad_nd.default, (node, pad))
 
     def _collective(
