@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Pass, PlacementError, Program, Role
 from passes.program import replicated
 
-from .modes import PlannedMode, state_placements
+from .modes import PlannedMode, check_placements, state_placements
 from .placements import check_dims, normalize
 from .plan import Plan
 
@@ -33,8 +33,7 @@ class DTensorExpand(PlannedMode):
         custom_passes: Sequence[Pass] | None = None,
     ) -> None:
         super().__init__(mesh=mesh, inputs=inputs, custom_passes=custom_passes)
-        if params is not None and not isinstance(params, Mapping):
-            raise TypeError(f"expected params to map name patterns to placements, got {params!r}")
+        check_placements("params", "name patterns", params)
         self.params = dict(params or {})
 
     def plan(self, program: Program) -> Plan:

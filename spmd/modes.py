@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 from passes import Pass, Program
 from passes.program import Placements
@@ -50,8 +51,7 @@ class PlannedMode(ParallelMode):
             raise TypeError(f"expected mesh to be a torch DeviceMesh or None, got {mesh!r}")
         if not isinstance(input_batch_dim, int):
             raise TypeError(f"expected input_batch_dim to be an int, got {input_batch_dim!r}")
-        if inputs is not None and not isinstance(inputs, Mapping):
-            raise TypeError(f"expected inputs to map argument names to placements, got {inputs!r}")
+        check_placements("inputs", "argument names", inputs)
         if mesh is not None:
             check_fits(mesh)
         self.mesh, self.inputs, self.input_batch_dim = mesh, inputs, input_batch_dim
@@ -83,6 +83,22 @@ def state_placements(program: Program, parameters: Mapping[str, Placements]) -> 
         elif of is not None and declared.shape == shapes[of]:
             placements[name] = placements.get(of) or parameters.get(of) or ()
     return {name: placement for name, placement in placements.items() if placement}
+
+
+def check_placements(name: str, keys: str, given: Any) -> None:
+    """Raise ``TypeError`` unless ``given`` is None or maps strings to what can be a placement."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise TypeError(f"expected {name} to map {keys} to placements, got {given!r}")
+    for key, placement in given.items():
+        entries = placement.values() if isinstance(placement, Mapping) else placement
+        listed = entries if isinstance(entries, Iterable) and not isinstance(entries, str) else [entries]
+        if not isinstance(key, str) or not all(isinstance(entry, Placement) for entry in listed):
+            raise TypeError(
+                f"expected {name} to map {keys} to placements (Shard, Replicate, Partial, a list of them or a dict by "
+                f"mesh axis), got {key!r}: {placement!r}"
+            )
 
 
 def check_passes(name: str, given: Sequence[Pass] | None) -> tuple[Pass, ...] | None:

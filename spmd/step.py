@@ -217,7 +217,7 @@ def compile(
         _check_mode(parallel_mode),
         check_passes("passes", passes),
         _check_backend(backend),
-        Path(dump) if dump is not None else None,
+        _check_folder(dump),
     )
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:
@@ -240,6 +240,12 @@ def _check_callable(name: str, given: Any) -> Any:
     if given is not None and not callable(given):
         raise TypeError(f"expected {name} to be callable or None, got {given!r}")
     return given
+
+
+def _check_folder(given: Any) -> Path | None:
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"expected dump to be a folder's path or None, got {given!r}")
+    return Path(given) if given is not None else None
 
 
 def _check_mode(given: Any) -> ParallelMode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ import passes
 
 from ._torch import FakeStore
 
-_meshes: dict[tuple[str, int], DeviceMesh] = {}
+_meshes: dict[tuple[str, int], tuple[DeviceMesh, Any]] = {}  # with the group, so that its id stays its own
 
 
 def world(device: str | torch.device | None = None) -> DeviceMesh:
@@ -29,8 +30,9 @@ def world(device: str | torch.device | None = None) -> DeviceMesh:
     key = (kind, id(dist.group.WORLD))
     if key not in _meshes:
         _meshes.clear()  # meshes of a process group that is gone
-        _meshes[key] = DeviceMesh(kind, torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
-    return _meshes[key]
+        mesh = DeviceMesh(kind, torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
+        _meshes[key] = (mesh, dist.group.WORLD)
+    return _meshes[key][0]
 
 
 def describe(mesh: DeviceMesh) -> passes.Mesh:
@@ -47,8 +49,11 @@ def describe(mesh: DeviceMesh) -> passes.Mesh:
 
 def check_fits(mesh: DeviceMesh) -> None:
     """Raise ``ValueError`` if the mesh is larger than the world."""
-    if dist.is_initialized() and mesh.size() > dist.get_world_size():
-        raise ValueError(f"the mesh has {mesh.size()} ranks, the world has {dist.get_world_size()}: use a smaller mesh")
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if mesh.size() > ranks:
+        raise ValueError(
+            f"the mesh has {mesh.size()} ranks, but the world has {ranks}: use a smaller mesh, or more ranks"
+        )
 
 
 def _device_type(device: str | torch.device | None) -> str:

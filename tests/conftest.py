@@ -33,8 +33,9 @@ def alone() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare ``--exhaustive``."""
+    """Declare ``--exhaustive`` and ``--renew``."""
     parser.addoption("--exhaustive", action="store_true", help="every optimizer in every combination (test_numbers.py)")
+    parser.addoption("--renew", action="store_true", help="write golden text anew, for review as a diff")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,7 +44,7 @@ def test_its_code_runs_and_its_dumps_are_what_is_dumped(ran: Path, request: pyte
     def renewed(found: re.Match[str]) -> str:
         return found[1] + body(folder / found[2]) + found[4]
 
-    if request.config.getoption("--renew", default=False):
+    if request.config.getoption("--renew"):
         README.write_text(DUMPED.sub(renewed, README.read_text()))
     shown = DUMPED.findall(README.read_text())
     assert len(shown) == 2

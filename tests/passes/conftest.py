@@ -10,10 +10,6 @@ import pytest
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--renew", action="store_true", help="write the golden text of passes anew, for review as a diff")
-
-
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Compare a text with ``golden/<name of the test>.txt``."""

@@ -32,6 +32,7 @@ def test_a_mesh_larger_than_the_world_says_both_sizes() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_mesh_larger_than_a_world_of_one_says_both_sizes() -> None:
+    spmd.world("cpu")  # torch makes no mesh without a process group
     mesh = DeviceMesh("cpu", torch.arange(8), _init_backend=False)
     with pytest.raises((ValueError, spmd.SpmdError), match=r"8.*\b1\b|\b1\b.*8"):
         spmd.compile(parallel_mode=spmd.DataParallel(mesh=mesh))(CASE.step)(*CASE.build(), *CASE.part(0, 0))
