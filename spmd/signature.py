@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from passes import CaptureError
+from passes import CaptureError, Role
 
 from .state import Arguments, Leaf, Slot, submodules_of
 
@@ -16,12 +16,13 @@ _LIVE = (float, torch.Tensor)  # in a parameter group: read at each call
 
 def signature(arguments: Arguments, slots: Sequence[Slot]) -> tuple[Any, ...]:
     """The key of a call. Raises ``CaptureError`` for an argument that cannot be compared from call to call."""
+    names = {id(slot.get()): slot.input.name for slot in slots if slot.input.role is Role.PARAMETER}
     return (
         arguments.spec,
         tuple(_leaf(leaf) for leaf in arguments.leaves),
         tuple(_slot(slot) for slot in slots),
         tuple(module.training for _, module in submodules_of(arguments.modules)),
-        tuple(_groups(optimizer) for optimizer in arguments.optimizers.values()),
+        tuple(_groups(optimizer, names) for optimizer in arguments.optimizers.values()),
         torch.is_grad_enabled(),
         tuple(
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
@@ -51,23 +52,31 @@ def _slot(slot: Slot) -> Any:
     return (slot.input.name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> Any:
+def _groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Any:
+    """Which parameter is in which group with which flags, and the state that is no tensor."""
     state = tuple(
-        (k, value)
+        (key, _constant(value))
         for values in optimizer.state.values()
-        for k, value in values.items()
-        if isinstance(value, (int, str))
+        for key, value in values.items()
+        if not isinstance(value, torch.Tensor)
     )
-    return state, tuple(_group(group) for group in optimizer.param_groups)
+    return state, tuple(_group(group, names) for group in optimizer.param_groups)
 
 
-def _group(group: dict[str, Any]) -> Any:
-    flags: list[tuple[str, Any]] = []
+def _group(group: dict[str, Any], names: dict[int, str]) -> Any:
+    flags: list[tuple[str, Any]] = [("params", tuple(names[id(parameter)] for parameter in group["params"]))]
     for key, value in group.items():
         if key == "params":
-            flags.append((key, len(value)))
-        elif isinstance(value, (tuple, list)):
-            flags.append((key, tuple("live" if isinstance(v, _LIVE) else v for v in value)))
-        else:
-            flags.append((key, "live" if isinstance(value, _LIVE) else value))
+            continue
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        flags.append((key, tuple("live" if isinstance(v, _LIVE) else _constant(v) for v in values)))
     return tuple(flags)
+
+
+def _constant(value: Any) -> Any:
+    """A Python value that the trace took as it was."""
+    try:
+        hash(value)
+    except TypeError:
+        return (type(value), repr(value))
+    return (type(value), value)
