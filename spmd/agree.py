@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -12,50 +15,93 @@ from passes import RankMismatchError
 
 from ._torch import default_store
 
-TIMEOUT = timedelta(seconds=60)  # by how much ranks may be apart when they have traced the same step
+TIMEOUT = timedelta(seconds=120)  # by how much ranks may be apart when they have compiled the same step
+_SHOWN = 20_000  # characters of a text that are compared for the message; all of it is compared by hash
 
 
-def agree(what: str, text: str) -> None:
-    """Raise ``RankMismatchError`` unless all ranks come here with the same ``text``. ``what`` names it in the error."""
-    if not _can_talk():
-        return
-    mine = f"{hashlib.sha256(text.encode()).hexdigest()}\n{text[:2000]}"
-    theirs = _exchange(mine)
-    different = [rank for rank, value in enumerate(theirs) if value != theirs[0]]
-    if different:
-        raise RankMismatchError(
-            f"expected {what} to be the same on all ranks, but rank {different[0]} differs from rank 0:\n"
-            f"{_first_difference(theirs[0], theirs[different[0]])}"
-        )
+@contextmanager
+def together(what: str) -> Iterator[Agreement]:
+    """Compile ``what`` on all ranks or on none: each attempt is one exchange, whether it goes well or not.
+
+    Inside, ``agree`` waits for the others. A rank that fails before it tells them, so that none waits for it.
+    """
+    agreement = Agreement(what)
+    try:
+        yield agreement
+    except Exception as error:
+        agreement.fail(error)
+        raise
 
 
-def agree_on_seed() -> int:
-    """A base seed for random ops: drawn from rank 0's default generator, handed to all."""
-    drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-    return int(_exchange(str(drawn))[0]) if _can_talk() else drawn
+class Agreement:
+    """One attempt to compile."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self._told = what, False
+
+    def agree(self, text: str) -> int:
+        """Wait for all ranks and return a number drawn by rank 0.
+
+        Raises ``RankMismatchError`` if a rank failed, did not come, or came with another ``text``.
+        """
+        drawn = str(torch.randint(1 << 62, (), generator=_generator()).item())
+        if not _can_talk():
+            return int(drawn)
+        self._told = True
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        theirs = [json.loads(told) for told in _exchange(json.dumps(["ready", drawn, digest, text[:_SHOWN]]))]
+        for rank, (state, told, *_) in enumerate(theirs):
+            if state == "failed":
+                raise RankMismatchError(f"{self.what} was not compiled on any rank, since rank {rank} failed: {told}")
+        different = [rank for rank, other in enumerate(theirs) if other[2] != theirs[0][2]]
+        if different:
+            raise RankMismatchError(
+                f"expected {self.what} to be the same on all ranks, but rank {different[0]} differs from rank 0:\n"
+                f"{_first_difference(theirs[0][3], theirs[different[0]][3])}"
+            )
+        return int(theirs[0][1])
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others that this rank does not come."""
+        if not self._told and _can_talk():
+            self._told = True
+            _tell(json.dumps(["failed", f"{type(error).__name__}: {error}"[:_SHOWN]]))
+
+
+def _generator() -> torch.Generator:
+    """Rank 0's choice follows ``torch.manual_seed``, and takes nothing from the default generator."""
+    generator = torch.Generator()
+    generator.set_state(torch.default_generator.get_state())
+    return generator
 
 
 def _can_talk() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
+def _tell(value: str) -> list[str]:
+    """Put this rank's value into the store; returns the keys under which all ranks put theirs."""
+    store, rank = default_store(), dist.get_rank()
+    number = store.add(f"spmd/exchanges/{rank}", 1)  # counted in the store, so that a new process group starts anew
+    keys = [f"spmd/exchange {number}/{k}" for k in range(dist.get_world_size())]
+    store.set(keys[rank], value)
+    return keys
+
+
 def _exchange(value: str) -> list[str]:
     """Every rank's value, in rank order."""
-    store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
-    number = store.add(f"spmd/exchanges/{rank}", 1)  # counted in the store, so that a new process group starts anew
-    keys = [f"spmd/exchange {number}/{k}" for k in range(ranks)]
-    store.set(keys[rank], value)
+    keys, store = _tell(value), default_store()
     try:
         store.wait(keys, TIMEOUT)
     except Exception as error:
         raise RankMismatchError(
-            f"rank {rank} waited {TIMEOUT.total_seconds():.0f} s for all ranks to compile, but not all came"
+            f"rank {dist.get_rank()} waited {TIMEOUT.total_seconds():.0f} s for all ranks to compile, but not all came"
         ) from error
     return [store.get(key).decode() for key in keys]
 
 
 def _first_difference(a: str, b: str) -> str:
-    for line, other in zip(a.splitlines()[1:], b.splitlines()[1:], strict=False):
+    for line, other in zip(a.splitlines(), b.splitlines(), strict=False):
         if line != other:
             return f"  rank 0: {line}\n  other:  {other}"
     return f"  rank 0: {a[-80:]}\n  other:  {b[-80:]}"

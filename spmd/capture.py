@@ -54,8 +54,6 @@ class Captured:
     """A captured step: the program, and what is needed to put its outputs where they belong."""
 
     program: Program
-    slots: list[Slot]
-    hyper_parameters: list[HyperParameter]  # those that the graph reads, in the order of their inputs
     guards: HyperGuards
     constants: list[torch.Tensor]
     result_leaves: list[Any]  # plain values, and ``FromOutput`` where a traced value goes
@@ -99,9 +97,9 @@ def capture(
         *[Input(Role.CONSTANT, f"constant.{k}", tuple(c.shape), c.dtype) for k, c in enumerate(constants)],
     ]
     program = Program(second, declared, [], mesh, name=name)
-    captured = _bind_outputs(program, trace, hyper_parameters, constants)
-    _drop_unread_hyper_parameters(captured, hyper_parameters)
-    captured.guards = HyperGuards.of(fakes.shapes, [h.get() for h in hyper_parameters], fakes.hyper_parameters)
+    captured = _bind_outputs(program, trace, constants)
+    _drop_unread_hyper_parameters(program)
+    captured.guards = HyperGuards.of(fakes.shapes, fakes.symbols)
     second.graph.lint()
     second.recompile()
     return captured
@@ -115,11 +113,13 @@ def _fakes(slots: list[Slot], hyper_parameters: list[HyperParameter], inputs: Se
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes, static_shapes=True)
     with mode:
+        numbers = [_fake_number(shapes, hyper) for hyper in hyper_parameters]
         return Fakes(
             mode,
             shapes,
             [_fake_state(slot) for slot in slots],
-            [_fake_number(shapes, hyper) for hyper in hyper_parameters],
+            [fake for fake, _ in numbers],
+            [symbol for _, symbol in numbers],
             [_fake_input(x) for x in inputs],
         )
 
@@ -140,13 +140,14 @@ def _fake_input(described: BatchInput) -> torch.Tensor:
     return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake
 
 
-def _fake_number(shapes: ShapeEnv, hyper: HyperParameter) -> Any:
+def _fake_number(shapes: ShapeEnv, hyper: HyperParameter) -> tuple[Any, Any]:
+    """(a stand-in, its symbol)."""
     value = hyper.get()
     if isinstance(value, torch.Tensor):
-        return torch.empty_like(value, device=value.device)
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device), None
     source = ConstantSource(hyper.name)
     symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    return shapes.create_symfloatnode(symbol, hint=value, source=source)
+    return shapes.create_symfloatnode(symbol, hint=value, source=source), symbol
 
 
 class _explained:
@@ -255,15 +256,13 @@ def _take_write_backs(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return written
 
 
-def _bind_outputs(
-    program: Program, trace: Trace, hyper_parameters: list[HyperParameter], constants: list[torch.Tensor]
-) -> Captured:
+def _bind_outputs(program: Program, trace: Trace, constants: list[torch.Tensor]) -> Captured:
     """Say what each traced value at the end is: a result, an update or new state."""
     ends = trace.ends
     assert ends is not None
     written = _take_write_backs(program.graph)
     values = iter(program.output_values())
-    captured = Captured(program, trace.slots, hyper_parameters, HyperGuards(), constants, [], ends.result_spec, [], [])
+    captured = Captured(program, HyperGuards(), constants, [], ends.result_spec, [], [])
     returned: list[Any] = []
     outputs: list[Output] = []
 
@@ -324,16 +323,11 @@ def _describe_nodes(program: Program) -> None:
             node.meta["grad_of"] = origin.grad_of
 
 
-def _drop_unread_hyper_parameters(captured: Captured, hyper_parameters: list[HyperParameter]) -> None:
-    program = captured.program
-    kept, inputs = [], []
-    by_name = {hyper.name: hyper for hyper in hyper_parameters}
+def _drop_unread_hyper_parameters(program: Program) -> None:
+    inputs = []
     for node, declared in zip(program.placeholders, program.inputs, strict=True):
-        if declared.role is Role.HYPER_PARAMETER:
-            if not node.users:
-                program.graph.erase_node(node)
-                continue
-            kept.append(by_name[declared.name])
-        inputs.append(declared)
+        if declared.role is Role.HYPER_PARAMETER and not node.users:
+            program.graph.erase_node(node)
+        else:
+            inputs.append(declared)
     program.inputs = inputs
-    captured.hyper_parameters = kept

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # comes with torch, has no types
-import torch
 
 from ._torch import ShapeEnv
 
@@ -20,30 +19,24 @@ from ._torch import ShapeEnv
 class HyperGuards:
     """Conditions on the values of all hyper-parameters of a call, in order."""
 
-    conditions: list[tuple[int, ...]] = field(default_factory=list)  # positions each check reads
+    positions: list[tuple[int, ...]] = field(default_factory=list)  # of the values that each check reads
     checks: list[Callable[..., bool]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, shapes: ShapeEnv, values: Sequence[Any], fakes: Sequence[Any]) -> HyperGuards:
-        """The conditions that a trace has put on its symbolic floats."""
-        position = {
-            fake.node.expr: index
-            for index, fake in enumerate(fakes)
-            if isinstance(fake, (torch.SymFloat, torch.SymInt))
-        }
+    def of(cls, shapes: ShapeEnv, symbols: Sequence[Any]) -> HyperGuards:
+        """The conditions that a trace has put on the symbols of its hyper-parameters (None for those without one)."""
+        position = {symbol: index for index, symbol in enumerate(symbols) if symbol is not None}
         guards = cls()
         for guard in shapes.guards:
-            symbols = sorted((s for s in guard.expr.free_symbols if s in position), key=str)
-            if symbols:
-                guards.conditions.append(tuple(position[s] for s in symbols))
-                guards.checks.append(sympy.lambdify(symbols, guard.expr, "math"))
-                guards.texts.append(str(guard.expr))
+            read = sorted((s for s in guard.expr.free_symbols if s in position), key=str)
+            if read:
+                guards.positions.append(tuple(position[s] for s in read))
+                guards.checks.append(sympy.lambdify(read, guard.expr, "math"))
         return guards
 
     def hold(self, values: Sequence[Any]) -> bool:
         """Whether a call with these values takes the same way."""
         return all(
             bool(check(*(values[k] for k in positions)))
-            for positions, check in zip(self.conditions, self.checks, strict=True)
+            for positions, check in zip(self.positions, self.checks, strict=True)
         )

@@ -18,13 +18,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from passes import Input, Mesh, PlacementError
+from passes import Input, Mesh, PlacementError, Role
 from passes.program import Placements, is_sharded
 
 from .placements import chunk
 from .state import Arguments, Slot, local_of, parameters_of
 
-_equal: weakref.WeakSet[Any] = weakref.WeakSet()  # modules and optimizers whose state is rank 0's already
+# What is rank 0's already: parameters and buffers by id (tensors compare by value), and optimizers.
+_equal: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -69,9 +70,9 @@ def commit(prepared: Prepared, arguments: Arguments, mesh: Mesh, device_mesh: De
             continue
         local.copy_(part_of(live.detach(), placement, mesh))
         split = as_dtensor(local, placement, device_mesh, live.shape, live.stride())
-        if slot.input.role == "parameter":
+        if slot.input.role is Role.PARAMETER:
             renewed[id(live)] = _renewed(live, split)
-        elif slot.input.role == "gradient":
+        elif slot.input.role is Role.GRADIENT:
             continue  # moves with its parameter, below
         else:
             slot.holder[slot.key] = split
@@ -87,15 +88,17 @@ def as_dtensor(
 
 
 def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> None:
-    owners = [*arguments.modules.values(), *arguments.optimizers.values()]
-    if all(owner in _equal for owner in owners):
-        return
+    """Broadcast what rank 0 has not handed out yet: a parameter or buffer once, an optimizer's state at first sight."""
+    known = all(_equal.get(id(optimizer)) is optimizer for optimizer in arguments.optimizers.values())
     with torch.no_grad():
         for slot in prepared.slots:
             live = slot.get()
-            if not isinstance(live, DTensor):
+            of_module = slot.input.role in (Role.PARAMETER, Role.BUFFER)
+            if not isinstance(live, DTensor) and not (_equal.get(id(live)) is live if of_module else known):
                 _broadcast(live.detach(), mesh)
-    _equal.update(owners)
+            if of_module:
+                _equal[id(live)] = live
+    _equal.update((id(optimizer), optimizer) for optimizer in arguments.optimizers.values())
 
 
 def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -125,7 +128,7 @@ def _renewed(old: torch.Tensor, split: DTensor) -> torch.Tensor:
 
 def _split_gradients(prepared: Prepared, renewed: dict[int, torch.Tensor], mesh: DeviceMesh) -> None:
     for slot, placement, local in zip(prepared.slots, prepared.placements, prepared.locals, strict=True):
-        if slot.input.role == "gradient":
+        if slot.input.role is Role.GRADIENT:
             parameter = slot.holder.holder[slot.holder.key]
             gradient = slot.get()
             if id(parameter) in renewed and is_sharded(placement):

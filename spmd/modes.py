@@ -49,7 +49,7 @@ class PlannedMode(ParallelMode):
     ) -> None:
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise TypeError(f"expected mesh to be a torch DeviceMesh or None, got {mesh!r}")
-        if not isinstance(input_batch_dim, int):
+        if not isinstance(input_batch_dim, int) or isinstance(input_batch_dim, bool):
             raise TypeError(f"expected input_batch_dim to be an int, got {input_batch_dim!r}")
         check_placements("inputs", "argument names", inputs)
         if mesh is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,14 @@ class Compiled:
     report: Report
     fixed: dict[str, torch.Tensor]  # state that a transform added
     base_seed: int
-    owners: list[Any]  # the modules and optimizers of the signature, kept so that their ids stay theirs
+    owners: list[weakref.ref[Any]]  # the modules and optimizers it was compiled for: the ids of dead ones are reused
     calls: int = 0
+
+    def is_for(self, arguments: Arguments, hyper_parameters: Sequence[Any]) -> bool:
+        """Whether a call with this program's key, and these values of hyper-parameters, may run it."""
+        owners = [*arguments.modules.values(), *arguments.optimizers.values()]
+        alive = all(ref() is owner for ref, owner in zip(self.owners, owners, strict=True))
+        return alive and self.captured.guards.hold(hyper_parameters)
 
     @property
     def written_arguments(self) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import passes as passes_package
-from passes import Pass, PassError, PlacementError, Program, Report, Role, SpmdError
+from passes import Pass, PassError, PlacementError, Program, Report, SpmdError
 
-from .agree import agree, agree_on_seed
-from .capture import capture
+from .agree import Agreement, together
+from .capture import Captured, capture
 from .data_parallel import DataParallel
 from .dump import Dump, dump_stages
 from .inputs import place_inputs
@@ -75,6 +76,10 @@ class CompiledStep:
     def _name(self) -> str:
         return str(getattr(self._function, "__name__", type(self._function).__name__))
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A compiled method: the instance is its first argument."""
+        return self if instance is None else functools.partial(self, instance)
+
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs compiled so far, in order."""
@@ -92,9 +97,10 @@ class CompiledStep:
         hyper_parameters = hyper_parameters_of(arguments.optimizers)
         key = signature(arguments, slots)
         values = [hyper.get() for hyper in hyper_parameters]
-        compiled = next((c for c in self._compiled.get(key, []) if c.captured.guards.hold(values)), None)
+        compiled = next((c for c in self._compiled.get(key, []) if c.is_for(arguments, values)), None)
         if compiled is None:
-            compiled = self._compile(arguments, slots, hyper_parameters)
+            with together(self._name) as agreement:
+                compiled = self._compile(arguments, slots, hyper_parameters, agreement)
             self._compiled.setdefault(key, []).append(compiled)
             self._order.append(compiled)
             slots = slots_of(arguments)
@@ -124,7 +130,13 @@ class CompiledStep:
             raise SpmdError(f"{self._name} has not been called yet, so there is no program to report on: call it first")
         return self._last
 
-    def _compile(self, arguments: Arguments, slots: list[Slot], hyper_parameters: list[HyperParameter]) -> Compiled:
+    def _compile(
+        self,
+        arguments: Arguments,
+        slots: list[Slot],
+        hyper_parameters: list[HyperParameter],
+        agreement: Agreement,
+    ) -> Compiled:
         """Capture, plan, partition, transform, passes, lower. State is touched at the end, when all has gone well."""
         options, mode = self._options, self._options.mode
         device_mesh = self._mesh(arguments, slots)
@@ -136,7 +148,6 @@ class CompiledStep:
             with replaced(arguments.modules, options.overrides):
                 name = f"{self._name}/program-{len(self._order)}"
                 captured = capture(self._function, arguments, slots, hyper_parameters, inputs, mesh, name)
-            agree(f"the captured program of {self._name}", captured.program.graph_module.code)
             if dump:
                 dump.stage(0, "capture", captured.program)
         with clock.stage("partition"):
@@ -152,11 +163,11 @@ class CompiledStep:
         with clock.stage("lower"):
             program = _transformed(program, options.gm_transformation)
             executable = lower(program, options.backend)
-            base_seed = agree_on_seed() if any(i.role is Role.SEED for i in program.inputs) else 0
         report = Report.of(program, clock.seconds, program.notes)
         if dump:
             dump.stage(99, "lowered", program)
             dump.report(report)
+        base_seed = agreement.agree(_told(captured, program))
         commit(prepared, arguments, mesh, device_mesh)
         known = {id(local) for local in prepared.locals}
         fixed = {
@@ -164,7 +175,7 @@ class CompiledStep:
             for declared, tensor in zip(program.inputs, flat_state, strict=False)
             if id(tensor) not in known
         }
-        owners = [*arguments.modules.values(), *arguments.optimizers.values()]
+        owners = [weakref.ref(owner) for owner in (*arguments.modules.values(), *arguments.optimizers.values())]
         return Compiled(program, captured, partitioned, executable, device_mesh, report, fixed, base_seed, owners)
 
     def _mesh(self, arguments: Arguments, slots: Sequence[Slot]) -> DeviceMesh:
@@ -262,6 +273,17 @@ def _check_backend(given: Any) -> Any:
     if given != "aten" and not callable(given):
         raise TypeError(f'expected backend to be "aten" or a callable, got {given!r}')
     return given
+
+
+def _told(captured: Captured, program: Program) -> str:
+    """What must be equal on all ranks: the captured program with its constants, and the ops that run in the end.
+
+    Local shapes are left out: those of uneven shards may differ.
+    """
+    inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
+    constants = [str(constant.tolist()) for constant in captured.constants]
+    ops = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    return "\n".join([*inputs, *constants, captured.program.graph_module.code, *ops])
 
 
 def _transformed(program: Program, transformation: Callable[[fx.GraphModule], fx.GraphModule] | None) -> Program:

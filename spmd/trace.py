@@ -24,6 +24,8 @@ from .state import Arguments, HyperParameter, Slot, buffers_of, parameters_of, s
 
 # The plainest form of every torch optimizer: one tensor at a time, bias corrections as tensors.
 _PLAIN = {"foreach": False, "fused": False, "capturable": True}
+# State of torch's optimizers that eager turns into Python floats to compute with.
+_COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Fakes:
     mode: FakeTensorMode
     shapes: ShapeEnv
     slots: list[torch.Tensor]
-    hyper_parameters: list[Any]
+    hyper_parameters: list[Any]  # symbolic floats, or tensors
+    symbols: list[Any]  # the symbol of each, None for a tensor
     tensors: list[torch.Tensor]
 
     @property
@@ -182,7 +185,7 @@ class _Swap:
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for parameter, values in live_state.items():
             if id(parameter) in by_id:
-                fakes = {key: self._state_value(optimizer, value) for key, value in values.items()}
+                fakes = {key: self._state_value(optimizer, key, value) for key, value in values.items()}
                 state[by_id[id(parameter)]] = self.fake_state[id(values)] = fakes
         optimizer.state = state
         for group in optimizer.param_groups:
@@ -192,12 +195,12 @@ class _Swap:
         self._swap_hyper_parameters(path)
         stack.enter_context(_watch_step(optimizer, self.recorder))
 
-    def _state_value(self, optimizer: torch.optim.Optimizer, value: Any) -> Any:
+    def _state_value(self, optimizer: torch.optim.Optimizer, key: Any, value: Any) -> Any:
         """Step counters of torch's optimizers do their arithmetic in fp64, as Python floats do in eager."""
         if not isinstance(value, torch.Tensor):
             return value
         fake = self.by_id[id(value)]
-        return fake.double() if _counts_in_double(optimizer) and _is_counter(fake) else fake
+        return fake.double() if _counts_in_double(optimizer) and key in _COUNTERS else fake
 
     def _swap_hyper_parameters(self, path: str) -> None:
         for hyper, fake in zip(self.trace.hyper_parameters, self.fakes.hyper_parameters, strict=True):
@@ -237,22 +240,19 @@ class _Swap:
                 for key, value in values.items():
                     name = names[id(fake)]
                     if f"{path}.{key}[{name}]" not in known:
-                        found.append((path, name, key, _as_eager_keeps_it(optimizer, value)))
+                        found.append((path, name, key, _as_eager_keeps_it(optimizer, key, value)))
         return found
 
 
 def _counts_in_double(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is one of torch's, which compute with step counters as Python floats."""
-    return type(optimizer).__module__.startswith("torch.optim")
+    """Whether the optimizer is one of torch's, or made from one: they compute with step counters as Python floats."""
+    classes = [c for c in type(optimizer).__mro__ if c is not torch.optim.Optimizer]
+    return any(c.__module__.startswith("torch.optim") for c in classes)
 
 
-def _is_counter(tensor: torch.Tensor) -> bool:
-    return tensor.ndim == 0 and tensor.is_floating_point()
-
-
-def _as_eager_keeps_it(optimizer: torch.optim.Optimizer, value: Any) -> Any:
+def _as_eager_keeps_it(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> Any:
     """New counters are made in fp64 while tracing; eager makes them in the default dtype's precision."""
-    if isinstance(value, torch.Tensor) and _counts_in_double(optimizer) and _is_counter(value):
+    if isinstance(value, torch.Tensor) and _counts_in_double(optimizer) and key in _COUNTERS:
         return value.to(torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32)
     return value
 
@@ -262,10 +262,28 @@ def _watch_step(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterato
     """Know when the optimizer updates, and let torch's own make their counters in fp64 meanwhile."""
     default = torch.get_default_dtype()
 
-    def enter(*_: Any) -> None:
+    def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder.updating += 1
         if _counts_in_double(optimizer):
             torch.set_default_dtype(torch.float64)
+        if args[1:] and callable(args[1]):  # (optimizer, closure)
+            return (args[0], as_outside(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": as_outside(kwargs["closure"])}
+        return None
+
+    def as_outside(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            inside = torch.get_default_dtype()
+            torch.set_default_dtype(default)
+            recorder.updating -= 1
+            try:
+                return closure()
+            finally:
+                recorder.updating += 1
+                torch.set_default_dtype(inside)
+
+        return run
 
     def leave(*_: Any) -> None:
         recorder.updating -= 1
