@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from passes import Input, Mesh, PlacementError, Role
+from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Program, Role
 from passes.program import Placements, is_sharded
 
 from .placements import chunk
@@ -50,6 +51,25 @@ def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh) -> Prepa
         fresh = is_sharded(placement) and not isinstance(live, DTensor)
         storages.append(part_of(live.detach(), placement, mesh) if fresh else local_of(live))
     return Prepared(list(slots), placements, storages)
+
+
+def check_memory(program: Program, slots: Sequence[Slot], arguments: Arguments) -> None:
+    """Raise ``CaptureError`` if two inputs share memory and the step writes one of them: the other would not see it."""
+    written = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+    named = [(slot.input.name, slot.local()) for slot in slots]
+    named += [(leaf.name, local_of(leaf.value)) for leaf in arguments.tensors()]
+    spans = sorted((*_span(tensor), name) for name, tensor in named if tensor.numel())
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end and (name in written or other in written):
+            raise CaptureError(
+                f"{name} and {other} share memory, and the step writes into it: pass one of them, or a clone"
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor, and the one after its last."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
 
 
 def part_of(tensor: torch.Tensor, placement: Placements, mesh: Mesh) -> torch.Tensor:

@@ -8,7 +8,7 @@ that are plain values. This is the one place that knows where torch keeps state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,13 @@ class Leaf:
     value: Any
 
 
+@dataclass(frozen=True)
+class OfState:
+    """In the place of an argument that is itself state (``list(model.parameters())``): the state's name."""
+
+    name: str
+
+
 @dataclass
 class Arguments:
     """The arguments of one call, flattened; modules and optimizers are leaves."""
@@ -101,6 +108,11 @@ class Arguments:
     def tensors(self) -> list[Leaf]:
         """The leaves that are tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
+
+    def name_state(self, slots: Sequence[Slot]) -> None:
+        """Put an ``OfState`` in the place of each leaf that is a state tensor."""
+        names = {id(slot.get()): slot.input.name for slot in slots}
+        self.leaves = [Leaf(x.name, OfState(names[id(x.value)])) if id(x.value) in names else x for x in self.leaves]
 
 
 def read_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -25,7 +25,7 @@ from .capture import Captured, capture
 from .data_parallel import DataParallel
 from .dump import Dump, dump_stages
 from .inputs import place_inputs
-from .live import commit, prepare
+from .live import check_memory, commit, prepare
 from .lower import Backend, lower
 from .modes import ParallelMode, check_passes
 from .override import Override, replaced, transform
@@ -94,6 +94,7 @@ class CompiledStep:
         """Run one step. With ``last_train_step=True`` anything that was left for the next call is finished."""
         arguments = read_arguments(self._signature, args, kwargs)
         slots = slots_of(arguments)
+        arguments.name_state(slots)
         hyper_parameters = hyper_parameters_of(arguments.optimizers)
         key = signature(arguments, slots)
         values = [hyper.get() for hyper in hyper_parameters]
@@ -148,6 +149,7 @@ class CompiledStep:
             with replaced(arguments.modules, options.overrides):
                 name = f"{self._name}/program-{len(self._order)}"
                 captured = capture(self._function, arguments, slots, hyper_parameters, inputs, mesh, name)
+            check_memory(captured.program, slots, arguments)
             if dump:
                 dump.stage(0, "capture", captured.program)
         with clock.stage("partition"):

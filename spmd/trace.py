@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from passes import CaptureError
 
 from ._torch import FakeTensorMode, ShapeEnv, make_fx, tree_flatten, tree_unflatten
+from .kept import attributes_kept, group_kept, holds_traced, is_traced
 from .provenance import Recorder
-from .state import Arguments, HyperParameter, Slot, buffers_of, parameters_of, submodules_of
+from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
 
 # The plainest form of every torch optimizer: one tensor at a time, bias corrections as tensors.
 _PLAIN = {"foreach": False, "fused": False, "capturable": True}
@@ -92,11 +93,18 @@ class Trace:
             args, kwargs = self._call_arguments(fakes)
             result = self.function(*args, **kwargs)
             self.ends = swap.ends(result)
-            return [value for value in _flat(self.ends) if _is_traced(value)]
+            return [value for value in _flat(self.ends) if is_traced(value)]
 
     def _call_arguments(self, fakes: Fakes) -> tuple[Any, Any]:
         tensors = iter(fakes.tensors)
-        leaves = [next(tensors) if isinstance(x.value, torch.Tensor) else x.value for x in self.arguments.leaves]
+        state = {slot.input.name: fake for slot, fake in zip(self.slots, fakes.slots, strict=True)}
+
+        def stand_in(value: Any) -> Any:
+            if isinstance(value, OfState):
+                return state[value.name]
+            return next(tensors) if isinstance(value, torch.Tensor) else value
+
+        leaves = [stand_in(leaf.value) for leaf in self.arguments.leaves]
         args, kwargs = tree_unflatten(leaves, self.arguments.spec)
         return args, kwargs
 
@@ -104,10 +112,6 @@ class Trace:
 def _flat(ends: Ends) -> list[Any]:
     new_state = [value for *_, value in ends.optimizer_state]
     return [*ends.results, *ends.slots, *ends.gradients.values(), *new_state]
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, torch.SymFloat, torch.SymInt))
 
 
 class _Swap:
@@ -132,9 +136,11 @@ class _Swap:
             yield
 
     def _swap_module_state(self, stack: ExitStack) -> None:
-        places = self._places()
-        for _, submodule in submodules_of(self.modules):
-            stack.enter_context(_attributes_restored_on_error(submodule))
+        places = self._swapped = self._places()
+        for name, submodule in submodules_of(self.modules):
+            stack.enter_context(attributes_kept(name, submodule))
+            stack.enter_context(_restored(submodule._parameters))
+            stack.enter_context(_restored(submodule._buffers))
         for holder in {id(holder): holder for holder, _, _ in places}.values():
             stack.enter_context(_restored(holder))
         for holder, key, fake in places:
@@ -193,6 +199,8 @@ class _Swap:
             group.update({key: value for key, value in _PLAIN.items() if key in group})
             group["params"] = [by_id[id(parameter)] for parameter in group["params"]]
         self._swap_hyper_parameters(path)
+        for index, group in enumerate(optimizer.param_groups):
+            stack.enter_context(group_kept(f"{path}.{index}", group))
         stack.enter_context(_watch_step(optimizer, self.recorder))
 
     def _state_value(self, optimizer: torch.optim.Optimizer, key: Any, value: Any) -> Any:
@@ -215,9 +223,26 @@ class _Swap:
 
     def ends(self, result: Any) -> Ends:
         """Read, still inside the trace, what the step left behind."""
+        self._refuse_what_would_be_lost()
         leaves, spec = tree_flatten(result)
         slots = [self._end_of(slot, fake) for slot, fake in zip(self.trace.slots, self.fakes.slots, strict=True)]
         return Ends(leaves, spec, slots, self._new_gradients(), self._new_state())
+
+    def _refuse_what_would_be_lost(self) -> None:
+        known = {(id(holder), key) for holder, key, _ in self._swapped}
+        for name, submodule in submodules_of(self.modules):
+            for holder in (submodule._parameters, submodule._buffers):
+                for key, tensor in holder.items():
+                    if tensor is not None and (id(holder), key) not in known:
+                        raise CaptureError(
+                            f"the step makes {name}.{key}: make it in the module's __init__, as a tensor"
+                        )
+        for leaf, fake in zip(self.trace.arguments.tensors(), self.fakes.tensors, strict=True):
+            if fake.grad is not None:
+                raise CaptureError(
+                    f"backward gives the argument {leaf.name} a gradient, which a compiled step does not store: "
+                    f"return torch.autograd.grad(loss, {leaf.name}) instead, or pass it without requires_grad"
+                )
 
     def _end_of(self, slot: Slot, fake: torch.Tensor) -> Any:
         if slot.input.role == "gradient":
@@ -239,6 +264,11 @@ class _Swap:
             for fake, values in optimizer.state.items():
                 for key, value in values.items():
                     name = names[id(fake)]
+                    if not isinstance(value, torch.Tensor) and holds_traced(value):
+                        raise CaptureError(
+                            f"{path} keeps a {type(value).__name__} of tensors in state[{name}][{key!r}]: "
+                            "keep each tensor under a key of its own"
+                        )
                     if f"{path}.{key}[{name}]" not in known:
                         found.append((path, name, key, _as_eager_keeps_it(optimizer, key, value)))
         return found
@@ -305,17 +335,6 @@ def _restored(mapping: dict[str, Any]) -> Iterator[None]:
     finally:
         mapping.clear()
         mapping.update(entries)
-
-
-@contextmanager
-def _attributes_restored_on_error(module: nn.Module) -> Iterator[None]:
-    attributes = dict(module.__dict__)
-    try:
-        yield
-    except BaseException:
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-        raise
 
 
 @contextmanager

@@ -59,3 +59,30 @@ def other_model(rank: int, world: int) -> None:
 
 def test_ranks_with_different_models_raise_together(ranks: Ranks) -> None:
     ranks.run(2, other_model, timeout=15, grace=3)
+
+
+def one_fails(rank: int, world: int) -> None:
+    """Rank 1's own transformation fails: rank 0 is told, and both can go on."""
+
+    def transformation(gm: Any) -> Any:
+        if rank == 1:
+            raise ValueError("not on this rank")
+        return gm
+
+    objects = CASE.build()
+    with pytest.raises(ValueError if rank else spmd.RankMismatchError, match="not on this rank"):
+        spmd.compile(None, transformation)(CASE.step)(*objects, *CASE.part(rank, 0))
+    assert torch.isfinite(spmd.compile(CASE.step)(*objects, *CASE.part(rank, 1)))
+
+
+def test_a_rank_that_fails_to_compile_tells_the_others(ranks: Ranks) -> None:
+    ranks.run(2, one_fails, timeout=15, grace=3)
+
+
+def unequal_rows(rank: int, world: int) -> None:
+    with pytest.raises(spmd.RankMismatchError):
+        spmd.compile(lambda x: x.sum())(torch.ones(4 + rank, 3))
+
+
+def test_batches_of_unequal_size_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, unequal_rows, timeout=15, grace=3)

@@ -1,0 +1,99 @@
+"""Numbers of parameter groups are read at every call, also where the optimizer branches on them; counters are exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spmd
+from tests.harness.cases import MLP
+
+CASE = MLP(sizes=(15, 17, 4), rows=6)
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def both(make_optimizer: Any, change: Any, calls: int = 4, model: Any = None) -> tuple[Any, int]:
+    """(parameters and state after the plain steps and after the compiled ones, the number of programs)."""
+    ends = []
+    compiled = spmd.compile(CASE.step)
+    for step in (CASE.step, compiled):
+        torch.manual_seed(0)
+        net = CASE.build()[0] if model is None else model()
+        optimizer = make_optimizer(net.parameters())
+        for k in range(calls):
+            change(optimizer.param_groups[0], k)
+            step(net, optimizer, *CASE.part(0, k))
+        state = [[v for v in values.values() if v is not None] for values in optimizer.state.values()]
+        ends.append(([p.detach() for p in net.parameters()], state))
+    return ends, len(compiled.programs)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_weight_decay_that_comes_and_goes(make: Any) -> None:
+    def change(group: dict[str, Any], k: int) -> None:
+        group["weight_decay"] = [0.0, 0.1, 0.0, 0.2][k]
+
+    ends, _ = both(lambda p: make(p, lr=0.01, weight_decay=0.0), change)
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
+
+
+def test_momentum_that_comes_later() -> None:
+    def change(group: dict[str, Any], k: int) -> None:
+        group["momentum"] = 0.9 * (k > 1)
+
+    ends, _ = both(lambda p: torch.optim.SGD(p, lr=0.01), change)
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
+
+
+class Floats(torch.optim.Optimizer):
+    """Takes the learning rate out as a Python float."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=float(group["lr"]))
+
+
+def test_a_learning_rate_that_is_taken_out_as_a_float_compiles_anew() -> None:
+    def change(group: dict[str, Any], k: int) -> None:
+        group["lr"] = [0.1, 0.1, 0.2, 0.1][k]
+
+    ends, programs = both(lambda p: Floats(p, 0.1), change)
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
+    assert programs == 2
+
+
+def test_a_learning_rate_that_is_a_tensor() -> None:
+    ends, _ = both(
+        lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)), lambda group, k: group["lr"].fill_(0.1 / (k + 1))
+    )
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
+
+
+class Scaled(nn.Module):
+    """A parameter without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(15, 4).double(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+class Mine(torch.optim.AdamW):
+    """Somebody's subclass."""
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, Mine])
+def test_parameters_without_dims_and_subclasses(make: Any) -> None:
+    ends, programs = both(lambda p: make(p, lr=0.01), lambda group, k: None, model=Scaled)
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
+    assert programs == 2
