@@ -47,7 +47,7 @@ def attributes_kept(name: str, module: nn.Module) -> Iterator[None]:
     _put_back(module, before, contents, [key for key in changed if holds_traced(module.__dict__[key])])
     if lost:
         warnings.warn(
-            f"the step changes {', '.join(f'{name}.{key}' for key in lost)}: a compiled step does so when it is traced, "
+            f"the step changes {', '.join(f'{name}.{key}' for key in lost)}: a compiled step does so while traced, "
             "not at every call. Make it a buffer, or change it outside of the step",
             stacklevel=2,
         )
