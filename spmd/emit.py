@@ -56,7 +56,7 @@ class Emitter:
     def op(self, node: fx.Node, args: Any, kwargs: Any, placements: Sequence[Placements | None]) -> fx.Node:
         """The op of ``node`` on this rank's parts; its results have ``placements``."""
         target: Any = node.target
-        if torch.Tag.nondeterministic_seeded in target.tags:
+        if _is_random(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
         if target is aten.view.default and not _is_viewable(args):
             target = aten.reshape.default  # the whole could be viewed so; this rank's part is laid out otherwise
@@ -138,6 +138,17 @@ def _fake_mode(program: Program) -> Any:
     raise PartitionError(
         "expected a program with at least one tensor among its inputs, got none: there is nothing to do"
     )
+
+
+def _is_random(target: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws numbers: attention is marked as random, but without dropout it is not."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0)
+    return True
 
 
 def _is_viewable(args: Any) -> bool:

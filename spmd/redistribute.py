@@ -135,10 +135,16 @@ class Redistribution:
     def run(self, node: fx.Node, source: Placements, target: Placements) -> fx.Node:
         """The value of ``node``, which has placement ``source``, in placement ``target``."""
         for current, index, goal in steps(source, target, self.mesh):
-            node = self._step(node, current, index, goal)
+            node = self._to(goal, node, current, index)
         return node
 
-    def _step(self, node: fx.Node, current: Placements, index: int, goal: Placement) -> fx.Node:
+    def _to(self, goal: Placement, node: fx.Node, current: Placements, index: int) -> fx.Node:
+        """One step. A cut that takes nothing off on this rank may do so on others: its placement tells passes so."""
+        node = self._step(goal, node, current, index)
+        node.meta["placement"] = _with(current, index, goal)
+        return node
+
+    def _step(self, goal: Placement, node: fx.Node, current: Placements, index: int) -> fx.Node:
         axis = self.mesh.axes[index]
         match current[index], goal:
             case Shard(dim=dim), Replicate():
@@ -154,7 +160,11 @@ class Redistribution:
             case Replicate(), Partial(reduce_op="sum"):
                 return self.emit(aten.div.Scalar, (node, axis.size))
             case Shard(dim=before), Shard(dim=after):
-                return self._move(node, axis, self._cut(current, index, before), self._cut(current, index, after))
+                cuts = self._cut(current, index, before), self._cut(current, index, after)
+                if all(cut.even for cut in cuts):
+                    return self._move(node, axis, *cuts)
+                whole = self._to(Replicate(), node, current, index)
+                return self._to(goal, whole, _with(current, index, Replicate()), index)
         raise AssertionError(f"no way from {current[index]} to {goal}")
 
     def _cut(self, current: Placements, index: int, dim: int) -> _Cut:
@@ -206,9 +216,7 @@ class Redistribution:
         return node
 
     def _move(self, node: fx.Node, axis: Axis, before: _Cut, after: _Cut) -> fx.Node:
-        """From a split along one dim to a split along another."""
-        if not (before.even and after.even):
-            return self._slice(self._all_gather(node, axis, before), axis, after)
+        """From a split along one dim to a split along another, both even."""
         node = self._parts_first(node, axis, after.dim, after.size // axis.size)
         rows, *rest = node.meta["val"].shape
         splits = [rows // axis.size] * axis.size
@@ -237,3 +245,7 @@ class Redistribution:
 
 def _splits(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard) and placement.dim == dim
+
+
+def _with(placements: Placements, index: int, placement: Placement) -> Placements:
+    return (*placements[:index], placement, *placements[index + 1 :])

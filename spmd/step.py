@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import passes as passes_package
 from passes import Pass, PassError, PlacementError, Program, Report, SpmdError
 
+from ._torch import OpOverload
 from .agree import Agreement, together
 from .capture import Captured, capture
 from .data_parallel import DataParallel
@@ -284,7 +285,8 @@ def _told(captured: Captured, program: Program) -> str:
     """
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]
-    ops = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    ops = [str(op) if isinstance(op, OpOverload) else getattr(op, "__qualname__", repr(op)) for op in calls]
     return "\n".join([*inputs, *constants, captured.program.graph_module.code, *ops])
 
 
