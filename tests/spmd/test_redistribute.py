@@ -67,6 +67,11 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "call_function"]
 
 
+def cuts(graph: fx.Graph) -> list[fx.Node]:
+    """Slices, which may take nothing off on some ranks."""
+    return [node for node in calls(graph) if node.target is torch.ops.aten.slice.Tensor]
+
+
 def collectives(graph: fx.Graph) -> dict[str, int]:
     """How many of each kind."""
     return dict(Counter(str(kind_of(node)) for node in calls(graph) if is_collective(node)))
@@ -173,6 +178,7 @@ def check(sizes: Sequence[int], shape: tuple[int, ...], source: Placements, targ
     """Redistribute on every rank, and compare."""
     graphs = {at: emitted(sizes, at, shape, source, target) for at in product(*map(range, sizes))}
     assert len({tuple(node.target for node in calls(graph)) for graph in graphs.values()}) == 1, "one structure"
+    assert all("placement" in node.meta for graph in graphs.values() for node in cuts(graph)), "passes must keep cuts"
     x = _numbers(shape)
     parts = simulated(graphs, scattered(x, source, sizes))
     for at, part in parts.items():

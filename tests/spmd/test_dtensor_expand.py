@@ -1,0 +1,239 @@
+"""``DTensorExpand``: the placements a user gives, in numbers on ranks, in structure on a fake world, and in errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+
+import spmd
+from passes import Kind, PlacementError, Role
+from tests.harness.cases import make_optimizer
+from tests.harness.fake import fake_world
+from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run, random_generator
+from tests.harness.pool import Ranks
+
+BATCH: dict[str, Any] = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
+MEGATRON: dict[str, Any] = {
+    "*up.weight": {"tp": Shard(0)},
+    "*up.bias": {"tp": Shard(0)},
+    "*down.weight": {"tp": Shard(1)},
+}
+
+
+class Block(nn.Module):
+    """Up to the hidden width, and down again."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@dataclass(frozen=True)
+class Blocks(Case):
+    """Regression through blocks."""
+
+    width: int = 6
+    hidden: int = 8
+    blocks: int = 1
+    rows: int = 4
+    optimizer: str = "SGD"
+
+    def build(self) -> tuple[Any, ...]:
+        model = nn.Sequential(*[Block(self.width, self.hidden) for _ in range(self.blocks)]).double()
+        return model, make_optimizer(self.optimizer, model.parameters())
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        random = random_generator(rank, step)
+        return tuple(torch.randn(self.rows, self.width, generator=random, dtype=torch.float64) for _ in range(2))
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+EVEN, UNEVEN = Blocks(), Blocks(width=5, hidden=7, rows=3)
+
+
+# Numbers
+
+
+def run_on_two_axes(rank: int, world: int, case: Case, params: Mapping[str, Any], inputs: Any, passes: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mode = spmd.DTensorExpand(mesh=mesh, params=params, inputs=inputs)
+    _, got = compiled_run(rank // 2, case, 5, parallel_mode=mode, passes=passes)
+    return all_unequal(plain_run(case, 2, 5), got, rank // 2, 2)
+
+
+def run_on_one_axis(rank: int, world: int, case: Case, params: Mapping[str, Any]) -> list[str]:
+    _, got = compiled_run(rank, case, 5, parallel_mode=spmd.DTensorExpand(params=params))
+    return all_unequal(plain_run(case, world, 5), got, rank, world)
+
+
+def run_with_a_batch_over_both_axes(rank: int, world: int, case: Case, params: Mapping[str, Any]) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    inputs = {"x": [Shard(0), Shard(0)], "y": [Shard(0), Shard(0)]}
+    mode = spmd.DTensorExpand(mesh=mesh, params=params, inputs=inputs)
+    _, got = compiled_run(rank, case, 5, parallel_mode=mode, passes=())
+    return all_unequal(plain_run(case, world, 5), got, rank, world)
+
+
+@pytest.mark.parametrize("passes", [None, ()], ids=["default passes", "no passes"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("case", [EVEN, UNEVEN, replace(EVEN, blocks=2)], ids=["even", "uneven", "two blocks"])
+def test_megatron(ranks: Ranks, case: Blocks, optimizer: str, passes: Any) -> None:
+    assert ranks.run(4, run_on_two_axes, replace(case, optimizer=optimizer), MEGATRON, BATCH, passes) == [[]] * 4
+
+
+@pytest.mark.parametrize("params", [
+    {"*.weight": [Shard(0), Shard(0)]},
+    {"*.weight": [Shard(0), Shard(1)]},
+    {"*.weight": [Shard(1), Shard(0)], "*.bias": [Replicate(), Shard(0)]},
+    {"*.weight": {"dp": Shard(0)}, "*.bias": {"dp": Shard(0)}},
+    {"*up*": {"dp": Shard(0), "tp": Shard(0)}, "*down.weight": {"dp": Shard(0), "tp": Shard(1)}},
+], ids=["one dim twice", "both dims", "both dims and biases", "as the batch", "megatron, split twice"])  # fmt: skip
+@pytest.mark.parametrize("case", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_parameters_split_over_both_axes(ranks: Ranks, case: Blocks, params: dict[str, Any]) -> None:
+    assert ranks.run(4, run_on_two_axes, replace(case, optimizer="AdamW"), params, BATCH, None) == [[]] * 4
+
+
+def test_inputs_that_are_not_named_are_split_over_the_first_axis(ranks: Ranks) -> None:
+    assert ranks.run(4, run_on_two_axes, EVEN, MEGATRON, None, None) == [[]] * 4
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("case", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_parameters_split_over_the_axis_of_the_batch(ranks: Ranks, case: Blocks, dim: int, world: int) -> None:
+    params = {"*.weight": Shard(dim), "*.bias": Shard(0)}
+    assert ranks.run(world, run_on_one_axis, replace(case, optimizer="AdamW"), params) == [[]] * world
+
+
+@pytest.mark.parametrize("params", [
+    {},
+    {"*": {"dp": Shard(0)}},
+    {"*": {"tp": Shard(0)}},
+    {"*": {"dp": Shard(0), "tp": Shard(0)}},
+], ids=["replicated", "split over dp", "split over tp", "split over both"])  # fmt: skip
+@pytest.mark.parametrize("case", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_a_batch_split_over_both_axes(ranks: Ranks, case: Blocks, params: dict[str, Any]) -> None:
+    assert ranks.run(4, run_with_a_batch_over_both_axes, replace(case, optimizer="AdamW"), params) == [[]] * 4
+
+
+# Structure
+
+
+def compiled_on_fakes(
+    case: Blocks, params: Any = None, inputs: Any = None, shape: Any = (2, 2), rank: int = 0, passes: Any = ()
+) -> Any:
+    """The compiled step of one rank of a fake ``dp`` x ``tp`` mesh, after one call; and its model and optimizer."""
+    model, optimizer = case.build()
+    with fake_world(torch.Size(shape).numel(), rank):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+        mode = spmd.DTensorExpand(mesh=mesh, params=params, inputs=inputs)
+        compiled = spmd.compile(parallel_mode=mode, passes=passes)(case.step)
+        compiled(model, optimizer, *case.part(0, 0))
+    return compiled, model, optimizer
+
+
+def placed(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """Where each input of the program lives."""
+    compiled, *_ = compiled_on_fakes(*arguments, **options)
+    return {declared.name: declared.placement for declared in compiled.program.inputs}
+
+
+def test_parameters_live_where_the_placements_say_and_optimizer_state_with_them() -> None:
+    _, model, optimizer = compiled_on_fakes(replace(EVEN, optimizer="AdamW"), MEGATRON)
+    block = model[0]
+    split = {block.up.weight: Shard(0), block.up.bias: Shard(0), block.down.weight: Shard(1)}
+    for parameter, placement in split.items():
+        for tensor in (parameter, optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_sq"]):
+            assert isinstance(tensor, DTensor)
+            assert tensor.placements == (Replicate(), placement)
+    assert [tuple(parameter.shape) for parameter in split] == [(8, 6), (8,), (6, 8)]
+    assert not isinstance(block.down.bias, DTensor)
+
+
+def test_the_first_pattern_that_fits_counts() -> None:
+    found = placed(EVEN, {"*up.weight": {"tp": Shard(1)}, "*.weight": {"dp": Shard(0)}})
+    assert found["model.0.up.weight"] == (Replicate(), Shard(1))
+    assert found["model.0.down.weight"] == (Shard(0), Replicate())
+    assert found["model.0.up.bias"] == (Replicate(), Replicate())
+
+
+def test_a_dim_counted_from_the_end() -> None:
+    assert placed(EVEN, {"*up.weight": {"tp": Shard(-1)}})["model.0.up.weight"] == (Replicate(), Shard(1))
+
+
+def test_axes_left_out_are_replicated() -> None:
+    found = placed(EVEN, inputs={"x": {"dp": Shard(0)}, "y": [Shard(0), Replicate()]})
+    assert found["x"] == found["y"] == (Shard(0), Replicate())
+
+
+def test_one_axis_takes_a_placement_a_list_or_a_dict() -> None:
+    for placement in (Shard(0), [Shard(0)], {"dp": Shard(0)}):
+        assert placed(EVEN, {"*up.weight": placement}, shape=(2,))["model.0.up.weight"] == (Shard(0),)
+
+
+def test_a_gradient_is_reduced_once_over_the_axis_of_the_batch() -> None:
+    compiled, *_ = compiled_on_fakes(replace(EVEN, blocks=2), MEGATRON)
+    said = [node.meta["collective"] for node in compiled.program.collectives()]
+    reduced = [each.of for each in said if each.axis == "dp" and each.role is Role.GRADIENT]
+    assert sorted(reduced) == sorted((f"model.{name}",) for name, _ in Blocks(blocks=2).build()[0].named_parameters())
+    assert {each.kind for each in said if each.axis == "dp"} == {Kind.ALL_REDUCE}
+
+
+@pytest.mark.parametrize("passes", [None, ()], ids=["default passes", "no passes"])
+@pytest.mark.parametrize("params", [MEGATRON, {"*": {"dp": Shard(0), "tp": Shard(0)}}], ids=["megatron", "one dim"])
+def test_every_rank_has_the_same_ops_where_nothing_divides(params: Any, passes: Any) -> None:
+    programs = [compiled_on_fakes(UNEVEN, params, rank=rank, passes=passes)[0].program for rank in range(4)]
+    assert len({tuple(str(node.target) for node in program.graph.nodes) for program in programs}) == 1
+
+
+# Errors
+
+
+@pytest.mark.parametrize("params, told", [
+    ({"nothing.*": Shard(0)}, "'nothing.*' in params fits none of the parameters"),
+    ({"*.weight": {"tp": Shard(0)}, "up.weight": {"tp": Shard(0)}}, "'up.weight' in params fits none"),
+    ({"*.weight": Shard(0)}, "has 1 entries, but the mesh has 2 axes"),
+    ({"*.weight": [Shard(0)] * 3}, "has 3 entries, but the mesh has 2 axes"),
+    ({"*.weight": {"pp": Shard(0)}}, r"names the mesh axes \['pp'\]; the mesh has \['dp', 'tp'\]"),
+    ({"*.bias": {"tp": Shard(1)}}, "has 1 dims, so it cannot be split along dim 1"),
+], ids=["no fit", "one of two fits", "too few", "too many", "unknown axis", "no such dim"])  # fmt: skip
+def test_placements_of_parameters_that_cannot_be(params: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlacementError, match=told):
+        compiled_on_fakes(EVEN, params)
+
+
+@pytest.mark.parametrize("inputs, told", [
+    ({"z": {"dp": Shard(0)}}, r"inputs names \['z'\], but the tensor arguments of the step are \['x', 'y'\]"),
+    ({"x": Shard(0)}, "has 1 entries, but the mesh has 2 axes"),
+    ({"x": [Shard(0)] * 3}, "has 3 entries, but the mesh has 2 axes"),
+    ({"x": {"pp": Shard(0)}}, r"the placement of x names the mesh axes \['pp'\]"),
+    ({"x": {"dp": Shard(2)}}, "x has 2 dims, so it cannot be split along dim 2"),
+], ids=["unknown argument", "too few", "too many", "unknown axis", "no such dim"])  # fmt: skip
+def test_placements_of_inputs_that_cannot_be(inputs: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlacementError, match=told):
+        compiled_on_fakes(EVEN, inputs=inputs)
+
+
+@pytest.mark.parametrize("params", [["*.weight"], {"*.weight": {"tp": 0}}, {"*.weight": "tp"}], ids=str)
+def test_what_is_no_placement(params: Any) -> None:
+    with pytest.raises(TypeError, match="expected params to map name patterns to placements"):
+        compiled_on_fakes(EVEN, params)
