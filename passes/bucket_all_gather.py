@@ -37,11 +37,14 @@ class BucketAllGather(Pass):
 def _merge(bucket: Bucket) -> None:
     call = caller(bucket)
     tensors = [operands(member)[0] for member in bucket]
+    ranks = bucket[0].args[1]
+    assert isinstance(ranks, int), "the second argument is the size of the group"
     flat = call(aten.cat.default, [call(aten.reshape.default, tensor, [-1]) for tensor in tensors])  # [total]
     merged = call(c10d.all_gather_into_tensor.default, flat, *bucket[0].args[1:])  # [ranks * total]
     merged.meta["collective"] = joined(bucket)
-    rows = call(aten.view.default, call(WAIT, merged), [bucket[0].args[1], -1])  # [ranks, total]
-    sizes = [tensor.meta["val"].numel() for tensor in tensors]
+    rows = call(aten.view.default, call(WAIT, merged), [ranks, -1])  # [ranks, total]
+    # From the results, since an operand may be another bucket's new node, which has no val yet.
+    sizes = [member.meta["val"].numel() // ranks for member in bucket]
     parts = call(aten.split_with_sizes_copy.default, rows, sizes, 1)  # a copy: a member's columns lie apart
     results = [
         call(aten.view.default, call(operator.getitem, parts, k), list(member.meta["val"].shape))

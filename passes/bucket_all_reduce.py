@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -43,10 +44,9 @@ def _merge(bucket: Bucket) -> None:
     flat = call(aten.cat.default, [call(aten.reshape.default, tensor, [-1]) for tensor in tensors])  # [total]
     merged = call(c10d.all_reduce.default, flat, *bucket[0].args[1:])
     merged.meta["collective"] = joined(bucket)
-    sizes = [tensor.meta["val"].numel() for tensor in tensors]
+    # A reduction has its operand's shape; the operand itself may be another bucket's new node, which has no val yet.
+    shapes = [list(member.meta["val"].shape) for member in bucket]
+    sizes = [math.prod(shape) for shape in shapes]
     parts = call(aten.split_with_sizes.default, call(WAIT, merged), sizes)
-    results = [
-        call(aten.view.default, call(operator.getitem, parts, k), list(tensor.meta["val"].shape))
-        for k, tensor in enumerate(tensors)
-    ]
+    results = [call(aten.view.default, call(operator.getitem, parts, k), shape) for k, shape in enumerate(shapes)]
     replace_members(bucket, results)

@@ -107,7 +107,8 @@ def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> Call:
     """The call with the shapes that the axes before have left."""
     if not any(isinstance(p, Shard) for option in chosen for p in (*option.operands, *option.results)):
         return call
-    before = Mesh(mesh.axes[: len(chosen)])
+    # With the lengths of the first rank's parts: all ranks must choose alike, also where their parts differ in length.
+    before = Mesh(tuple(replace(axis, coordinate=0) for axis in mesh.axes[: len(chosen)]))
 
     def narrow(info: Info, placement: tuple[Any, ...]) -> Info:
         return Info(local_shape(info.shape, placement, before), info.dtype)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Pass, Program
+from passes import Pass, PlacementError, Program
 from passes.program import Placements
 
 from .partition import partition
@@ -74,6 +75,9 @@ def state_placements(program: Program, parameters: Mapping[str, Placements]) -> 
     """
     shapes = {i.name: i.shape for i in program.inputs}
     placements: dict[str, Placements] = {}
+    for name, placement in parameters.items():
+        if any(isinstance(entry, Partial) for entry in placement):
+            raise PlacementError(f"{name} cannot be Partial: a parameter is kept whole (Replicate) or split (Shard)")
     for declared in program.inputs:
         name, of = declared.name, declared.of
         if declared.placement:

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 import passes as passes_package
 from passes import Pass, PassError, PlacementError, Program, Report, SpmdError
 
-from ._torch import OpOverload
 from .agree import Agreement, together
 from .capture import Captured, capture
 from .data_parallel import DataParallel
@@ -279,15 +278,11 @@ def _check_backend(given: Any) -> Any:
 
 
 def _told(captured: Captured, program: Program) -> str:
-    """What must be equal on all ranks: the captured program with its constants, and the ops that run in the end.
-
-    Local shapes are left out: those of uneven shards may differ.
-    """
+    """What must be equal on all ranks: the captured program with its constants, and what it communicates in the end."""
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]
-    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    ops = [str(op) if isinstance(op, OpOverload) else getattr(op, "__qualname__", repr(op)) for op in calls]
-    return "\n".join([*inputs, *constants, captured.program.graph_module.code, *ops])
+    traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
+    return "\n".join([*inputs, *constants, captured.program.graph_module.code, *traffic])
 
 
 def _transformed(program: Program, transformation: Callable[[fx.GraphModule], fx.GraphModule] | None) -> Program:

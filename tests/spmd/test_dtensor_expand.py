@@ -89,7 +89,7 @@ def run_with_a_batch_over_both_axes(rank: int, world: int, case: Case, params: M
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     inputs = {"x": [Shard(0), Shard(0)], "y": [Shard(0), Shard(0)]}
     mode = spmd.DTensorExpand(mesh=mesh, params=params, inputs=inputs)
-    _, got = compiled_run(rank, case, 5, parallel_mode=mode, passes=())
+    _, got = compiled_run(rank, case, 5, parallel_mode=mode)
     return all_unequal(plain_run(case, world, 5), got, rank, world)
 
 
