@@ -18,7 +18,7 @@ from torch import fx
 
 from passes import CaptureError
 
-from ._torch import FakeTensorMode, ShapeEnv, make_fx, tree_flatten, tree_unflatten
+from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, tree_flatten, tree_unflatten
 from .kept import attributes_kept, group_kept, holds_traced, is_traced
 from .provenance import Recorder
 from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
@@ -86,7 +86,7 @@ class Trace:
         with ExitStack() as stack:
             swap = _Swap(self, fakes, recorder)
             stack.enter_context(swap.state())
-            stack.enter_context(_compiling())
+            stack.enter_context(compiling())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(recorder.watch_modules())
             stack.enter_context(recorder)
@@ -335,14 +335,3 @@ def _restored(mapping: dict[str, Any]) -> Iterator[None]:
     finally:
         mapping.clear()
         mapping.update(entries)
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Let ``torch.compiler.is_compiling()`` be true: optimizers then stay free of ``.item()``."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
