@@ -6,38 +6,39 @@ from contextlib import contextmanager
 import torch
 from torch import fx
 
-# The autograd node that runs now, and the number of the newest one: from a backward op to its forward op. 2.11 to 2.15.
-from torch._C import _current_autograd_node as current_autograd_node
+# isort: off
+
+# The type of torch.ops.aten.mm.default; ops are keys of tables here. 2.11 to 2.15.
+from torch._ops import OpOverload, OpOverloadPacket
 
 # The decomposition table that ships with torch, for ops without a rule. 2.11 to 2.15.
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-# Live hyper-parameters are backed symbolic floats, and a name for each is asked for. 2.11 to 2.15.
-from torch._dynamo.source import ConstantSource
-
-# isort: off  (each import stands under its reason)
-# The type of torch.ops.aten.mm.default; ops are keys of tables here. 2.11 to 2.15.
-from torch._ops import OpOverload, OpOverloadPacket
-
 # Tensors without storage, to trace and to type-check graphs. 2.11 to 2.15.
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
 
-# The store behind the default process group, for agreement without collectives. 2.11 to 2.15.
-from torch.distributed.distributed_c10d import _get_default_store as default_store
+# Live hyper-parameters are backed symbolic floats, and a name for each is asked for. 2.11 to 2.15.
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 # The tracer, and from a traced tensor to the node that made it. 2.11 to 2.15.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 # Hooks on every module call while tracing, to know the module of a node. 2.11 to 2.15.
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-# A store that keeps nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
-from torch.testing._internal.distributed.fake_pg import FakeStore
+# The autograd node that runs now, and the number of the newest one: from a backward op to its forward op. 2.11 to 2.15.
+from torch._C import _current_autograd_node as current_autograd_node
+from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
 
 # See every op below autograd. 2.11 to 2.15.
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# The store behind the default process group, for agreement without collectives. 2.11 to 2.15.
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+# A store that keeps nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # Nested arguments with the path of each leaf. 2.11 to 2.15.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
