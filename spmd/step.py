@@ -220,7 +220,7 @@ def compile(
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
 
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
-    ``PartitionError``, ``PassError`` or ``RankMismatchError``; nothing is changed then.
+    ``PartitionError``, ``PassError`` or ``RankMismatchError`` while they compile; model and optimizer are as before then.
     """
     if inspect.isfunction(module_override) or inspect.ismethod(module_override):
         return compile()(module_override)
