@@ -220,7 +220,8 @@ def compile(
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
 
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
-    ``PartitionError``, ``PassError`` or ``RankMismatchError`` while they compile; model and optimizer are as before then.
+    ``PartitionError``, ``PassError`` or ``RankMismatchError`` while they compile, and leave model and optimizer as
+    they were.
     """
     if inspect.isfunction(module_override) or inspect.ismethod(module_override):
         return compile()(module_override)
