@@ -34,6 +34,9 @@ from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ign
 # See every op below autograd. 2.11 to 2.15.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# See every call of a torch function, above autograd. 2.11 to 2.15.
+from torch.overrides import TorchFunctionMode
+
 # The store behind the default process group, for agreement without collectives. 2.11 to 2.15.
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
@@ -53,13 +56,13 @@ def rename(node: fx.Node, name: str) -> None:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def compiling(flag: bool = True) -> Iterator[None]:
     """Let ``torch.compiler.is_compiling()`` be true: optimizers then stay free of ``.item()``.
 
     The flag behind it is private; seen in 2.11 to 2.15.
     """
     before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+    torch.compiler._is_compiling_flag = flag
     try:
         yield
     finally:
@@ -83,6 +86,7 @@ __all__ = [
     "OpOverloadPacket",
     "ShapeEnv",
     "TorchDispatchMode",
+    "TorchFunctionMode",
     "TreeSpec",
     "compiling",
     "core_aten_decompositions",

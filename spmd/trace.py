@@ -20,13 +20,9 @@ from passes import CaptureError
 
 from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, tree_flatten, tree_unflatten
 from .kept import attributes_kept, group_kept, holds_traced, is_traced
+from .optimizers import Watched, check_traceable
 from .provenance import Recorder
 from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
-
-# The plainest form of every torch optimizer: one tensor at a time, bias corrections as tensors.
-_PLAIN = {"foreach": False, "fused": False, "capturable": True}
-# State of torch's optimizers that eager turns into Python floats to compute with.
-_COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
 @dataclass(frozen=True)
@@ -185,30 +181,28 @@ class _Swap:
         stack.callback(fake.register_post_accumulate_grad_hook(tag).remove)
 
     def _swap_optimizer(self, stack: ExitStack, path: str, optimizer: torch.optim.Optimizer) -> None:
+        check_traceable(path, optimizer)
         live_state = optimizer.state
         stack.callback(setattr, optimizer, "state", live_state)
         by_id = self.by_id
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for parameter, values in live_state.items():
             if id(parameter) in by_id:
-                fakes = {key: self._state_value(optimizer, key, value) for key, value in values.items()}
+                fakes = {key: self._state_value(value) for key, value in values.items()}
                 state[by_id[id(parameter)]] = self.fake_state[id(values)] = fakes
         optimizer.state = state
         for group in optimizer.param_groups:
             stack.enter_context(_restored(group))
-            group.update({key: value for key, value in _PLAIN.items() if key in group})
             group["params"] = [by_id[id(parameter)] for parameter in group["params"]]
         self._swap_hyper_parameters(path)
+        watched = Watched(optimizer, self.recorder)
+        watched.make_plain()
         for index, group in enumerate(optimizer.param_groups):
             stack.enter_context(group_kept(f"{path}.{index}", group))
-        stack.enter_context(_watch_step(optimizer, self.recorder))
+        stack.enter_context(watched.stepping())
 
-    def _state_value(self, optimizer: torch.optim.Optimizer, key: Any, value: Any) -> Any:
-        """Step counters of torch's optimizers do their arithmetic in fp64, as Python floats do in eager."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        fake = self.by_id[id(value)]
-        return fake.double() if _counts_in_double(optimizer) and key in _COUNTERS else fake
+    def _state_value(self, value: Any) -> Any:
+        return self.by_id[id(value)] if isinstance(value, torch.Tensor) else value
 
     def _swap_hyper_parameters(self, path: str) -> None:
         for hyper, fake in zip(self.trace.hyper_parameters, self.fakes.hyper_parameters, strict=True):
@@ -249,8 +243,7 @@ class _Swap:
             return self.fake_of[slot.input.of or ""].grad
         if slot.input.role != "optimizer state":
             return slot.holder[slot.key]
-        value = self.fake_state[id(slot.holder)].get(slot.key)
-        return value.to(fake.dtype) if isinstance(value, torch.Tensor) else value
+        return self.fake_state[id(slot.holder)].get(slot.key)
 
     def _new_gradients(self) -> dict[str, Any]:
         kept = {slot.input.of for slot in self.trace.slots if slot.input.role == "gradient"}
@@ -270,60 +263,8 @@ class _Swap:
                             "keep each tensor under a key of its own"
                         )
                     if f"{path}.{key}[{name}]" not in known:
-                        found.append((path, name, key, _as_eager_keeps_it(optimizer, key, value)))
+                        found.append((path, name, key, value))
         return found
-
-
-def _counts_in_double(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is one of torch's, or made from one: they compute with step counters as Python floats."""
-    classes = [c for c in type(optimizer).__mro__ if c is not torch.optim.Optimizer]
-    return any(c.__module__.startswith("torch.optim") for c in classes)
-
-
-def _as_eager_keeps_it(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> Any:
-    """New counters are made in fp64 while tracing; eager makes them in the default dtype's precision."""
-    if isinstance(value, torch.Tensor) and _counts_in_double(optimizer) and key in _COUNTERS:
-        return value.to(torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32)
-    return value
-
-
-@contextmanager
-def _watch_step(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[None]:
-    """Know when the optimizer updates, and let torch's own make their counters in fp64 meanwhile."""
-    default = torch.get_default_dtype()
-
-    def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder.updating += 1
-        if _counts_in_double(optimizer):
-            torch.set_default_dtype(torch.float64)
-        if args[1:] and callable(args[1]):  # (optimizer, closure)
-            return (args[0], as_outside(args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": as_outside(kwargs["closure"])}
-        return None
-
-    def as_outside(closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            inside = torch.get_default_dtype()
-            torch.set_default_dtype(default)
-            recorder.updating -= 1
-            try:
-                return closure()
-            finally:
-                recorder.updating += 1
-                torch.set_default_dtype(inside)
-
-        return run
-
-    def leave(*_: Any) -> None:
-        recorder.updating -= 1
-        torch.set_default_dtype(default)
-
-    with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, default)
-        stack.callback(optimizer.register_step_pre_hook(enter).remove)
-        stack.callback(optimizer.register_step_post_hook(leave).remove)
-        yield
 
 
 @contextmanager

@@ -1,0 +1,183 @@
+"""Optimizers while the step is traced: in their plainest form, with counters computed as eager computes them.
+
+In: an optimizer whose groups and state hold fakes, for the length of a trace. torch's optimizers are traced one tensor
+at a time and with counters as tensors, so that nothing in the graph asks for a value. In eager a counter is taken out
+of its tensor and computed with as a Python float; ``Numbers`` makes a tensor behave like one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from passes import CaptureError
+
+from ._torch import TorchFunctionMode, compiling, tree_flatten, tree_map
+from .provenance import Recorder
+
+# State of torch's optimizers that eager takes out of its tensor to compute with.
+_COUNTERS = {"step", "mu_product", "eta", "mu"}
+# They branch on the value of a counter, except in the form that keeps counters as tensors.
+_BRANCHING = (torch.optim.RAdam, torch.optim.ASGD)
+# What they return is the number that they were given.
+_COPIES = {"clone", "detach"}
+# Why some cannot be part of a graph, and the way out.
+_REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: (
+        "LBFGS calls its closure until the loss is small enough, so how much it computes depends on the data. Use an "
+        "optimizer that needs no closure, or return the gradients from the step and run LBFGS outside of it"
+    ),
+    torch.optim.SparseAdam: (
+        "SparseAdam needs sparse gradients, whose sizes depend on the data. Make the embedding without sparse=True, "
+        "and use Adam"
+    ),
+}
+
+
+def check_traceable(path: str, optimizer: Optimizer) -> None:
+    """Raise ``CaptureError`` for an optimizer that no graph can hold."""
+    for kind, reason in _REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise CaptureError(f"{path} cannot be part of a compiled step: {reason}")
+
+
+class Numbers(TorchFunctionMode):
+    """Within it, some tensors without dims are to torch what a Python float is.
+
+    They are the counters given to ``add``, tensors made from nothing, and what is computed from these alone. The rules
+    are those of Python floats: among themselves they compute in fp64; next to other tensors without dims they take
+    their dtype, as they do next to the counter that is written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.active = True
+        self._numbers: dict[int, Tensor] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Let ``tensor`` be a number."""
+        self._numbers[id(tensor)] = tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        strangers = bool(operands) and not any(map(self._is_number, operands))
+        if not self.active or strangers or func.__name__ in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        written = operands[:1] if _is_in_place(func) else []
+        others = [x for x in operands if not self._is_number(x)] + written
+        dtype = _dtype_beside(others)
+
+        def read(x: Any) -> Any:
+            is_read = self._is_number(x) and x.is_floating_point() and not any(x is w for w in written)
+            return x.to(dtype) if is_read and dtype is not None and func.__name__ not in _COPIES else x
+
+        result = func(*tree_map(read, args), **tree_map(read, kwargs))
+        if not others and isinstance(result, Tensor) and not result.ndim:
+            self.add(result)
+        return result
+
+    def _is_number(self, value: Any) -> bool:
+        return id(value) in self._numbers
+
+
+def _is_in_place(func: Any) -> bool:
+    name: str = func.__name__
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _dtype_beside(others: Iterable[Tensor]) -> torch.dtype | None:
+    """The dtype in which numbers are read next to ``others``; None where torch's own promotion does as for floats."""
+    dtypes = [x.dtype for x in others if x.is_floating_point() or x.is_complex()]
+    if any(x.ndim for x in others):
+        return None
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float64
+
+
+class Watched:
+    """One optimizer for the length of a trace: its plainest form, and its steps known as updates.
+
+    Make it before its groups are made plain: it keeps in mind which form the user asked for.
+    """
+
+    def __init__(self, optimizer: Optimizer, recorder: Recorder) -> None:
+        self.optimizer, self.recorder = optimizer, recorder
+        groups = optimizer.param_groups
+        asked_for_tensors = any(group.get("capturable") or group.get("differentiable") for group in groups)
+        fused = any(group.get("fused") for group in groups)
+        rates = [group["lr"] for group in groups if isinstance(group.get("lr"), Tensor)]
+        takes_out = _is_torchs(optimizer) and not asked_for_tensors
+        # A learning rate that is a tensor rounds what it meets, in an order that the form with tensors does not keep.
+        self.in_floats = bool(takes_out and rates and not fused and not isinstance(optimizer, _BRANCHING))
+        self.numbers = Numbers() if takes_out and not self.in_floats else None
+
+    def make_plain(self) -> None:
+        """Ask for one tensor at a time, and for counters as tensors where torch has that."""
+        plain = {"foreach": False, "fused": False, "capturable": not self.in_floats}
+        for group in self.optimizer.param_groups:
+            if self.numbers is not None and group.get("fused") and isinstance(group["lr"], Tensor):
+                self.numbers.add(group["lr"])  # a fused kernel takes it out, too
+            group.update({key: value for key, value in plain.items() if key in group})
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Watch every call of ``optimizer.step`` for the length of the context."""
+        attributes = self.optimizer.__dict__
+        before = {key: attributes[key] for key in ("step",) if key in attributes}  # a scheduler puts one there
+        step: Callable[..., Any] = self.optimizer.step
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map(self._outside, (args, kwargs))
+            with self.numbers or nullcontext(), self._updating(True):
+                return step(*args, **kwargs)
+
+        self._add_counters()
+        attributes["step"] = watched
+        try:
+            yield
+        finally:
+            del attributes["step"]
+            attributes.update(before)
+
+    def _add_counters(self) -> None:
+        for values in self.optimizer.state.values():
+            for key in _COUNTERS & values.keys():
+                if self.numbers is not None and isinstance(values[key], Tensor):
+                    self.numbers.add(values[key])
+
+    def _outside(self, closure: Any) -> Any:
+        """A closure is no part of the update."""
+        if not callable(closure):
+            return closure
+
+        def run() -> Any:
+            with self._updating(False):
+                return closure()
+
+        return run
+
+    @contextmanager
+    def _updating(self, inside: bool) -> Iterator[None]:
+        by = 1 if inside else -1
+        self.recorder.updating += by
+        if self.numbers is not None:
+            self.numbers.active = inside
+        try:
+            with compiling(not (inside and self.in_floats)):
+                yield
+        finally:
+            self.recorder.updating -= by
+            if self.numbers is not None:
+                self.numbers.active = not inside
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is one of torch's, or made from one."""
+    classes = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer]
+    return any(kind.__module__.startswith("torch.optim") for kind in classes)
