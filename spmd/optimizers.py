@@ -56,7 +56,7 @@ class Numbers(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.active = True
         self._numbers: dict[int, Tensor] = {}
 

@@ -22,6 +22,7 @@ from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, tree_flatten, 
 from .kept import attributes_kept, group_kept, holds_traced, is_traced
 from .optimizers import Watched, check_traceable
 from .provenance import Recorder
+from .selects import symbolic_min_and_max
 from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
 
 
@@ -83,6 +84,7 @@ class Trace:
             swap = _Swap(self, fakes, recorder)
             stack.enter_context(swap.state())
             stack.enter_context(compiling())
+            stack.enter_context(symbolic_min_and_max())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(recorder.watch_modules())
             stack.enter_context(recorder)
