@@ -17,6 +17,7 @@ from .modes import ParallelMode, PlannedMode
 from .override import Override
 from .partition import partition
 from .plan import Plan
+from .randomness import rng_state, seed, set_rng_state
 from .rules import register_rule
 from .step import CompiledStep, compile
 from .world import world
@@ -40,5 +41,8 @@ __all__ = [
     "compile",
     "partition",
     "register_rule",
+    "rng_state",
+    "seed",
+    "set_rng_state",
     "world",
 ]

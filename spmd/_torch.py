@@ -69,6 +69,22 @@ def compiling(flag: bool = True) -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+@contextmanager
+def selecting() -> Iterator[None]:
+    """Let selective checkpoint save and recompute as in eager, not leave that to a compiler's partitioner.
+
+    The flag behind it is private; seen in 2.13 to 2.15. Without it, in 2.11, nothing that was saved is computed again.
+    """
+    before = getattr(torch.compiler, "_is_non_strict_tracing_flag", None)
+    if before is not None:
+        torch.compiler._is_non_strict_tracing_flag = True
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.compiler._is_non_strict_tracing_flag = before
+
+
 def newest_sequence_number() -> int:
     """The number of the autograd node that was made last."""
     return int(next_sequence_number()) - 1
@@ -100,6 +116,7 @@ __all__ = [
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
     "rename",
+    "selecting",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",

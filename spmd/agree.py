@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from passes import RankMismatchError
@@ -39,17 +38,16 @@ class Agreement:
     def __init__(self, what: str) -> None:
         self.what, self._told = what, False
 
-    def agree(self, text: str) -> int:
-        """Wait for all ranks and return a number drawn by rank 0.
+    def agree(self, text: str, proposed: list[int]) -> list[int]:
+        """Wait for all ranks and return what rank 0 ``proposed``.
 
         Raises ``RankMismatchError`` if a rank failed, did not come, or came with another ``text``.
         """
-        drawn = str(torch.randint(1 << 62, (), generator=_generator()).item())
         if not _can_talk():
-            return int(drawn)
+            return proposed
         self._told = True
         digest = hashlib.sha256(text.encode()).hexdigest()
-        theirs = [json.loads(told) for told in _exchange(json.dumps(["ready", drawn, digest, text[:_SHOWN]]))]
+        theirs = [json.loads(told) for told in _exchange(json.dumps(["ready", proposed, digest, text[:_SHOWN]]))]
         for rank, (state, told, *_) in enumerate(theirs):
             if state == "failed":
                 raise RankMismatchError(f"{self.what} was not compiled on any rank, since rank {rank} failed: {told}")
@@ -59,20 +57,13 @@ class Agreement:
                 f"expected {self.what} to be the same on all ranks, but rank {different[0]} differs from rank 0:\n"
                 f"{_first_difference(theirs[0][3], theirs[different[0]][3])}"
             )
-        return int(theirs[0][1])
+        return list(theirs[0][1])
 
     def fail(self, error: Exception) -> None:
         """Tell the others that this rank does not come."""
         if not self._told and _can_talk():
             self._told = True
             _tell(json.dumps(["failed", f"{type(error).__name__}: {error}"[:_SHOWN]]))
-
-
-def _generator() -> torch.Generator:
-    """Rank 0's choice follows ``torch.manual_seed``, and takes nothing from the default generator."""
-    generator = torch.Generator()
-    generator.set_state(torch.default_generator.get_state())
-    return generator
 
 
 def _can_talk() -> bool:

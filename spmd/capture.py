@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from passes import CaptureError, Input, Mesh, Output, OutputKind, Program, Role, SpmdError
+from passes.random import draws
 
 from ._torch import (
     ConstantSource,
@@ -203,6 +204,7 @@ class _Functional(fx.Interpreter):
         super().__init__(module)
         self.constants = constants
         self.last: fx.Node | None = None
+        self.draws: dict[tuple[int, int], int] = {}  # by the draw of the first trace, and the place in what it became
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.constants[target]
@@ -221,8 +223,17 @@ class _Functional(fx.Interpreter):
             for node in added[1:]:
                 node.meta["origin"] = replace(origin, grad_of=None, cotangent_of=None)
             added[0].meta["origin"] = origin
+            self._number(added[::-1], origin)
         self.last = added[0] if added else self.last
         return result
+
+    def _number(self, added: list[fx.Node], origin: Origin) -> None:
+        """Number the random ops that one became; where it draws what another did, so do they."""
+        if origin.draw is None:
+            return
+        random = [node for node in added if draws(node.target, node.args, node.kwargs)]
+        for place, node in enumerate(random):
+            node.meta["draw"] = self.draws.setdefault((origin.draw, place), len(self.draws))
 
 
 def _functional(first: fx.GraphModule, fakes: Fakes) -> tuple[fx.GraphModule, list[torch.Tensor]]:
@@ -314,10 +325,15 @@ def _with_val(output: Output, value: Any) -> Output:
 
 def _describe_nodes(program: Program) -> None:
     """Spell an ``Origin`` out in ``meta``, in the words that passes, dumps and errors use."""
+    became: dict[int, list[fx.Node]] = {}  # by the number of an origin
     for node in program.graph.nodes:
         origin: Origin | None = node.meta.get("origin")
         if origin is None:
             continue
+        became.setdefault(origin.number, []).append(node)
+        if origin.recompute_of is not None:
+            place, originals = len(became[origin.number]) - 1, became.get(origin.recompute_of, [node])
+            node.meta["recompute_of"] = originals[min(place, len(originals) - 1)].name
         node.meta["phase"], node.meta["module"], node.meta["source"] = origin.phase, origin.module, origin.source
         if origin.grad_of is not None:
             node.meta["grad_of"] = origin.grad_of

@@ -30,12 +30,19 @@ class Chooser:
     _asked: dict[Any, list[Option]] = field(default_factory=dict)
 
     def cheapest(
-        self, call: Call, operands: Sequence[Value], wanted: Placements | None, in_backward: bool
+        self,
+        call: Call,
+        operands: Sequence[Value],
+        wanted: Placements | None,
+        in_backward: bool,
+        only: Placements | None = None,
     ) -> list[Option]:
-        """One option per axis. ``wanted`` is where the (first) result is wanted, if that is known."""
+        """One option per axis. ``wanted`` is where the (first) result is wanted, ``only`` where it must be."""
         chosen: list[Option] = []
         for index in range(len(self.mesh.axes)):
             options = self.options(call, chosen)
+            if only is not None:
+                options = [option for option in options if option.results[0] == only[index]]
             costs = [self._cost(option, call, operands, index, wanted, in_backward) for option in options]
             chosen.append(options[costs.index(min(costs))])
         return chosen

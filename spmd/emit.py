@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Shard
 
 from passes import Mesh, PartitionError, Program, Role
 from passes.program import Input, Placements
-from passes.random import draw
+from passes.random import draw, draws
 
 from ._torch import OpOverload
+from .placements import local_start
 from .redistribute import Reason, Redistribution
 from .values import Value, results
 
 aten = torch.ops.aten
-_CARRIED = ("phase", "module", "source", "grad_of", "recompute_of")
+_CARRIED = ("phase", "module", "source", "grad_of", "recompute_of", "draw")
 
 
 class Emitter:
@@ -29,7 +29,7 @@ class Emitter:
         self.graph = fx.Graph()
         self.mesh: Mesh = program.mesh
         self.seed: fx.Node | None = None
-        self._randoms = 0
+        self._unnumbered = 0
         self._fakes = _fake_mode(program)
 
     def placeholder(self, node: fx.Node, val: Any) -> fx.Node:
@@ -56,7 +56,7 @@ class Emitter:
     def op(self, node: fx.Node, args: Any, kwargs: Any, placements: Sequence[Placements | None]) -> fx.Node:
         """The op of ``node`` on this rank's parts; its results have ``placements``."""
         target: Any = node.target
-        if _is_random(target, args, kwargs):
+        if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
         if target is aten.view.default and not _is_viewable(args):
             target = aten.reshape.default  # the whole could be viewed so; this rank's part is laid out otherwise
@@ -104,13 +104,16 @@ class Emitter:
             with self.graph.inserting_after(last):
                 self.seed = self.graph.placeholder("seed")
             self.seed.meta["val"] = 0
-        shard = 0
-        for place, axis in zip(next(p for p in placements if p is not None), self.mesh.axes, strict=True):
-            shard = shard * axis.size + (axis.coordinate if isinstance(place, Shard) else 0)
-        self._randoms += 1
-        arguments = (target, self.seed, self._randoms, shard, *args)
+        whole, placement = next((v, p) for v, p in zip(results(node.meta["val"]), placements, strict=True) if p)
+        part = tuple(zip(local_start(whole.shape, placement, self.mesh), whole.shape, strict=True))
+        arguments = (target, self.seed, self._number(node), part, *args)
         new = self.graph.create_node("call_function", draw, arguments, kwargs, name=node.name)
         return self._described(new, node, self._run(target, args, kwargs))
+
+    def _number(self, node: fx.Node) -> int:
+        """The number that capture gave; others below zero, for graphs that were not captured here."""
+        self._unnumbered -= "draw" not in node.meta
+        return int(node.meta.get("draw", self._unnumbered))
 
     def _described(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
         new.meta.update((key, like.meta[key]) for key in _CARRIED if key in like.meta)
@@ -138,17 +141,6 @@ def _fake_mode(program: Program) -> Any:
     raise PartitionError(
         "expected a program with at least one tensor among its inputs, got none: there is nothing to do"
     )
-
-
-def _is_random(target: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws numbers: attention is marked as random, but without dropout it is not."""
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0)
-    return True
 
 
 def _is_viewable(args: Any) -> bool:

@@ -7,6 +7,8 @@ brings the operands there (``redistribute.py``). What keeps a data-parallel step
 - a split parameter is gathered once, before forward or backward first reads it (``Plan.options``);
 - in backward, the gradient of an activation is wanted where the activation is (noted at capture), so that nothing is
   built whole and cut afterwards;
+- what is drawn at random is split as what it meets, or like the batch where it has the batch's length; a draw that is
+  computed again is split as it was the first time, since its numbers depend on that;
 - a sum over the batch stays a sum of the ranks' shares until someone needs its value; a gradient is reduced once, at
   the node that capture knows to be the whole of it, to where its parameter lives.
 
@@ -63,6 +65,7 @@ class _Partitioner:
         self.values: dict[fx.Node, Any] = {}
         self.gathered: dict[fx.Node, Value] = {}
         self.by_origin: dict[int, fx.Node] = {}
+        self.drawn: dict[int, Placements] = {}  # by the number of the draw
         self.notes: dict[str, str] = {}
 
     def run(self) -> Program:
@@ -169,7 +172,12 @@ class _Partitioner:
         operands = self._operands(node)
         call = self._call(node, operands)
         in_backward = node.meta.get("phase") is Phase.BACKWARD
-        chosen = self.chooser.cheapest(call, operands, self._wanted(node), in_backward)
+        draw: int | None = node.meta.get("draw")
+        wanted = self._wanted(node) if draw is None else self._meets(node)
+        before = self.drawn.get(draw) if draw is not None else None
+        chosen = self.chooser.cheapest(call, operands, wanted, in_backward, before)
+        if draw is not None:
+            self.drawn[draw] = tuple(option.results[0] or Replicate() for option in chosen)
         if rule_of(node.target) is None:
             self._note_no_rule(node, operands)
         self.values[node] = self._apply(node, call, operands, chosen)
@@ -221,6 +229,32 @@ class _Partitioner:
         if not isinstance(held, Value) or not isinstance(val, torch.Tensor) or held.shape != tuple(val.shape):
             return None
         return held.primary
+
+    def _meets(self, node: fx.Node) -> Placements | None:
+        """How what is drawn here is best split: as the first split value of its shape that it is computed with."""
+        shape, pending, seen = node.meta["val"], [node], {node}
+        shape = tuple(shape.shape) if isinstance(shape, torch.Tensor) else None
+        while pending:
+            for user in pending.pop(0).users:
+                for held in (self.values.get(leaf) for leaf in user.all_input_nodes):
+                    if isinstance(held, Value) and held.shape == shape and is_sharded(held.primary):
+                        return held.primary
+                val = user.meta.get("val")
+                if user not in seen and isinstance(val, torch.Tensor) and tuple(val.shape) == shape:
+                    seen.add(user)
+                    pending.append(user)
+        return self._like_the_batch(shape)
+
+    def _like_the_batch(self, shape: tuple[int, ...] | None) -> Placements | None:
+        """The placement of the batch, if the dims that it splits have the same lengths here."""
+        for declared in self.program.inputs:
+            placement = self.placements[declared.name]
+            dims = [p.dim for p in placement if isinstance(p, Shard)]
+            if declared.role is not Role.BATCH or not dims or shape is None or len(shape) <= max(dims):
+                continue
+            if all(shape[d] == declared.shape[d] for d in dims):
+                return placement
+        return None
 
     def _apply(self, node: fx.Node, call: Call, operands: Sequence[Value], chosen: Sequence[Option]) -> Any:
         """Bring the operands to where the options want them, and emit the op on this rank's parts."""

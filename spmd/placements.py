@@ -71,6 +71,16 @@ def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
     return tuple(local)
 
 
+def local_start(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
+    """Where this rank's part of a global shape starts, along each dim."""
+    local, starts = list(shape), [0] * len(shape)
+    for entry, axis in zip(placement, mesh.axes, strict=True):
+        if isinstance(entry, Shard):
+            start, local[entry.dim] = chunk(local[entry.dim], axis.size, axis.coordinate)
+            starts[entry.dim] += start
+    return tuple(starts)
+
+
 def global_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
     """The global shape of which every rank has an equal part of this shape."""
     full = list(shape)

@@ -11,7 +11,7 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes import Phase
+from passes import CaptureError, Phase
+from passes.random import draws
 
 from ._torch import (
     TorchDispatchMode,
@@ -30,6 +31,8 @@ from ._torch import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from .randomness import Draws
+from .recompute import Recomputed, recomputing
 
 _INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
@@ -44,6 +47,8 @@ class Origin:
     source: str = ""
     cotangent_of: tuple[int, int] | None = None  # (number, output) of the forward op whose gradient this is
     grad_of: str | None = None
+    draw: int | None = None  # which draw of the step it is; equal numbers draw the same
+    recompute_of: int | None = None  # the number of the op that computed the same before; see recompute.py
 
 
 @dataclass
@@ -63,18 +68,22 @@ class Recorder(TorchDispatchMode):
         self.updating = 0  # depth of Optimizer.step and zero_grad calls
         self._names = module_names
         self._modules: list[str] = []
+        self._outside: int | None = None  # in a recomputation: how many modules were running around it
         self._last: fx.Node | None = None
         self._count = 0
         self._forward: dict[int, _Forward] = {}
         self._hooked: set[int] = set()
+        self._draws = Draws()
+        self._recomputed = Recomputed()
         self._kept: list[Any] = []  # autograd nodes with a hook of ours: kept alive so that ids stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         current = current_autograd_node()
         if current is not None:
             self._hook_upstream(current)
+        drawn = self._number(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        self._note(current)
+        self._note(current, drawn)
         return result
 
     def __enter__(self) -> Any:
@@ -82,15 +91,21 @@ class Recorder(TorchDispatchMode):
             self._last = node  # what is there already is none of the step's
         return super().__enter__()  # type: ignore[no-untyped-call]
 
+    def generators_kept(self) -> AbstractContextManager[None]:
+        """Leave the default generators as they were."""
+        return self._draws.generators_kept()
+
     @contextmanager
     def watch_modules(self) -> Iterator[None]:
         """Know the module that is running, by hooks on every module call."""
 
         def enter(module: nn.Module, args: Any) -> None:
+            if self._outside is None and current_autograd_node() is not None:
+                self._outside = len(self._modules)
             self._modules.append(self._names.get(id(module), type(module).__name__))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._modules.pop()
+            del self._modules[-1:]
 
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(enter).remove)
@@ -109,16 +124,41 @@ class Recorder(TorchDispatchMode):
         node = proxy_node(tensor, mode.tracer)
         return node.meta.get("origin") if node is not None else None
 
-    def _note(self, current: Any) -> None:
+    def _number(self, op: Any, args: Any, kwargs: Any) -> int | None:
+        """Which draw of the step a random op is."""
+        if not draws(op, args, kwargs):
+            return None
+        if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
+            raise CaptureError(
+                f"{op} draws from a generator of its own, which every rank would move on by itself: leave generator= "
+                f"out, and call spmd.seed to choose the numbers, or draw outside of the step and pass what was drawn, "
+                f"at {user_line(sys._getframe(2))}"
+            )
+        return self._draws.number(args, kwargs)
+
+    def _note(self, current: Any, drawn: int | None) -> None:
         graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
         added = _added_since(self._last, graph)
         if not added:
             return
-        origin = self._origin(current)
+        run = recomputing(sys._getframe(2)) if current is not None else None
+        if run is None and self._outside is not None:  # checkpoint leaves modules by an exception when it has enough
+            del self._modules[self._outside :]
+            self._outside = None
+        origin = replace(self._origin(None if run else current), draw=drawn)
         for node in added:
             if node.op == "call_function":
                 node.meta["origin"] = replace(origin)
+                if run is not None:
+                    self._mark(node, run)
         self._last = added[-1]
+
+    def _mark(self, node: fx.Node, run: FrameType) -> None:
+        """Note that checkpoint computes ``node`` again, in backward."""
+        origin: Origin = node.meta["origin"]
+        original = self._recomputed.original(node, run)
+        of = original.meta.get("origin") if original is not None else None
+        origin.phase, origin.recompute_of = Phase.BACKWARD, of.number if of is not None else origin.number
 
     def _origin(self, current: Any) -> Origin:
         self._count += 1

@@ -16,6 +16,7 @@ from passes.program import is_sharded
 from .capture import Captured, FromOutput
 from .live import as_dtensor
 from .lower import Executable
+from .randomness import next_call
 from .state import Arguments, Slot, hyper_parameters_of
 
 
@@ -30,9 +31,7 @@ class Compiled:
     device_mesh: DeviceMesh
     report: Report
     fixed: dict[str, torch.Tensor]  # state that a transform added
-    base_seed: int
     owners: list[weakref.ref[Any]]  # the modules and optimizers it was compiled for: the ids of dead ones are reused
-    calls: int = 0
 
     def is_for(self, arguments: Arguments, hyper_parameters: Sequence[Any]) -> bool:
         """Whether a call with this program's key, and these values of hyper-parameters, may run it."""
@@ -48,7 +47,6 @@ class Compiled:
 
     def run(self, arguments: Arguments, slots: Sequence[Slot]) -> Any:
         """One call: gather the inputs, run, put results and new state where they belong."""
-        self.calls += 1
         given = {leaf.name: leaf.value for leaf in arguments.tensors()}
         contiguous = {name: tensor.contiguous() for name, tensor in given.items()}
         returned = self.executable(self._inputs(arguments, slots, contiguous))
@@ -66,7 +64,7 @@ class Compiled:
         values.update((f"constant.{k}", c) for k, c in enumerate(self.captured.constants))
         if any(declared.role is Role.SEED for declared in self.program.inputs):
             torch.empty((), dtype=torch.int64).random_()  # as eager, a call with random ops moves the generator on
-            values["seed"] = self.base_seed + self.calls
+            values["seed"] = next_call()
         return [values[declared.name] for declared in self.program.inputs]
 
     def _store(self, returned: list[Any], arguments: Arguments, slots: dict[str, Slot]) -> None:

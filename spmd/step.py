@@ -29,6 +29,7 @@ from .live import check_memory, commit, prepare
 from .lower import Backend, lower
 from .modes import ParallelMode, check_passes
 from .override import Override, replaced, transform
+from .randomness import adopt, proposed, told
 from .run import Compiled
 from .signature import signature
 from .state import Arguments, HyperParameter, Slot, hyper_parameters_of, read_arguments, slots_of
@@ -169,7 +170,7 @@ class CompiledStep:
         if dump:
             dump.stage(99, "lowered", program)
             dump.report(report)
-        base_seed = agreement.agree(_told(captured, program))
+        adopt(agreement.agree(_told(captured, program), proposed(first=not self._order)))
         commit(prepared, arguments, mesh, device_mesh)
         known = {id(local) for local in prepared.locals}
         fixed = {
@@ -178,7 +179,7 @@ class CompiledStep:
             if id(tensor) not in known
         }
         owners = [weakref.ref(owner) for owner in (*arguments.modules.values(), *arguments.optimizers.values())]
-        return Compiled(program, captured, partitioned, executable, device_mesh, report, fixed, base_seed, owners)
+        return Compiled(program, captured, partitioned, executable, device_mesh, report, fixed, owners)
 
     def _mesh(self, arguments: Arguments, slots: Sequence[Slot]) -> DeviceMesh:
         """The mode's mesh, else that of all ranks for the device the model is on."""
@@ -279,11 +280,11 @@ def _check_backend(given: Any) -> Any:
 
 
 def _told(captured: Captured, program: Program) -> str:
-    """What must be equal on all ranks: the captured program with its constants, and what it communicates in the end."""
+    """What must be equal on all ranks: the user's seed, the captured program and its constants, its collectives."""
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
-    return "\n".join([*inputs, *constants, captured.program.graph_module.code, *traffic])
+    return "\n".join([told(), *inputs, *constants, captured.program.graph_module.code, *traffic])
 
 
 def _transformed(program: Program, transformation: Callable[[fx.GraphModule], fx.GraphModule] | None) -> Program:

@@ -18,7 +18,7 @@ from torch import fx
 
 from passes import CaptureError
 
-from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, tree_flatten, tree_unflatten
+from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, selecting, tree_flatten, tree_unflatten
 from .kept import attributes_kept, group_kept, holds_traced, is_traced
 from .optimizers import Watched, check_traceable
 from .provenance import Recorder
@@ -84,9 +84,11 @@ class Trace:
             swap = _Swap(self, fakes, recorder)
             stack.enter_context(swap.state())
             stack.enter_context(compiling())
+            stack.enter_context(selecting())
             stack.enter_context(symbolic_min_and_max())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(recorder.watch_modules())
+            stack.enter_context(recorder.generators_kept())
             stack.enter_context(recorder)
             args, kwargs = self._call_arguments(fakes)
             result = self.function(*args, **kwargs)

@@ -65,7 +65,7 @@ def test_functions_of_this_package_are_imported_by_name() -> None:
     program = make_program(step, x=f64(3), seed=7)
     seed = program.placeholders[1]
     with program.graph.inserting_before(program.output_node):
-        drawn = program.graph.call_function(draw, (torch.ops.prims.normal.default, seed, 0, 1, [3]))
+        drawn = program.graph.call_function(draw, (torch.ops.prims.normal.default, seed, 0, ((0, 3),), [3]))
         drawn.kwargs = {
             "mean": 0.0,
             "std": 1.0,
