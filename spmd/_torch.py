@@ -27,6 +27,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 # Hooks on every module call while tracing, to know the module of a node. 2.11 to 2.15.
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+# What all batch norms are, SyncBatchNorm too. 2.11 to 2.15.
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
 # The autograd node that runs now, and the number of the newest one: from a backward op to its forward op. 2.11 to 2.15.
 from torch._C import _current_autograd_node as current_autograd_node
 from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
@@ -91,6 +94,7 @@ def newest_sequence_number() -> int:
 
 
 __all__ = [
+    "BatchNorm",
     "ConstantSource",
     "DataDependentOutputException",
     "DimDynamic",

@@ -28,6 +28,11 @@ def table() -> Table:
     return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **_ours()}
 
 
+def undeclared_writers() -> Table:
+    """Ops that write running statistics, which their schemas do not say: taken apart where mutations are recorded."""
+    return get_decompositions([aten.native_batch_norm, aten.cudnn_batch_norm])
+
+
 @functools.cache
 def _torch_table() -> Table:
     return dict(core_aten_decompositions().items())  # collected anew, slowly, at every call

@@ -118,6 +118,11 @@ class Recorder(TorchDispatchMode):
         if origin is not None:
             origin.grad_of = parameter
 
+    def source_of(self, tensor: torch.Tensor) -> str:
+        """The user's line that made a traced tensor, empty if that is not known."""
+        origin = self._origin_of(tensor)
+        return origin.source if origin is not None else ""
+
     def _origin_of(self, tensor: torch.Tensor) -> Origin | None:
         mode = get_proxy_mode()
         assert mode is not None, "gradients are tagged while tracing"

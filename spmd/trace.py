@@ -19,10 +19,13 @@ from torch import fx
 from passes import CaptureError
 
 from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, selecting, tree_flatten, tree_unflatten
+from .decompositions import undeclared_writers
 from .kept import attributes_kept, group_kept, holds_traced, is_traced
+from .norms import traceable
 from .optimizers import Watched, check_traceable
 from .provenance import Recorder
 from .selects import symbolic_min_and_max
+from .set_data import SetDataCopies
 from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
 
 
@@ -74,7 +77,7 @@ class Trace:
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the tensors of ``ends``, flat."""
-        return make_fx(self._run, tracing_mode="fake")(*self.fakes.flat)
+        return make_fx(self._run, decomposition_table=undeclared_writers(), tracing_mode="fake")(*self.fakes.flat)
 
     def _run(self, *flat: Any) -> list[Any]:
         names = {id(module): name for name, module in submodules_of(self.arguments.modules)}
@@ -89,6 +92,7 @@ class Trace:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(recorder.watch_modules())
             stack.enter_context(recorder.generators_kept())
+            stack.enter_context(SetDataCopies())
             stack.enter_context(recorder)
             args, kwargs = self._call_arguments(fakes)
             result = self.function(*args, **kwargs)
@@ -139,6 +143,7 @@ class _Swap:
         places = self._swapped = self._places()
         for name, submodule in submodules_of(self.modules):
             stack.enter_context(attributes_kept(name, submodule))
+            stack.enter_context(traceable(submodule))
             stack.enter_context(_restored(submodule._parameters))
             stack.enter_context(_restored(submodule._buffers))
         for holder in {id(holder): holder for holder, _, _ in places}.values():
@@ -246,8 +251,21 @@ class _Swap:
         if slot.input.role == "gradient":
             return self.fake_of[slot.input.of or ""].grad
         if slot.input.role != "optimizer state":
-            return slot.holder[slot.key]
-        return self.fake_state[id(slot.holder)].get(slot.key)
+            return self._unchanged_in_kind(slot, slot.holder[slot.key])
+        return self._unchanged_in_kind(slot, self.fake_state[id(slot.holder)].get(slot.key))
+
+    def _unchanged_in_kind(self, slot: Slot, value: Any) -> Any:
+        """State keeps its shape and dtype from call to call: programs are bound to it, and ranks hold parts of it."""
+        before = slot.input
+        if isinstance(value, torch.Tensor) and (tuple(value.shape), value.dtype) == (before.shape, before.dtype):
+            return value
+        now = f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        line = self.recorder.source_of(value) if isinstance(value, torch.Tensor) else ""
+        raise CaptureError(
+            f"the step makes {before.name}, which is {before.dtype}{list(before.shape)}, into {now}"
+            f"{f' at {line}' if line else ''}: state keeps its shape and dtype from call to call. Make it in its final "
+            "form before the step, and convert what is written into it"
+        )
 
     def _new_gradients(self) -> dict[str, Any]:
         kept = {slot.input.of for slot in self.trace.slots if slot.input.role == "gradient"}
