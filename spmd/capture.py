@@ -7,9 +7,11 @@ The second runs the first one's graph once more, below autograd, to make it func
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from traceback import extract_tb
 from typing import Any, Literal
 
 import torch
@@ -181,8 +183,14 @@ _WAYS_OUT = (
 )
 
 
+_CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
+_NORM_OUTSIDE = "leave error_if_nonfinite out, return the norm from the step and look at it there"
+
+
 def _reason(error: Exception) -> str | None:
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
+        if any(frame.filename.endswith(_CLIPPING) for frame in extract_tb(error.__traceback__)):
+            return f"clipping needs the value of the norm, to raise if it is not finite: {_NORM_OUTSIDE}. It was needed"
         return f"it needs the value of a tensor, which is not known while tracing. {_WAYS_OUT}. This was needed"
     if isinstance(error, DynamicOutputShapeException):
         return f"the shape of a result depends on values ({error.func}). {_WAYS_OUT}. This was needed"

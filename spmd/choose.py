@@ -17,7 +17,7 @@ from passes import Mesh
 from passes.program import Placements
 
 from .placements import local_shape
-from .redistribute import cost
+from .redistribute import LATENCY_BYTES, cost
 from .rules import Call, Info, Option, localize_of, rule_of
 from .values import Value
 
@@ -89,10 +89,17 @@ class Chooser:
 
     def _cost_to(self, held: Value, axis: int, placement: Placement, in_backward: bool) -> float:
         size = self.mesh.axes[axis].size
+        nbytes = {form: held.bytes_before(form, axis, self.mesh) for form in held.forms}
         return min(
-            cost(form[axis], placement, held.bytes_before(form, axis, self.mesh), size, allow_split_sum=in_backward)
+            cost(form[axis], placement, nbytes[form], size, in_backward) + _later(form[axis], placement, nbytes[form])
             for form in held.forms
         )
+
+
+def _later(source: Placement, target: Placement, nbytes: float) -> float:
+    """What is small is not scattered: that saves no time now, and whoever needs it whole would have to gather."""
+    scatters = isinstance(source, Partial) and isinstance(target, Shard)
+    return nbytes if scatters and nbytes <= LATENCY_BYTES else 0.0
 
 
 def _whole(call: Call) -> Option:

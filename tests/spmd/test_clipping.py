@@ -1,0 +1,159 @@
+"""Clipping uses the global norm, and returns it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.oracle import Case, assert_agrees
+from tests.harness.pool import Ranks
+from tests.harness.structure import compile_on_fake_ranks, counts, regression
+
+
+@dataclass(frozen=True)
+class ByNorm(MLP):
+    """15 x 17 weights, and parameters of one element: nothing divides by the ranks."""
+
+    sizes: tuple[int, ...] = (15, 17, 3, 1)
+    rows: int = 5
+    optimizer: str = "SGD momentum"
+    norm: float = 2.0
+    foreach: bool | None = None
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        return *super().part(rank, step), self.norm, self.foreach
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, norm: float, foreach: bool | None) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm, foreach=foreach)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, total
+
+
+class ByValue(ByNorm):
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, norm: float, foreach: bool | None) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
+        optimizer.step()
+        return loss
+
+
+class InTwoParts(ByNorm):
+    """The norm of all gradients, then clipping; gradients stay to be looked at."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, norm: float, foreach: bool | None) -> Any:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        total = nn.utils.get_total_norm([p.grad for p in model.parameters()], norm, foreach=foreach)
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, total, foreach=foreach)
+        optimizer.step()
+        return loss, total
+
+
+class ByHand(ByNorm):
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, norm: float, foreach: bool | None) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        total = sum(p.grad.norm() ** 2 for p in model.parameters()).sqrt()
+        for p in model.parameters():
+            p.grad.mul_((0.05 / (total + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, total
+
+
+class ByHandOnData(ByNorm):
+    """One flat norm, and gradients exchanged through ``.data``."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, norm: float, foreach: bool | None) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        with torch.no_grad():
+            flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+            scale = torch.where(flat.norm() > 0.05, 0.05 / flat.norm(), 1.0)
+            for p in model.parameters():
+                p.grad.data = p.grad.data * scale
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, scale
+
+
+class PerGroup(ByNorm):
+    """Each group has a norm of its own; the smaller of the two is clipped hard."""
+
+    @staticmethod
+    def step(model: nn.Sequential, optimizer: Any, x: Tensor, y: Tensor, norm: float, foreach: bool | None) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        norms = {
+            name: nn.utils.clip_grad_norm_(layer.parameters(), 0.01, norm, foreach=foreach)
+            for name, layer in model.named_children()
+            if list(layer.parameters())
+        }
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norms
+
+
+INF = float("inf")
+CASES = [
+    *(ByNorm(norm=norm) for norm in (0.5, 1.0, 2.0, 3.0, INF)),
+    *(ByNorm(norm=norm, foreach=foreach) for norm, foreach in ((1.0, True), (2.0, False), (INF, True))),
+    *(ByValue(), ByValue(foreach=True), InTwoParts(), InTwoParts(norm=INF)),
+    *(ByHand(), ByHandOnData(), PerGroup()),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_clipping_agrees_with_the_plain_step(ranks: Ranks, case: Case, request: pytest.FixtureRequest) -> None:
+    worlds = [("fully_shard", 4), ("replicate", 2), ("fully_shard", 2), ("replicate", 4)]
+    which = CASES.index(case) % len(worlds)
+    for style, world in worlds if request.config.getoption("--exhaustive") else [worlds[which]]:
+        assert_agrees(ranks, world, case, style)
+
+
+@pytest.mark.parametrize("norm", [1.0, 2.0, 3.0, INF])
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_the_norm_of_all_gradients_takes_one_all_reduce_where_they_are_split(style: str, norm: float) -> None:
+    def without_result(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        F.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, *rest = regression(16, 16, 8)
+    mode = spmd.DataParallel(style)
+    found = counts(compile_on_fake_ranks(4, without_result, (model, *rest), parallel_mode=mode))
+    split = {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 1}
+    assert found == ({"all_reduce": 1} if style == "replicate" else split)
+
+
+@pytest.mark.parametrize("ask", [nn.utils.clip_grad_norm_, None])
+def test_an_error_for_a_norm_that_is_not_finite_is_refused_with_the_way_out(ask: Any) -> None:
+    def train_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        F.mse_loss(model(x), y).backward()
+        if ask is None:
+            nn.utils.get_total_norm([p.grad for p in model.parameters()], error_if_nonfinite=True)
+        else:
+            ask(model.parameters(), 1.0, error_if_nonfinite=True)
+
+    model, *rest = regression(16, 16, 8)
+    told = r"leave error_if_nonfinite out, return the norm .* at \S*test_clipping.py:"
+    with pytest.raises(spmd.CaptureError, match=told):
+        compile_on_fake_ranks(2, train_step, (model, *rest))
