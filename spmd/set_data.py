@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from passes import CaptureError
+
+from ._torch import TorchFunctionMode
 
 _SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
