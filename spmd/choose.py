@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Mesh
+from passes import Mesh, Phase
 from passes.program import Placements
 
 from .placements import local_shape
@@ -34,7 +34,7 @@ class Chooser:
         call: Call,
         operands: Sequence[Value],
         wanted: Placements | None,
-        in_backward: bool,
+        phase: Phase | None,
         only: Placements | None = None,
     ) -> list[Option]:
         """One option per axis. ``wanted`` is where the (first) result is wanted, ``only`` where it must be."""
@@ -43,9 +43,15 @@ class Chooser:
             options = self.options(call, chosen)
             if only is not None:
                 options = [option for option in options if option.results[0] == only[index]]
-            costs = [self._cost(option, call, operands, index, wanted, in_backward) for option in options]
+            elif phase is Phase.UPDATE and _is_contraction(options):
+                options = _on_matrices(call, options, operands, index)
+            costs = [self._cost(o, call, operands, index, wanted, phase is Phase.BACKWARD) for o in options]
             chosen.append(options[costs.index(min(costs))])
         return chosen
+
+    def whole(self, call: Call) -> list[Option]:
+        """Everything whole, along every axis."""
+        return [_whole(call) for _ in self.mesh.axes]
 
     def without_traffic(self, call: Call, operands: Sequence[Value], result: Placements) -> list[Option] | None:
         """One option per axis that gives exactly ``result`` and takes only what this rank has."""
@@ -100,6 +106,27 @@ def _later(source: Placement, target: Placement, nbytes: float) -> float:
     """What is small is not scattered: that saves no time now, and whoever needs it whole would have to gather."""
     scatters = isinstance(source, Partial) and isinstance(target, Shard)
     return nbytes if scatters and nbytes <= LATENCY_BYTES else 0.0
+
+
+def _is_contraction(options: Sequence[Option]) -> bool:
+    """Whether an op multiplies and sums up: split along what it sums over, it gives each rank a share of the sum."""
+    return any(
+        sum(isinstance(p, Shard) for p in option.operands) > 1 and any(isinstance(p, Partial) for p in option.results)
+        for option in options
+    )
+
+
+def _on_matrices(call: Call, options: Sequence[Option], operands: Sequence[Value], axis: int) -> list[Option]:
+    """What an update may do with a product of state: all of it at once, or rows that this rank has.
+
+    An optimizer that multiplies a matrix with itself does so again and again, often in half precision. It gets the
+    matrix whole, once: shares of sums would be reduced at every product, and rounded otherwise than the sum. A product
+    that is larger than its factors may move them.
+    """
+    whole, *split = options
+    rows = [o for o in split if not any(isinstance(p, Partial) for p in o.results)]
+    grows = sum(r.nbytes for r in call.results if r is not None) > sum(x.nbytes for x in call.operands)
+    return [whole, *(o for o in rows if grows or _is_free(o, operands, axis))]
 
 
 def _whole(call: Call) -> Option:

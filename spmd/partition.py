@@ -67,6 +67,7 @@ class _Partitioner:
         self.by_origin: dict[int, fx.Node] = {}
         self.drawn: dict[int, Placements] = {}  # by the number of the draw
         self.notes: dict[str, str] = {}
+        self.matrices: dict[tuple[str, str], dict[fx.Node, int]] = {}  # by op and line: what updates gather, in bytes
 
     def run(self) -> Program:
         inputs = [self._input(node, declared) for node, declared in self.inputs.items()]
@@ -85,7 +86,7 @@ class _Partitioner:
             inputs=[*inputs, *self.emitter.seed_input()],
             outputs=outputs,
             history=list(self.program.history),
-            notes=[*self.program.notes, *self.notes.values()],
+            notes=[*self.program.notes, *self._notes()],
         )
 
     # Inputs and outputs
@@ -171,15 +172,17 @@ class _Partitioner:
     def _op(self, node: fx.Node) -> None:
         operands = self._operands(node)
         call = self._call(node, operands)
-        in_backward = node.meta.get("phase") is Phase.BACKWARD
+        phase: Phase | None = node.meta.get("phase")
         draw: int | None = node.meta.get("draw")
         wanted = self._wanted(node) if draw is None else self._meets(node)
         before = self.drawn.get(draw) if draw is not None else None
-        chosen = self.chooser.cheapest(call, operands, wanted, in_backward, before)
+        chosen = self.chooser.cheapest(call, operands, wanted, phase, before)
         if draw is not None:
             self.drawn[draw] = tuple(option.results[0] or Replicate() for option in chosen)
         if rule_of(node.target) is None:
             self._note_no_rule(node, operands)
+        elif phase is Phase.UPDATE and chosen == self.chooser.whole(call):
+            self._note_matrices(node, operands)
         self.values[node] = self._apply(node, call, operands, chosen)
 
     def _operands(self, node: fx.Node) -> list[Value]:
@@ -297,7 +300,7 @@ class _Partitioner:
     def _want(self, held: Value, placement: Placements, reason: Reason) -> fx.Node:
         """The node that holds ``held`` in ``placement``: there already, computed once more, or communicated."""
         if placement not in held.forms:
-            node = self._again(held, placement)
+            node = self._again(held, placement) or self._through_view(held, placement, reason)
             held.forms[placement] = node or self.emitter.redistributed(held, placement, reason)
         return held.forms[placement]
 
@@ -315,6 +318,25 @@ class _Partitioner:
         assert isinstance(part, Value)
         return part.forms[placement]
 
+    def _through_view(self, held: Value, placement: Placements, reason: Reason) -> fx.Node | None:
+        """A whole view in an update is a view of the whole, so that a matrix and its transpose are gathered once."""
+        viewed = self._viewed(held)
+        if placement != self.whole or viewed is None or not is_sharded(held.primary):
+            return None
+        self._want(viewed, self.whole, reason)
+        call = self._call(held.source, [viewed])
+        part = self._apply(held.source, call, [viewed], self.chooser.whole(call))
+        assert isinstance(part, Value)
+        return part.forms[placement]
+
+    def _viewed(self, held: Value) -> Value | None:
+        """What ``held`` is a view of, in an update."""
+        node, target = held.source, held.source.target
+        if node.meta.get("phase") is not Phase.UPDATE or not isinstance(target, OpOverload) or not target.is_view:
+            return None
+        viewed = self.values[node.args[0]]  # type: ignore[index]
+        return viewed if isinstance(viewed, Value) else None
+
     def _settle_gradient(self, node: fx.Node) -> None:
         """Reduce a gradient, once it is complete, to where its parameter lives."""
         parameter, held = self.complete.get(node), self.values.get(node)
@@ -324,6 +346,25 @@ class _Partitioner:
         reason = Reason(Role.GRADIENT, "a gradient is the sum of the ranks' shares", (parameter,))
         settled = self._want(held, placement, reason)
         held.primary, held.forms = placement, {placement: settled}
+
+    def _note_matrices(self, node: fx.Node, operands: Sequence[Value]) -> None:
+        """Keep in mind what an update gathers to compute with whole."""
+        gathered = self.matrices.setdefault((str(node.target), node.meta.get("source") or node.name), {})
+        for held in operands:
+            base = held
+            while (viewed := self._viewed(base)) is not None:
+                base = viewed
+            if is_sharded(base.primary) and self.whole not in base.forms:
+                gathered[base.source] = base.nbytes
+
+    def _notes(self) -> list[str]:
+        matrices = [
+            f"{op} at {source} needs whole matrices and runs on every rank: {len(gathered)} of them, "
+            f"{sum(gathered.values())} bytes, are gathered, each once"
+            for (op, source), gathered in self.matrices.items()
+            if gathered
+        ]
+        return [*self.notes.values(), *matrices]
 
     def _note_no_rule(self, node: fx.Node, operands: Sequence[Value]) -> None:
         split = sum(held.nbytes for held in operands if any(not isinstance(p, Replicate) for p in held.primary))
