@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,7 +25,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 # The tracer, and from a traced tensor to the node that made it. 2.11 to 2.15.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
-# Hooks on every module call while tracing, to know the module of a node. 2.11 to 2.15.
+# Hooks on every module call while tracing, to know the module of a node; and whether the user has some. 2.11 to 2.15.
+from torch.nn.modules import module as _module
+from torch.optim import optimizer as _optimizer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 # What all batch norms are, SyncBatchNorm too. 2.11 to 2.15.
@@ -45,6 +48,9 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 
 # A store that keeps nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Type, dtype, device, requires_grad, shape and strides of many tensors compared in one call. 2.11 to 2.15.
+from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 
 # Nested arguments with the path of each leaf. 2.11 to 2.15.
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
@@ -88,6 +94,39 @@ def selecting() -> Iterator[None]:
             torch.compiler._is_non_strict_tracing_flag = before
 
 
+def global_hooks() -> list[dict[int, Any]]:
+    """The hooks on all modules and on all optimizers. ``_global_*`` are private; seen in 2.11 to 2.15."""
+    return [
+        _module._global_forward_pre_hooks,
+        _module._global_forward_hooks,
+        _module._global_backward_pre_hooks,
+        _module._global_backward_hooks,
+        _optimizer._global_optimizer_pre_hooks,
+        _optimizer._global_optimizer_post_hooks,
+    ]
+
+
+class TensorGuards:
+    """What a list of tensors looks like, to be compared with another list; holds none of them."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        shapes: Any = [list(t.shape) for t in tensors]
+        strides: Any = [list(t.stride()) for t in tensors]
+        self._guards = _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+
+    def check(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether ``tensors`` look like those before."""
+        return bool(self._guards.check(*tensors))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's storage; for a DTensor that is ``_local_tensor``, without the view that ``to_local`` makes.
+
+    Seen in 2.11 to 2.15.
+    """
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def newest_sequence_number() -> int:
     """The number of the autograd node that was made last."""
     return int(next_sequence_number()) - 1
@@ -105,6 +144,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "ShapeEnv",
+    "TensorGuards",
     "TorchDispatchMode",
     "TorchFunctionMode",
     "TreeSpec",
@@ -115,6 +155,8 @@ __all__ = [
     "get_decompositions",
     "get_proxy_mode",
     "get_proxy_slot",
+    "global_hooks",
+    "local_tensor",
     "make_fx",
     "newest_sequence_number",
     "register_module_forward_hook",

@@ -34,10 +34,11 @@ from ._torch import (
     rename,
     tree_unflatten,
 )
+from .conditions import HyperGuards
 from .decompositions import table
-from .guards import HyperGuards
 from .inputs import BatchInput
 from .provenance import Origin, describe_line, user_place
+from .reads import Reads
 from .state import Arguments, HyperParameter, Slot, gradient_name, state_name
 from .trace import Fakes, Trace
 
@@ -85,10 +86,14 @@ def capture(
     inputs: Sequence[BatchInput],
     mesh: Mesh,
     name: str,
+    reads: Reads,
 ) -> Captured:
-    """Trace one call of ``function``. Raises ``CaptureError`` where it cannot be traced; nothing is changed then."""
+    """Trace one call of ``function``, and note in ``reads`` what plain Python state it looks at.
+
+    Raises ``CaptureError`` where it cannot be traced; nothing is changed then.
+    """
     fakes = _fakes(slots, hyper_parameters, inputs)
-    trace = Trace(function, arguments, slots, hyper_parameters, fakes)
+    trace = Trace(function, arguments, slots, hyper_parameters, fakes, reads)
     with _explained(function):
         first = trace.graph_module()
     assert trace.ends is not None

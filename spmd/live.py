@@ -53,6 +53,17 @@ def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh) -> Prepa
     return Prepared(list(slots), placements, storages)
 
 
+def check_meshes(slots: Sequence[Slot], mesh: DeviceMesh) -> None:
+    """Raise ``PlacementError`` for state that is a DTensor on another mesh than the step's."""
+    for slot in slots:
+        live = slot.get()
+        if isinstance(live, DTensor) and live.device_mesh != mesh:
+            raise PlacementError(
+                f"{slot.input.name} is a DTensor on {live.device_mesh}, but the step runs on {mesh}: "
+                "give the mode the same mesh"
+            )
+
+
 def check_memory(program: Program, slots: Sequence[Slot], arguments: Arguments) -> None:
     """Raise ``CaptureError`` if two inputs share memory and the step writes one of them: the other would not see it."""
     written = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Output, OutputKind, Program, Report, Role
 from passes.program import is_sharded
 
+from .agree import Ranks, identity_of
 from .capture import Captured, FromOutput
+from .guards import Guards
 from .live import as_dtensor
 from .lower import Executable
-from .randomness import next_call
-from .state import Arguments, Slot, hyper_parameters_of
+from .randomness import next_call, told
+from .state import Arguments
 
 
 @dataclass
@@ -31,59 +32,93 @@ class Compiled:
     device_mesh: DeviceMesh
     report: Report
     fixed: dict[str, torch.Tensor]  # state that a transform added
-    owners: list[weakref.ref[Any]]  # the modules and optimizers it was compiled for: the ids of dead ones are reused
+    identity: int  # by which ranks know that they run the same
+    ranks: Ranks
+    guards: Guards
+    _pool: Pool = field(init=False)
 
-    def is_for(self, arguments: Arguments, hyper_parameters: Sequence[Any]) -> bool:
-        """Whether a call with this program's key, and these values of hyper-parameters, may run it."""
-        owners = [*arguments.modules.values(), *arguments.optimizers.values()]
-        alive = all(ref() is owner for ref, owner in zip(self.owners, owners, strict=True))
-        return alive and self.captured.guards.hold(hyper_parameters)
+    def __post_init__(self) -> None:
+        self._pool = Pool(self)
 
-    @property
-    def written_arguments(self) -> list[str]:
-        """The arguments that the step writes into."""
-        outputs = self.captured.program.outputs
-        return [o.name for o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_state]
+    def intent(self) -> int:
+        """What this rank tells the others it is about to run: the program and, if it draws, with which seed."""
+        return identity_of(str(self.identity), told()) if self._pool.draws else self.identity
 
-    def run(self, arguments: Arguments, slots: Sequence[Slot]) -> Any:
-        """One call: gather the inputs, run, put results and new state where they belong."""
-        given = {leaf.name: leaf.value for leaf in arguments.tensors()}
-        contiguous = {name: tensor.contiguous() for name, tensor in given.items()}
-        returned = self.executable(self._inputs(arguments, slots, contiguous))
-        for name in self.written_arguments:
-            if contiguous[name] is not given[name]:
-                given[name].copy_(contiguous[name])
-        self._store(returned, arguments, {slot.input.name: slot for slot in slots})
+    def run(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Any:
+        """One call: gather the inputs, run, put results and new state where they belong.
+
+        ``tensors`` is the live state, as ``guards`` found it.
+        """
+        given = self.guards.leaves.tensors(arguments)
+        contiguous = [tensor.contiguous() for tensor in given]
+        returned = self.executable(self._pool.inputs(arguments, tensors, contiguous))
+        for k in self._pool.written:
+            if contiguous[k] is not given[k]:
+                given[k].copy_(contiguous[k])
+        self._store(returned, arguments, tensors)
         return self.captured.result(returned)
 
-    def _inputs(self, arguments: Arguments, slots: Sequence[Slot], tensors: dict[str, Any]) -> list[Any]:
-        values: dict[str, Any] = {slot.input.name: slot.local() for slot in slots}
-        values.update(self.fixed)
-        values.update(tensors)
-        values.update((hyper.name, hyper.get()) for hyper in hyper_parameters_of(arguments.optimizers))
-        values.update((f"constant.{k}", c) for k, c in enumerate(self.captured.constants))
-        if any(declared.role is Role.SEED for declared in self.program.inputs):
-            torch.empty((), dtype=torch.int64).random_()  # as eager, a call with random ops moves the generator on
-            values["seed"] = next_call()
-        return [values[declared.name] for declared in self.program.inputs]
-
-    def _store(self, returned: list[Any], arguments: Arguments, slots: dict[str, Slot]) -> None:
+    def _store(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:
         """Put new state where eager would have put it."""
+        if not self.captured.new_state and not self.captured.gone_gradients:
+            return
+        live = dict(zip(self.guards.layout.names, tensors, strict=True))
         outputs = [output for output in self.program.outputs if output.kind is not OutputKind.UPDATE]
         for new in self.captured.new_state:
             value = new.value
             if isinstance(value, FromOutput):
                 value = self._as_state(returned[value.index], outputs[value.index])
-            parameter = slots[new.parameter].get()
             if new.optimizer:
-                arguments.optimizers[new.optimizer].state[parameter][new.key] = value
+                arguments.optimizers[new.optimizer].state[live[new.parameter]][new.key] = value
             else:
-                parameter.grad = value
+                live[new.parameter].grad = value
         for name in self.captured.gone_gradients:
-            slots[name].get().grad = None
+            live[name].grad = None
 
     def _as_state(self, local: Any, output: Output) -> Any:
         if not is_sharded(output.placement):
             return local
         stride = torch.empty(output.shape, device="meta").stride()
         return as_dtensor(local, output.placement, self.device_mesh, output.shape, stride)
+
+
+class Pool:
+    """All values of a call in one list, and where in it each input of the program is: found out once, not per call."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+        names = compiled.guards.leaves.tensor_names()
+        constants = [f"constant.{k}" for k in range(len(compiled.captured.constants))]
+        self.draws = any(declared.role is Role.SEED for declared in compiled.program.inputs)
+        order = [
+            *compiled.guards.layout.names,
+            *compiled.guards.groups.names,
+            *names,
+            *compiled.fixed,
+            *constants,
+            "seed",
+        ]
+        at = {name: k for k, name in enumerate(order)}
+        self._positions = [at[declared.name] for declared in compiled.program.inputs]
+        outputs = compiled.captured.program.outputs
+        writes = {o.name for o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_state}
+        self.written = [k for k, name in enumerate(names) if name in writes]
+
+    def inputs(self, arguments: Arguments, tensors: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Any]:
+        """The program's inputs."""
+        compiled = self.compiled
+        values = [
+            *compiled.guards.layout.locals(tensors),
+            *compiled.guards.groups.values(arguments),
+            *given,
+            *compiled.fixed.values(),
+            *compiled.captured.constants,
+            self._seed(),
+        ]
+        return [values[k] for k in self._positions]
+
+    def _seed(self) -> int | None:
+        if not self.draws:
+            return None
+        torch.empty((), dtype=torch.int64).random_()  # as eager, a call with random ops moves the generator on
+        return next_call()

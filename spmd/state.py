@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from passes import CaptureError, Input, Role
 from ._torch import TreeSpec, tree_flatten_with_path
 
 # What schedulers note in a parameter group for themselves; no optimizer reads it.
-_SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,11 @@ class Arguments:
         """The leaves that are tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
 
-    def name_state(self, slots: Sequence[Slot]) -> None:
-        """Put an ``OfState`` in the place of each leaf that is a state tensor."""
+    def naming_state(self, slots: Sequence[Slot]) -> Arguments:
+        """The same with an ``OfState`` in the place of each leaf that is a state tensor."""
         names = {id(slot.get()): slot.input.name for slot in slots}
-        self.leaves = [Leaf(x.name, OfState(names[id(x.value)])) if id(x.value) in names else x for x in self.leaves]
+        leaves = [Leaf(x.name, OfState(names[id(x.value)])) if id(x.value) in names else x for x in self.leaves]
+        return replace(self, leaves=leaves)
 
 
 def read_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -259,17 +260,18 @@ def hyper_parameters_of(optimizers: dict[str, torch.optim.Optimizer]) -> list[Hy
     for path, optimizer in optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
-                if key == "params" or key in _SCHEDULER_NOTES:
+                if key == "params" or key in SCHEDULER_NOTES:
                     continue
                 name = f"{path}.{index}.{key}"
-                if _is_live(value):
+                if is_live(value):
                     found.append(HyperParameter(name, group, key))
                 elif isinstance(value, (tuple, list)):
-                    found += [HyperParameter(f"{name}.{k}", group, key, k) for k, v in enumerate(value) if _is_live(v)]
+                    found += [HyperParameter(f"{name}.{k}", group, key, k) for k, v in enumerate(value) if is_live(v)]
     return found
 
 
-def _is_live(value: Any) -> bool:
+def is_live(value: Any) -> bool:
+    """Whether a value of a parameter group is read anew at each call."""
     return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
 
 

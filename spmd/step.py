@@ -6,34 +6,37 @@ import functools
 import inspect
 import os
 import time
-import weakref
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import passes as passes_package
-from passes import Pass, PassError, PlacementError, Program, Report, SpmdError
+from passes import Pass, PassError, Program, RankMismatchError, Report, SpmdError
 
-from .agree import Agreement, together
+from .agree import COMPILE, FAILED, Agreement, Ranks, identity_of, together
 from .capture import Captured, capture
 from .data_parallel import DataParallel
 from .dump import Dump, dump_stages
+from .guards import Guards, Leaves, check_leaves, torch_modes
 from .inputs import place_inputs
-from .live import check_memory, commit, prepare
+from .live import check_memory, check_meshes, commit, prepare
 from .lower import Backend, lower
 from .modes import ParallelMode, check_passes
 from .override import Override, replaced, transform
 from .randomness import adopt, proposed, told
+from .reads import Reads
 from .run import Compiled
-from .signature import signature
-from .state import Arguments, HyperParameter, Slot, hyper_parameters_of, read_arguments, slots_of
+from .state import Arguments, hyper_parameters_of, parameters_of, read_arguments, slots_of
 from .world import describe, world
+
+_MANY = 8  # programs of one step, before it warns
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Options:
     passes: tuple[Pass, ...] | None
     backend: Backend
     dump: Path | None
+    timeout: float
 
     @property
     def pipeline(self) -> tuple[Pass, ...]:
@@ -69,8 +73,8 @@ class CompiledStep:
         self._signature = inspect.signature(function)
         if "last_train_step" in self._signature.parameters:
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
-        self._compiled: dict[Any, list[Compiled]] = {}
-        self._order: list[Compiled] = []
+        self._compiled: list[Compiled] = []
+        self._changes: list[str] = []  # why each program but the first was compiled
         self._last: Compiled | None = None
 
     @property
@@ -84,7 +88,7 @@ class CompiledStep:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs compiled so far, in order."""
-        return tuple(compiled.program for compiled in self._order)
+        return tuple(compiled.program for compiled in self._compiled)
 
     @property
     def program(self) -> Program | None:
@@ -93,24 +97,70 @@ class CompiledStep:
 
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step. With ``last_train_step=True`` anything that was left for the next call is finished."""
-        arguments = read_arguments(self._signature, args, kwargs)
-        slots = slots_of(arguments)
-        arguments.name_state(slots)
-        hyper_parameters = hyper_parameters_of(arguments.optimizers)
-        key = signature(arguments, slots)
-        values = [hyper.get() for hyper in hyper_parameters]
-        compiled = next((c for c in self._compiled.get(key, []) if c.is_for(arguments, values)), None)
+        arguments, compiled, tensors = self._arrive(args, kwargs)
         if compiled is None:
-            with together(self._name) as agreement:
-                compiled = self._compile(arguments, slots, hyper_parameters, agreement)
-            self._compiled.setdefault(key, []).append(compiled)
-            self._order.append(compiled)
-            slots = slots_of(arguments)
+            compiled = self._compile_together(arguments)
+            tensors = compiled.guards.layout.read(arguments)
+        assert tensors is not None, "a program fits the call that it was compiled for"
         self._last = compiled
-        result = compiled.run(arguments, slots)
+        result = compiled.run(arguments, tensors)
         if last_train_step:
             self.flush()
         return result
+
+    def _arrive(self, args: Any, kwargs: Any) -> tuple[Arguments, Compiled | None, list[torch.Tensor] | None]:
+        """The call, and the program that fits it if there is one, once all ranks have said that they do the same."""
+        try:
+            arguments = read_arguments(self._signature, args, kwargs)
+            compiled, tensors = self._fitting(arguments)
+            ranks = compiled.ranks if compiled else Ranks.of(self._mesh_for(arguments), self._options.timeout)
+        except Exception as error:
+            self._tell_of(error)
+            raise
+        intent = compiled.intent() if compiled else COMPILE
+        ranks.meet(self._name, intent, lambda: self._told(arguments, compiled))
+        return arguments, compiled, tensors
+
+    def _fitting(self, arguments: Arguments) -> tuple[Compiled | None, list[torch.Tensor] | None]:
+        """The program to run, and the live state it runs on; the one last run is asked first."""
+        last = [self._last] if self._last else []
+        for compiled in [*last, *(c for c in self._compiled if c is not self._last)]:
+            tensors = compiled.guards.admit(arguments)
+            if tensors is not None:
+                return compiled, tensors
+        return None, None
+
+    def _told(self, arguments: Arguments, compiled: Compiled | None) -> list[str]:
+        """The call in lines, for ranks that differ to find the first difference."""
+        lines = Leaves.of(arguments).told()
+        if compiled is not None:
+            return [*lines, f"runs program {self._compiled.index(compiled)}", told()]
+        return [*lines, f"has to compile, since this changed: {self._change(arguments) or 'nothing was compiled yet'}"]
+
+    def _change(self, arguments: Arguments) -> str:
+        """By what a call differs from the one before."""
+        return self._last.guards.difference(arguments, slots_of(arguments)) if self._last else ""
+
+    def _tell_of(self, error: Exception) -> None:
+        """A call that went wrong before any rank could know: let those go that wait for this one."""
+        mesh = self._options.mode.mesh or (self._last.device_mesh if self._last else None)
+        with suppress(RankMismatchError):
+            said = f"failed: {type(error).__name__}: {error}"
+            Ranks.of(mesh, self._options.timeout).meet(self._name, FAILED, lambda: [said])
+
+    def _compile_together(self, arguments: Arguments) -> Compiled:
+        with together(self._name, Ranks.of(self._mesh_for(arguments), self._options.timeout)) as agreement:
+            change = self._change(arguments)
+            compiled = self._compile(arguments, agreement)
+        self._compiled.append(compiled)
+        self._changes.append(change)
+        if len(self._compiled) == _MANY:
+            warnings.warn(
+                f"{self._name} has compiled {_MANY} programs. What changed before the last ones: "
+                f"{'; '.join(self._changes[-3:])}. If it changes at every call, pass it as a tensor, or leave it out",
+                stacklevel=3,
+            )
+        return compiled
 
     def report(self) -> Report:
         """What the program last run communicates in one step, and how long it took to compile."""
@@ -118,7 +168,7 @@ class CompiledStep:
 
     def dump(self, folder: str | Path) -> None:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""
-        for index, each in enumerate(self._order):
+        for index, each in enumerate(self._compiled):
             target = Path(folder) / self._name / f"program-{index}"
             dump_stages(
                 target, each.captured.program, each.partitioned, self._options.pipeline, each.program, each.report
@@ -132,24 +182,23 @@ class CompiledStep:
             raise SpmdError(f"{self._name} has not been called yet, so there is no program to report on: call it first")
         return self._last
 
-    def _compile(
-        self,
-        arguments: Arguments,
-        slots: list[Slot],
-        hyper_parameters: list[HyperParameter],
-        agreement: Agreement,
-    ) -> Compiled:
+    def _compile(self, arguments: Arguments, agreement: Agreement) -> Compiled:
         """Capture, plan, partition, transform, passes, lower. State is touched at the end, when all has gone well."""
         options, mode = self._options, self._options.mode
-        device_mesh = self._mesh(arguments, slots)
-        mesh = describe(device_mesh)
+        check_leaves(arguments)
+        slots = slots_of(arguments)
+        arguments = arguments.naming_state(slots)
+        device_mesh = self._mesh_for(arguments)
+        check_meshes(slots, device_mesh)
+        mesh, reads, modes = describe(device_mesh), Reads(), torch_modes()
         clock = _Clock()
         dump = self._dump()
         with clock.stage("capture"):
             inputs = place_inputs(arguments, mode.inputs, mode.input_batch_dim, mesh)
             with replaced(arguments.modules, options.overrides):
-                name = f"{self._name}/program-{len(self._order)}"
-                captured = capture(self._function, arguments, slots, hyper_parameters, inputs, mesh, name)
+                name = f"{self._name}/program-{len(self._compiled)}"
+                hyper_parameters = hyper_parameters_of(arguments.optimizers)
+                captured = capture(self._function, arguments, slots, hyper_parameters, inputs, mesh, name, reads)
             check_memory(captured.program, slots, arguments)
             if dump:
                 dump.stage(0, "capture", captured.program)
@@ -170,7 +219,8 @@ class CompiledStep:
         if dump:
             dump.stage(99, "lowered", program)
             dump.report(report)
-        adopt(agreement.agree(_told(captured, program), proposed(first=not self._order)))
+        described = _described(captured, program)
+        adopt(agreement.agree(described, proposed(first=not self._compiled)))
         commit(prepared, arguments, mesh, device_mesh)
         known = {id(local) for local in prepared.locals}
         fixed = {
@@ -178,25 +228,28 @@ class CompiledStep:
             for declared, tensor in zip(program.inputs, flat_state, strict=False)
             if id(tensor) not in known
         }
-        owners = [weakref.ref(owner) for owner in (*arguments.modules.values(), *arguments.optimizers.values())]
-        return Compiled(program, captured, partitioned, executable, device_mesh, report, fixed, owners)
+        return Compiled(
+            program,
+            captured,
+            partitioned,
+            executable,
+            device_mesh,
+            report,
+            fixed,
+            identity_of(name, described),
+            agreement.ranks,
+            Guards.of(arguments, slots_of(arguments), reads, captured.guards, modes),
+        )
 
-    def _mesh(self, arguments: Arguments, slots: Sequence[Slot]) -> DeviceMesh:
-        """The mode's mesh, else that of all ranks for the device the model is on."""
-        tensors = [slot.get() for slot in slots] or [leaf.value for leaf in arguments.tensors()]
-        mesh = self._options.mode.mesh or world(tensors[0].device if tensors else None)
-        for slot in slots:
-            live = slot.get()
-            if isinstance(live, DTensor) and live.device_mesh != mesh:
-                raise PlacementError(
-                    f"{slot.input.name} is a DTensor on {live.device_mesh}, but the step runs on {mesh}: "
-                    "give the mode the same mesh"
-                )
-        return mesh
+    def _mesh_for(self, arguments: Arguments) -> DeviceMesh:
+        """The mode's mesh, else that of all ranks for the device that the model is on."""
+        tensors = [parameter.tensor for parameter in parameters_of(arguments.modules)[:1]]
+        tensors += [leaf.value for leaf in arguments.tensors()[:1]]
+        return self._options.mode.mesh or world(tensors[0].device if tensors else None)
 
     def _dump(self) -> Dump | None:
         folder = self._options.dump or os.environ.get("SPMD_DUMP")
-        return Dump(Path(folder) / self._name / f"program-{len(self._order)}") if folder else None
+        return Dump(Path(folder) / self._name / f"program-{len(self._compiled)}") if folder else None
 
 
 def compile(
@@ -207,6 +260,7 @@ def compile(
     passes: Sequence[Pass] | None = None,
     backend: Backend = "aten",
     dump: str | Path | None = None,
+    timeout: float = 10.0,
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
@@ -219,6 +273,7 @@ def compile(
     - ``passes``: the passes to run in the place of the mode's own; ``()`` runs none.
     - ``backend``: ``"aten"``, or ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
+    - ``timeout``: seconds by which ranks may be apart when they come to compile; then all raise.
 
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError`` or ``RankMismatchError`` while they compile, and leave model and optimizer as
@@ -233,6 +288,7 @@ def compile(
         check_passes("passes", passes),
         _check_backend(backend),
         _check_folder(dump),
+        _check_timeout(timeout),
     )
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:
@@ -263,6 +319,14 @@ def _check_folder(given: Any) -> Path | None:
     return Path(given) if given is not None else None
 
 
+def _check_timeout(given: Any) -> float:
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"expected timeout to be a number of seconds, got {given!r}")
+    if not given > 0:
+        raise ValueError(f"expected timeout to be more than 0 seconds, got {given!r}")
+    return float(given)
+
+
 def _check_mode(given: Any) -> ParallelMode:
     if given is None:
         return DataParallel("replicate")
@@ -279,7 +343,7 @@ def _check_backend(given: Any) -> Any:
     return given
 
 
-def _told(captured: Captured, program: Program) -> str:
+def _described(captured: Captured, program: Program) -> str:
     """What must be equal on all ranks: the user's seed, the captured program and its constants, its collectives."""
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]

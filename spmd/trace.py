@@ -24,6 +24,7 @@ from .kept import attributes_kept, group_kept, holds_traced, is_traced
 from .norms import traceable
 from .optimizers import Watched, check_traceable
 from .provenance import Recorder
+from .reads import Reads
 from .selects import symbolic_min_and_max
 from .set_data import SetDataCopies
 from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
@@ -73,6 +74,7 @@ class Trace:
     slots: list[Slot]
     hyper_parameters: list[HyperParameter]
     fakes: Fakes
+    reads: Reads
     ends: Ends | None = field(default=None)
 
     def graph_module(self) -> fx.GraphModule:
@@ -81,6 +83,7 @@ class Trace:
 
     def _run(self, *flat: Any) -> list[Any]:
         names = {id(module): name for name, module in submodules_of(self.arguments.modules)}
+        self.reads.names.update(names)
         recorder = Recorder(names)
         fakes = self.fakes.as_traced(flat)
         with ExitStack() as stack:
@@ -95,9 +98,15 @@ class Trace:
             stack.enter_context(SetDataCopies())
             stack.enter_context(recorder)
             args, kwargs = self._call_arguments(fakes)
-            result = self.function(*args, **kwargs)
+            with self.reads.watch(self.function, *self._objects()):
+                result = self.function(*args, **kwargs)
             self.ends = swap.ends(result)
             return [value for value in _flat(self.ends) if is_traced(value)]
+
+    def _objects(self) -> list[Any]:
+        """What the step is given besides tensors."""
+        self.reads.names.update((id(leaf.value), leaf.name) for leaf in self.arguments.leaves)
+        return [leaf.value for leaf in self.arguments.leaves]
 
     def _call_arguments(self, fakes: Fakes) -> tuple[Any, Any]:
         tensors = iter(fakes.tensors)

@@ -1,0 +1,42 @@
+"""What a program assumes of its hyper-parameters, as found while tracing.
+
+A float of a parameter group is an input of the graph, but where the optimizer branches on it (``if weight_decay != 0``)
+the trace took one way. Each such condition is kept and asked again at every call: a program runs only while all hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # comes with torch, has no types
+
+from ._torch import ShapeEnv
+
+
+@dataclass(frozen=True)
+class HyperGuards:
+    """Conditions on the values of all hyper-parameters of a call, in order."""
+
+    positions: list[tuple[int, ...]] = field(default_factory=list)  # of the values that each check reads
+    checks: list[Callable[..., bool]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, shapes: ShapeEnv, symbols: Sequence[Any]) -> HyperGuards:
+        """The conditions that a trace has put on the symbols of its hyper-parameters (None for those without one)."""
+        position = {symbol: index for index, symbol in enumerate(symbols) if symbol is not None}
+        guards = cls()
+        for guard in shapes.guards:
+            read = sorted((s for s in guard.expr.free_symbols if s in position), key=str)
+            if read:
+                guards.positions.append(tuple(position[s] for s in read))
+                guards.checks.append(sympy.lambdify(read, guard.expr, "math"))
+        return guards
+
+    def hold(self, values: Sequence[Any]) -> bool:
+        """Whether a call with these values takes the same way."""
+        return all(
+            bool(check(*(values[k] for k in positions)))
+            for positions, check in zip(self.positions, self.checks, strict=True)
+        )

@@ -1,0 +1,348 @@
+"""Which plain Python state a step reads while it is traced: what its guards must look at.
+
+The trace takes every Python value for a constant: ``self.tau``, ``args.alpha``, a global, a closure's variable, a list
+of hooks. While the user's function runs, three things are watched: attribute reads of modules, optimizers and the
+objects they lead to (their classes' ``__getattribute__``), global names of each function that starts (a trace function,
+which hands on to the one that was there), and the cells of closures that are read. Each read is noted as a place; what
+a place holds when the program is ready is what it must hold at later calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import enum
+import os
+import sys
+import sysconfig
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .kept import holds_traced
+
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE = ("site-packages", "dist-packages")
+_FOREIGN = {"torch", "spmd", "passes", "sympy", "mpmath", "numpy", "networkx"}  # torch traces with these
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Held apart: state tensors and the tree of modules are guarded as a whole; `training` of every module always is.
+_ELSEWHERE = {
+    nn.Module: {
+        *("_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"),
+        # Say more of hooks that are noted.
+        *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+    },
+    torch.optim.Optimizer: {"state", "param_groups", "defaults"},
+}
+_SETTINGS = (argparse.Namespace, types.SimpleNamespace)
+_PLAIN = (
+    *(int, float, complex, str, bytes, type, enum.Enum, slice, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_HOOKS = {key for key in vars(nn.Module()) if key.endswith("_hooks")}
+CONTAINERS = (list, tuple, dict, set, frozenset)
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was read: ``get(holder, key)``; ``name`` says it in the user's words."""
+
+    kind: str  # "item" of a dict, "attribute" of an object, "cell"
+    holder: Any
+    key: str
+    name: str
+    kept: bool = False  # of a module or optimizer, whose changes ``kept.py`` tells
+
+    def get(self) -> Any:
+        """What is there now; a value of its own if nothing is."""
+        if self.kind == "item":
+            return self.holder.get(self.key, _MISSING)
+        if self.kind == "attribute":
+            return getattr(self.holder, self.key, _MISSING)
+        try:
+            return self.holder.cell_contents
+        except ValueError:
+            return _MISSING
+
+    def put(self, value: Any) -> None:
+        """Put ``value`` there."""
+        if self.kind == "cell":
+            self.holder.cell_contents = value
+        elif self.kind == "attribute":
+            setattr(self.holder, self.key, value)
+        elif value is _MISSING:
+            del self.holder[self.key]
+        else:
+            self.holder[self.key] = value
+
+
+@dataclass
+class Reads:
+    """The places that one trace read, each once, with what was there at the first read."""
+
+    names: dict[int, str] = field(default_factory=dict)  # of modules and other arguments, by id
+    places: dict[tuple[int, str], Place] = field(default_factory=dict)
+    first: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
+    containers: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    _seen: dict[int, Any] = field(default_factory=dict)  # what was looked into, kept alive so that ids stay unique
+    _code: set[Any] = field(default_factory=set)
+    _stack: ExitStack | None = None
+    _patched: set[type] = field(default_factory=set)
+
+    @contextmanager
+    def watch(self, *roots: Any) -> Iterator[None]:
+        """Note reads for the length of the context; ``roots`` are the function and the objects it is given."""
+        with ExitStack() as stack:
+            self._stack = stack
+            for kind in _ELSEWHERE:
+                self._patch(kind)
+            for root in roots:
+                self._look_into(root, self.names.get(id(root), type(root).__name__))
+            stack.callback(sys.settrace, sys.gettrace())
+            sys.settrace(self._tracer(sys.gettrace()))
+            try:
+                yield
+            except BaseException:
+                self._changed(take_back=lambda now: True)
+                raise
+        self._stack = None
+        self._tell(self._changed(take_back=holds_traced))
+
+    def _changed(self, take_back: Callable[[Any], bool]) -> list[str]:
+        """What the step changed besides modules and optimizers; it is put back where ``take_back`` of it says so."""
+        changed = []
+        for place, (value, content) in zip(self.places.values(), self.first.values(), strict=True):
+            now = place.get()
+            if place.kept or (now is value and same_content(value, content)):
+                continue
+            changed.append(place.name)
+            if now is not value and take_back(now):
+                place.put(value)
+            if not same_content(value, content) and take_back(value):
+                refill(value, content)
+        return changed
+
+    def _tell(self, changed: list[str]) -> None:
+        if changed:
+            warnings.warn(
+                f"the step changes {', '.join(changed)}: a compiled step does so while traced, not at every call. "
+                "Return it, or change it outside of the step",
+                stacklevel=2,
+            )
+
+    # Looking at values
+
+    def _note(self, kind: str, holder: Any, key: str, name: str, kept: bool = False) -> None:
+        if (id(holder), key) in self.places:
+            return
+        place = self.places[id(holder), key] = Place(kind, holder, key, name, kept)
+        value = place.get()  # may itself be a watched read: of a place that is known by now
+        self.first[id(holder), key] = (value, content_of(value))
+        self._look_into(value, name)
+
+    def _look_into(self, value: Any, name: str) -> None:
+        """Follow a value to what the step may read through it."""
+        if id(value) in self._seen or is_plain(value):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, CONTAINERS):
+            self.containers[id(value)] = (name, value)
+            for key, item in items_of(value):
+                self._look_into(item, f"{name}[{key!r}]")
+        elif isinstance(value, types.MethodType):
+            self._look_into(value.__func__, name)
+            self._look_into(value.__self__, name)
+        elif isinstance(value, types.FunctionType):
+            self._look_into_function(value)
+        elif isinstance(value, partial):
+            self._look_into(value.func, name)
+            self._look_into((value.args, value.keywords), name)
+        elif not isinstance(value, (torch.Tensor, types.ModuleType, nn.Module, torch.optim.Optimizer)):
+            self.names.setdefault(id(value), name)
+            self._watch_object(value, name)
+
+    def _watch_object(self, value: Any, name: str) -> None:
+        """Watch an object of the user's; what Python and torch keep for themselves is no setting."""
+        kind = type(value)
+        if _is_foreign_module(kind.__module__) and kind not in _SETTINGS:
+            return
+        if not self._patch(kind):  # made in C: take it that all of it is read
+            for key in getattr(value, "__dict__", ()):
+                self._note("item", vars(value), key, f"{name}.{key}")
+
+    def _look_into_function(self, function: types.FunctionType) -> None:
+        if hasattr(function, "__wrapped__"):
+            self._look_into(function.__wrapped__, function.__qualname__)
+        if _is_foreign(function.__code__.co_filename):
+            return
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._note("cell", cell, "", f"the closure variable {variable} of {function.__qualname__}")
+
+    # Attributes
+
+    def _patch(self, kind: type) -> bool:
+        """Watch attribute reads on a class for as long as the context lasts; False where Python does not allow it."""
+        assert self._stack is not None, "classes are watched while tracing"
+        own = vars(kind).get("__getattribute__")
+        if kind in self._patched or (own is None and any(base in self._patched for base in kind.__mro__)):
+            return True
+        try:
+            kind.__getattribute__ = self._reader(kind.__getattribute__, _apart(kind))  # type: ignore[method-assign]
+        except TypeError:
+            return False
+        self._patched.add(kind)
+        if own is None:
+            self._stack.callback(delattr, kind, "__getattribute__")
+        else:
+            self._stack.callback(setattr, kind, "__getattribute__", own)
+        return True
+
+    def _reader(self, original: Callable[..., Any], apart: set[str]) -> Callable[..., Any]:
+        get_dict = object.__getattribute__
+        places = self.places
+
+        def __getattribute__(instance: Any, key: str) -> Any:
+            value = original(instance, key)
+            if key not in apart and not key.startswith("__"):
+                try:
+                    fields = get_dict(instance, "__dict__")
+                except AttributeError:
+                    fields = None
+                if fields is None or (id(fields), key) not in places:
+                    self._note_attribute(instance, fields, key)
+            return value
+
+        return __getattribute__
+
+    def _note_attribute(self, instance: Any, fields: dict[str, Any] | None, key: str) -> None:
+        if fields is not None and key in fields:
+            kept = isinstance(instance, tuple(_ELSEWHERE))
+            if kept and key in _HOOKS:  # torch never binds another dict there
+                self._look_into(fields[key], f"{self._name(instance)}.{key}")
+                return
+            self._note("item", fields, key, f"{self._name(instance)}.{key}", kept)
+            return
+        for kind in type(instance).__mro__:
+            if key in vars(kind):
+                value = vars(kind)[key]
+                if isinstance(value, types.FunctionType):
+                    self._look_into(value, key)
+                elif isinstance(value, types.MemberDescriptorType):
+                    self._note("attribute", instance, key, f"{self._name(instance)}.{key}")
+                elif not hasattr(value, "__get__") and not _is_foreign_module(kind.__module__):
+                    self._note("attribute", kind, key, f"{kind.__qualname__}.{key}")
+                return
+
+    def _name(self, instance: Any) -> str:
+        return self.names.get(id(instance), type(instance).__name__)
+
+    # Globals
+
+    def _tracer(self, before: Any) -> Any:
+        """A trace function that looks at each function once, when it first starts."""
+        seen = self._code
+
+        def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
+            if frame.f_code not in seen:
+                seen.add(frame.f_code)
+                self._look_at_globals(frame.f_code, frame.f_globals)
+            return before(frame, event, argument) if before is not None else None
+
+        return trace
+
+    def _look_at_globals(self, code: types.CodeType, variables: dict[str, Any]) -> None:
+        if _is_foreign(code.co_filename):
+            return
+        where = os.path.basename(code.co_filename)
+        written = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
+        for chain in (*global_chains(code), *((name,) for name in written)):
+            holder = variables
+            for name in chain:
+                value = holder.get(name, _MISSING)
+                if not isinstance(value, types.ModuleType):
+                    if value is not _MISSING or name in written:
+                        self._note("item", holder, name, f"the global {name} of {where}")
+                    break
+                if _is_foreign_module(value.__name__):
+                    break
+                holder, where = vars(value), value.__name__
+
+
+def global_chains(code: types.CodeType) -> Iterator[tuple[str, ...]]:
+    """Each global that ``code`` reads, with the attributes read off it: ``("settings", "TAU")``."""
+    chain: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            if chain:
+                yield tuple(chain)
+            chain = [instruction.argval]
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            chain.append(instruction.argval)
+        elif chain:
+            yield tuple(chain)
+            chain = []
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is compared as it is: a number, a string, a dtype, a class, None."""
+    return value is None or value is ... or isinstance(value, _PLAIN)
+
+
+def items_of(container: Any) -> list[tuple[Any, Any]]:
+    """The entries of a container, by key or position."""
+    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
+
+
+def content_of(value: Any) -> tuple[Any, ...] | None:
+    """The entries of a container that can change, to compare with later."""
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    return tuple(value) if isinstance(value, (list, set)) else None
+
+
+def same_content(value: Any, content: tuple[Any, ...] | None) -> bool:
+    """Whether a container still holds the very same entries."""
+    now = content_of(value)
+    return content is None or (now is not None and len(now) == len(content) and all(map(_is, now, content)))
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def refill(container: Any, content: Any) -> None:
+    """Give a container its entries back."""
+    container.clear()
+    if isinstance(container, dict):
+        half = len(content) // 2
+        container.update(zip(content[:half], content[half:], strict=True))
+    else:
+        (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _apart(kind: type) -> set[str]:
+    return next((names for base, names in _ELSEWHERE.items() if issubclass(kind, base)), set())
+
+
+def _is_foreign(filename: str) -> bool:
+    """Whether a file is Python's, torch's or ours: its globals are no settings of the user's."""
+    if filename.startswith((_TORCH, _OURS, "<")):
+        return not filename.startswith(("<stdin", "<ipython"))
+    for site in _SITE:
+        if site in filename:
+            return filename.partition(site)[2].split(os.sep)[1] in _FOREIGN
+    return filename.startswith(_PYTHON)
+
+
+def _is_foreign_module(name: str) -> bool:
+    root = name.partition(".")[0]
+    return root in _FOREIGN or root in sys.stdlib_module_names
