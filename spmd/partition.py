@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 
 from passes import Input, Output, OutputKind, PartitionError, Phase, Program, Role
 from passes.program import Placements, is_sharded, replicated
@@ -98,7 +98,8 @@ class _Partitioner:
             return declared
         placement = self.placements[declared.name]
         new = self.emitter.placeholder(node, self._part(val, placement))
-        self.values[node] = Value.of(node, val, placement, new)
+        batch = frozenset(range(len(placement))) if declared.role is Role.BATCH else frozenset[int]()
+        self.values[node] = Value.of(node, val, placement, new, batch)
         return replace(declared, placement=placement)
 
     def _part(self, val: torch.Tensor, placement: Placements) -> torch.Tensor:
@@ -130,13 +131,7 @@ class _Partitioner:
             assert output.of is not None, "new state belongs to a parameter"
             parameter = self.program.inputs[self.program.input_named(output.of)]
             return self.placements[parameter.name] if held.shape == parameter.shape else self.whole
-        batch = self._batch_axes()
-        return tuple(p if k in batch and isinstance(p, Shard) else Replicate() for k, p in enumerate(held.primary))
-
-    def _batch_axes(self) -> set[int]:
-        """The axes over which some argument of the step is split."""
-        batch = [self.placements[i.name] for i in self.program.inputs if i.role is Role.BATCH]
-        return {k for placement in batch for k, p in enumerate(placement) if isinstance(p, Shard)}
+        return tuple(p if k in held.batch else Replicate() for k, p in enumerate(held.primary))
 
     def _erase_unused(self) -> None:
         """Drop what was needed only for a whole value that nobody asked for in the end."""
@@ -274,9 +269,12 @@ class _Partitioner:
             return next(nodes) if isinstance(held, Value) else held
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), local)
-        return self._emit(node, call, args, kwargs, placements)
+        batch = frozenset[int]().union(*(v.batch_in(place) for v, place in zip(operands, wanted, strict=True)))
+        return self._emit(node, call, args, kwargs, placements, batch)
 
-    def _emit(self, node: fx.Node, call: Call, args: Any, kwargs: Any, placements: list[Any]) -> Any:
+    def _emit(
+        self, node: fx.Node, call: Call, args: Any, kwargs: Any, placements: list[Any], batch: frozenset[int]
+    ) -> Any:
         shapes = tuple(
             None if info is None else local_shape(info.shape, place, self.mesh)
             for info, place in zip(call.results, placements, strict=True)
@@ -288,10 +286,10 @@ class _Partitioner:
         self.emitter.check(node, new, shapes)
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
-            return Value.of(node, val, placements[0], new)
+            return Value.of(node, val, placements[0], new, batch)
         items = [self.emitter.item(new, index) for index in range(len(val))]
         return tuple(
-            Value.of(node, whole, place, item) if isinstance(whole, torch.Tensor) else item
+            Value.of(node, whole, place, item, batch) if isinstance(whole, torch.Tensor) else item
             for whole, place, item in zip(val, placements, items, strict=True)
         )
 
@@ -345,7 +343,7 @@ class _Partitioner:
         placement = self.placements[parameter]
         reason = Reason(Role.GRADIENT, "a gradient is the sum of the ranks' shares", (parameter,))
         settled = self._want(held, placement, reason)
-        held.primary, held.forms = placement, {placement: settled}
+        held.primary, held.forms, held.batch = placement, {placement: settled}, frozenset()
 
     def _note_matrices(self, node: fx.Node, operands: Sequence[Value]) -> None:
         """Keep in mind what an update gathers to compute with whole."""

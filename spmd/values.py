@@ -22,7 +22,8 @@ from .rules import Info
 class Value:
     """One global value: the nodes of this rank's graph that hold it, by placement.
 
-    ``source`` is its node in the global graph; ``primary`` the placement it was computed in.
+    ``source`` is its node in the global graph; ``primary`` the placement it was computed in; ``batch`` the mesh axes
+    over which ``primary`` splits it because some argument of the step is split there: its rows are those of the batch.
     """
 
     source: fx.Node
@@ -30,12 +31,20 @@ class Value:
     dtype: torch.dtype
     primary: Placements
     forms: dict[Placements, fx.Node]
+    batch: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, source: fx.Node, val: torch.Tensor, placement: Placements, node: fx.Node) -> Value:
+    def of(
+        cls, source: fx.Node, val: torch.Tensor, placement: Placements, node: fx.Node, batch: frozenset[int]
+    ) -> Value:
         """A value that ``node`` holds in ``placement``; ``val`` is the global one."""
         node.meta["placement"] = placement
-        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node})
+        split = frozenset(k for k, p in enumerate(placement) if isinstance(p, Shard))
+        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split)
+
+    def batch_in(self, placement: Placements) -> frozenset[int]:
+        """The axes over which ``placement`` keeps the rows of the batch where they are."""
+        return frozenset(k for k in self.batch if placement[k] == self.primary[k])
 
     @property
     def info(self) -> Info:

@@ -1,0 +1,94 @@
+"""What a step returns: true values with the rows that belong to this rank, also when it returns state or its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.harness.cases import MLP
+from tests.harness.oracle import Case, assert_agrees
+from tests.harness.pool import Ranks
+
+
+@dataclass(frozen=True)
+class Small(MLP):
+    sizes: tuple[int, ...] = (5, 7, 4)
+    rows: int = 6
+    optimizer: str = "SGD momentum"
+
+
+class State(Small):
+    """Parameters, gradients and inputs, as they are and computed with; all of a parameter, though it be split."""
+
+    @staticmethod
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        weight, bias = model[0].weight, model[0].bias
+        optimizer.step()
+        results = (loss.detach(), weight, weight.detach(), weight * 2, weight.grad, bias.grad.norm(), x, y * 1)
+        optimizer.zero_grad()
+        return results
+
+
+class PerClass(Small):
+    """A table by class is whole on every rank, however it was computed; rows are this rank's, sums are global."""
+
+    @staticmethod
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        h = model(x)
+        classes = y.argmax(1)
+        table = torch.zeros(4, 4, dtype=h.dtype).index_add(0, classes, h)
+        loss = table.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        correct = (h.argmax(1) == classes).sum()
+        return {"loss": loss, "table": table.detach(), "of rows": h.detach().softmax(1), "correct": correct, "no": None}
+
+
+class GradientOfRows(Small):
+    """The gradient of an activation is split as the activation is."""
+
+    @staticmethod
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        hidden = model[0](x)
+        hidden.retain_grad()
+        loss = F.mse_loss(model[2](model[1](hidden)), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, hidden.grad, hidden.grad.norm()
+
+
+class SetData(Small):
+    """Old idioms: an update, and an average of parameters, that set ``.data``."""
+
+    def build(self) -> tuple[Any, ...]:
+        model, optimizer = super().build()
+        average, _ = super().build()
+        return model, average, optimizer
+
+    @staticmethod
+    def step(model: nn.Module, average: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        for parameter, mean in zip(model.parameters(), average.parameters(), strict=True):
+            parameter.data = parameter.data - 0.1 * parameter.grad
+            mean.data = 0.9 * mean.data + 0.1 * parameter.data
+        optimizer.zero_grad()
+        return loss
+
+
+CASES: list[Case] = [State(), PerClass(), GradientOfRows(), SetData()]
+
+
+@pytest.mark.parametrize("style, world", [("replicate", 2), ("fully_shard", 4)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
+def test_results_are_true(ranks: Ranks, case: Case, style: str, world: int) -> None:
+    assert_agrees(ranks, world, case, style)
