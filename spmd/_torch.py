@@ -16,7 +16,12 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 # Tensors without storage, to trace and to type-check graphs. 2.11 to 2.15.
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 # Live hyper-parameters are backed symbolic floats, and a name for each is asked for. 2.11 to 2.15.
 from torch._dynamo.source import ConstantSource
@@ -127,6 +132,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def storage_number(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones too. ``_cdata`` is private; seen in 2.11 to 2.15."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def newest_sequence_number() -> int:
     """The number of the autograd node that was made last."""
     return int(next_sequence_number()) - 1
@@ -148,6 +158,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFunctionMode",
     "TreeSpec",
+    "UnsupportedOperatorException",
     "compiling",
     "core_aten_decompositions",
     "current_autograd_node",
@@ -163,6 +174,7 @@ __all__ = [
     "register_module_forward_pre_hook",
     "rename",
     "selecting",
+    "storage_number",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",

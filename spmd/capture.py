@@ -29,6 +29,7 @@ from ._torch import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
     TreeSpec,
+    UnsupportedOperatorException,
     get_proxy_mode,
     make_fx,
     rename,
@@ -39,6 +40,7 @@ from .decompositions import table
 from .inputs import BatchInput
 from .provenance import Origin, describe_line, user_place
 from .reads import Reads
+from .refused import Refused, check_modules
 from .state import Arguments, HyperParameter, Slot, gradient_name, state_name
 from .trace import Fakes, Trace
 
@@ -92,6 +94,7 @@ def capture(
 
     Raises ``CaptureError`` where it cannot be traced; nothing is changed then.
     """
+    check_modules(arguments.modules)
     fakes = _fakes(slots, hyper_parameters, inputs)
     trace = Trace(function, arguments, slots, hyper_parameters, fakes, reads)
     with _explained(function):
@@ -118,7 +121,7 @@ def _dtype_of(value: Any) -> torch.dtype | None:
 
 
 def _fakes(slots: list[Slot], hyper_parameters: list[HyperParameter], inputs: Sequence[BatchInput]) -> Fakes:
-    shapes = ShapeEnv()
+    shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
     mode = FakeTensorMode(shape_env=shapes, static_shapes=True)
     with mode:
         numbers = [_fake_number(shapes, hyper) for hyper in hyper_parameters]
@@ -193,21 +196,48 @@ _NORM_OUTSIDE = "leave error_if_nonfinite out, return the norm from the step and
 
 
 def _reason(error: Exception) -> str | None:
+    """What went wrong, as a clause that ends before "at <line>"; None for an error of the user's own."""
+    if isinstance(error, Refused):
+        return str(error)
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
         if any(frame.filename.endswith(_CLIPPING) for frame in extract_tb(error.__traceback__)):
             return f"clipping needs the value of the norm, to raise if it is not finite: {_NORM_OUTSIDE}. It was needed"
         return f"it needs the value of a tensor, which is not known while tracing. {_WAYS_OUT}. This was needed"
     if isinstance(error, DynamicOutputShapeException):
         return f"the shape of a result depends on values ({error.func}). {_WAYS_OUT}. This was needed"
-    text = str(error)
-    if "convert all Tensors to FakeTensors" in text or "Mixing fake modes" in text:
+    if isinstance(error, UnsupportedOperatorException):
+        return f"{error.func} has no result that can be told from shapes alone. {_WAYS_OUT}. It is called"
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], torch.Tensor):
         return (
-            "it uses a tensor or a module that is not among its arguments (from a closure or a global). "
-            "Pass it as an argument. It is used"
+            "it looks up a tensor in a dict, but while tracing, and after a step that splits parameters, other objects "
+            "stand in their place. Look up by name. This happens"
         )
-    if "numpy" in text or ".tolist()" in text or "data_ptr" in text or "storage" in text:
-        return f"it takes a tensor's memory out of torch ({text.splitlines()[0]}). {_WAYS_OUT}. This happens"
-    return None
+    text = str(error)
+    return next((reason for hint, reason in _REASONS.items() if hint in text), None)
+
+
+_FROM_OUTSIDE = (
+    "it uses a tensor or a module that is not among its arguments (from a closure or a global). "
+    "Pass it as an argument. It is used"
+)
+_MEMORY = f"it takes a tensor's memory out of torch. {_WAYS_OUT}. This happens"
+_CONVERTED = "it moves or converts a module, or makes one: do so outside of the step. This happens"
+_SPARSE = "it makes a sparse tensor, which cannot be split over ranks: use dense ones (sparse=False). It is made"
+_NESTED = "it makes a nested tensor, whose shape depends on values: pad, and pass a mask. It is made"
+
+# What torch's errors say, where their type alone does not.
+_REASONS = {
+    "convert all Tensors to FakeTensors": _FROM_OUTSIDE,
+    "Mixing fake modes": _FROM_OUTSIDE,
+    "Couldn't swap": _CONVERTED,
+    "SparseMeta": _SPARSE,
+    "is not tracked with proxy": _NESTED,
+    "FakeTensor.__format__": f"it formats a tensor as text, and so needs its value. {_WAYS_OUT}. This happens",
+    "numpy": _MEMORY,
+    ".tolist()": _MEMORY,
+    "data_ptr": _MEMORY,
+    "storage": _MEMORY,
+}
 
 
 class _Functional(fx.Interpreter):
@@ -223,7 +253,12 @@ class _Functional(fx.Interpreter):
         return self.constants[target]
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        origin: Origin | None = n.meta.get("origin")
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            line = f"\n    {origin.source}" if origin is not None else ""
+            raise CaptureError(f"{n.target} cannot be made functional or taken apart: {error}{line}") from error
         mode = get_proxy_mode()
         assert mode is not None
         added = []
@@ -231,7 +266,6 @@ class _Functional(fx.Interpreter):
             if node is self.last or node.op == "placeholder":
                 break
             added.append(node)
-        origin: Origin | None = n.meta.get("origin")
         if added and origin is not None:
             for node in added[1:]:
                 node.meta["origin"] = replace(origin, grad_of=None, cotangent_of=None)

@@ -33,6 +33,7 @@ from ._torch import (
 )
 from .randomness import Draws
 from .recompute import Recomputed, recomputing
+from .refused import check_op
 
 _INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
@@ -83,6 +84,7 @@ class Recorder(TorchDispatchMode):
             self._hook_upstream(current)
         drawn = self._number(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        check_op(func, args, kwargs or {}, result)
         self._note(current, drawn)
         return result
 

@@ -226,7 +226,15 @@ def _optimizer_slots(path: str, optimizer: torch.optim.Optimizer, names: dict[in
 
 
 def _described(role: Role, name: str, tensor: torch.Tensor, of: str | None = None) -> Input:
-    """The input that a live tensor becomes; a DTensor has its global shape, and a placement already."""
+    """The input that a live tensor becomes; a DTensor has its global shape, and a placement already.
+
+    Raises ``CaptureError`` for a parameter or buffer of a lazy module that has not seen data yet.
+    """
+    if nn.parameter.is_lazy(tensor):
+        raise CaptureError(
+            f"{name} has no shape yet: run the model once on data of the right shape before the first step, and make "
+            "the optimizer after that"
+        )
     placement = tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
     return Input(role, name, tuple(tensor.shape), tensor.dtype, placement, of)
 

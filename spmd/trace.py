@@ -7,6 +7,7 @@ optimizer state, flags of parameter groups, torch's compiling flag) is put back,
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from .norms import traceable
 from .optimizers import Watched, check_traceable
 from .provenance import Recorder
 from .reads import Reads
+from .refused import Refused
 from .selects import symbolic_min_and_max
 from .set_data import SetDataCopies
 from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
@@ -95,11 +97,12 @@ class Trace:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(recorder.watch_modules())
             stack.enter_context(recorder.generators_kept())
-            stack.enter_context(SetDataCopies())
+            set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(recorder)
             args, kwargs = self._call_arguments(fakes)
             with self.reads.watch(self.function, *self._objects()):
                 result = self.function(*args, **kwargs)
+            set_data.check_end()
             self.ends = swap.ends(result)
             return [value for value in _flat(self.ends) if is_traced(value)]
 
@@ -209,6 +212,7 @@ class _Swap:
                 fakes = {key: self._state_value(value) for key, value in values.items()}
                 state[by_id[id(parameter)]] = self.fake_state[id(values)] = fakes
         optimizer.state = state
+        stack.enter_context(_groups_kept(path, optimizer.param_groups))
         for group in optimizer.param_groups:
             stack.enter_context(_restored(group))
             group["params"] = [by_id[id(parameter)] for parameter in group["params"]]
@@ -235,7 +239,13 @@ class _Swap:
 
     def ends(self, result: Any) -> Ends:
         """Read, still inside the trace, what the step left behind."""
+        if inspect.isgenerator(result) or inspect.isawaitable(result):
+            raise Refused(
+                f"it returns a {type(result).__name__}, whose body has not run yet: a step is a plain function that "
+                "returns its results. It is defined"
+            )
         self._refuse_what_would_be_lost()
+        self._refuse_changed_parameters()
         leaves, spec = tree_flatten(result)
         slots = [self._end_of(slot, fake) for slot, fake in zip(self.trace.slots, self.fakes.slots, strict=True)]
         return Ends(leaves, spec, slots, self._new_gradients(), self._new_state())
@@ -254,6 +264,21 @@ class _Swap:
                 raise CaptureError(
                     f"backward gives the argument {leaf.name} a gradient, which a compiled step does not store: "
                     f"return torch.autograd.grad(loss, {leaf.name}) instead, or pass it without requires_grad"
+                )
+
+    def _refuse_changed_parameters(self) -> None:
+        for slot, fake in zip(self.trace.slots, self.fakes.slots, strict=True):
+            if slot.input.role != "parameter":
+                continue
+            if slot.holder[slot.key] is not fake:
+                raise CaptureError(
+                    f"the step puts another tensor in the place of {slot.input.name}, which the optimizer would not "
+                    f"know: write into it, under torch.no_grad(), with {slot.input.name}.copy_(value)"
+                )
+            if fake.requires_grad != self.live_of[slot.input.name].requires_grad:
+                raise CaptureError(
+                    f"the step leaves {slot.input.name}.requires_grad changed, which a compiled step would do once "
+                    "instead of at every call: put it back at the end of the step, or change it outside"
                 )
 
     def _end_of(self, slot: Slot, fake: torch.Tensor) -> Any:
@@ -296,6 +321,18 @@ class _Swap:
                     if f"{path}.{key}[{name}]" not in known:
                         found.append((path, name, key, value))
         return found
+
+
+@contextmanager
+def _groups_kept(path: str, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Raise ``CaptureError`` if the step adds or removes parameter groups; the list is as before in any case."""
+    before = list(groups)
+    try:
+        yield
+        if len(groups) != len(before):
+            raise CaptureError(f"the step changes the number of {path}.param_groups: do so outside of the step")
+    finally:
+        groups[:] = before
 
 
 @contextmanager

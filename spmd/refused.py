@@ -1,0 +1,67 @@
+"""What a compiled step may not do, and what it may not be given, each with the way out.
+
+``check_modules`` looks at the modules before anything is traced; ``check_op`` at every op while tracing. What an op
+does is raised as ``Refused``, to which ``capture.py`` adds the user's line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from passes import CaptureError
+
+from ._torch import tree_flatten
+from .state import submodules_of
+
+_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class Refused(Exception):
+    """The step does what cannot be captured: a clause that starts with "it", and one that ends before "at <line>"."""
+
+
+def check_modules(modules: dict[str, nn.Module]) -> None:
+    """Raise ``CaptureError`` for a module that cannot be traced, or that spreads itself over devices already."""
+    for name, module in submodules_of(modules):
+        if isinstance(module, (nn.DataParallel, DistributedDataParallel)):
+            kind = type(module).__name__
+            raise CaptureError(
+                f"{name} is a {kind}, but a compiled step splits the batch and reduces gradients itself: pass the "
+                f"module that {kind} wraps, {name}.module"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name} is scripted or traced by torch.jit, whose parameters cannot be stood in for while tracing: "
+                "pass the plain module it was made from"
+            )
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and tensor.is_meta:
+                raise CaptureError(
+                    f"{name}.{key} is on the meta device and has no values to train: materialize the model first, "
+                    'with model.to_empty(device="cpu") and its own initialization, or by loading a checkpoint'
+                )
+
+
+def check_op(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Raise ``Refused`` if a compiled step cannot have this op."""
+    if func.namespace in _COLLECTIVES:
+        raise Refused(
+            f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
+            "batch, and spmd adds what must be communicated: leave it out. It is called"
+        )
+    if kwargs.get("generator") is not None:
+        raise Refused(
+            f"{func} draws from a generator of its own, but the random numbers of a compiled step come from one seed "
+            "that all ranks share: leave generator= out. It is used"
+        )
+    for tensor in tree_flatten(result)[0]:
+        if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_quantized):
+            kind = "quantized" if tensor.is_quantized else "sparse"
+            raise Refused(
+                f"{func} makes a {kind} tensor, which cannot be split over ranks: use a dense one (of an "
+                "nn.Embedding, sparse=False), or replace the submodule through spmd.Override. It is made"
+            )

@@ -1,0 +1,215 @@
+"""Steps and arguments that cannot be compiled: each error is a sentence at the user's line, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.oracle import snapshot
+from tests.harness.torch_state import torch_state
+
+CASE = MLP(sizes=(5, 7, 4), rows=6, optimizer="AdamW")
+BY_PARAMETER: dict[Any, float] = {}
+BAD: list[tuple[Callable[..., Any], str]] = []
+
+
+def bad(words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A step whose last line is the bad one, and words of the sentence it gets (a regular expression)."""
+
+    def register(step: Callable[..., Any]) -> Callable[..., Any]:
+        BAD.append((step, words))
+        return step
+
+    return register
+
+
+@bad("value of a tensor.*torch.where")
+def branches_on_an_item(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = F.mse_loss(model(x), y)
+    return loss * 2 if loss.item() > 0 else loss
+
+
+@bad("value of a tensor.*torch.where")
+def asserts_values(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    assert (x == x).all()
+
+
+@bad("value of a tensor.*torch.where")
+def loops_as_often_as_a_value_says(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return [model(x) for _ in range(int(y.abs().sum()))]
+
+
+@bad("shape of a result depends on values.*nonzero")
+def takes_rows_by_mask(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return model(x)[y > 0].mean()
+
+
+@bad("shape of a result depends on values.*bincount")
+def counts(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return torch.bincount(y.abs().long()[:, 0])
+
+
+@bad("memory out of torch.*Override")
+def takes_numpy(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return x.numpy().sum()
+
+
+@bad("formats a tensor")
+def prints_a_tensor(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return f"{model(x).sum():.3f}"
+
+
+@bad("generator of its own.*leave generator= out")
+def has_a_generator(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return torch.empty_like(x).normal_(generator=torch.Generator().manual_seed(0))
+
+
+@bad("sparse tensor.*dense")
+def makes_a_sparse_tensor(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return x.to_sparse() @ x.T
+
+
+@bad(r"sparse=False")
+def has_sparse_gradients(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    F.embedding(x.long().abs() % 4, next(model.parameters()), sparse=True).sum().backward()
+
+
+@bad("nested")
+def makes_a_nested_tensor(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return torch.nested.nested_tensor([x, y])
+
+
+@bad("communicates itself.*leave it out")
+def communicates(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    torch.distributed.all_reduce(model(x).sum())
+
+
+@bad("looks up a tensor in a dict.*by name")
+def looks_up_by_parameter(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return sum(BY_PARAMETER[parameter] for parameter in model.parameters())
+
+
+@bad("moves or converts a module.*outside")
+def converts_the_model(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    model.float()
+
+
+@bad("same shape and dtype")
+def sets_data_of_another_shape(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    next(model.parameters()).data = x
+
+
+@bad("share from then on.*copy_")
+def sets_data_to_other_state(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    model[0].bias.data = model[0].weight[:, 0]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("step, words", BAD, ids=[step.__name__ for step, _ in BAD])
+def test_a_bad_line_is_named_and_nothing_is_changed(step: Callable[..., Any], words: str) -> None:
+    model, optimizer = CASE.build()
+    with unchanged(model, optimizer), pytest.raises(spmd.CaptureError, match=f"(?s){words}") as caught:
+        spmd.compile(step)(model, optimizer, *CASE.part(0, 0))
+    last = max(line for _, _, line in step.__code__.co_lines() if line is not None)
+    assert f"{step.__code__.co_filename.rsplit('/', 1)[-1]}:{last}" in str(caught.value)
+
+
+def assigns_a_parameter(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    model[0].weight = nn.Parameter(model[0].weight * 2)
+
+
+def freezes_for_good(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    model[0].weight.requires_grad_(False)
+
+
+def adds_a_group(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def yields(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Iterator[Any]:
+    yield model(x)
+
+
+async def awaits(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return model(x)
+
+
+LEFT_BEHIND: dict[Callable[..., Any], str] = {
+    assigns_a_parameter: r"in the place of model.0.weight.*copy_",
+    freezes_for_good: r"model.0.weight.requires_grad changed.*outside",
+    adds_a_group: r"number of optimizer.param_groups.*outside",
+    yields: "returns a generator.*plain function",
+    awaits: "returns a coroutine.*plain function",
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+@pytest.mark.parametrize("step, words", LEFT_BEHIND.items(), ids=[step.__name__ for step in LEFT_BEHIND])
+def test_what_a_step_would_leave_behind_is_refused(step: Callable[..., Any], words: str) -> None:
+    model, optimizer = CASE.build()
+    with unchanged(model, optimizer), pytest.raises(spmd.CaptureError, match=f"(?s){words}"):
+        spmd.compile(step)(model, optimizer, *CASE.part(0, 0))
+
+
+def scripted() -> nn.Module:
+    with pytest.warns(DeprecationWarning):
+        return nn.Sequential(nn.Linear(5, 7), torch.jit.script(nn.Linear(7, 4))).double()
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.LazyLinear(4)).double()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "data parallel": (lambda: nn.DataParallel(CASE.build()[0]), r"model is a DataParallel.*model.module"),
+    "scripted": (scripted, r"model.1 is scripted.*plain module"),
+    "meta": (lambda: CASE.build()[0].to("meta"), r"model.0.weight is on the meta device.*to_empty"),
+    "half on meta": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4, device="meta")), r"model.1.weight.*meta"),
+    "lazy": (lazy, r"model.1.weight has no shape yet.*once"),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("make, words", MODELS.values(), ids=MODELS.keys())
+def test_a_model_that_cannot_be_traced_is_refused_by_name(make: Callable[[], nn.Module], words: str) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = torch_state()
+    with pytest.raises(spmd.CaptureError, match=f"(?s){words}"):
+        spmd.compile(CASE.step)(model, optimizer, *CASE.part(0, 0))
+    assert torch_state() == state
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, bit for bit where they are tensors."""
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+class unchanged:
+    """Checks that torch, model and optimizer are as before, and that a good step can train them."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def __enter__(self) -> None:
+        self.torch, self.parameters = torch_state(), list(self.model.parameters())
+        self.seen = snapshot(None, (self.model, self.optimizer))
+
+    def __exit__(self, *error: Any) -> None:
+        assert torch_state() == self.torch
+        assert [id(p) for p in self.model.parameters()] == [id(p) for p in self.parameters]
+        assert [id(p) for p in self.optimizer.param_groups[0]["params"]] == [id(p) for p in self.parameters]
+        seen = snapshot(None, (self.model, self.optimizer))
+        assert seen.keys() == self.seen.keys()
+        assert not [name for name, value in seen.items() if not same(value, self.seen[name])]
+        step = spmd.compile(CASE.step)
+        losses = [float(step(self.model, self.optimizer, *CASE.part(0, 0))) for _ in range(3)]
+        assert losses == sorted(losses, reverse=True)
