@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from passes import Input, Output, OutputKind, PartitionError, Phase, Program, Role
 from passes.program import Placements, is_sharded, replicated
@@ -243,7 +243,7 @@ class _Partitioner:
                     pending.append(user)
         return self._like_the_batch(shape)
 
-    def _like_the_batch(self, shape: tuple[int, ...] | None) -> Placements | None:
+    def _like_the_batch(self, shape: Sequence[int] | None) -> Placements | None:
         """The placement of the batch, if the dims that it splits have the same lengths here."""
         for declared in self.program.inputs:
             placement = self.placements[declared.name]
@@ -270,6 +270,8 @@ class _Partitioner:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), local)
         batch = frozenset[int]().union(*(v.batch_in(place) for v, place in zip(operands, wanted, strict=True)))
+        if not operands and self._like_the_batch(getattr(node.meta["val"], "shape", None)) == placements[0]:
+            batch = frozenset(range(len(chosen)))  # made here, for the rows of the batch
         return self._emit(node, call, args, kwargs, placements, batch)
 
     def _emit(

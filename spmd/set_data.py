@@ -19,7 +19,7 @@ _SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class SetDataCopies(TorchFunctionMode):
-    """Each assignment to ``.data`` is a copy into it; ``state``: what must not come to share memory with another tensor.
+    """Each assignment to ``.data`` is a copy into it. ``state``: what may share no memory with other tensors.
 
     Raises ``Refused`` for data of another shape or dtype, and for memory that would be shared.
     """

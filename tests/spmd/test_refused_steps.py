@@ -106,7 +106,7 @@ def sets_data_of_another_shape(model: nn.Module, optimizer: Any, x: Tensor, y: T
     next(model.parameters()).data = x
 
 
-@bad("share from then on.*copy_")
+@bad("share it from then on.*copy_")
 def sets_data_to_other_state(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     model[0].bias.data = model[0].weight[:, 0]
 

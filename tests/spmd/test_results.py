@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import spmd
 from tests.harness.cases import MLP
 from tests.harness.oracle import Case, assert_agrees
 from tests.harness.pool import Ranks
@@ -92,3 +93,18 @@ CASES: list[Case] = [State(), PerClass(), GradientOfRows(), SetData()]
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
 def test_results_are_true(ranks: Ranks, case: Case, style: str, world: int) -> None:
     assert_agrees(ranks, world, case, style)
+
+
+def shapes_of_what_is_made(rank: int, world: int) -> None:
+    """Noise of the batch's shape is the rows of this rank; other noise is whole."""
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        noise = torch.randn(x.shape[0], 3)
+        return noise * 2, torch.randn(x.shape[0] + 1, 3), torch.zeros(4, 2)
+
+    results = spmd.compile(step)(torch.zeros(6, 2))
+    assert [tuple(result.shape) for result in results] == [(6, 3), (6 * world + 1, 3), (4, 2)]
+
+
+def test_what_a_step_makes_for_the_batch_is_this_rank_s(ranks: Ranks) -> None:
+    ranks.run(2, shapes_of_what_is_made)
