@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ._torch import OpOverload, core_aten_decompositions, get_decompositions
+from .random_decompositions import random_table
 from .rules import rule_of
 
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ _HALF = (torch.float16, torch.bfloat16)
 def table() -> Table:
     """The decompositions of a capture: ours, torch's for reductions over the batch, torch's for ops without a rule."""
     without_rule = {op: how for op, how in _torch_table().items() if rule_of(op) is None and op not in _WRONG}
-    return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **_ours()}
+    return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **random_table(), **_ours()}
 
 
 def undeclared_writers() -> Table:

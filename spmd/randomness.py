@@ -32,15 +32,18 @@ class _State:
 _state = _State()
 
 
-def seed(seed: int, *, invariant: bool = False) -> None:
+def seed(seed: int | None, *, invariant: bool = False) -> None:
     """Let all random ops of compiled steps, from their next call on, follow from ``seed``; call it alike on all ranks.
 
     With ``invariant=True`` each number depends on the seed, the call, the op and the place of the element in the global
     tensor only: any number of ranks and any parallel mode draw the same. It costs a few more passes over what is drawn.
-    Without it each rank runs torch's own kernels on its part.
+    Without it each rank runs torch's own kernels on its part. ``seed(None)`` is how a process starts: a step that is
+    compiled for the first time takes a seed from rank 0's default generator, so that ``torch.manual_seed`` decides.
 
     Raises ``TypeError`` if ``seed`` is no int. Ranks whose seeds differ raise ``RankMismatchError`` when they compile.
     """
+    if seed is None and not invariant:
+        return _become(_State())
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"expected the seed to be an int, got {seed!r}")
     _become(_State(seed, 0, bool(invariant), chosen=True, settled=True))

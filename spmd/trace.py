@@ -25,6 +25,7 @@ from .kept import attributes_kept, group_kept, holds_traced, is_traced
 from .norms import traceable
 from .optimizers import Watched, check_traceable
 from .provenance import Recorder
+from .random_decompositions import before_functionalization
 from .reads import Reads
 from .refused import Refused
 from .selects import symbolic_min_and_max
@@ -81,7 +82,8 @@ class Trace:
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the tensors of ``ends``, flat."""
-        return make_fx(self._run, decomposition_table=undeclared_writers(), tracing_mode="fake")(*self.fakes.flat)
+        table = {**undeclared_writers(), **before_functionalization()}
+        return make_fx(self._run, decomposition_table=table, tracing_mode="fake")(*self.fakes.flat)
 
     def _run(self, *flat: Any) -> list[Any]:
         names = {id(module): name for name, module in submodules_of(self.arguments.modules)}
@@ -94,6 +96,7 @@ class Trace:
             stack.enter_context(compiling())
             stack.enter_context(selecting())
             stack.enter_context(symbolic_min_and_max())
+            stack.enter_context(_without_mkldnn())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(recorder.watch_modules())
             stack.enter_context(recorder.generators_kept())
@@ -333,6 +336,17 @@ def _groups_kept(path: str, groups: list[dict[str, Any]]) -> Iterator[None]:
             raise CaptureError(f"the step changes the number of {path}.param_groups: do so outside of the step")
     finally:
         groups[:] = before
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Its LSTM keeps what only its own kernel can read; without it an LSTM is traced as the ops it is made of."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 @contextmanager

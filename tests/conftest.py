@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import spmd
+
 from .harness.pool import Ranks
 
 # pytest listens to every logger, and that makes torch write its trace of each fake tensor for nobody.
@@ -30,6 +32,13 @@ def alone() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def unseeded() -> Iterator[None]:
+    """What a test chose with ``spmd.seed`` ends with it."""
+    yield
+    spmd.seed(None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

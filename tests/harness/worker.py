@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import spmd
+
 from .torch_state import torch_state
 
 
@@ -91,6 +93,7 @@ def _outcome(received: bytes) -> Outcome:
 def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Outcome:
     random.seed(0)
     torch.manual_seed(0)
+    spmd.seed(None)
     before = torch_state()
     if task.store is not None:
         store = dist.FileStore(str(task.store), task.world)
