@@ -27,6 +27,9 @@ from torch._subclasses.fake_tensor import (
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
+# What a condition on symbolic numbers is made of, to evaluate it. 2.11 to 2.15.
+from torch.utils._sympy import functions as _sympy_functions
+
 # The tracer, and from a traced tensor to the node that made it. 2.11 to 2.15.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
@@ -61,6 +64,9 @@ from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 # isort: on
+
+
+symbolic_functions: dict[str, object] = vars(_sympy_functions)
 
 
 def rename(node: fx.Node, name: str) -> None:
@@ -175,6 +181,7 @@ __all__ = [
     "rename",
     "selecting",
     "storage_number",
+    "symbolic_functions",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",

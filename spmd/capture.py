@@ -158,7 +158,8 @@ def _fake_number(shapes: ShapeEnv, hyper: HyperParameter) -> tuple[Any, Any]:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device), None
     source = ConstantSource(hyper.name)
     symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    return shapes.create_symfloatnode(symbol, hint=value, source=source), symbol
+    make = shapes.create_symintnode if isinstance(value, int) else shapes.create_symfloatnode
+    return make(symbol, hint=value, source=source), symbol
 
 
 class _explained:

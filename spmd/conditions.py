@@ -1,18 +1,35 @@
 """What a program assumes of its hyper-parameters, as found while tracing.
 
-A float of a parameter group is an input of the graph, but where the optimizer branches on it (``if weight_decay != 0``)
-the trace took one way. Each such condition is kept and asked again at every call: a program runs only while all hold.
+A float of a parameter group, or a number of optimizer state, is an input of the graph, but where the optimizer branches
+on it (``if weight_decay != 0``) the trace took one way. Each such condition is kept and asked again at every call: a
+program runs only while all hold.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # comes with torch, has no types
 
-from ._torch import ShapeEnv
+from ._torch import ShapeEnv, symbolic_functions
+
+# What torch calls Python's own arithmetic on symbols; the rest is evaluated as sympy does, more slowly.
+_AS_PYTHON: dict[str, Callable[..., Any]] = {
+    "FloatPow": operator.pow,
+    "PowByNatural": operator.pow,
+    "FloatTrueDiv": operator.truediv,
+    "IntTrueDiv": operator.truediv,
+    "FloorDiv": operator.floordiv,
+    "PythonMod": operator.mod,
+    "Mod": operator.mod,
+    "ToFloat": float,
+    "TruncToInt": int,
+    "Max": max,
+    "Min": min,
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class HyperGuards:
             read = sorted((s for s in guard.expr.free_symbols if s in position), key=str)
             if read:
                 guards.positions.append(tuple(position[s] for s in read))
-                guards.checks.append(sympy.lambdify(read, guard.expr, "math"))
+                guards.checks.append(sympy.lambdify(read, guard.expr, [_AS_PYTHON, symbolic_functions, "math"]))
         return guards
 
     def hold(self, values: Sequence[Any]) -> bool:

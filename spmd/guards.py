@@ -293,10 +293,11 @@ class Tree:
 
 @dataclass
 class Groups:
-    """Parameter groups, and optimizer state that is no tensor."""
+    """Parameter groups, and numbers of optimizer state."""
 
     flags: list[list[dict[str, Any]]]  # by optimizer and group: what the trace took as it was
     live: list[tuple[int, int, str, int | None]]  # (optimizer, group, key, item) of what is read at each call
+    counters: list[tuple[int, int, str]]  # (optimizer, position in its state, key) of numbers
     names: list[str]
 
     @classmethod
@@ -308,8 +309,16 @@ class Groups:
             for k, optimizer in enumerate(arguments.optimizers.values())
             for j, group in enumerate(optimizer.param_groups)
         }
+        position = {
+            id(values): (k, j)
+            for k, optimizer in enumerate(arguments.optimizers.values())
+            for j, values in enumerate(optimizer.state.values())
+        }
         return cls(
-            _flags(arguments), [(*place[id(h.group)], h.key, h.item) for h in found], [hyper.name for hyper in found]
+            _flags(arguments),
+            [(*place[id(h.group)], h.key, h.item) for h in found if id(h.group) in place],
+            [(*position[id(h.group)], h.key) for h in found if id(h.group) in position],
+            [hyper.name for hyper in found],
         )
 
     def hold(self, arguments: Arguments) -> bool:
@@ -319,7 +328,11 @@ class Groups:
     def values(self, arguments: Arguments) -> list[Any]:
         """The live hyper-parameters, in order."""
         groups = [optimizer.param_groups for optimizer in arguments.optimizers.values()]
-        return [HyperParameter("", groups[k][j], key, item).get() for k, j, key, item in self.live]
+        found = [HyperParameter("", groups[k][j], key, item).get() for k, j, key, item in self.live]
+        if self.counters:
+            states = [list(optimizer.state.values()) for optimizer in arguments.optimizers.values()]
+            found += [states[k][j][key] for k, j, key in self.counters]
+        return found
 
     def difference(self, arguments: Arguments) -> str:
         """What is not as it was, or nothing."""

@@ -84,5 +84,31 @@ def group_kept(name: str, group: dict[str, Any]) -> Iterator[None]:
     if changed:
         raise CaptureError(
             f"the step changes {name}.{changed[0]}, which a compiled step would do once instead of at every call: "
-            "change hyper-parameters, and call schedulers, outside of the step"
+            "change hyper-parameters, and call schedulers, outside of the step. What an optimizer counts, it keeps in "
+            "self.state[parameter], as a number or a tensor"
         )
+
+
+@contextmanager
+def optimizer_kept(name: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put an optimizer's attributes back; raise ``CaptureError`` if the step has changed one, such as a counter."""
+    attributes = optimizer.__dict__
+    before = {key: value for key, value in attributes.items() if not _is_torchs(key)}
+    changed = []
+    try:
+        yield
+        changed = [key for key in attributes if not _is_torchs(key) and attributes[key] is not before.get(key)]
+    finally:
+        for key in [key for key in attributes if not _is_torchs(key) and key not in before]:
+            del attributes[key]
+        attributes.update(before)
+    if changed:
+        raise CaptureError(
+            f"the step changes {name}.{changed[0]}, which a compiled step would do once instead of at every call: keep "
+            "it in self.state[parameter], as a number or a tensor"
+        )
+
+
+def _is_torchs(attribute: str) -> bool:
+    """Whether an attribute of an optimizer is looked after elsewhere, or is torch's own business."""
+    return attribute.startswith("_") or attribute in ("state", "param_groups", "defaults", "step")

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ._torch import TensorGuards, local_tensor
-from .state import Arguments, Slot, submodules_of
+from .state import Arguments, Slot, is_number, submodules_of
 
 _gradient = attrgetter("grad")
 _early = attrgetter("_backward_hooks")
@@ -47,7 +47,7 @@ class Places:
                 before = first.setdefault(id(value), position)
                 if before != position:
                     twins.append((before, position))
-        others = [(k, value) for k, value in enumerate(flat) if not isinstance(value, torch.Tensor)]
+        others = [(k, _settled(value)) for k, value in enumerate(flat) if not isinstance(value, torch.Tensor)]
         return cls(len(flat), tuple(first.values()), twins, others)
 
     def pick(self, flat: list[Any]) -> list[torch.Tensor] | None:
@@ -65,7 +65,12 @@ class Places:
     def _others_hold(self, flat: list[Any]) -> bool:
         positions, values = zip(*self.others, strict=True)
         now = list(map(flat.__getitem__, positions))
-        return all(map(is_, now, values)) or all(map(same, now, values))
+        return all(map(is_, now, values)) or all(map(same, map(_settled, now), values))
+
+
+def _settled(value: Any) -> Any:
+    """What a program takes for granted of what is no tensor: of a number that is read at each call, its type."""
+    return type(value) if is_number(value) else value
 
 
 def same(a: Any, b: Any) -> bool:

@@ -59,7 +59,7 @@ class GradientOf:
 
 @dataclass(frozen=True)
 class HyperParameter:
-    """A live number of a parameter group: ``group[key]``, or ``group[key][item]``."""
+    """A live number: ``group[key]``, or ``group[key][item]``, of a parameter group or of a parameter's state."""
 
     name: str
     group: dict[str, Any]
@@ -263,7 +263,7 @@ def state_name(optimizer: str, key: Any, parameter: str) -> str:
 
 
 def hyper_parameters_of(optimizers: dict[str, torch.optim.Optimizer]) -> list[HyperParameter]:
-    """Every float (or float tensor) in a parameter group, read anew at each call."""
+    """What is read anew at each call: floats (and float tensors) of parameter groups, then numbers of state."""
     found = []
     for path, optimizer in optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
@@ -275,7 +275,18 @@ def hyper_parameters_of(optimizers: dict[str, torch.optim.Optimizer]) -> list[Hy
                     found.append(HyperParameter(name, group, key))
                 elif isinstance(value, (tuple, list)):
                     found += [HyperParameter(f"{name}.{k}", group, key, k) for k, v in enumerate(value) if is_live(v)]
-    return found
+    return found + [
+        HyperParameter(f"{path}.{key}[{position}]", values, key)
+        for path, optimizer in optimizers.items()
+        for position, values in enumerate(optimizer.state.values())
+        for key, value in values.items()
+        if is_number(value)
+    ]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of optimizer state is a plain number, such as a counter, and read anew at each call."""
+    return type(value) in (int, float)
 
 
 def is_live(value: Any) -> bool:

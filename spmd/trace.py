@@ -21,7 +21,7 @@ from passes import CaptureError
 
 from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, selecting, tree_flatten, tree_unflatten
 from .decompositions import undeclared_writers
-from .kept import attributes_kept, group_kept, holds_traced, is_traced
+from .kept import attributes_kept, group_kept, holds_traced, is_traced, optimizer_kept
 from .norms import traceable
 from .optimizers import Watched, check_traceable
 from .provenance import Recorder
@@ -206,6 +206,7 @@ class _Swap:
 
     def _swap_optimizer(self, stack: ExitStack, path: str, optimizer: torch.optim.Optimizer) -> None:
         check_traceable(path, optimizer)
+        stack.enter_context(optimizer_kept(path, optimizer))
         live_state = optimizer.state
         stack.callback(setattr, optimizer, "state", live_state)
         by_id = self.by_id
@@ -234,7 +235,7 @@ class _Swap:
             if not hyper.name.startswith(f"{path}."):
                 continue
             if hyper.item is None:
-                hyper.group[hyper.key] = fake
+                self.fake_state.get(id(hyper.group), hyper.group)[hyper.key] = fake
             else:
                 values = list(hyper.group[hyper.key])
                 values[hyper.item] = fake
@@ -316,7 +317,7 @@ class _Swap:
             for fake, values in optimizer.state.items():
                 for key, value in values.items():
                     name = names[id(fake)]
-                    if not isinstance(value, torch.Tensor) and holds_traced(value):
+                    if not is_traced(value) and holds_traced(value):
                         raise CaptureError(
                             f"{path} keeps a {type(value).__name__} of tensors in state[{name}][{key!r}]: "
                             "keep each tensor under a key of its own"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
+import spmd
 from tests.harness.cases import MLP
-from tests.harness.oracle import assert_agrees
+from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run, snapshot
 from tests.harness.pool import Ranks
 
 # name: (class, options, forms besides the plain one)
@@ -86,3 +87,120 @@ def test_an_optimizer_updates_as_on_one_device(ranks: Ranks, kind: str, form: st
 @pytest.mark.parametrize("kind, form, rate", [("AdamW", "", "float32"), ("Adam", "fused", "float32")])
 def test_a_learning_rate_may_be_a_tensor(ranks: Ranks, kind: str, form: str, rate: str) -> None:
     assert_agrees(ranks, 2, With(optimizer=kind, form=form, rate=rate), "fully_shard")
+
+
+class CountsInPython(optim.Optimizer):
+    """Adam, as one writes it oneself: a Python int counts the steps; every third one decays."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {"step": 0, "mean": torch.zeros_like(parameter), "square": torch.zeros_like(parameter)}
+                state["step"] += 1
+                self.update(parameter, state, group["lr"], *group["betas"])
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float, beta: float, other: float) -> None:
+        gradient, mean, square, count = parameter.grad, state["mean"], state["square"], state["step"]
+        assert gradient is not None
+        mean.mul_(beta).add_(gradient, alpha=1 - beta)
+        square.mul_(other).addcmul_(gradient, gradient, value=1 - other)
+        size = (square.sqrt() / (1 - other**count) ** 0.5).add_(1e-8)
+        parameter.addcdiv_(mean, size, value=-lr / (1 - beta**count))
+        if count % 3 == 0:
+            parameter.mul_(0.99)
+
+
+class CountsInATensor(CountsInPython):
+    """The same with a counter that is a tensor, and a warm-up by ``min``."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float, beta: float, other: float) -> None:
+        state["count"] = state.get("count", torch.tensor(0.0)) + 1
+        assert parameter.grad is not None
+        state["mean"].lerp_(parameter.grad, 1 - beta)
+        parameter.add_(state["mean"], alpha=-lr * min(1.0, state["count"].item() / 3))
+
+
+class CountsInItself(CountsInPython):
+    """The counter is no state, but an attribute."""
+
+    count = 0
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float, beta: float, other: float) -> None:
+        self.count += 1
+        parameter.mul_(1 / self.count)
+
+
+class HalvesGradients(optim.AdamW):
+    """One of torch's, with a step of its own around it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
+@dataclass(frozen=True)
+class WithOneOfMine(MLP):
+    """An MLP with an optimizer of the user's."""
+
+    sizes: tuple[int, ...] = (15, 7, 3)
+    rows: int = 5
+    kind: Any = CountsInPython
+
+    def build(self) -> tuple[Any, ...]:
+        model = super().build()[0]
+        return model, self.kind(model.parameters())
+
+
+def programs(rank: int, world: int, case: MLP, style: str) -> tuple[list[str], int]:
+    """What differs, and the number of programs after seven steps."""
+    compiled, got = compiled_run(rank, case, 7, parallel_mode=spmd.DataParallel(style))
+    return all_unequal(plain_run(case, world, 7), got, rank, world), len(compiled.programs)
+
+
+@pytest.mark.parametrize(
+    "kind, style, count",
+    [
+        (CountsInPython, "fully_shard", 3),  # the first step, those that decay, and the others
+        (CountsInATensor, "replicate", 2),
+        (HalvesGradients, "fully_shard", 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_an_optimizer_of_the_user_s_own(ranks: Ranks, kind: Any, style: str, count: int) -> None:
+    assert ranks.run(2, programs, WithOneOfMine(kind=kind), style) == [([], count)] * 2
+
+
+def refused(optimizer: Any, model: nn.Module, step: Any = WithOneOfMine.step) -> str:
+    """The text of the error; model and optimizer are as before."""
+    before = snapshot(None, (model, optimizer))
+    with pytest.raises(spmd.CaptureError) as caught:
+        spmd.compile(step)(model, optimizer, *WithOneOfMine().part(0, 0))
+    after = snapshot(None, (model, optimizer))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value) if isinstance(value, Tensor) else None
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be_one_graph_is_refused_with_the_reason_and_the_way_out() -> None:
+    model, _ = WithOneOfMine().build()
+    sparse = refused(optim.SparseAdam(model.parameters()), model)
+    assert "optimizer cannot be part" in sparse and "sparse=True" in sparse and "Adam" in sparse
+    closures = refused(optim.LBFGS(model.parameters()), model)
+    assert "closure" in closures and "depends on the data" in closures
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_counter_that_would_be_lost_is_refused() -> None:
+    model, optimizer = WithOneOfMine(kind=CountsInItself).build()
+    assert "optimizer.count" in refused(optimizer, model)
+    assert optimizer.count == 0
