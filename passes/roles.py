@@ -10,6 +10,7 @@ class Role(StrEnum):
     BUFFER = "buffer"
     OPTIMIZER_STATE = "optimizer state"
     GRADIENT = "gradient"  # as an input: a ``.grad`` kept across calls
+    SCALER = "scaler state"  # of a GradScaler
     HYPER_PARAMETER = "hyper-parameter"
     BATCH = "batch"
     ARGUMENT = "argument"  # any other argument of the step
@@ -26,7 +27,7 @@ class Role(StrEnum):
         return self in _STATE
 
 
-_STATE = {Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE, Role.GRADIENT}
+_STATE = {Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE, Role.GRADIENT, Role.SCALER}
 
 
 class Phase(StrEnum):

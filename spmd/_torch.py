@@ -65,6 +65,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, 
 
 # isort: on
 
+# Where a GradScaler keeps its state, how it begins, where it notes what it found for each optimizer until its update,
+# and the method that branches on that; what a fused optimizer says to take this over. No public way. 2.11 to 2.15.
+SCALER_STATE = {"scale": "_scale", "growth_tracker": "_growth_tracker"}
+SCALER_LAZY_START = "_lazy_init_scale_growth_tracker"
+SCALER_OPTIMIZERS = "_per_optimizer_states"
+SCALER_STEP = "_maybe_opt_step"
+STEPS_SCALED = "_step_supports_amp_scaling"
+
 
 symbolic_functions: dict[str, object] = vars(_sympy_functions)
 
@@ -149,6 +157,11 @@ def newest_sequence_number() -> int:
 
 
 __all__ = [
+    "SCALER_LAZY_START",
+    "SCALER_OPTIMIZERS",
+    "SCALER_STATE",
+    "SCALER_STEP",
+    "STEPS_SCALED",
     "BatchNorm",
     "ConstantSource",
     "DataDependentOutputException",

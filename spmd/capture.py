@@ -53,6 +53,7 @@ class NewState:
     value: Any  # ``FromOutput``, or a plain Python value
     optimizer: str = ""  # empty for a gradient
     key: Any = None
+    unless: FromOutput | None = None  # true in a call that did not make it after all
 
 
 @dataclass
@@ -349,10 +350,13 @@ def _bind_outputs(program: Program, trace: Trace, constants: list[torch.Tensor])
     for parameter in ends.gradients:
         new = add(Output(OutputKind.NEW, gradient_name(parameter), Role.GRADIENT, of=parameter))
         captured.new_state.append(NewState(parameter, new))
-    for optimizer, parameter, key, end in ends.optimizer_state:
-        name = state_name(optimizer, key, parameter)
-        made = Output(OutputKind.NEW, name, Role.OPTIMIZER_STATE, of=parameter)
-        captured.new_state.append(NewState(parameter, add(made) if _traced(end) else end, optimizer, key))
+    skips = [add(Output(OutputKind.RESULT, f"skipped.{index}", Role.RESULT)) for index, _ in enumerate(ends.skips)]
+    for entry in ends.optimizer_state:
+        name = state_name(entry.optimizer, entry.key, entry.parameter)
+        made = Output(OutputKind.NEW, name, Role.OPTIMIZER_STATE, of=entry.parameter)
+        value = add(made) if _traced(entry.value) else entry.value
+        unless = None if entry.unless is None else skips[entry.unless]
+        captured.new_state.append(NewState(entry.parameter, value, entry.optimizer, entry.key, unless))
     program.set_outputs(returned, outputs)
     _describe_nodes(program)
     for node, declared in zip(placeholders, program.inputs, strict=True):

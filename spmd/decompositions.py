@@ -29,9 +29,39 @@ def table() -> Table:
     return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **random_table(), **_ours()}
 
 
-def undeclared_writers() -> Table:
-    """Ops that write running statistics, which their schemas do not say: taken apart where mutations are recorded."""
-    return get_decompositions([aten.native_batch_norm, aten.cudnn_batch_norm])
+def while_recorded() -> Table:
+    """Ops taken apart in the first trace, where mutations are recorded.
+
+    Those of batch norms write running statistics, which their schemas do not say; a ``GradScaler``'s write lists.
+    """
+    return {
+        **get_decompositions([aten.native_batch_norm, aten.cudnn_batch_norm]),
+        aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+        aten._amp_update_scale_.default: _update_scale,
+    }
+
+
+def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Scale each gradient back in place, and note in ``found_inf`` whether one is not finite."""
+    # Counts are sums, of which every rank has its share: one reduction for all gradients, empty shards or not.
+    bad = torch.stack([(~gradient.isfinite()).sum() for gradient in gradients]).sum()
+    found_inf.copy_(torch.maximum(found_inf, (bad != 0).to(found_inf.dtype)))
+    for gradient in gradients:
+        gradient.mul_(inverse_scale)
+
+
+def _update_scale(
+    scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
+) -> torch.Tensor:
+    """Smaller after an overflow; larger after ``interval`` steps without one, if that is still finite."""
+    found = found_inf != 0
+    steps = tracker + 1
+    full = steps == interval
+    grown = (scale.double() * growth).to(scale.dtype)
+    unless_found = torch.where(full & grown.isfinite(), grown, scale)
+    scale.copy_(torch.where(found, (scale.double() * backoff).to(scale.dtype), unless_found))
+    tracker.copy_(torch.where(found | full, torch.zeros_like(tracker), steps))
+    return scale
 
 
 @functools.cache

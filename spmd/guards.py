@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 from passes import CaptureError
 
@@ -23,6 +24,7 @@ from ._torch import TreeSpec, global_hooks
 from .conditions import HyperGuards
 from .layout import StateLayout, same
 from .reads import Place, Reads, content_of, is_plain, same_content
+from .scalers import Settings
 from .state import (
     SCHEDULER_NOTES,
     Arguments,
@@ -197,7 +199,7 @@ class _TensorKind:
 def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _TensorKind(type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad)
-    return value
+    return Settings.of(value) if isinstance(value, GradScaler) else value
 
 
 def _check(kind: Any) -> Callable[[Any], bool]:
@@ -214,6 +216,8 @@ def _check(kind: Any) -> Callable[[Any], bool]:
         )
     if isinstance(kind, OfState):
         return lambda value: isinstance(value, torch.Tensor)
+    if isinstance(kind, Settings):
+        return lambda value: isinstance(value, GradScaler) and Settings.of(value) == kind
     return lambda value: same(value, kind)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ._torch import TensorGuards, local_tensor
+from .scalers import state_of
 from .state import Arguments, Slot, is_number, submodules_of
 
 _gradient = attrgetter("grad")
@@ -200,6 +201,11 @@ class StateLayout:
         found = [*parameters, *buffers]
         for layout, optimizer in zip(self.optimizers, arguments.optimizers.values(), strict=True):
             state = layout.read(optimizer, parameters)
+            if state is None:
+                return None
+            found += state
+        for scaler in arguments.scalers.values():
+            state = state_of(scaler)
             if state is None:
                 return None
             found += state

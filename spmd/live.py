@@ -25,7 +25,7 @@ from passes.program import Placements, is_sharded
 from .placements import chunk
 from .state import Arguments, Slot, local_of, parameters_of
 
-# What is rank 0's already: parameters and buffers by id (tensors compare by value), and optimizers.
+# What is rank 0's already: parameters, buffers and scalers' state by id (tensors compare by value), and optimizers.
 _equal: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -119,15 +119,15 @@ def as_dtensor(
 
 
 def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> None:
-    """Broadcast what rank 0 has not handed out yet: a parameter or buffer once, an optimizer's state at first sight."""
+    """Broadcast what rank 0 has not handed out yet: an optimizer's state at first sight, all else once."""
     known = all(_equal.get(id(optimizer)) is optimizer for optimizer in arguments.optimizers.values())
     with torch.no_grad():
         for slot in prepared.slots:
             live = slot.get()
-            of_module = slot.input.role in (Role.PARAMETER, Role.BUFFER)
-            if not isinstance(live, DTensor) and not (_equal.get(id(live)) is live if of_module else known):
+            once = slot.input.role in (Role.PARAMETER, Role.BUFFER, Role.SCALER)
+            if not isinstance(live, DTensor) and not (_equal.get(id(live)) is live if once else known):
                 _broadcast(live.detach(), mesh)
-            if of_module:
+            if once:
                 _equal[id(live)] = live
     _equal.update((id(optimizer), optimizer) for optimizer in arguments.optimizers.values())
 

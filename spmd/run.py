@@ -65,6 +65,8 @@ class Compiled:
         live = dict(zip(self.guards.layout.names, tensors, strict=True))
         outputs = [output for output in self.program.outputs if output.kind is not OutputKind.UPDATE]
         for new in self.captured.new_state:
+            if new.unless is not None and returned[new.unless.index]:
+                continue
             value = new.value
             if isinstance(value, FromOutput):
                 value = self._as_state(returned[value.index], outputs[value.index])

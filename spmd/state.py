@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
 from passes import CaptureError, Input, Role
 
 from ._torch import TreeSpec, tree_flatten_with_path
+from .scalers import start
 
 # What schedulers note in a parameter group for themselves; no optimizer reads it.
 SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -104,6 +106,7 @@ class Arguments:
     spec: TreeSpec
     modules: dict[str, nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
+    scalers: dict[str, GradScaler]
 
     def tensors(self) -> list[Leaf]:
         """The leaves that are tensors, in order."""
@@ -125,12 +128,15 @@ def read_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: 
     leaves = [Leaf(names(path), value) for path, value in paths]
     modules: dict[str, nn.Module] = {}
     optimizers: dict[str, torch.optim.Optimizer] = {}
+    scalers: dict[str, GradScaler] = {}
     for leaf in leaves:
         if isinstance(leaf.value, nn.Module):
             modules[leaf.name] = leaf.value
         elif isinstance(leaf.value, torch.optim.Optimizer):
             optimizers[leaf.name] = leaf.value
-    return Arguments(leaves, spec, modules, optimizers)
+        elif isinstance(leaf.value, GradScaler):
+            scalers[leaf.name] = leaf.value
+    return Arguments(leaves, spec, modules, optimizers, scalers)
 
 
 def _names(signature: inspect.Signature, bound: inspect.BoundArguments) -> Callable[[tuple[Any, ...]], str]:
@@ -197,6 +203,9 @@ def slots_of(arguments: Arguments) -> list[Slot]:
     for path, optimizer in arguments.optimizers.items():
         slots += _optimizer_slots(path, optimizer, names)
     slots += [_gradient_slot(parameter) for parameter in parameters if parameter.tensor.grad is not None]
+    device = parameters[0].tensor.device if parameters else torch.device("cpu")
+    for path, scaler in arguments.scalers.items():
+        slots += _scaler_slots(path, scaler, device)
     return slots
 
 
@@ -211,6 +220,12 @@ def _gradient_slot(parameter: Parameter) -> Slot:
     assert gradient is not None
     described = _described(Role.GRADIENT, gradient_name(parameter.name), gradient, parameter.name)
     return Slot(described, GradientOf(*parameter.places[0]), None)
+
+
+def _scaler_slots(path: str, scaler: GradScaler, device: torch.device) -> list[Slot]:
+    held = vars(scaler)
+    keys = start(path, scaler, device)
+    return [Slot(_described(Role.SCALER, f"{path}.{name}", held[key]), held, key) for name, key in keys.items()]
 
 
 def _optimizer_slots(path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Slot]:

@@ -20,7 +20,7 @@ from torch import fx
 from passes import CaptureError
 
 from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, selecting, tree_flatten, tree_unflatten
-from .decompositions import undeclared_writers
+from .decompositions import while_recorded
 from .kept import attributes_kept, group_kept, holds_traced, is_traced, optimizer_kept
 from .norms import traceable
 from .optimizers import Watched, check_traceable
@@ -28,9 +28,21 @@ from .provenance import Recorder
 from .random_decompositions import before_functionalization
 from .reads import Reads
 from .refused import Refused
+from .scalers import Skips
 from .selects import symbolic_min_and_max
 from .set_data import SetDataCopies
 from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
+
+
+@dataclass(frozen=True)
+class NewEntry:
+    """New state of an optimizer; ``unless`` is its condition's place in ``Ends.skips``."""
+
+    optimizer: str
+    parameter: str
+    key: Any
+    value: Any
+    unless: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,8 @@ class Ends:
     result_spec: Any
     slots: list[Any]  # one per slot; None where a gradient is gone
     gradients: dict[str, Any]  # new gradients by parameter name
-    optimizer_state: list[tuple[str, str, Any, Any]]  # new state: optimizer, parameter, key, value
+    skips: list[Any]  # conditions under which new state was not made after all
+    optimizer_state: list[NewEntry]
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,7 @@ class Trace:
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the tensors of ``ends``, flat."""
-        table = {**undeclared_writers(), **before_functionalization()}
+        table = {**while_recorded(), **before_functionalization()}
         return make_fx(self._run, decomposition_table=table, tracing_mode="fake")(*self.fakes.flat)
 
     def _run(self, *flat: Any) -> list[Any]:
@@ -129,8 +142,8 @@ class Trace:
 
 
 def _flat(ends: Ends) -> list[Any]:
-    new_state = [value for *_, value in ends.optimizer_state]
-    return [*ends.results, *ends.slots, *ends.gradients.values(), *new_state]
+    new_state = [entry.value for entry in ends.optimizer_state]
+    return [*ends.results, *ends.slots, *ends.gradients.values(), *ends.skips, *new_state]
 
 
 class _Swap:
@@ -143,6 +156,7 @@ class _Swap:
         self.by_id = {id(slot.get()): fake for slot, fake in pairs}
         self.fake_of = {slot.input.name: fake for slot, fake in pairs if slot.input.role == "parameter"}
         self.live_of = {slot.input.name: slot.get() for slot, _ in pairs if slot.input.role == "parameter"}
+        self.skips = Skips()
         self.fake_state: dict[int, dict[Any, Any]] = {}  # by the id of the live state dict of one parameter
 
     @contextmanager
@@ -152,6 +166,7 @@ class _Swap:
             self._swap_module_state(stack)
             for path, optimizer in self.optimizers.items():
                 self._swap_optimizer(stack, path, optimizer)
+            self._swap_scalers(stack)
             yield
 
     def _swap_module_state(self, stack: ExitStack) -> None:
@@ -227,6 +242,15 @@ class _Swap:
             stack.enter_context(group_kept(f"{path}.{index}", group))
         stack.enter_context(watched.stepping())
 
+    def _swap_scalers(self, stack: ExitStack) -> None:
+        scalers = self.trace.arguments.scalers
+        for scaler in scalers.values():
+            stack.enter_context(_restored(vars(scaler)))
+        for slot, fake in zip(self.trace.slots, self.fakes.slots, strict=True):
+            if slot.input.role == "scaler state":
+                slot.holder[slot.key] = fake
+        stack.enter_context(self.skips.watch(scalers, self.optimizers))
+
     def _state_value(self, value: Any) -> Any:
         return self.by_id[id(value)] if isinstance(value, torch.Tensor) else value
 
@@ -250,9 +274,12 @@ class _Swap:
             )
         self._refuse_what_would_be_lost()
         self._refuse_changed_parameters()
+        self.skips.check(self.trace.arguments.scalers)
         leaves, spec = tree_flatten(result)
         slots = [self._end_of(slot, fake) for slot, fake in zip(self.trace.slots, self.fakes.slots, strict=True)]
-        return Ends(leaves, spec, slots, self._new_gradients(), self._new_state())
+        skips: list[Any] = []
+        new_state = self._new_state(skips)
+        return Ends(leaves, spec, slots, self._new_gradients(), skips, new_state)
 
     def _refuse_what_would_be_lost(self) -> None:
         known = {(id(holder), key) for holder, key, _ in self._swapped}
@@ -309,7 +336,8 @@ class _Swap:
         kept = {slot.input.of for slot in self.trace.slots if slot.input.role == "gradient"}
         return {name: fake.grad for name, fake in self.fake_of.items() if fake.grad is not None and name not in kept}
 
-    def _new_state(self) -> list[tuple[str, str, Any, Any]]:
+    def _new_state(self, skips: list[Any]) -> list[NewEntry]:
+        """What optimizers made; the conditions under which they did not are added to ``skips``."""
         known = {slot.input.name for slot in self.trace.slots}
         names = {id(fake): name for name, fake in self.fake_of.items()}
         found = []
@@ -323,8 +351,20 @@ class _Swap:
                             "keep each tensor under a key of its own"
                         )
                     if f"{path}.{key}[{name}]" not in known:
-                        found.append((path, name, key, value))
+                        unless = _place_in(skips, self.skips.condition(optimizer, fake, key))
+                        found.append(NewEntry(path, name, key, value, unless))
         return found
+
+
+def _place_in(values: list[Any], value: Any) -> int | None:
+    """The index of ``value`` in ``values``, where it is put if it is not there; None for None."""
+    if value is None:
+        return None
+    for index, each in enumerate(values):
+        if each is value:
+            return index
+    values.append(value)
+    return len(values) - 1
 
 
 @contextmanager

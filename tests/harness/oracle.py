@@ -3,7 +3,7 @@
 A ``Case`` says how to build modules and optimizers, what each rank's part of each step's batch is, and the step.
 ``differences``, a job for the pool, runs the plain step on the parts of all ranks put together, then the compiled step
 with this rank's part, and compares everything a user can see after every step: results, parameters, buffers, gradients,
-optimizer state with its keys, their order and its dtypes. No warm-up, other data on every rank and in every step.
+scalers, optimizer state with its keys, their order and its dtypes. No warm-up, other data on every rank and in every step.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def snapshot(result: Any, objects: tuple[Any, ...]) -> Snapshot:
             seen |= {f"module{path} {name}": seen_value for name, seen_value in _module(value)}
         elif isinstance(value, Optimizer):
             seen |= {f"optimizer{path} {name}": seen_value for name, seen_value in _optimizer(value)}
+        elif isinstance(value, torch.amp.GradScaler):
+            seen |= {f"scaler{path} {name}": seen_value for name, seen_value in value.state_dict().items()}
     return seen
 
 
