@@ -60,8 +60,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 # Type, dtype, device, requires_grad, shape and strides of many tensors compared in one call. 2.11 to 2.15.
 from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 
-# Nested arguments with the path of each leaf. 2.11 to 2.15.
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+# Nested arguments with the path of each leaf, and how a class of our own becomes a node of them. 2.11 to 2.15.
+from torch.utils._pytree import (
+    GetAttrKey,
+    MappingKey,
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
 
 # isort: on
 
@@ -169,7 +178,9 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeStore",
     "FakeTensorMode",
+    "GetAttrKey",
     "GuardOnDataDependentSymNode",
+    "MappingKey",
     "OpOverload",
     "OpOverloadPacket",
     "ShapeEnv",
@@ -191,6 +202,7 @@ __all__ = [
     "newest_sequence_number",
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
+    "register_pytree_node",
     "rename",
     "selecting",
     "storage_number",

@@ -7,6 +7,7 @@ The second runs the first one's graph once more, below autograd, to make it func
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -176,7 +177,7 @@ class _explained:
         if error is None or isinstance(error, SpmdError) or not isinstance(error, Exception):
             return False
         place = user_place(traceback)
-        where = f"{place[0]}:{place[1]}" if place else self.function.__qualname__
+        where = f"{place[0]}:{place[1]}" if place else _definition(self.function)
         reason = _reason(error)
         if reason is None:
             error.add_note(f"raised at {where} while spmd traced {self.function.__qualname__}; nothing was changed")
@@ -185,6 +186,12 @@ class _explained:
         raise CaptureError(
             f"{self.function.__qualname__} cannot be traced into one graph: {reason} at {where}.{line}"
         ) from error
+
+
+def _definition(function: Callable[..., Any]) -> str:
+    """Where ``function`` is defined, or its name."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
 
 
 _WAYS_OUT = (

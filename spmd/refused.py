@@ -6,6 +6,8 @@ does is raised as ``Refused``, to which ``capture.py`` adds the user's line.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from passes import CaptureError
 
 from ._torch import tree_flatten
+from .kept import holds_traced
 from .state import submodules_of
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
@@ -44,6 +47,22 @@ def check_modules(modules: dict[str, nn.Module]) -> None:
                     f"{name}.{key} is on the meta device and has no values to train: materialize the model first, "
                     'with model.to_empty(device="cpu") and its own initialization, or by loading a checkpoint'
                 )
+
+
+def check_results(leaves: Sequence[Any]) -> None:
+    """Raise ``Refused`` for a result that is still to run, or that holds tensors where nobody can find them."""
+    for leaf in leaves:
+        if inspect.isgenerator(leaf) or inspect.isawaitable(leaf):
+            raise Refused(
+                f"it returns a {type(leaf).__name__}, whose body has not run yet: a step is a plain function that "
+                "returns its results. It is defined"
+            )
+        known = isinstance(leaf, (type, torch.Tensor, nn.Module, torch.optim.Optimizer))
+        if not known and holds_traced(list(getattr(leaf, "__dict__", {}).values())):
+            raise Refused(
+                f"it returns a {type(leaf).__name__} that holds tensors: return tensors in tuples, lists, dicts or "
+                "dataclasses. It is defined"
+            )
 
 
 def check_op(func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from passes import CaptureError, Input, Role
 
-from ._torch import TreeSpec, tree_flatten_with_path
+from ._torch import TreeSpec
 from .scalers import start
+from .tree import flatten_with_path
 
 # What schedulers note in a parameter group for themselves; no optimizer reads it.
 SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -123,7 +124,7 @@ def read_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: 
     """Bind and flatten the arguments of a call. Raises ``TypeError`` as the function itself would."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    paths, spec = tree_flatten_with_path((bound.args, bound.kwargs))
+    paths, spec = flatten_with_path((bound.args, bound.kwargs))
     names = _names(signature, bound)
     leaves = [Leaf(names(path), value) for path, value in paths]
     modules: dict[str, nn.Module] = {}

@@ -7,7 +7,7 @@ optimizer state, flags of parameter groups, torch's compiling flag) is put back,
 
 from __future__ import annotations
 
-import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from torch import fx
 
 from passes import CaptureError
 
-from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, selecting, tree_flatten, tree_unflatten
+from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, selecting, tree_unflatten
 from .decompositions import while_recorded
 from .kept import attributes_kept, group_kept, holds_traced, is_traced, optimizer_kept
 from .norms import traceable
@@ -27,11 +27,12 @@ from .optimizers import Watched, check_traceable
 from .provenance import Recorder
 from .random_decompositions import before_functionalization
 from .reads import Reads
-from .refused import Refused
+from .refused import check_results
 from .scalers import Skips
 from .selects import symbolic_min_and_max
 from .set_data import SetDataCopies
 from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
+from .tree import flatten
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,26 @@ class Trace:
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(recorder)
             args, kwargs = self._call_arguments(fakes)
-            with self.reads.watch(self.function, *self._objects()):
+            with self._told_of_changes((args, kwargs)), self.reads.watch(self.function, *self._objects()):
                 result = self.function(*args, **kwargs)
             set_data.check_end()
             self.ends = swap.ends(result)
             return [value for value in _flat(self.ends) if is_traced(value)]
+
+    @contextmanager
+    def _told_of_changes(self, call: Any) -> Iterator[None]:
+        """Warn if the step changes a list, dict or dataclass among its arguments: what it has is a copy."""
+        before, spec = flatten(call)
+        yield
+        after, now = flatten(call)
+        names = [leaf.name for leaf in self.arguments.leaves]
+        gone = [name for name, leaf in zip(names, before, strict=True) if all(leaf is not other for other in after)]
+        if gone or now != spec:
+            warnings.warn(
+                f"the step changes what its arguments hold ({', '.join(gone) or 'more than was given'}): a compiled "
+                "step works on a copy of lists, dicts and dataclasses. Return what is new, or write into tensors",
+                stacklevel=2,
+            )
 
     def _objects(self) -> list[Any]:
         """What the step is given besides tensors."""
@@ -267,15 +283,11 @@ class _Swap:
 
     def ends(self, result: Any) -> Ends:
         """Read, still inside the trace, what the step left behind."""
-        if inspect.isgenerator(result) or inspect.isawaitable(result):
-            raise Refused(
-                f"it returns a {type(result).__name__}, whose body has not run yet: a step is a plain function that "
-                "returns its results. It is defined"
-            )
+        leaves, spec = flatten(result)
+        check_results(leaves)
         self._refuse_what_would_be_lost()
         self._refuse_changed_parameters()
         self.skips.check(self.trace.arguments.scalers)
-        leaves, spec = tree_flatten(result)
         slots = [self._end_of(slot, fake) for slot, fake in zip(self.trace.slots, self.fakes.slots, strict=True)]
         skips: list[Any] = []
         new_state = self._new_state(skips)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,10 @@ def adds_a_group(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
+def hides_tensors(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return SimpleNamespace(loss=model(x).sum())
+
+
 def yields(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Iterator[Any]:
     yield model(x)
 
@@ -145,6 +150,7 @@ LEFT_BEHIND: dict[Callable[..., Any], str] = {
     assigns_a_parameter: r"in the place of model.0.weight.*copy_",
     freezes_for_good: r"model.0.weight.requires_grad changed.*outside",
     adds_a_group: r"number of optimizer.param_groups.*outside",
+    hides_tensors: "returns a SimpleNamespace that holds tensors.*dataclasses",
     yields: "returns a generator.*plain function",
     awaits: "returns a coroutine.*plain function",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,56 @@ class SetData(Small):
         return loss
 
 
-CASES: list[Case] = [State(), PerClass(), GradientOfRows(), SetData()]
+@dataclass
+class Batch:
+    """An argument or a result of a class of the user's own."""
+
+    x: Any
+    y: Any
+    tag: str = ""
+    options: Any = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.x)
+
+
+class Named(OrderedDict):  # type: ignore[type-arg]
+    """A kind of dict, as model outputs are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Records(Small):
+    """Dataclasses and kinds of dict go in and come out."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        x, y = super().part(rank, step)  # type: ignore[misc]
+        return (Batch(x, Named(target=y), "train", {"power": [2]}),)
+
+    def whole(self, parts: list[Any]) -> Any:
+        batches = [part[0] for part in parts]
+        y = torch.cat([batch.y.target for batch in batches])
+        return (Batch(torch.cat([batch.x for batch in batches]), Named(target=y), "train", {"power": [2]}),)
+
+    @staticmethod
+    def step(model: Any, optimizer: Any, batch: Batch) -> Any:  # type: ignore[override]
+        error = model(batch.x) - batch.y.target
+        loss = error.pow(batch.options["power"][0]).sum() / batch.rows
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out = Named(loss=loss, out=Batch(error.detach(), None, batch.tag))
+        return out.loss, out.out.x, vars(seen(out)), type(out).__name__
+
+
+def seen(out: Named) -> Batch:
+    """Something of a class of the user's own, that holds no tensors, made in a step."""
+    return Batch(x=list(out), y=None)
+
+
+CASES: list[Case] = [State(), PerClass(), GradientOfRows(), SetData(), Records()]
 
 
 @pytest.mark.parametrize("style, world", [("replicate", 2), ("fully_shard", 4)])
@@ -104,6 +154,29 @@ def shapes_of_what_is_made(rank: int, world: int) -> None:
 
     results = spmd.compile(step)(torch.zeros(6, 2))
     assert [tuple(result.shape) for result in results] == [(6, 3), (6 * world + 1, 3), (4, 2)]
+
+
+def returns_records(x: Tensor) -> Any:
+    return Named(twice=Batch(x * 2, None, "tag")), Batch(x, Named(more=[x + 1]))
+
+
+@pytest.mark.usefixtures("alone")
+def test_results_are_of_the_user_s_classes() -> None:
+    x = torch.arange(3.0)
+    named, batch = spmd.compile(returns_records)(x)
+    assert type(named) is Named and list(named) == ["twice"]
+    assert torch.equal(named.twice.x, 2 * x) and named.twice.tag == "tag"
+    assert batch.rows == 3 and torch.equal(batch.y.more[0], x + 1)
+
+
+def test_a_change_of_what_arguments_hold_is_told(alone: None) -> None:
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        return batch.pop("y") + batch["x"]
+
+    batch = {"x": torch.ones(2), "y": torch.ones(2)}
+    with pytest.warns(UserWarning, match=r"changes what its arguments hold \(batch.y\)"):
+        spmd.compile(step)(batch)
+    assert list(batch) == ["x", "y"]
 
 
 def test_what_a_step_makes_for_the_batch_is_this_rank_s(ranks: Ranks) -> None:
