@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +21,7 @@ from passes.random import _DRAWN_BY_POSITION, draw
 from spmd.rules.table import RULES
 from tests.harness.cases import MLP, make_optimizer, mlp
 from tests.harness.fake import fake_world
-from tests.harness.oracle import Snapshot, assert_agrees, compiled_run, snapshot, unequal
+from tests.harness.oracle import Snapshot, all_unequal, assert_agrees, compiled_run, snapshot, unequal
 from tests.harness.pool import RankError, Ranks
 
 F64 = torch.float64
@@ -87,6 +89,50 @@ def test_invariant_draws_are_those_of_one_rank(ranks: Ranks, pytestconfig: pytes
     for world, style in ((2, "fully_shard"), (4, "replicate"), *more):
         for seen in ranks.run(world, invariant_run, style):
             assert not [line for want, have in zip(alone, seen, strict=True) for line in unequal(want, have, 0, 1)]
+
+
+class Hidden(nn.Module):
+    """Dropout where rows and columns are split, computed twice; and noise in the shape of a split weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(15, 7), nn.Linear(7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(self.up.weight)
+        return checkpoint(
+            lambda y: self.down(F.dropout(F.linear(y, self.up.weight + noise), 0.5)), x, use_reentrant=False
+        )
+
+
+@dataclass(frozen=True)
+class OnMesh(Drawing):
+    def build(self) -> tuple[Any, ...]:
+        model = Hidden().double()
+        return model, make_optimizer(self.optimizer, model.parameters())
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        x, y = super().part(rank // 2 if self.world > 1 else 0, step)
+        return x, y
+
+
+def on_mesh(rank: int, world: int) -> list[str]:
+    """Rows over one axis, the 7 hidden columns, unevenly, over the other: as on one rank."""
+    spmd.seed(5, invariant=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    params = {"*up.weight": {"tp": Shard(0)}, "*up.bias": {"tp": Shard(0)}, "*down.weight": {"tp": Shard(1)}}
+    inputs = {name: {"dp": Shard(0)} for name in ("x", "y")}
+    _, got = compiled_run(
+        rank, OnMesh(world=2), 2, parallel_mode=spmd.DTensorExpand(mesh=mesh, params=params, inputs=inputs)
+    )
+    spmd.seed(5, invariant=True)
+    replicated = DeviceMesh("cpu", [rank], mesh_dim_names=("dp",))
+    _, expected = compiled_run(rank, OnMesh(), 2, parallel_mode=spmd.DataParallel("replicate", mesh=replicated))
+    return all_unequal(expected, got, rank, world)
+
+
+def test_invariant_draws_on_a_mesh_of_two_axes(ranks: Ranks) -> None:
+    assert not [line for lines in ranks.run(4, on_mesh) for line in lines]
 
 
 def test_what_is_split_can_be_drawn_by_position() -> None:
