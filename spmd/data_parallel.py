@@ -15,7 +15,8 @@ from .modes import PlannedMode, state_placements
 from .plan import Plan
 
 Style = Literal["replicate", "fully_shard", "default"]
-_STYLES = get_args(Style)
+Reduce = Literal["once", "each"]
+_STYLES, _REDUCE = get_args(Style), get_args(Reduce)
 
 
 class DataParallel(PlannedMode):
@@ -26,8 +27,13 @@ class DataParallel(PlannedMode):
       before their first use and gradients are reduce-scattered (as FSDP does). 0-dim parameters are replicated.
     - ``"default"``: split what divides evenly on dim 0, replicate the rest.
 
+    ``reduce_gradients`` decides, for parameters that are split, what becomes of the gradients of micro-batches:
+    ``"once"`` adds them up whole and reduces the sum, one reduce_scatter per parameter and step; ``"each"`` reduces
+    every one and adds up shards, which takes less memory and more traffic. What is replicated is reduced once always.
+
     ``input_batch_dim``: the batch's dim in every tensor argument that ``inputs`` does not name. ``inputs``: placements
-    by argument name, for those that are otherwise. Raises ``ValueError`` for another style.
+    by argument name, for those that are otherwise. Raises ``ValueError`` for a style, or a way to reduce, that there is
+    not.
     """
 
     def __init__(
@@ -38,12 +44,12 @@ class DataParallel(PlannedMode):
         input_batch_dim: int = 0,
         inputs: Mapping[str, Any] | None = None,
         custom_passes: Sequence[Pass] | None = None,
+        reduce_gradients: Reduce = "once",
     ) -> None:
-        if parallel_style not in _STYLES:
-            known = ", ".join(f'"{style}"' for style in _STYLES)
-            raise ValueError(f"expected parallel_style to be one of {known}, got {parallel_style!r}")
+        _check_one_of("parallel_style", parallel_style, _STYLES)
+        _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
-        self.parallel_style = parallel_style
+        self.parallel_style, self.reduce_gradients = parallel_style, reduce_gradients
 
     def plan(self, program: Program) -> Plan:
         """Parameters as the style says; optimizer state with its parameter; buffers replicated."""
@@ -52,7 +58,7 @@ class DataParallel(PlannedMode):
             for declared in program.inputs
             if declared.role is Role.PARAMETER
         }
-        options = {"gather_parameters": True}
+        options = {"gather_parameters": True, "reduce_gradients": self.reduce_gradients}
         return Plan(self.mesh, state_placements(program, parameters), options=options)
 
     def _place(self, declared: Input, mesh: Mesh) -> Placements:
@@ -65,3 +71,9 @@ class DataParallel(PlannedMode):
 
     def __repr__(self) -> str:
         return f"DataParallel({self.parallel_style!r})"
+
+
+def _check_one_of(name: str, given: Any, known: Sequence[str]) -> None:
+    if given not in known:
+        listed = ", ".join(f'"{each}"' for each in known)
+        raise ValueError(f"expected {name} to be one of {listed}, got {given!r}")

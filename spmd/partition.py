@@ -17,14 +17,14 @@ None of these can change a value, only what it costs: rules and redistributions 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from passes import Input, Output, OutputKind, PartitionError, Phase, Program, Role
 from passes.program import Placements, is_sharded, replicated
@@ -38,6 +38,7 @@ from .plan import Plan
 from .provenance import Origin
 from .redistribute import Reason
 from .rules import Call, Option, localize_of, rule_of
+from .rules.pieces import dim_of, is_cut, takes_all
 from .values import Value, infos, leaves, results
 
 # Ops that cost so little that this rank's part is computed once more rather than cut from a whole.
@@ -60,7 +61,7 @@ class _Partitioner:
         self.whole = replicated(program.mesh)
         self.placements = {i.name: plan.placements.get(i.name, self.whole) for i in program.inputs}
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
-        self.complete = _complete_gradients(program)
+        self.complete = self._complete_gradients()
         self.emitter, self.chooser = Emitter(program), Chooser(program.mesh)
         self.values: dict[fx.Node, Any] = {}
         self.gathered: dict[fx.Node, Value] = {}
@@ -165,8 +166,11 @@ class _Partitioner:
         self.values[node] = self.emitter.number(node.target, args, kwargs, like=node)
 
     def _op(self, node: fx.Node) -> None:
+        self._settle_contributions(node)
         operands = self._operands(node)
         call = self._call(node, operands)
+        rows = self._rows_cut(call, operands)
+        operands = [self._with_all_rows(node, operands[0], rows)] if rows else operands
         phase: Phase | None = node.meta.get("phase")
         draw: int | None = node.meta.get("draw")
         wanted = self._wanted(node) if draw is None else self._meets(node)
@@ -179,6 +183,34 @@ class _Partitioner:
         elif phase is Phase.UPDATE and chosen == self.chooser.whole(call):
             self._note_matrices(node, operands)
         self.values[node] = self._apply(node, call, operands, chosen)
+        for part in results(self.values[node]) if rows else ():
+            self._split_rows_again(part, rows)
+
+    def _rows_cut(self, call: Call, operands: Sequence[Value]) -> dict[int, int]:
+        """By mesh axis, the dim of the batch's rows that a call cuts across the ranks: ``x.chunk(4)``."""
+        if not is_cut(call) or takes_all(call):
+            return {}
+        split = {k: p.dim for k, p in enumerate(operands[0].primary) if isinstance(p, Shard)}
+        return {k: dim for k, dim in split.items() if k in operands[0].batch and dim == dim_of(call)}
+
+    def _with_all_rows(self, node: fx.Node, held: Value, rows: Mapping[int, int]) -> Value:
+        """The value that is cut, whole along its rows: which of them meet in a part is the step's own choice."""
+        place = tuple(Replicate() if k in rows else p for k, p in enumerate(held.primary))
+        why = f"{node.target} cuts the batch across the ranks"
+        self.notes.setdefault(
+            why,
+            f"{why} at {node.meta.get('source') or node.name}, so its rows are gathered first. Parts that are "
+            "arguments of their own, or a dim of their own with input_batch_dim=1, take no traffic",
+        )
+        return replace(held, primary=place, forms={place: self._want(held, place, Reason(Role.BATCH, why))})
+
+    def _split_rows_again(self, part: Any, rows: Mapping[int, int]) -> None:
+        """Rows cut from the batch are shared out over the ranks again, and nobody computes with all of them."""
+        if not isinstance(part, Value):
+            return
+        place = tuple(Shard(rows[k]) if k in rows else p for k, p in enumerate(part.primary))
+        node = self._want(part, place, Reason(Role.BATCH, "rows are shared out again"))
+        part.primary, part.forms, part.batch = place, {place: node}, part.batch | frozenset(rows)
 
     def _operands(self, node: fx.Node) -> list[Value]:
         """The tensor operands; a split parameter that forward or backward reads comes gathered."""
@@ -337,15 +369,37 @@ class _Partitioner:
         viewed = self.values[node.args[0]]  # type: ignore[index]
         return viewed if isinstance(viewed, Value) else None
 
+    def _settle_contributions(self, node: fx.Node) -> None:
+        """Where each gradient is reduced by itself, reduce what is about to be added to one that is."""
+        parameter = self.complete.get(node)
+        if parameter is None or not self._reduces_each(parameter):
+            return
+        shape = self.program.inputs[self.program.input_named(parameter)].shape
+        for held in (self.values.get(leaf) for leaf in node.all_input_nodes):
+            if isinstance(held, Value) and held.shape == shape and any(isinstance(p, Partial) for p in held.primary):
+                self._settle(held, parameter)
+
     def _settle_gradient(self, node: fx.Node) -> None:
         """Reduce a gradient, once it is complete, to where its parameter lives."""
         parameter, held = self.complete.get(node), self.values.get(node)
-        if parameter is None or not isinstance(held, Value):
-            return
+        if parameter is not None and isinstance(held, Value):
+            self._settle(held, parameter)
+
+    def _settle(self, held: Value, parameter: str) -> None:
         placement = self.placements[parameter]
         reason = Reason(Role.GRADIENT, "a gradient is the sum of the ranks' shares", (parameter,))
         settled = self._want(held, placement, reason)
         held.primary, held.forms, held.batch = placement, {placement: settled}, frozenset()
+
+    def _reduces_each(self, parameter: str) -> bool:
+        """Whether each backward pass reduces the gradient of ``parameter``: not one that every rank keeps whole."""
+        return self.plan.options.get("reduce_gradients") == "each" and is_sharded(self.placements[parameter])
+
+    def _complete_gradients(self) -> dict[fx.Node, str]:
+        """The nodes that are a parameter's whole gradient: the last one, or one for each backward pass."""
+        tagged = {node: node.meta["grad_of"] for node in self.program.graph.nodes if "grad_of" in node.meta}
+        last = {parameter: node for node, parameter in tagged.items()}
+        return {node: name for node, name in tagged.items() if node is last[name] or self._reduces_each(name)}
 
     def _note_matrices(self, node: fx.Node, operands: Sequence[Value]) -> None:
         """Keep in mind what an update gathers to compute with whole."""
@@ -374,15 +428,6 @@ class _Partitioner:
                 f"{node.target} at {node.meta.get('source') or node.name} has no rule and runs whole on every rank, "
                 f"for which {split} bytes are gathered: register a rule with spmd.register_rule",
             )
-
-
-def _complete_gradients(program: Program) -> dict[fx.Node, str]:
-    """For each parameter, the last node that is its whole gradient (with accumulation there are several)."""
-    last: dict[str, fx.Node] = {}
-    for node in program.graph.nodes:
-        if "grad_of" in node.meta:
-            last[node.meta["grad_of"]] = node
-    return {node: parameter for parameter, node in last.items()}
 
 
 def _is_cheap(node: fx.Node) -> bool:

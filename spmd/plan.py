@@ -18,7 +18,8 @@ class Plan:
     ``placements``: by input name, one placement per mesh axis; inputs left out are replicated. ``units``: groups of
     parameter names that are communicated together. ``options``: ``"gather_parameters"`` (True: a split parameter is
     gathered once before forward and backward read it, so that activations stay split along the batch; False: each op
-    takes what costs least).
+    takes what costs least); ``"reduce_gradients"`` ("once": the gradients of several backward passes are added up
+    before they are reduced to where a split parameter lives; "each": each is reduced, and shards are added up).
     """
 
     mesh: DeviceMesh | None

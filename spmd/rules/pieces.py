@@ -16,10 +16,18 @@ def dim_of(call: Call, name: str = "dim") -> int:
     return wrap(call.arg(name), call.arg("self").ndim)
 
 
-@rule(
-    *aten("split.Tensor", "split.sizes", "split_with_sizes", "split_with_sizes_copy", "chunk", "narrow", "narrow_copy"),
-    *aten("slice.Tensor", "slice_copy.Tensor"),
+CUTS = aten(
+    *("split.Tensor", "split.sizes", "split_with_sizes", "split_with_sizes_copy", "chunk", "narrow", "narrow_copy"),
+    *("slice.Tensor", "slice_copy.Tensor"),
 )
+
+
+def is_cut(call: Call) -> bool:
+    """Whether the results are runs of rows along ``dim_of(call)``."""
+    return call.target in CUTS
+
+
+@rule(*CUTS)
 def cut(call: Call) -> list[Option]:
     """All dims but the one cut; that one too where a slice takes all of it."""
     names = letters(call.arg("self").ndim)
