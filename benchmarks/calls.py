@@ -22,7 +22,6 @@ from rich.table import Table
 from torch import nn
 
 import spmd
-from spmd.state import read_arguments
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +60,7 @@ def measure(parameters: int, rounds: int) -> dict[str, float]:
             pass
 
     def checks() -> None:
-        arguments = read_arguments(step._signature, (model, optimizer, x), {})
+        arguments = step._reader.read((model, optimizer, x), {})
         compiled, _ = step._fitting(arguments)
         assert compiled is not None
 

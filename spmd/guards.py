@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
 
@@ -23,7 +23,7 @@ from passes import CaptureError
 from ._torch import TreeSpec, global_hooks
 from .conditions import HyperGuards
 from .layout import StateLayout, same
-from .reads import Place, Reads, content_of, is_plain, same_content
+from .reads import MISSING, Place, Reads, content_of, is_plain, same_content
 from .scalers import Settings
 from .state import (
     SCHEDULER_NOTES,
@@ -394,7 +394,7 @@ class ReadGuards:
             items,
             [place.holder for place in items],
             [place.key for place in items],
-            [place.holder.get(place.key) for place in items],
+            [place.get() for place in items],
             others,
             [c for c, content in mutable if not content],
             [(c, content) for c, content in mutable if content],
@@ -405,7 +405,7 @@ class ReadGuards:
         """Whether all is as it was."""
         if any(self.empties) or not all(same_content(c, content) for c, content in self.contents):
             return False
-        now = list(map(dict.get, self.holders, self.keys))
+        now = list(map(dict.get, self.holders, self.keys, repeat(MISSING)))
         if not all(map(is_, now, self.values)) and not all(map(_alike, now, self.values)):
             return False
         return all(_alike(place.get(), value) for place, value in self.others)
@@ -413,7 +413,7 @@ class ReadGuards:
     def difference(self) -> str:
         """What is not as it was, or nothing."""
         for place, value in [*zip(self.items, self.values, strict=True), *self.others]:
-            now = place.holder.get(place.key) if place.kind == "item" else place.get()
+            now = place.get()
             if not _alike(now, value):
                 return f"{place.name}: {_short(value)} -> {_short(now)}"
         for container, content in [*self.contents, *((empty, ()) for empty in self.empties)]:
@@ -428,7 +428,7 @@ def _alike(now: Any, value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = repr(value) if value is not MISSING else "not there"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

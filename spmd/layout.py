@@ -6,10 +6,10 @@ keeps state are flattened in bulk, in the order in which they stand; a tensor is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -24,54 +24,47 @@ _early = attrgetter("_backward_hooks")
 _late = attrgetter("_post_accumulate_grad_hooks")
 
 
-@dataclass
 class Places:
-    """Positions of tensors in a flat list; ``others`` must be what they were, entry for entry."""
+    """Where tensors stand in a flat list, each once; everything else in it must be what it was, entry for entry."""
 
-    count: int
-    tensors: tuple[int, ...]
-    twins: list[tuple[int, int]]  # the same tensor at two places (tied)
-    others: list[tuple[int, Any]]
-
-    @property
-    def plain(self) -> bool:
-        """Whether there is nothing but tensors, each once."""
-        return not self.twins and not self.others
-
-    @classmethod
-    def of(cls, flat: Sequence[Any]) -> Places:
-        """Each tensor once, at its first place."""
+    def __init__(self, flat: Sequence[Any]) -> None:
         first: dict[int, int] = {}
-        twins = []
         for position, value in enumerate(flat):
             if isinstance(value, torch.Tensor):
-                before = first.setdefault(id(value), position)
-                if before != position:
-                    twins.append((before, position))
-        others = [(k, _settled(value)) for k, value in enumerate(flat) if not isinstance(value, torch.Tensor)]
-        return cls(len(flat), tuple(first.values()), twins, others)
+                first.setdefault(id(value), position)
+        self.count = len(flat)
+        self.tensors = list(first.values())
+        self._take = _taking(self.tensors)
+        others = [k for k, value in enumerate(flat) if not isinstance(value, torch.Tensor)]
+        self._others, self._values = _taking(others), [_settled(flat[k]) for k in others]
+        known = {*self.tensors, *others}
+        # The same tensor at two places (tied).
+        self._twins = [(k, first[id(flat[k])]) for k in range(len(flat)) if k not in known]
 
     def pick(self, flat: list[Any]) -> list[torch.Tensor] | None:
         """The tensors, or None if other things stand elsewhere."""
         if len(flat) != self.count:
             return None
-        if self.plain:
-            return flat
-        if self.others and not self._others_hold(flat):
+        if self._values and not _all_same(self._others(flat), self._values):
             return None
-        if not all(flat[a] is flat[b] for a, b in self.twins):
+        if not all(flat[a] is flat[b] for a, b in self._twins):
             return None
-        return list(map(flat.__getitem__, self.tensors))
-
-    def _others_hold(self, flat: list[Any]) -> bool:
-        positions, values = zip(*self.others, strict=True)
-        now = list(map(flat.__getitem__, positions))
-        return all(map(is_, now, values)) or all(map(same, map(_settled, now), values))
+        return flat if len(self.tensors) == self.count else list(self._take(flat))
 
 
 def _settled(value: Any) -> Any:
     """What a program takes for granted of what is no tensor: of a number that is read at each call, its type."""
     return type(value) if is_number(value) else value
+
+
+def _taking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda flat: [flat[k] for k in positions]
+
+
+def _all_same(now: Sequence[Any], values: Sequence[Any]) -> bool:
+    return all(map(is_, now, values)) or all(map(same, map(_settled, now), values))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -113,7 +106,7 @@ class OptimizerLayout:
             [positions[id(parameter)] for parameter in optimizer.state],
             strangers,
             list(chain.from_iterable(entries)),
-            Places.of(_flat(entries)),
+            Places(_flat(entries)),
             [[positions[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups],
         )
 
@@ -143,7 +136,7 @@ class StateLayout:
     parameters: Places
     buffers: Places
     optimizers: list[OptimizerLayout]
-    gradients: list[bool]  # whether each parameter has one
+    gradients: Places
     hooks: list[Any]
     distributed: bool
     names: list[str]  # of what ``read`` finds
@@ -155,16 +148,16 @@ class StateLayout:
         modules = [module for _, module in submodules_of(arguments.modules)]
         owned: list[dict[str, Any]] = [module._parameters for module in modules]
         buffered: list[dict[str, Any]] = [module._buffers for module in modules]
-        parameters = Places.of(_flat(owned))
+        parameters = Places(_flat(owned))
         tensors = parameters.pick(_flat(owned)) or []
         layout = cls(
             [holder for holder in owned if holder],
             [holder for holder in buffered if holder],
             [holder for holder in [*owned, *buffered] if not holder],
             parameters,
-            Places.of(_flat(buffered)),
+            Places(_flat(buffered)),
             [OptimizerLayout.of(optimizer, tensors) for optimizer in arguments.optimizers.values()],
-            [tensor.grad is not None for tensor in tensors],
+            Places(list(map(_gradient, tensors))),
             _hooks_of(tensors),
             any(isinstance(slot.get(), DTensor) for slot in slots),
             [],
@@ -209,10 +202,8 @@ class StateLayout:
             if state is None:
                 return None
             found += state
-        gradients = list(map(_gradient, parameters))
-        if [gradient is not None for gradient in gradients] != self.gradients:
-            return None
-        return [*found, *(gradient for gradient in gradients if gradient is not None)]
+        gradients = self.gradients.pick(list(map(_gradient, parameters)))
+        return None if gradients is None else found + gradients
 
 
 def _flat(dicts: list[dict[Any, Any]]) -> list[Any]:

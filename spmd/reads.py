@@ -40,7 +40,7 @@ _ELSEWHERE = {
         # Say more of hooks that are noted.
         *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
     },
-    torch.optim.Optimizer: {"state", "param_groups", "defaults"},
+    torch.optim.Optimizer: {"state", "param_groups", "defaults", "step"},  # schedulers wrap step to count it
 }
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace)
 _PLAIN = (
@@ -49,7 +49,7 @@ _PLAIN = (
 )
 _HOOKS = {key for key in vars(nn.Module()) if key.endswith("_hooks")}
 CONTAINERS = (list, tuple, dict, set, frozenset)
-_MISSING = object()
+MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Place:
     def get(self) -> Any:
         """What is there now; a value of its own if nothing is."""
         if self.kind == "item":
-            return self.holder.get(self.key, _MISSING)
+            return self.holder.get(self.key, MISSING)
         if self.kind == "attribute":
-            return getattr(self.holder, self.key, _MISSING)
+            return getattr(self.holder, self.key, MISSING)
         try:
             return self.holder.cell_contents
         except ValueError:
-            return _MISSING
+            return MISSING
 
     def put(self, value: Any) -> None:
         """Put ``value`` there."""
@@ -79,7 +79,7 @@ class Place:
             self.holder.cell_contents = value
         elif self.kind == "attribute":
             setattr(self.holder, self.key, value)
-        elif value is _MISSING:
+        elif value is MISSING:
             del self.holder[self.key]
         else:
             self.holder[self.key] = value
@@ -231,16 +231,16 @@ class Reads:
                 return
             self._note("item", fields, key, f"{self._name(instance)}.{key}", kept)
             return
-        for kind in type(instance).__mro__:
-            if key in vars(kind):
-                value = vars(kind)[key]
-                if isinstance(value, types.FunctionType):
-                    self._look_into(value, key)
-                elif isinstance(value, types.MemberDescriptorType):
-                    self._note("attribute", instance, key, f"{self._name(instance)}.{key}")
-                elif not hasattr(value, "__get__") and not _is_foreign_module(kind.__module__):
-                    self._note("attribute", kind, key, f"{kind.__qualname__}.{key}")
-                return
+        kind = next((kind for kind in type(instance).__mro__ if key in vars(kind)), None)
+        value = vars(kind)[key] if kind else None
+        if kind is None or (_is_foreign_module(kind.__module__) and key != "forward"):
+            return
+        if isinstance(value, types.MemberDescriptorType):
+            self._note("attribute", instance, key, f"{self._name(instance)}.{key}")
+        elif isinstance(value, types.FunctionType) or not hasattr(value, "__get__"):
+            self._note("attribute", kind, key, f"{kind.__qualname__}.{key}")
+            if fields is not None:  # that the instance has none of its own
+                self._note("item", fields, key, f"{self._name(instance)}.{key}", kept=True)
 
     def _name(self, instance: Any) -> str:
         return self.names.get(id(instance), type(instance).__name__)
@@ -267,9 +267,9 @@ class Reads:
         for chain in (*global_chains(code), *((name,) for name in written)):
             holder = variables
             for name in chain:
-                value = holder.get(name, _MISSING)
+                value = holder.get(name, MISSING)
                 if not isinstance(value, types.ModuleType):
-                    if value is not _MISSING or name in written:
+                    if value is not MISSING or name in written:
                         self._note("item", holder, name, f"the global {name} of {where}")
                     break
                 if _is_foreign_module(value.__name__):

@@ -8,7 +8,7 @@ that are plain values. This is the one place that knows where torch keeps state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from passes import CaptureError, Input, Role
 
 from ._torch import TreeSpec
 from .scalers import start
-from .tree import flatten_with_path
+from .tree import flatten, flatten_with_path
 
 # What schedulers note in a parameter group for themselves; no optimizer reads it.
 SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -120,28 +120,30 @@ class Arguments:
         return replace(self, leaves=leaves)
 
 
-def read_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Bind and flatten the arguments of a call. Raises ``TypeError`` as the function itself would."""
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    paths, spec = flatten_with_path((bound.args, bound.kwargs))
-    names = _names(signature, bound)
-    leaves = [Leaf(names(path), value) for path, value in paths]
-    modules: dict[str, nn.Module] = {}
-    optimizers: dict[str, torch.optim.Optimizer] = {}
-    scalers: dict[str, GradScaler] = {}
-    for leaf in leaves:
-        if isinstance(leaf.value, nn.Module):
-            modules[leaf.name] = leaf.value
-        elif isinstance(leaf.value, torch.optim.Optimizer):
-            optimizers[leaf.name] = leaf.value
-        elif isinstance(leaf.value, GradScaler):
-            scalers[leaf.name] = leaf.value
-    return Arguments(leaves, spec, modules, optimizers, scalers)
+class ArgumentReader:
+    """Binds and flattens the arguments of calls to one function. Names are worked out once per structure."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self._signature = signature
+        self._names: tuple[Any, list[str]] = (None, [])  # of the structure that was last seen
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of one call. Raises ``TypeError`` as the function itself would."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values, spec = flatten((bound.args, bound.kwargs))
+        if self._names[0] != spec:
+            self._names = (spec, _names(self._signature, bound))
+        leaves = list(map(Leaf, self._names[1], values))
+
+        def owners(kind: type) -> dict[str, Any]:
+            return {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, kind)}
+
+        return Arguments(leaves, spec, owners(nn.Module), owners(torch.optim.Optimizer), owners(GradScaler))
 
 
-def _names(signature: inspect.Signature, bound: inspect.BoundArguments) -> Callable[[tuple[Any, ...]], str]:
-    """From a pytree path over ``(args, kwargs)`` to a name such as ``batch.mask`` or ``nets.0``."""
+def _names(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[str]:
+    """The name of each leaf of ``(args, kwargs)``, such as ``batch.mask`` or ``nets.0``."""
     positional: list[str] = []
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -154,7 +156,7 @@ def _names(signature: inspect.Signature, bound: inspect.BoundArguments) -> Calla
         head = positional[int(first)] if which == "0" else first
         return ".".join([head, *rest])
 
-    return name_of
+    return [name_of(path) for path, _ in flatten_with_path((bound.args, bound.kwargs))[0]]
 
 
 def _key(entry: Any) -> str:
@@ -231,7 +233,9 @@ def _scaler_slots(path: str, scaler: GradScaler, device: torch.device) -> list[S
 
 def _optimizer_slots(path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Slot]:
     slots = []
-    for parameter in parameters_of_optimizer(path, optimizer, names):
+    updated = parameters_of_optimizer(path, optimizer, names)
+    left_over = [parameter for parameter in optimizer.state if id(parameter) in names]  # taken from its group
+    for parameter in {id(p): p for p in [*updated, *left_over]}.values():
         state = optimizer.state.get(parameter, {})
         of = names[id(parameter)]
         for key, value in state.items():

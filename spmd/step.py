@@ -33,7 +33,7 @@ from .override import Override, replaced, transform
 from .randomness import adopt, proposed, told
 from .reads import Reads
 from .run import Compiled
-from .state import Arguments, hyper_parameters_of, parameters_of, read_arguments, slots_of
+from .state import ArgumentReader, Arguments, hyper_parameters_of, parameters_of, slots_of
 from .world import describe, world
 
 _MANY = 8  # programs of one step, before it warns
@@ -70,9 +70,10 @@ class CompiledStep:
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
-        self._signature = inspect.signature(function)
-        if "last_train_step" in self._signature.parameters:
+        signature = inspect.signature(function)
+        if "last_train_step" in signature.parameters:
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
+        self._reader = ArgumentReader(signature)
         self._compiled: list[Compiled] = []
         self._changes: list[str] = []  # why each program but the first was compiled
         self._last: Compiled | None = None
@@ -111,7 +112,7 @@ class CompiledStep:
     def _arrive(self, args: Any, kwargs: Any) -> tuple[Arguments, Compiled | None, list[torch.Tensor] | None]:
         """The call, and the program that fits it if there is one, once all ranks have said that they do the same."""
         try:
-            arguments = read_arguments(self._signature, args, kwargs)
+            arguments = self._reader.read(args, kwargs)
             compiled, tensors = self._fitting(arguments)
             ranks = compiled.ranks if compiled else Ranks.of(self._mesh_for(arguments), self._options.timeout)
         except Exception as error:
