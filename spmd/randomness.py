@@ -8,6 +8,8 @@ same draw.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 
+from passes import CaptureError
 from passes.random import BY_POSITION, default_generator, device_of, mix
 
 
@@ -105,6 +108,36 @@ def _drawn() -> int:
     generator = torch.Generator()
     generator.set_state(torch.default_generator.get_state())
     return int(torch.randint(1 << 62, (), generator=generator).item())
+
+
+@contextmanager
+def only_torch_draws() -> Iterator[None]:
+    """Raise ``CaptureError`` if a trace draws with Python's or numpy's random numbers; their states are as before then.
+
+    What they drew would be a constant of the program, and the same in each call.
+    """
+    before = _foreign_states()
+    yield
+    moved = [name for name, state in _foreign_states().items() if name in before and state != before[name]]
+    if not moved:
+        return
+    random.setstate(before["random"])
+    if "numpy.random" in before:
+        name, keys, *rest = before["numpy.random"]
+        sys.modules["numpy"].random.set_state((name, list(keys), *rest))
+    raise CaptureError(
+        f"the step draws from {moved[0]}, which would draw once, while it is traced, and never again: draw with torch "
+        "(torch.rand(()), say), or outside of the step, and pass what was drawn as a tensor"
+    )
+
+
+def _foreign_states() -> dict[str, Any]:
+    """The states of the generators of Python and, where it is loaded, of numpy."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy.random"] = (name, tuple(keys), *rest)
+    return states
 
 
 class Draws:

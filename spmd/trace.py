@@ -26,6 +26,7 @@ from .norms import traceable
 from .optimizers import Watched, check_traceable
 from .provenance import Recorder
 from .random_decompositions import before_functionalization
+from .randomness import only_torch_draws
 from .reads import Reads
 from .refused import check_results
 from .scalers import Skips
@@ -114,6 +115,7 @@ class Trace:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(recorder.watch_modules())
             stack.enter_context(recorder.generators_kept())
+            stack.enter_context(only_torch_draws())
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(recorder)
             args, kwargs = self._call_arguments(fakes)

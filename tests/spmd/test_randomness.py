@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -430,6 +432,19 @@ def test_a_generator_of_the_users_is_refused() -> None:
         spmd.compile(lambda x: x * torch.rand(len(x), generator=generator))(torch.ones(4))
     assert "len(x), generator=generator" in str(raised.value)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("draw_one", [random.random, numpy.random.rand], ids=["random", "numpy.random"])
+@pytest.mark.usefixtures("alone")
+def test_numbers_that_are_not_torchs_are_refused(draw_one: Callable[[], float], request: pytest.FixtureRequest) -> None:
+    """They would be drawn once; the generators are as before, and the step is compiled without them."""
+    step = spmd.compile(lambda x, scaled: x * draw_one() if scaled else x)
+    states = random.getstate(), numpy.random.get_state()[2]
+    name = request.node.callspec.id
+    with pytest.raises(CaptureError, match=rf"the step draws from {name}, .* pass what was drawn as a tensor"):
+        step(torch.ones(3), True)
+    assert (random.getstate(), numpy.random.get_state()[2]) == states
+    assert step(torch.ones(3), False).tolist() == [1, 1, 1]
 
 
 @pytest.mark.usefixtures("alone")
