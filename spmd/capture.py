@@ -42,7 +42,7 @@ from .inputs import BatchInput
 from .provenance import Origin, describe_line, user_place
 from .reads import Reads
 from .refused import Refused, check_modules
-from .state import Arguments, HyperParameter, Slot, gradient_name, state_name
+from .state import Arguments, HyperParameter, Slot, gradient_name, state_name, submodules_of
 from .trace import Fakes, Trace
 
 
@@ -96,7 +96,7 @@ def capture(
 
     Raises ``CaptureError`` where it cannot be traced; nothing is changed then.
     """
-    check_modules(arguments.modules)
+    check_modules(submodules_of(arguments.modules))
     fakes = _fakes(slots, hyper_parameters, inputs)
     trace = Trace(function, arguments, slots, hyper_parameters, fakes, reads)
     with _explained(function):
@@ -231,6 +231,7 @@ _FROM_OUTSIDE = (
 )
 _MEMORY = f"it takes a tensor's memory out of torch. {_WAYS_OUT}. This happens"
 _CONVERTED = "it moves or converts a module, or makes one: do so outside of the step. This happens"
+_DEVICES = "it computes with tensors on several devices: move them to one before the step. It does so"
 _SPARSE = "it makes a sparse tensor, which cannot be split over ranks: use dense ones (sparse=False). It is made"
 _NESTED = "it makes a nested tensor, whose shape depends on values: pad, and pass a mask. It is made"
 
@@ -239,6 +240,7 @@ _REASONS = {
     "convert all Tensors to FakeTensors": _FROM_OUTSIDE,
     "Mixing fake modes": _FROM_OUTSIDE,
     "Couldn't swap": _CONVERTED,
+    "found at least two devices": _DEVICES,
     "SparseMeta": _SPARSE,
     "is not tracked with proxy": _NESTED,
     "FakeTensor.__format__": f"it formats a tensor as text, and so needs its value. {_WAYS_OUT}. This happens",

@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
             self._hook_upstream(current)
         drawn = self._number(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        check_op(func, args, kwargs or {}, result)
+        check_op(func, result)
         self._note(current, drawn)
         return result
 

@@ -1,13 +1,14 @@
 """What a compiled step may not do, and what it may not be given, each with the way out.
 
-``check_modules`` looks at the modules before anything is traced; ``check_op`` at every op while tracing. What an op
-does is raised as ``Refused``, to which ``capture.py`` adds the user's line.
+``check_argument`` and ``check_modules`` look at what is given before anything is traced; ``check_op`` at every op while
+tracing; ``check_results`` at what is returned. What a step does is raised as ``Refused``, to which ``capture.py`` adds
+the user's line.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from passes import CaptureError
 
 from ._torch import tree_flatten
 from .kept import holds_traced
-from .state import submodules_of
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -27,9 +27,20 @@ class Refused(Exception):
     """The step does what cannot be captured: a clause that starts with "it", and one that ends before "at <line>"."""
 
 
-def check_modules(modules: dict[str, nn.Module]) -> None:
+def check_argument(name: str, tensor: torch.Tensor) -> None:
+    """Raise ``CaptureError`` for a tensor that has no values, or that cannot be cut into rows."""
+    if tensor.is_nested:
+        raise CaptureError(f"{name} is a nested tensor, whose rows differ in shape: pad it, and pass a mask")
+    if tensor.is_quantized or tensor.layout is not torch.strided:
+        kind = "quantized" if tensor.is_quantized else "sparse"
+        raise CaptureError(f"{name} is a {kind} tensor, which cannot be split over ranks: pass a dense one")
+    if tensor.is_meta:
+        raise CaptureError(f"{name} is on the meta device and has no values: pass it on the model's device")
+
+
+def check_modules(submodules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raise ``CaptureError`` for a module that cannot be traced, or that spreads itself over devices already."""
-    for name, module in submodules_of(modules):
+    for name, module in submodules:
         if isinstance(module, (nn.DataParallel, DistributedDataParallel)):
             kind = type(module).__name__
             raise CaptureError(
@@ -65,17 +76,12 @@ def check_results(leaves: Sequence[Any]) -> None:
             )
 
 
-def check_op(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def check_op(func: Any, result: Any) -> None:
     """Raise ``Refused`` if a compiled step cannot have this op."""
     if func.namespace in _COLLECTIVES:
         raise Refused(
             f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
             "batch, and spmd adds what must be communicated: leave it out. It is called"
-        )
-    if kwargs.get("generator") is not None:
-        raise Refused(
-            f"{func} draws from a generator of its own, but the random numbers of a compiled step come from one seed "
-            "that all ranks share: leave generator= out. It is used"
         )
     for tensor in tree_flatten(result)[0]:
         if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_quantized):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from passes import CaptureError, Input, Role
 
 from ._torch import TreeSpec
+from .refused import check_argument
 from .scalers import start
 from .tree import flatten, flatten_with_path
 
@@ -135,6 +136,9 @@ class ArgumentReader:
         if self._names[0] != spec:
             self._names = (spec, _names(self._signature, bound))
         leaves = list(map(Leaf, self._names[1], values))
+        for leaf in leaves:
+            if isinstance(leaf.value, torch.Tensor):
+                check_argument(leaf.name, leaf.value)
 
         def owners(kind: type) -> dict[str, Any]:
             return {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, kind)}

@@ -199,6 +199,23 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
+TENSORS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "meta": (lambda x: x.to("meta"), "x is on the meta device"),
+    "sparse": (lambda x: x.to_sparse(), "x is a sparse tensor.*dense"),
+    "nested": (lambda x: torch.nested.nested_tensor([x, x]), "x is a nested tensor.*pad"),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("make, words", TENSORS.values(), ids=TENSORS.keys())
+def test_an_argument_that_cannot_be_split_is_refused_by_name(make: Callable[[Tensor], Tensor], words: str) -> None:
+    model, optimizer = CASE.build()
+    x, y = CASE.part(0, 0)
+    with unchanged(model, optimizer), pytest.raises(spmd.CaptureError, match=words):
+        spmd.compile(CASE.step)(model, optimizer, make(x), y)
+
+
 class unchanged:
     """Checks that torch, model and optimizer are as before, and that a good step can train them."""
 
