@@ -3,7 +3,7 @@
 A ``Case`` says how to build modules and optimizers, what each rank's part of each step's batch is, and the step.
 ``differences``, a job for the pool, runs the plain step on the parts of all ranks put together, then the compiled step
 with this rank's part, and compares everything a user can see after every step: results, parameters, buffers, gradients,
-scalers, optimizer state with its keys, their order and its dtypes. No warm-up, other data on every rank and in every step.
+scalers, optimizer state with its keys, their order and its dtypes. No warm-up, other data on every rank, in every step.
 """
 
 from __future__ import annotations
@@ -175,8 +175,12 @@ def _whole(value: Any) -> Any:
 
 
 def _part_like(whole: Any, got: Any, rank: int, world: int) -> Any:
-    if isinstance(whole, Tensor) and whole.ndim and isinstance(got, Tensor) and len(got) * world == len(whole):
-        return whole.chunk(world)[rank]
+    """This rank's part of ``whole``, if ``got`` has the shape of one: along one dim, of equal size on every rank."""
+    if not isinstance(whole, Tensor) or not isinstance(got, Tensor) or whole.ndim != got.ndim:
+        return whole
+    split = [d for d, (all_rows, rows) in enumerate(zip(whole.shape, got.shape, strict=True)) if all_rows != rows]
+    if len(split) == 1 and got.shape[split[0]] * world == whole.shape[split[0]]:
+        return whole.chunk(world, split[0])[rank]
     return whole
 
 

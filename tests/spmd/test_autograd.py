@@ -290,6 +290,6 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("case, style, world", cases())
+@pytest.mark.parametrize("case, style, world", list(cases()))
 def test_what_autograd_offers_is_exact(ranks: Ranks, case: Trained, style: str, world: int) -> None:
     assert_agrees(ranks, world, case, style)
