@@ -48,6 +48,9 @@ from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ign
 # See every op below autograd. 2.11 to 2.15.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Compute with real tensors in the middle of a trace. 2.11 to 2.15.
+from torch.utils._python_dispatch import _disable_current_modes as disable_modes
+
 # See every call of a torch function, above autograd. 2.11 to 2.15.
 from torch.overrides import TorchFunctionMode
 
@@ -193,6 +196,7 @@ __all__ = [
     "core_aten_decompositions",
     "current_autograd_node",
     "default_store",
+    "disable_modes",
     "get_decompositions",
     "get_proxy_mode",
     "get_proxy_slot",

@@ -112,7 +112,7 @@ def capture(
     program = Program(second, declared, [], mesh, name=name)
     captured = _bind_outputs(program, trace, constants)
     _drop_unread_hyper_parameters(program)
-    captured.guards = HyperGuards.of(fakes.shapes, fakes.symbols)
+    captured.guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches)
     second.graph.lint()
     second.recompile()
     return captured

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # comes with torch, has no types
+import torch
 
 from ._torch import ShapeEnv, symbolic_functions
+from .branches import Branch
 
 # What torch calls Python's own arithmetic on symbols; the rest is evaluated as sympy does, more slowly.
 _AS_PYTHON: dict[str, Callable[..., Any]] = {
@@ -38,12 +40,13 @@ class HyperGuards:
 
     positions: list[tuple[int, ...]] = field(default_factory=list)  # of the values that each check reads
     checks: list[Callable[..., bool]] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)  # on state without dims
 
     @classmethod
-    def of(cls, shapes: ShapeEnv, symbols: Sequence[Any]) -> HyperGuards:
+    def of(cls, shapes: ShapeEnv, symbols: Sequence[Any], branches: Sequence[Branch] = ()) -> HyperGuards:
         """The conditions that a trace has put on the symbols of its hyper-parameters (None for those without one)."""
         position = {symbol: index for index, symbol in enumerate(symbols) if symbol is not None}
-        guards = cls()
+        guards = cls(branches=list(branches))
         for guard in shapes.guards:
             read = sorted((s for s in guard.expr.free_symbols if s in position), key=str)
             if read:
@@ -57,3 +60,10 @@ class HyperGuards:
             bool(check(*(values[k] for k in positions)))
             for positions, check in zip(self.positions, self.checks, strict=True)
         )
+
+    def hold_on(self, names: Sequence[str], state: Sequence[torch.Tensor]) -> bool:
+        """Whether a call with this state, given by name, takes the same way."""
+        if not self.branches:
+            return True
+        live = dict(zip(names, state, strict=True))
+        return all(branch.holds(live) for branch in self.branches)

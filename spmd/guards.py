@@ -88,7 +88,9 @@ class Guards:
         tensors = self.layout.read(arguments)
         if tensors is None or not self.leaves.hold_state(arguments, tensors, self.layout.of_modules):
             return None
-        return tensors if self.conditions.hold(self.groups.values(arguments)) else None
+        if not self.conditions.hold(self.groups.values(arguments)):
+            return None
+        return tensors if self.conditions.hold_on(self.layout.names, tensors) else None
 
     def difference(self, arguments: Arguments, slots: Sequence[Slot]) -> str:
         """The first thing by which a call differs from that which was compiled, in the user's words."""

@@ -30,6 +30,7 @@ from ._torch import (
     newest_sequence_number,
     register_module_forward_hook,
     register_module_forward_pre_hook,
+    tree_flatten,
 )
 from .randomness import Draws
 from .recompute import Recomputed, recomputing
@@ -70,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self._names = module_names
         self._modules: list[str] = []
         self._outside: int | None = None  # in a recomputation: how many modules were running around it
+        self._differentiable = False  # whether autograd follows the op that runs now
         self._last: fx.Node | None = None
         self._count = 0
         self._forward: dict[int, _Forward] = {}
@@ -83,6 +85,7 @@ class Recorder(TorchDispatchMode):
         if current is not None:
             self._hook_upstream(current)
         drawn = self._number(func, args, kwargs or {})
+        self._differentiable = _is_differentiable(func, args)
         result = func(*args, **(kwargs or {}))
         check_op(func, result)
         self._note(current, drawn)
@@ -184,7 +187,7 @@ class Recorder(TorchDispatchMode):
         if self.updating:
             return Phase.UPDATE
         # After backward and without autograd the step works on state: an average of parameters, a clip of gradients.
-        after_backward = bool(self._hooked) and not torch.is_grad_enabled() and not self._modules
+        after_backward = bool(self._hooked) and not self._differentiable and not self._modules
         return Phase.UPDATE if after_backward else Phase.FORWARD
 
     def _hook_upstream(self, node: Any) -> None:
@@ -211,6 +214,13 @@ class Recorder(TorchDispatchMode):
                         origin.cotangent_of = (forward.number, index)
 
         return note
+
+
+def _is_differentiable(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd has a node for this call; what is detached from a parameter is state from there on."""
+    if not torch.is_grad_enabled() or func is torch.ops.aten.detach.default:
+        return False
+    return any(leaf.requires_grad for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor))
 
 
 def proxy_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:

@@ -20,6 +20,7 @@ from torch import fx
 from passes import CaptureError
 
 from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, selecting, tree_unflatten
+from .branches import Branch, StateBranches
 from .decompositions import while_recorded
 from .kept import attributes_kept, group_kept, holds_traced, is_traced, optimizer_kept
 from .norms import traceable
@@ -94,6 +95,7 @@ class Trace:
     fakes: Fakes
     reads: Reads
     ends: Ends | None = field(default=None)
+    branches: list[Branch] = field(default_factory=list)
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the tensors of ``ends``, flat."""
@@ -103,7 +105,7 @@ class Trace:
     def _run(self, *flat: Any) -> list[Any]:
         names = {id(module): name for name, module in submodules_of(self.arguments.modules)}
         self.reads.names.update(names)
-        recorder = Recorder(names)
+        recorder, asked = Recorder(names), StateBranches(self.slots)
         fakes = self.fakes.as_traced(flat)
         with ExitStack() as stack:
             swap = _Swap(self, fakes, recorder)
@@ -118,6 +120,7 @@ class Trace:
             stack.enter_context(only_torch_draws())
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(recorder)
+            self.branches = stack.enter_context(asked).found
             args, kwargs = self._call_arguments(fakes)
             with self._told_of_changes((args, kwargs)), self.reads.watch(self.function, *self._objects()):
                 result = self.function(*args, **kwargs)
