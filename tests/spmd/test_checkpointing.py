@@ -106,6 +106,58 @@ def test_agrees(ranks: Ranks, way: str, reentrant: bool, world: int, style: str)
     assert_agrees(ranks, world, Checkpointed(way=way, reentrant=reentrant), style)
 
 
+class Exp(torch.autograd.Function):
+    """Computes its gradient from what it saved, not from its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp()
+
+
+class Normed(nn.Module):
+    """Batch norm, whose statistics eager updates once more in backward; a function with a backward of its own."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.up, self.norm, self.down = nn.Linear(15, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda y: torch.tanh(self.norm(y)), self.up(x), use_reentrant=self.reentrant)
+        return self.down(checkpoint(lambda y: Exp.apply(y.sin()), x, use_reentrant=self.reentrant))
+
+
+class WithNorm(Checkpointed):
+    def build(self) -> tuple[Any, ...]:
+        model = Normed(self.reentrant).double()
+        return model, make_optimizer(self.optimizer, model.parameters())
+
+
+class Penalized(WithNorm):
+    """With a gradient of a gradient through the recomputation."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        loss = F.mse_loss(model(x), y)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + gradient.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("case", [WithNorm(reentrant=True), Penalized()], ids=lambda case: type(case).__name__)
+def test_agrees_with_batch_norm_and_gradients_of_gradients(ranks: Ranks, case: Checkpointed) -> None:
+    assert_agrees(ranks, 2, case, "fully_shard")
+
+
 def run(case: Checkpointed, style: str = "replicate", **options: Any) -> tuple[spmd.CompiledStep, list[Snapshot]]:
     spmd.seed(3)
     return compiled_run(0, case, steps=2, parallel_mode=spmd.DataParallel(style), **options)
@@ -149,23 +201,27 @@ class InNested(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.usefixtures("alone")
-def test_nested_with_draws_around(reentrant: bool) -> None:
+def test_nested_with_draws_around(reentrant: bool, autocast: bool) -> None:
+    """Under autocast, too, what is computed again is what was computed first: there is no difference at all."""
+
     def gradients(wrapped: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        model = InNested(wrapped, reentrant).double()
-        x = torch.randn(8, 4, dtype=torch.float64, requires_grad=False)
+        model = InNested(wrapped, reentrant)
+        x = torch.randn(8, 4)
 
         @spmd.compile
         def step(model: nn.Module, x: Tensor) -> Tensor:
-            loss = model(x.clone().requires_grad_()).square().mean()
+            with torch.autocast("cpu", enabled=autocast):
+                loss = model(x.clone().requires_grad_()).square().mean()
             loss.backward()
             return loss
 
         spmd.seed(1)
         return [step(model, x), *(parameter.grad for parameter in model.parameters())]
 
-    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

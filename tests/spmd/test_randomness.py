@@ -6,12 +6,14 @@ import io
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as checkpoints
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
@@ -371,6 +373,21 @@ def test_a_run_goes_on_where_it_was_left(seed: int | None) -> None:
     spmd.seed(seed)
     assert trained(6, split_at=3) == expected
     assert len(set(expected)) == 6
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_state_goes_through_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """As plain values among tensors."""
+    spmd.seed((1 << 63) + 11, invariant=True)
+    dropped()
+    saved = {"rng": spmd.rng_state(), "weight": torch.ones(2)}
+    checkpoints.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    expected = dropped()
+    spmd.seed(0)
+    loaded = {"rng": spmd.rng_state(), "weight": torch.zeros(2)}
+    checkpoints.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    spmd.set_rng_state(loaded["rng"])
+    assert torch.equal(dropped(), expected)
 
 
 @pytest.mark.usefixtures("alone")
