@@ -38,6 +38,9 @@ from torch.nn.modules import module as _module
 from torch.optim import optimizer as _optimizer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+# Run ops in the dtypes they are given: a traced graph has all casts in it. 2.11 to 2.15.
+from torch._C import _DisableAutocast as DisableAutocast
+
 # What all batch norms are, SyncBatchNorm too. 2.11 to 2.15.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
@@ -178,6 +181,7 @@ __all__ = [
     "ConstantSource",
     "DataDependentOutputException",
     "DimDynamic",
+    "DisableAutocast",
     "DynamicOutputShapeException",
     "FakeStore",
     "FakeTensorMode",

@@ -25,6 +25,7 @@ from ._torch import (
     ConstantSource,
     DataDependentOutputException,
     DimDynamic,
+    DisableAutocast,
     DynamicOutputShapeException,
     FakeTensorMode,
     GuardOnDataDependentSymNode,
@@ -308,7 +309,7 @@ def _functional(first: fx.GraphModule, fakes: Fakes) -> tuple[fx.GraphModule, li
         return interpreter.run(*flat[:count])
 
     functional = torch.func.functionalize(run, remove="mutations")
-    with torch.no_grad():
+    with torch.no_grad(), DisableAutocast():
         second = make_fx(functional, decomposition_table=table(), tracing_mode="fake")(*fakes.flat, *stand_ins)
     return second, constants
 

@@ -10,6 +10,8 @@ import torch
 
 from passes import OutputKind, PassError, Program
 
+from ._torch import DisableAutocast
+
 Backend = Literal["aten"] | Callable[..., Any]
 
 
@@ -23,7 +25,7 @@ class Executable:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run on this rank's inputs, in the order of ``Program.inputs``; updates them in place."""
-        with torch.no_grad():
+        with torch.no_grad(), DisableAutocast():
             outputs = self.function(*inputs)
             self._write(outputs, inputs)
         return [outputs[k] for k in self.returned]

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import passes as passes_package
 from passes import Pass, PassError, Program, RankMismatchError, Report, SpmdError
 
+from ._torch import DisableAutocast
 from .agree import COMPILE, FAILED, Agreement, Ranks, identity_of, together
 from .capture import Captured, capture
 from .data_parallel import DataParallel
@@ -203,7 +204,7 @@ class CompiledStep:
             check_memory(captured.program, slots, arguments)
             if dump:
                 dump.stage(0, "capture", captured.program)
-        with clock.stage("partition"):
+        with clock.stage("partition"), DisableAutocast():
             program = mode.partition(captured.program)
             prepared = prepare(slots, program.inputs, mesh)
             flat_state = list(prepared.locals)
@@ -211,9 +212,9 @@ class CompiledStep:
             partitioned = program
             if dump:
                 dump.stage(1, "partition", program)
-        with clock.stage("passes"):
+        with clock.stage("passes"), DisableAutocast():
             program = passes_package.run(program, options.pipeline, on_stage=dump.on_pass if dump else None)
-        with clock.stage("lower"):
+        with clock.stage("lower"), DisableAutocast():
             program = _transformed(program, options.gm_transformation)
             executable = lower(program, options.backend)
         report = Report.of(program, clock.seconds, program.notes)
