@@ -261,18 +261,17 @@ class _Partitioner:
         return held.primary
 
     def _meets(self, node: fx.Node) -> Placements | None:
-        """How what is drawn here is best split: as the first split value of its shape that it is computed with."""
-        shape, pending, seen = node.meta["val"], [node], {node}
-        shape = tuple(shape.shape) if isinstance(shape, torch.Tensor) else None
-        while pending:
-            for user in pending.pop(0).users:
-                for held in (self.values.get(leaf) for leaf in user.all_input_nodes):
-                    if isinstance(held, Value) and held.shape == shape and is_sharded(held.primary):
-                        return held.primary
-                val = user.meta.get("val")
-                if user not in seen and isinstance(val, torch.Tensor) and tuple(val.shape) == shape:
-                    seen.add(user)
-                    pending.append(user)
+        """How what is drawn here is best split: as the first value of its shape that it is computed with."""
+        val = node.meta["val"]
+        shape = tuple(val.shape) if isinstance(val, torch.Tensor) else None
+        for leaf, user in _computed_with(node, shape):
+            held = self.values.get(leaf)
+            if not isinstance(held, Value) or held.shape != shape:
+                continue
+            if self._is_gathered(leaf, user) or (leaf in self.inputs and not is_sharded(held.primary)):
+                return None  # something that every rank holds as a whole, such as a weight
+            if is_sharded(held.primary):
+                return held.primary
         return self._like_the_batch(shape)
 
     def _like_the_batch(self, shape: Sequence[int] | None) -> Placements | None:
@@ -395,7 +394,19 @@ class _Partitioner:
         """Whether each backward pass reduces the gradient of ``parameter``: not one that every rank keeps whole."""
         return self.plan.options.get("reduce_gradients") == "each" and is_sharded(self.placements[parameter])
 
-    def _complete_gradients(self) -> dict[fx.Node, str]:
+    def _computed_with(node: fx.Node, shape: tuple[int, ...] | None) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(operand, user) for the users of ``node``, and of what they make of it in its shape, nearest first."""
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop(0).users:
+            yield from ((leaf, user) for leaf in user.all_input_nodes)
+            made = user.meta.get("val")
+            if user not in seen and isinstance(made, torch.Tensor) and tuple(made.shape) == shape:
+                seen.add(user)
+                pending.append(user)
+
+
+def _complete_gradients(self) -> dict[fx.Node, str]:
         """The nodes that are a parameter's whole gradient: the last one, or one for each backward pass."""
         tagged = {node: node.meta["grad_of"] for node in self.program.graph.nodes if "grad_of" in node.meta}
         last = {parameter: node for node, parameter in tagged.items()}

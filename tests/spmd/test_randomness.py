@@ -275,6 +275,19 @@ def test_noise_of_the_batchs_shape_is_split_like_it(name: str) -> None:
     assert step.report().count("all_gather") == 0
 
 
+@pytest.mark.parametrize(("style", "gathers"), [("replicate", 0), ("fully_shard", 1)])
+def test_noise_on_a_weight_is_drawn_whole(style: str, gathers: int) -> None:
+    """Also where the weight has as many rows as the batch: the product needs all of it on every rank."""
+
+    @spmd.compile(parallel_mode=spmd.DataParallel(style))
+    def step(model: nn.Module, x: Tensor) -> None:
+        F.linear(x, F.dropout(model.weight, 0.5)).square().mean().backward()
+
+    with fake_world(4):
+        step(nn.Linear(6, 8, bias=False), torch.randn(2, 6))
+    assert step.report().count("all_gather") == gathers
+
+
 def test_a_network_that_is_fed_noise_alone_runs_on_this_ranks_rows() -> None:
     """As a generator in a GAN does; the batch is met later."""
 
