@@ -65,7 +65,7 @@ class Guards:
             modes,
             Tree.of(arguments),
             Groups.of(arguments),
-            ReadGuards.of(reads.places.values(), [value for _, value in reads.containers.values()]),
+            ReadGuards.of(reads.places.values(), [each.value for each in reads.containers.values()]),
             layout,
             conditions,
             _described(slots),

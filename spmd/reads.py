@@ -15,6 +15,7 @@ import enum
 import os
 import sys
 import sysconfig
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -85,17 +86,28 @@ class Place:
             self.holder[self.key] = value
 
 
+@dataclass(frozen=True)
+class Container:
+    """A list, dict or set that was reached, with its entries then."""
+
+    name: str
+    value: Any
+    content: tuple[Any, ...] | None
+    kept: bool
+
+
 @dataclass
 class Reads:
     """The places that one trace read, each once, with what was there at the first read."""
 
     names: dict[int, str] = field(default_factory=dict)  # of modules and other arguments, by id
     places: dict[tuple[int, str], Place] = field(default_factory=dict)
-    first: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
-    containers: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    first: dict[tuple[int, str], Any] = field(default_factory=dict)
+    containers: dict[int, Container] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)  # what was looked into, kept alive so that ids stay unique
     _code: set[Any] = field(default_factory=set)
     _stack: ExitStack | None = None
+    _thread: int = field(default_factory=threading.get_ident)  # others go on meanwhile, and read for themselves
     _patched: set[type] = field(default_factory=set)
 
     @contextmanager
@@ -120,15 +132,17 @@ class Reads:
     def _changed(self, take_back: Callable[[Any], bool]) -> list[str]:
         """What the step changed besides modules and optimizers; it is put back where ``take_back`` of it says so."""
         changed = []
-        for place, (value, content) in zip(self.places.values(), self.first.values(), strict=True):
+        for place, value in zip(self.places.values(), self.first.values(), strict=True):
             now = place.get()
-            if place.kept or (now is value and same_content(value, content)):
-                continue
-            changed.append(place.name)
-            if now is not value and take_back(now):
-                place.put(value)
-            if not same_content(value, content) and take_back(value):
-                refill(value, content)
+            if not place.kept and now is not value:
+                changed.append(place.name)
+                if take_back(now):
+                    place.put(value)
+        for each in self.containers.values():
+            if not each.kept and not same_content(each.value, each.content):
+                changed.append(each.name)
+                if take_back(each.value):
+                    refill(each.value, each.content)
         return changed
 
     def _tell(self, changed: list[str]) -> None:
@@ -142,20 +156,20 @@ class Reads:
     # Looking at values
 
     def _note(self, kind: str, holder: Any, key: str, name: str, kept: bool = False) -> None:
-        if (id(holder), key) in self.places:
+        if (id(holder), key) in self.places or threading.get_ident() != self._thread:
             return
         place = self.places[id(holder), key] = Place(kind, holder, key, name, kept)
         value = place.get()  # may itself be a watched read: of a place that is known by now
-        self.first[id(holder), key] = (value, content_of(value))
-        self._look_into(value, name)
+        self.first[id(holder), key] = value
+        self._look_into(value, name, kept)
 
-    def _look_into(self, value: Any, name: str) -> None:
+    def _look_into(self, value: Any, name: str, kept: bool = False) -> None:
         """Follow a value to what the step may read through it."""
         if id(value) in self._seen or is_plain(value):
             return
         self._seen[id(value)] = value
         if isinstance(value, CONTAINERS):
-            self.containers[id(value)] = (name, value)
+            self.containers[id(value)] = Container(name, value, content_of(value), kept)
             for key, item in items_of(value):
                 self._look_into(item, f"{name}[{key!r}]")
         elif isinstance(value, types.MethodType):
@@ -227,7 +241,7 @@ class Reads:
         if fields is not None and key in fields:
             kept = isinstance(instance, tuple(_ELSEWHERE))
             if kept and key in _HOOKS:  # torch never binds another dict there
-                self._look_into(fields[key], f"{self._name(instance)}.{key}")
+                self._look_into(fields[key], f"{self._name(instance)}.{key}", kept)
                 return
             self._note("item", fields, key, f"{self._name(instance)}.{key}", kept)
             return

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import passes as passes_package
 from passes import Pass, PassError, Program, RankMismatchError, Report, SpmdError
 
-from ._torch import DisableAutocast
+from ._torch import DisableAutocast, get_proxy_mode
 from .agree import COMPILE, FAILED, Agreement, Ranks, identity_of, together
 from .capture import Captured, capture
 from .data_parallel import DataParallel
@@ -98,7 +98,12 @@ class CompiledStep:
         return self._last.program if self._last else None
 
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
-        """Run one step. With ``last_train_step=True`` anything that was left for the next call is finished."""
+        """Run one step. With ``last_train_step=True`` anything that was left for the next call is finished.
+
+        A compiled step that another one calls is a part of that one.
+        """
+        if get_proxy_mode() is not None:
+            return self._function(*args, **kwargs)
         arguments, compiled, tensors = self._arrive(args, kwargs)
         if compiled is None:
             compiled = self._compile_together(arguments)

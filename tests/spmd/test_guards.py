@@ -417,3 +417,61 @@ def test_a_trace_function_of_the_user_s_still_sees_calls() -> None:
     finally:
         sys.settrace(before)
     assert "helper" in seen
+
+
+LOG: list[Any] = []
+COUNT = 0
+
+
+def test_what_the_step_changes_in_globals_and_closures_is_told_and_holds_no_traced_tensor() -> None:
+    seen: list[Tensor] = []
+    last = None
+
+    def logging(model: nn.Module, x: Tensor) -> Tensor:
+        global COUNT
+        nonlocal last
+        COUNT += 1
+        last = model(x)
+        seen.append(last)
+        LOG.append(last)
+        return last.sum()
+
+    compiled, model = spmd.compile(logging), nn.Linear(3, 4)
+    with pytest.warns(UserWarning, match="the step changes") as told:
+        compiled(model, torch.ones(2, 3))
+    text = str(told[0].message)
+    assert all(name in text for name in ("the global COUNT", "the global LOG", "variable seen", "variable last"))
+    assert (LOG, seen, last, COUNT) == ([], [], None, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(model, torch.ones(2, 3))
+    assert len(compiled.programs) == 1
+
+
+def test_a_step_that_raises_leaves_what_it_read_as_it_was() -> None:
+    seen: list[Tensor] = []
+
+    def failing(model: nn.Module, config: Config, x: Tensor) -> Tensor:
+        seen.append(model(x) * config.scale)
+        config.nested["powers"].append(seen[0])
+        raise ValueError("the user's own")
+
+    config, before = Config(), sys.gettrace()
+    with pytest.raises(ValueError, match="the user's own"):
+        spmd.compile(failing)(nn.Linear(3, 4), config, torch.ones(2, 3))
+    assert seen == [] and config.nested["powers"] == [1.0, 2.0] and sys.gettrace() is before
+    assert all("__getattribute__" not in vars(kind) for kind in (nn.Module, torch.optim.Optimizer, Config))
+
+
+def test_a_compiled_step_within_another_is_part_of_it() -> None:
+    @spmd.compile
+    def inner(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    @spmd.compile
+    def outer(model: nn.Module, x: Tensor) -> Tensor:
+        return 2 * inner(model, x)
+
+    model, x = nn.Linear(3, 4), torch.ones(2, 3)
+    torch.testing.assert_close(outer(model, x), 2 * model(x).sum())
+    assert len(outer.programs) == 1 and not inner.programs
