@@ -8,7 +8,7 @@ everything that can fail has been done (``commit``), so that bad input changes n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,9 @@ from .state import Arguments, Slot, local_of, parameters_of
 
 # What is rank 0's already: parameters, buffers and scalers' state by id (tensors compare by value), and optimizers.
 _equal: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# Parameters that were split, by id, and what took their places: optimizers of other steps may still hold the old ones.
+_split: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_successor: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -102,7 +105,8 @@ def commit(prepared: Prepared, arguments: Arguments, mesh: Mesh, device_mesh: De
         local.copy_(part_of(live.detach(), placement, mesh))
         split = as_dtensor(local, placement, device_mesh, live.shape, live.stride())
         if slot.input.role is Role.PARAMETER:
-            renewed[id(live)] = _renewed(live, split)
+            new = renewed[id(live)] = _renewed(live, split)
+            _split[id(live)], _successor[id(live)] = live, new
         elif slot.input.role is Role.GRADIENT:
             continue  # moves with its parameter, below
         else:
@@ -167,6 +171,15 @@ def _split_gradients(prepared: Prepared, renewed: dict[int, torch.Tensor], mesh:
                 renewed[id(parameter)].grad = split
 
 
+def follow_split(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Hand optimizers the parameters that took the places of theirs when another step split the model."""
+    for optimizer in optimizers.values():
+        old = [p for group in optimizer.param_groups for p in group["params"]]
+        old = [p for p in old if _split.get(id(p)) is p and id(p) in _successor]
+        if old:
+            _rebind_optimizer(optimizer, {id(p): _successor[id(p)] for p in old})
+
+
 def _rebind(arguments: Arguments, renewed: dict[int, torch.Tensor]) -> None:
     if not renewed:
         return
@@ -176,8 +189,12 @@ def _rebind(arguments: Arguments, renewed: dict[int, torch.Tensor]) -> None:
             for holder, key in parameter.places:
                 holder[key] = new
     for optimizer in arguments.optimizers.values():
-        for group in optimizer.param_groups:
-            group["params"] = [renewed.get(id(p), p) for p in group["params"]]
-        entries = [(renewed.get(id(p), p), values) for p, values in optimizer.state.items()]
-        optimizer.state.clear()
-        optimizer.state.update(entries)
+        _rebind_optimizer(optimizer, renewed)
+
+
+def _rebind_optimizer(optimizer: torch.optim.Optimizer, renewed: dict[int, torch.Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [renewed.get(id(p), p) for p in group["params"]]
+    entries = [(renewed.get(id(p), p), values) for p, values in optimizer.state.items()]
+    optimizer.state.clear()
+    optimizer.state.update(entries)

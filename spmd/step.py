@@ -27,7 +27,7 @@ from .data_parallel import DataParallel
 from .dump import Dump, dump_stages
 from .guards import Guards, Leaves, check_leaves, torch_modes
 from .inputs import place_inputs
-from .live import check_memory, check_meshes, commit, prepare
+from .live import check_memory, check_meshes, commit, follow_split, prepare
 from .lower import Backend, lower
 from .modes import ParallelMode, check_passes
 from .override import Override, replaced, transform
@@ -156,6 +156,7 @@ class CompiledStep:
             Ranks.of(mesh, self._options.timeout).meet(self._name, FAILED, lambda: [said])
 
     def _compile_together(self, arguments: Arguments) -> Compiled:
+        follow_split(arguments.optimizers)
         with together(self._name, Ranks.of(self._mesh_for(arguments), self._options.timeout)) as agreement:
             change = self._change(arguments)
             compiled = self._compile(arguments, agreement)

@@ -48,6 +48,40 @@ class OtherNumbers(MLP):
             group["momentum"] = 0.9 - 0.1 * step
 
 
+@dataclass(frozen=True)
+class OneCycle(Scheduled):
+    """Momentum, or the first of the betas, goes the other way round than the learning rate."""
+
+    def build(self) -> tuple[Any, ...]:
+        model, optimizer = MLP.build(self)
+        optimizer.scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=8)
+        return model, optimizer
+
+
+@dataclass(frozen=True)
+class Plateau(Scheduled):
+    """The scheduler is told of a loss that grows."""
+
+    def build(self) -> tuple[Any, ...]:
+        model, optimizer = MLP.build(self)
+        optimizer.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3)
+        return model, optimizer
+
+    def after(self, objects: tuple[Any, ...], step: int) -> None:
+        objects[1].scheduler.step(float(step))
+
+
+@dataclass(frozen=True)
+class TensorRate(Scheduled):
+    """The scheduler writes into a learning rate that is a tensor."""
+
+    def build(self) -> tuple[Any, ...]:
+        model, _ = MLP.build(self)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+        optimizer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return model, optimizer
+
+
 def run(rank: int, world: int, case: MLP, style: str) -> tuple[list[str], int]:
     """What differs, and the number of programs after six steps."""
     mode = spmd.DataParallel(style)
@@ -59,6 +93,20 @@ def run(rank: int, world: int, case: MLP, style: str) -> tuple[list[str], int]:
 @pytest.mark.parametrize("optimizer, programs", [("SGD", 1), ("SGD momentum", 2), ("Adam", 2), ("AdamW fused", 2)])
 def test_a_scheduler_works_and_compiles_nothing(ranks: Ranks, optimizer: str, programs: int, style: str) -> None:
     assert ranks.run(2, run, Scheduled(optimizer=optimizer), style) == [([], programs)] * 2
+
+
+@pytest.mark.parametrize(
+    "case, style",
+    [
+        (OneCycle(optimizer="SGD momentum"), "replicate"),
+        (OneCycle(optimizer="AdamW"), "fully_shard"),
+        (Plateau(optimizer="Adam"), "fully_shard"),
+        (TensorRate(), "replicate"),
+    ],
+    ids=lambda value: type(value).__name__ + value.optimizer if isinstance(value, MLP) else None,
+)
+def test_so_do_other_schedulers(ranks: Ranks, case: MLP, style: str) -> None:
+    assert ranks.run(2, run, case, style) == [([], 2)] * 2
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])

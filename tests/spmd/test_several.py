@@ -68,7 +68,25 @@ class Adversaries(Case):
         return {"critic": critic_loss.detach(), "generator": generator_loss.detach()}
 
 
+class OneForBoth(TwoOptimizers):
+    """Two modules in a list, one optimizer for both; its groups name them in another order."""
+
+    def build(self) -> tuple[Any, ...]:
+        encoder, decoder = mlp(15, 9), mlp(9, 3)
+        backwards = list(encoder.parameters())[::-1]
+        groups = [{"params": decoder.parameters(), "lr": 0.02}, {"params": backwards, "weight_decay": 0.0}]
+        return [encoder, decoder], torch.optim.AdamW(groups, lr=0.01)
+
+    @staticmethod
+    def step(modules: list[nn.Module], optimizer: Any, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        loss = F.mse_loss(modules[1](modules[0](x)), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
 @pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
-@pytest.mark.parametrize("case", [TwoOptimizers(), Adversaries()], ids=lambda case: type(case).__name__)
+@pytest.mark.parametrize("case", [TwoOptimizers(), Adversaries(), OneForBoth()], ids=lambda case: type(case).__name__)
 def test_several_modules_and_optimizers(ranks: Ranks, case: Case, world: int, style: str) -> None:
     assert_agrees(ranks, world, case, style)

@@ -1,0 +1,83 @@
+"""Steps that share a model: training and evaluation, in any order; and optimizers whose state is loaded."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.oracle import Snapshot, all_unequal, snapshot
+from tests.harness.pool import Ranks
+
+CASE = MLP(sizes=(15, 7, 3), rows=6, optimizer="AdamW")
+
+
+def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """No optimizer, no gradients; the outputs are this rank's rows."""
+    with torch.no_grad():
+        outputs = model(x)
+        return F.mse_loss(outputs, y), outputs
+
+
+def shared(rank: int, world: int, style: str, train_first: bool) -> tuple[list[str], int, int]:
+    """What differs over training and evaluation in turns, and the number of programs of each."""
+    mode = spmd.DataParallel(style)
+    train, test = spmd.compile(parallel_mode=mode)(CASE.step), spmd.compile(parallel_mode=mode)(evaluate)
+
+    def run(train: Any, test: Any, batches: list[Any]) -> list[Snapshot]:
+        torch.manual_seed(0)
+        model, optimizer = CASE.build()
+        seen = []
+        for k, batch in enumerate(batches):
+            tests = (k % 2 == 0) is not train_first
+            model.train(not tests)
+            result = test(model, *batch) if tests else train(model, optimizer, *batch)
+            seen.append(snapshot(result, (model, optimizer)))
+        return seen
+
+    parts = [[CASE.part(r, k) for r in range(world)] for k in range(6)]
+    expected = run(CASE.step, evaluate, [CASE.whole(part) for part in parts])
+    differ = all_unequal(expected, run(train, test, [part[rank] for part in parts]), rank, world)
+    return differ, len(train.programs), len(test.programs)
+
+
+@pytest.mark.parametrize("style, train_first", [("replicate", True), ("fully_shard", True), ("fully_shard", False)])
+def test_an_evaluation_shares_the_model(ranks: Ranks, style: str, train_first: bool) -> None:
+    assert ranks.run(2, shared, style, train_first) == [([], 2, 1)] * 2
+
+
+def loaded(rank: int, world: int, style: str, at: int) -> list[str]:
+    """What differs when the state of another training is loaded before call ``at``."""
+    torch.manual_seed(3)
+    other = CASE.build()
+    for k in range(2):
+        CASE.step(*other, *CASE.part(7, k))
+    saved = other[1].state_dict()
+
+    def run(step: Any, batches: list[Any]) -> list[Snapshot]:
+        torch.manual_seed(0)
+        model, optimizer = CASE.build()
+        seen = []
+        for k, batch in enumerate(batches):
+            if k == at:
+                optimizer.load_state_dict(deepcopy(saved))
+            elif k == at + 2:
+                optimizer.load_state_dict(optimizer.state_dict())  # its own, split or not
+            seen.append(snapshot(step(model, optimizer, *batch), (model, optimizer)))
+        return seen
+
+    parts = [[CASE.part(r, k) for r in range(world)] for k in range(5)]
+    expected = run(CASE.step, [CASE.whole(part) for part in parts])
+    compiled = spmd.compile(parallel_mode=spmd.DataParallel(style))(CASE.step)
+    return all_unequal(expected, run(compiled, [part[rank] for part in parts]), rank, world)
+
+
+@pytest.mark.parametrize("style, at", [("replicate", 2), ("fully_shard", 0), ("fully_shard", 2)])
+def test_optimizer_state_is_loaded_before_the_first_call_or_between_calls(ranks: Ranks, style: str, at: int) -> None:
+    assert ranks.run(2, loaded, style, at) == [[], []]
