@@ -270,8 +270,7 @@ def parameters_of_optimizer(path: str, optimizer: torch.optim.Optimizer, names: 
     if strangers:
         raise CaptureError(
             f"{path} updates {len(strangers)} parameter(s) of shape {strangers[:3]} that belong to no module among the "
-            "step's arguments: pass the module, too. (A step that splits parameters makes new ones, and "
-            "an optimizer it was not given still has the old ones: make the optimizer after that step's first call.)"
+            "step's arguments: pass the module, too"
         )
     return parameters
 
