@@ -394,19 +394,7 @@ class _Partitioner:
         """Whether each backward pass reduces the gradient of ``parameter``: not one that every rank keeps whole."""
         return self.plan.options.get("reduce_gradients") == "each" and is_sharded(self.placements[parameter])
 
-    def _computed_with(node: fx.Node, shape: tuple[int, ...] | None) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(operand, user) for the users of ``node``, and of what they make of it in its shape, nearest first."""
-    pending, seen = [node], {node}
-    while pending:
-        for user in pending.pop(0).users:
-            yield from ((leaf, user) for leaf in user.all_input_nodes)
-            made = user.meta.get("val")
-            if user not in seen and isinstance(made, torch.Tensor) and tuple(made.shape) == shape:
-                seen.add(user)
-                pending.append(user)
-
-
-def _complete_gradients(self) -> dict[fx.Node, str]:
+    def _complete_gradients(self) -> dict[fx.Node, str]:
         """The nodes that are a parameter's whole gradient: the last one, or one for each backward pass."""
         tagged = {node: node.meta["grad_of"] for node in self.program.graph.nodes if "grad_of" in node.meta}
         last = {parameter: node for node, parameter in tagged.items()}
@@ -439,6 +427,18 @@ def _complete_gradients(self) -> dict[fx.Node, str]:
                 f"{node.target} at {node.meta.get('source') or node.name} has no rule and runs whole on every rank, "
                 f"for which {split} bytes are gathered: register a rule with spmd.register_rule",
             )
+
+
+def _computed_with(node: fx.Node, shape: tuple[int, ...] | None) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(operand, user) for the users of ``node``, and of what they make of it in its shape, nearest first."""
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop(0).users:
+            yield from ((leaf, user) for leaf in user.all_input_nodes)
+            made = user.meta.get("val")
+            if user not in seen and isinstance(made, torch.Tensor) and tuple(made.shape) == shape:
+                seen.add(user)
+                pending.append(user)
 
 
 def _is_cheap(node: fx.Node) -> bool:
