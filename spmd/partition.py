@@ -17,7 +17,7 @@ None of these can change a value, only what it costs: rules and redistributions 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import getitem
 from typing import Any
