@@ -89,6 +89,23 @@ def test_a_learning_rate_may_be_a_tensor(ranks: Ranks, kind: str, form: str, rat
     assert_agrees(ranks, 2, With(optimizer=kind, form=form, rate=rate), "fully_shard")
 
 
+def whole_matrices(rank: int, world: int) -> tuple[list[tuple[int, str]], tuple[str, ...]]:
+    """What Muon gathers besides parameters, as (count, dtype), without merging; and the notes of the report."""
+    mode = spmd.DataParallel("fully_shard")
+    compiled, _ = compiled_run(rank, With(optimizer="Muon"), 2, parallel_mode=mode, passes=())
+    report = compiled.report()
+    rows = [row for row in report.traffic if row.kind == "all_gather" and row.role != "parameter"]
+    return [(row.count, row.dtype) for row in rows], report.notes
+
+
+def test_whole_matrices_are_gathered_once_and_the_report_says_so(ranks: Ranks) -> None:
+    for gathered, (note,) in ranks.run(2, whole_matrices):
+        assert gathered == [(2, "bfloat16")], "one for each matrix"
+        size = 2 * (15 * 7 + 7 * 3)
+        assert "aten.mm" in note and "test_optimizers.py" in note and "optimizer.step()" in note
+        assert f"2 of them, {size} bytes" in note
+
+
 class CountsInPython(optim.Optimizer):
     """Adam, as one writes it oneself: a Python int counts the steps; every third one decays."""
 
