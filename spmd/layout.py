@@ -47,8 +47,10 @@ class Places:
             return None
         if self._values and not _all_same(self._others(flat), self._values):
             return None
-        if not all(flat[a] is flat[b] for a, b in self._twins):
-            return None
+        return self.take(flat) if all(flat[a] is flat[b] for a, b in self._twins) else None
+
+    def take(self, flat: list[Any]) -> list[torch.Tensor]:
+        """The tensors of a list that is known to be laid out so."""
         return flat if len(self.tensors) == self.count else list(self._take(flat))
 
 
@@ -87,13 +89,19 @@ def same(a: Any, b: Any) -> bool:
 
 @dataclass
 class OptimizerLayout:
-    """One optimizer: whose state it has under which keys, and who is in which group."""
+    """One optimizer: whose state it has under which keys, and who is in which group.
+
+    Most of what a call reads is optimizer state, and it is nearly always the very tensors of the call before: then they
+    are not looked into again.
+    """
 
     owners: list[int]  # positions among the parameters (and strangers), in the order of the state dict
     strangers: list[torch.Tensor]  # has state for them, but updates them no more
+    groups: list[list[int]]
     keys: list[Any]  # of the state of all parameters
     places: Places
-    groups: list[list[int]]
+    guards: TensorGuards
+    held: list[Any]  # all values of the state, when they were last looked into
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> OptimizerLayout:
@@ -102,12 +110,16 @@ class OptimizerLayout:
         strangers = [parameter for parameter in optimizer.state if id(parameter) not in known]
         positions = {id(parameter): k for k, parameter in enumerate([*parameters, *strangers])}
         entries = list(optimizer.state.values())
+        held = _flat(entries)
+        places = Places(held)
         return cls(
             [positions[id(parameter)] for parameter in optimizer.state],
             strangers,
-            list(chain.from_iterable(entries)),
-            Places(_flat(entries)),
             [[positions[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups],
+            list(chain.from_iterable(entries)),
+            places,
+            TensorGuards(places.pick(held) or []),
+            held,
         )
 
     def read(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -121,14 +133,19 @@ class OptimizerLayout:
         if not _are(state, [*parameters, *self.strangers], self.owners):
             return None
         entries = list(state.values())
-        if list(chain.from_iterable(entries)) != self.keys:
+        values = _flat(entries)
+        if len(values) == len(self.held) and all(map(is_, values, self.held)):
+            return self.places.take(values)
+        tensors = self.places.pick(values) if list(chain.from_iterable(entries)) == self.keys else None
+        if tensors is None or not self.guards.check(tensors):
             return None
-        return self.places.pick(_flat(entries))
+        self.held = values
+        return tensors
 
 
 @dataclass
 class StateLayout:
-    """All state of a call, as it was when a program was compiled: parameters, buffers, optimizer state, gradients."""
+    """All state of a call, as it was when a program was compiled: first parameters and buffers, then the rest."""
 
     owned: list[dict[str, Any]]  # the parameters of each module that has some
     buffered: list[dict[str, Any]]  # the buffers
@@ -163,11 +180,10 @@ class StateLayout:
             [],
             None,
         )
-        found = layout._read(arguments)
-        assert found is not None, "state was laid out so a moment ago"
+        known, of_optimizers = layout._read(arguments) or ([], [])
         names = {id(slot.get()): slot.input.name for slot in slots}
-        layout.names = [names.get(id(tensor), "") for tensor in found]
-        layout.guards = TensorGuards(found)
+        layout.names = [names.get(id(tensor), "") for tensor in known + of_optimizers]
+        layout.guards = TensorGuards(known)
         return layout
 
     @property
@@ -178,32 +194,37 @@ class StateLayout:
     def read(self, arguments: Arguments) -> list[torch.Tensor] | None:
         """The state tensors, or None if anything is laid out otherwise."""
         found = self._read(arguments)
-        return found if found is not None and self.guards.check(found) else None
+        if found is None or not self.guards.check(found[0]):
+            return None
+        return found[0] + found[1]
 
     def locals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's storages of what ``read`` found."""
         return list(map(local_tensor, tensors)) if self.distributed else tensors
 
-    def _read(self, arguments: Arguments) -> list[torch.Tensor] | None:
+    def _read(self, arguments: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """All but the state of optimizers, and that."""
         if any(self.empty):
             return None
         parameters = self.parameters.pick(_flat(self.owned))
         buffers = self.buffers.pick(_flat(self.buffered))
         if parameters is None or buffers is None or not same(_hooks_of(parameters), self.hooks):
             return None
-        found = [*parameters, *buffers]
+        gradients = self.gradients.pick(list(map(_gradient, parameters)))
+        if gradients is None:
+            return None
+        known, of_optimizers = [*parameters, *buffers, *gradients], []
         for layout, optimizer in zip(self.optimizers, arguments.optimizers.values(), strict=True):
             state = layout.read(optimizer, parameters)
             if state is None:
                 return None
-            found += state
+            of_optimizers += state
         for scaler in arguments.scalers.values():
             state = state_of(scaler)
             if state is None:
                 return None
-            found += state
-        gradients = self.gradients.pick(list(map(_gradient, parameters)))
-        return None if gradients is None else found + gradients
+            known += state
+        return known, of_optimizers
 
 
 def _flat(dicts: list[dict[Any, Any]]) -> list[Any]:
