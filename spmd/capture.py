@@ -40,7 +40,7 @@ from ._torch import (
 from .conditions import HyperGuards
 from .decompositions import table
 from .inputs import BatchInput
-from .provenance import Origin, describe_line, user_place
+from .provenance import Origin, describe_line, module_of, user_place
 from .reads import Reads
 from .refused import Refused, check_modules
 from .state import Arguments, HyperParameter, Slot, gradient_name, state_name, submodules_of
@@ -100,7 +100,7 @@ def capture(
     check_modules(submodules_of(arguments.modules))
     fakes = _fakes(slots, hyper_parameters, inputs)
     trace = Trace(function, arguments, slots, hyper_parameters, fakes, reads)
-    with _explained(function):
+    with _explained(function, arguments):
         first = trace.graph_module()
     assert trace.ends is not None
     second, constants = _functional(first, fakes)
@@ -168,8 +168,9 @@ def _fake_number(shapes: ShapeEnv, hyper: HyperParameter) -> tuple[Any, Any]:
 class _explained:
     """Turn what tracing raises into a sentence at the user's own line."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
         self.function = function
+        self.names = {id(module): name for name, module in submodules_of(arguments.modules)}
 
     def __enter__(self) -> None:
         return None
@@ -179,6 +180,8 @@ class _explained:
             return False
         place = user_place(traceback)
         where = f"{place[0]}:{place[1]}" if place else _definition(self.function)
+        module = module_of(traceback, self.names)
+        where += f" in {module}" if module else ""
         reason = _reason(error)
         if reason is None:
             error.add_note(f"raised at {where} while spmd traced {self.function.__qualname__}; nothing was changed")

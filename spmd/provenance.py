@@ -10,7 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
@@ -269,3 +269,12 @@ def user_place(traceback: TracebackType | None) -> tuple[str, int] | None:
             place = (filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return place
+
+
+def module_of(traceback: TracebackType | None, names: Mapping[int, str]) -> str:
+    """The name of the innermost module whose method a traceback goes through, or nothing."""
+    name = ""
+    while traceback is not None:
+        name = names.get(id(traceback.tb_frame.f_locals.get("self")), name)
+        traceback = traceback.tb_next
+    return name

@@ -153,3 +153,14 @@ def _same(before: Any, after: Any) -> bool:
     if isinstance(before, Tensor):
         return isinstance(after, Tensor) and torch.equal(before, after)
     return bool(before == after)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_the_module_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ModuleDict({"inner": Branching()})["inner"])
+    with pytest.raises(spmd.CaptureError, match=r"test_capture_errors.py:\d+ in model\.1\."):
+        spmd.compile(lambda model, x: model(x))(model, torch.ones(2, 3))
