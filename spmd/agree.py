@@ -48,9 +48,9 @@ class Ranks:
         if not dist.is_initialized() or dist.get_backend() == "fake":
             return cls((), (), timeout)
         if mesh is None:
-            return cls((_on_cpu(dist.group.WORLD),), tuple(range(dist.get_world_size())), timeout)
+            return cls((on_cpu(dist.group.WORLD),), tuple(range(dist.get_world_size())), timeout)
         axes = [k for k in range(mesh.ndim) if mesh.size(k) > 1]
-        return cls(tuple(_on_cpu(mesh.get_group(k)) for k in axes), tuple(mesh.mesh.flatten().tolist()), timeout)
+        return cls(tuple(on_cpu(mesh.get_group(k)) for k in axes), tuple(mesh.mesh.flatten().tolist()), timeout)
 
     def meet(self, what: str, intent: int, told: Callable[[], list[str]]) -> None:
         """Say what this rank is about to do in this call. Raises ``RankMismatchError`` unless all say the same.
@@ -165,7 +165,7 @@ class Agreement:
 _cpu_groups: dict[Any, Any] = {}
 
 
-def _on_cpu(group: Any) -> Any:
+def on_cpu(group: Any) -> Any:
     """The group itself if it moves CPU tensors, else one beside it: an agreement must not wait for a device."""
     if "gloo" in dist.get_backend(group):
         return group

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Program, Role
 from passes.program import Placements, is_sharded
 
+from .agree import on_cpu
 from .placements import chunk
 from .state import Arguments, Slot, local_of, parameters_of
 
@@ -143,6 +144,8 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     whole = tensor.contiguous()
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
+        if whole.device.type == "cpu":  # as counters of optimizers are, also where parameters are not
+            group = on_cpu(group)
         dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
     if whole is not tensor:
         tensor.copy_(whole)
