@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from .state import (
 )
 
 _DEVICES = ("cpu", "cuda")
-_training = itemgetter("training")
 
 
 @dataclass
@@ -250,7 +249,7 @@ class Tree:
 
     names: list[str]
     fields: list[dict[str, Any]]  # of each module
-    training: list[bool]
+    training: list[bool | None]
     children: list[dict[str, Any]]  # of each module that has some
     childless: list[dict[str, Any]]
     child_names: list[str]
@@ -264,7 +263,7 @@ class Tree:
         return cls(
             [name for name, _ in named],
             [vars(module) for _, module in named],
-            [module.training for _, module in named],
+            [vars(module).get("training") for _, module in named],  # a compiled module asks the one that it holds
             children,
             [module._modules for _, module in named if not module._modules],
             [f"{name}.{key}" for name, module in named for key in module._modules],
@@ -276,7 +275,7 @@ class Tree:
         now = list(chain.from_iterable(map(dict.values, self.children)))
         if len(now) != len(self.modules) or not all(map(is_, now, self.modules)) or any(self.childless):
             return False
-        return list(map(_training, self.fields)) == self.training
+        return list(map(dict.get, self.fields, repeat("training"))) == self.training
 
     def difference(self) -> str:
         """What is not as it was, or nothing."""
@@ -292,8 +291,8 @@ class Tree:
         if len(now) != len(before):
             return f"{next(iter(before.keys() - dict(now).keys()))} is gone"
         for name, fields, was in zip(self.names, self.fields, self.training, strict=True):
-            if fields["training"] is not was:
-                return f"{name}.training: {was} -> {fields['training']}"
+            if fields.get("training") is not was:
+                return f"{name}.training: {was} -> {fields.get('training')}"
         return ""
 
 
@@ -388,7 +387,8 @@ class ReadGuards:
 
     @classmethod
     def of(cls, places: Any, containers: list[Any]) -> ReadGuards:
-        """As they are now."""
+        """As they are now. Tensors are no constants of a trace: those that are read are refused, or state."""
+        places = [place for place in places if not isinstance(place.get(), torch.Tensor)]
         items = [place for place in places if place.kind == "item"]
         others = [(place, place.get()) for place in places if place.kind != "item"]
         mutable = [(c, content_of(c)) for c in containers if content_of(c) is not None]

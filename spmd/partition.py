@@ -125,14 +125,20 @@ class _Partitioner:
         return outputs
 
     def _output_placement(self, held: Value, output: Output) -> Placements:
-        """State goes where its parameter lives; a result stays split along the batch and nowhere else."""
+        """State goes where its parameter lives; a result stays split along the batch, in equal parts, or is whole."""
         if output.kind is OutputKind.UPDATE:
             return self.placements[output.name]
         if output.kind is OutputKind.NEW:
             assert output.of is not None, "new state belongs to a parameter"
             parameter = self.program.inputs[self.program.input_named(output.of)]
             return self.placements[parameter.name] if held.shape == parameter.shape else self.whole
-        return tuple(p if k in held.batch else Replicate() for k, p in enumerate(held.primary))
+        batch = (k in held.batch and self._divides(held, k) for k in range(len(held.primary)))
+        return tuple(p if split else Replicate() for p, split in zip(held.primary, batch, strict=True))
+
+    def _divides(self, held: Value, axis: int) -> bool:
+        """Whether all ranks of an axis have equally much of a value."""
+        split = held.primary[axis]
+        return not isinstance(split, Shard) or held.shape[split.dim] % self.mesh.axes[axis].size == 0
 
     def _erase_unused(self) -> None:
         """Drop what was needed only for a whole value that nobody asked for in the end."""

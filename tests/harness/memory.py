@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,7 +18,8 @@ def live_bytes() -> int:
     tensors += [value.grad for value in tensors if value.is_leaf and value.grad is not None]
     storages = {}
     for value in tensors:
-        if not isinstance(value, (FakeTensor, DTensor)) and value.device.type != "meta":  # a DTensor's shard is its own
+        wrapper = isinstance(value, (FakeTensor, DTensor)) or is_functorch_wrapped_tensor(value)
+        if not wrapper and value.device.type != "meta":  # what is wrapped is listed, too
             storage = value.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
