@@ -167,7 +167,7 @@ _cpu_groups: dict[Any, Any] = {}
 
 def on_cpu(group: Any) -> Any:
     """The group itself if it moves CPU tensors, else one beside it: an agreement must not wait for a device."""
-    if "gloo" in dist.get_backend(group):
+    if dist.get_backend(group) != "nccl":
         return group
     if group not in _cpu_groups:
         ranks = dist.get_process_group_ranks(group)
