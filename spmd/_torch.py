@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributions import Distribution
 
 # isort: off
 
@@ -35,6 +36,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 
 # Hooks on every module call while tracing, to know the module of a node; and whether the user has some. 2.11 to 2.15.
 from torch.nn.modules import module as _module
+from torch.nn.modules import transformer as _transformer
 from torch.optim import optimizer as _optimizer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -126,6 +128,34 @@ def selecting() -> Iterator[None]:
     finally:
         if before is not None:
             torch.compiler._is_non_strict_tracing_flag = before
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """Let ``torch.distributions`` not look at the values of what they are given, unless asked with ``validate_args``.
+
+    Their default can be set in public, but read only as ``_validate_args``; seen in 2.11 to 2.15.
+    """
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """Let ``nn.Transformer`` not look whether a mask is the causal one: that is a hint for speed, the mask says it all.
+
+    ``_detect_is_causal_mask`` is private; seen in 2.11 to 2.15.
+    """
+    before = _transformer._detect_is_causal_mask
+    _transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        _transformer._detect_is_causal_mask = before
 
 
 def global_hooks() -> list[dict[int, Any]]:

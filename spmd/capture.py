@@ -204,6 +204,15 @@ _WAYS_OUT = (
 )
 
 
+# What says the same in shapes that are known, by the op whose shape is not.
+_INSTEAD: dict[Any, str] = {
+    torch.ops.aten.bincount: "Count with torch.nn.functional.one_hot(x, classes).sum(0)",
+    torch.ops.aten.nonzero: "Keep all rows and weigh them with the mask, select with torch.where(mask, a, b), or "
+    "return the mask and look at it outside of the step",
+    torch.ops.aten.masked_select: "Keep all entries and weigh them with the mask: (x * mask).sum() / mask.sum()",
+}
+
+
 _CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
 _NORM_OUTSIDE = "leave error_if_nonfinite out, return the norm from the step and look at it there"
 
@@ -217,7 +226,8 @@ def _reason(error: Exception) -> str | None:
             return f"clipping needs the value of the norm, to raise if it is not finite: {_NORM_OUTSIDE}. It was needed"
         return f"it needs the value of a tensor, which is not known while tracing. {_WAYS_OUT}. This was needed"
     if isinstance(error, DynamicOutputShapeException):
-        return f"the shape of a result depends on values ({error.func}). {_WAYS_OUT}. This was needed"
+        instead = _INSTEAD.get(error.func.overloadpacket, _WAYS_OUT)
+        return f"the shape of a result depends on values ({error.func}). {instead}. This was needed"
     if isinstance(error, UnsupportedOperatorException):
         return f"{error.func} has no result that can be told from shapes alone. {_WAYS_OUT}. It is called"
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], torch.Tensor):
@@ -230,8 +240,8 @@ def _reason(error: Exception) -> str | None:
 
 
 _FROM_OUTSIDE = (
-    "it uses a tensor or a module that is not among its arguments (from a closure or a global). "
-    "Pass it as an argument. It is used"
+    "it uses a tensor or a module that is not among its arguments (from a closure, a global or an object that holds "
+    "it). Pass it as an argument. It is used"
 )
 _MEMORY = f"it takes a tensor's memory out of torch. {_WAYS_OUT}. This happens"
 _CONVERTED = "it moves or converts a module, or makes one: do so outside of the step. This happens"

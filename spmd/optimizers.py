@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from passes import CaptureError
 
 from ._torch import TorchFunctionMode, compiling, tree_flatten, tree_map
 from .provenance import Recorder
+from .refused import Refused
 
 # State of torch's optimizers that eager takes out of its tensor to compute with.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
@@ -45,6 +47,32 @@ def check_traceable(path: str, optimizer: Optimizer) -> None:
     for kind, reason in _REFUSED.items():
         if isinstance(optimizer, kind):
             raise CaptureError(f"{path} cannot be part of a compiled step: {reason}")
+
+
+@contextmanager
+def only_these(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Raise ``Refused`` where any other optimizer steps or clears gradients: live ones, or none at all."""
+    known = {id(optimizer) for optimizer in optimizers}
+    zero_grad = Optimizer.zero_grad
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) not in known:
+            raise Refused(
+                f"it uses an optimizer ({type(optimizer).__name__}) that is not among its arguments (from a closure, a "
+                "global or an object that holds it). Pass it as an argument. It is used"
+            )
+
+    def checked(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        check(optimizer)
+        zero_grad(optimizer, *args, **kwargs)
+
+    before_steps = register_optimizer_step_pre_hook(check)
+    Optimizer.zero_grad = checked  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        before_steps.remove()
+        Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 class Numbers(TorchFunctionMode):

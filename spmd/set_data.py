@@ -28,6 +28,7 @@ class SetDataCopies(TorchFunctionMode):
         super().__init__()
         self._state = {storage_number(tensor) for tensor in state}
         self._given: list[tuple[torch.Tensor, int]] = []  # (what was assigned, its version then)
+        self._holders: dict[int, torch.Tensor] = {}  # by what was assigned, the tensor whose data it became
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func != _SET:
@@ -36,7 +37,13 @@ class SetDataCopies(TorchFunctionMode):
         self._check(tensor, new)
         tensor.data.copy_(new)
         self._given.append((new, new._version))
+        self._holders[id(new)] = tensor
         return None
+
+    def now(self, value: Any) -> Any:
+        """``value``, or what the tensor whose data it became has been updated to: in eager both share memory."""
+        holder = self._holders.get(id(value))
+        return value if holder is None else holder.detach()
 
     def _check(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
         if (tensor.shape, tensor.dtype) != (new.shape, new.dtype):

@@ -143,7 +143,29 @@ class ArgumentReader:
         def owners(kind: type) -> dict[str, Any]:
             return {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, kind)}
 
-        return Arguments(leaves, spec, owners(nn.Module), owners(torch.optim.Optimizer), owners(GradScaler))
+        modules = owners(nn.Module)
+        optimizers = _with_held(modules, owners(torch.optim.Optimizer))
+        return Arguments(leaves, spec, modules, optimizers, owners(GradScaler))
+
+
+def _with_held(modules: dict[str, nn.Module], given: dict[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers given, and those that they and modules have as attributes: ``model.optimizer``, ``sam.base``.
+
+    Raises ``CaptureError`` for two that share their state, which would be two things to a program.
+    """
+    found = dict(given)
+    pending: list[tuple[str, Any]] = [*given.items(), *modules.items()]
+    while pending:
+        path, owner = pending.pop()
+        for key, value in vars(owner).items():
+            if isinstance(value, torch.optim.Optimizer) and all(value is not known for known in found.values()):
+                found[f"{path}.{key}"] = value
+                pending.append((f"{path}.{key}", value))
+                if isinstance(owner, torch.optim.Optimizer) and value.state is owner.state:
+                    raise CaptureError(
+                        f"{path} and {path}.{key} share one state: let the outer optimizer keep a state of its own"
+                    )
+    return found
 
 
 def _names(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[str]:

@@ -19,12 +19,21 @@ from torch import fx
 
 from passes import CaptureError
 
-from ._torch import FakeTensorMode, ShapeEnv, compiling, make_fx, selecting, tree_unflatten
+from ._torch import (
+    FakeTensorMode,
+    ShapeEnv,
+    compiling,
+    make_fx,
+    masks_as_given,
+    selecting,
+    tree_unflatten,
+    unchecked_distributions,
+)
 from .branches import Branch, StateBranches
 from .decompositions import while_recorded
 from .kept import attributes_kept, group_kept, holds_traced, is_traced, optimizer_kept
 from .norms import traceable
-from .optimizers import Watched, check_traceable
+from .optimizers import Watched, check_traceable, only_these
 from .provenance import Recorder
 from .random_decompositions import before_functionalization
 from .randomness import only_torch_draws
@@ -58,6 +67,11 @@ class Ends:
     gradients: dict[str, Any]  # new gradients by parameter name
     skips: list[Any]  # conditions under which new state was not made after all
     optimizer_state: list[NewEntry]
+
+    def updated(self, now: Callable[[Any], Any]) -> Ends:
+        """The same with ``now`` of each value of state."""
+        new = [replace(entry, value=now(entry.value)) for entry in self.optimizer_state]
+        return replace(self, slots=[now(value) for value in self.slots], optimizer_state=new)
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,8 @@ class Trace:
             stack.enter_context(swap.state())
             stack.enter_context(compiling())
             stack.enter_context(selecting())
+            stack.enter_context(unchecked_distributions())
+            stack.enter_context(masks_as_given())
             stack.enter_context(symbolic_min_and_max())
             stack.enter_context(_without_mkldnn())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -125,7 +141,7 @@ class Trace:
             with self._told_of_changes((args, kwargs)), self.reads.watch(self.function, *self._objects()):
                 result = self.function(*args, **kwargs)
             set_data.check_end()
-            self.ends = swap.ends(result)
+            self.ends = swap.ends(result).updated(set_data.now)
             return [value for value in _flat(self.ends) if is_traced(value)]
 
     @contextmanager
@@ -185,9 +201,12 @@ class _Swap:
         """Swap for the length of the context."""
         with ExitStack() as stack:
             self._swap_module_state(stack)
-            for path, optimizer in self.optimizers.items():
-                self._swap_optimizer(stack, path, optimizer)
+            # All are looked at before one is made plain: they may share their groups.
+            watched = {path: Watched(optimizer, self.recorder) for path, optimizer in self.optimizers.items()}
+            for path, each in watched.items():
+                self._swap_optimizer(stack, path, each)
             self._swap_scalers(stack)
+            stack.enter_context(only_these(self.optimizers.values()))
             yield
 
     def _swap_module_state(self, stack: ExitStack) -> None:
@@ -240,7 +259,8 @@ class _Swap:
 
         stack.callback(fake.register_post_accumulate_grad_hook(tag).remove)
 
-    def _swap_optimizer(self, stack: ExitStack, path: str, optimizer: torch.optim.Optimizer) -> None:
+    def _swap_optimizer(self, stack: ExitStack, path: str, watched: Watched) -> None:
+        optimizer = watched.optimizer
         check_traceable(path, optimizer)
         stack.enter_context(optimizer_kept(path, optimizer))
         live_state = optimizer.state
@@ -255,9 +275,8 @@ class _Swap:
         stack.enter_context(_groups_kept(path, optimizer.param_groups))
         for group in optimizer.param_groups:
             stack.enter_context(_restored(group))
-            group["params"] = [by_id[id(parameter)] for parameter in group["params"]]
+            group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]  # or done: shared
         self._swap_hyper_parameters(path)
-        watched = Watched(optimizer, self.recorder)
         watched.make_plain()
         for index, group in enumerate(optimizer.param_groups):
             stack.enter_context(group_kept(f"{path}.{index}", group))

@@ -47,12 +47,12 @@ def loops_as_often_as_a_value_says(model: nn.Module, optimizer: Any, x: Tensor, 
     return [model(x) for _ in range(int(y.abs().sum()))]
 
 
-@bad("shape of a result depends on values.*nonzero")
+@bad("shape of a result depends on values.*nonzero.*with the mask")
 def takes_rows_by_mask(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return model(x)[y > 0].mean()
 
 
-@bad("shape of a result depends on values.*bincount")
+@bad("shape of a result depends on values.*bincount.*one_hot")
 def counts(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return torch.bincount(y.abs().long()[:, 0])
 
@@ -95,6 +95,17 @@ def communicates(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
 @bad("looks up a tensor in a dict.*by name")
 def looks_up_by_parameter(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return sum(BY_PARAMETER[parameter] for parameter in model.parameters())
+
+
+@bad("optimizer .SGD. that is not among its arguments.*Pass it")
+def steps_another_optimizer(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@bad("optimizer .SGD. that is not among its arguments.*Pass it")
+def clears_gradients_of_another_optimizer(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
 
 
 @bad("moves or converts a module.*outside")

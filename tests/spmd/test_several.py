@@ -86,6 +86,79 @@ class OneForBoth(TwoOptimizers):
         return loss
 
 
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimization: a step up the gradient, and another optimizer's step from where that began.
+
+    Both share their groups, and the weights are put back through ``.data``, as in the implementation most people use.
+    """
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, **options})
+        self.base = torch.optim.Adam(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["before"] = p.data.clone()
+                p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["before"]
+        self.base.step()
+        self.zero_grad()
+
+
+class OneWithinAnother(TwoOptimizers):
+    """An optimizer that has another as its attribute."""
+
+    def build(self) -> tuple[Any, ...]:
+        model = mlp(15, 9, 3)
+        optimizer = Sharpness(model.parameters(), lr=0.01)
+        return model, optimizer, optimizer.base
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, base: Any, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.climb()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        return loss
+
+
+class Trained(nn.Module):
+    """A module with its own optimizers, one of them within another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(15, 9, 3)
+        self.optimizer = Sharpness(self.net.parameters(), lr=0.01)
+
+
+class WithinTheModule(TwoOptimizers):
+    """A module that has its optimizer as an attribute."""
+
+    def build(self) -> tuple[Any, ...]:
+        return (Trained(),)
+
+    @staticmethod
+    def step(model: Any, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return OneWithinAnother.step(model.net, model.optimizer, None, x, y)
+
+
+@pytest.mark.parametrize("style, world", STYLES_ON_RANKS[:2])
+@pytest.mark.parametrize("case", [OneWithinAnother(), WithinTheModule()], ids=lambda case: type(case).__name__)
+def test_optimizers_held_by_others_and_by_modules(ranks: Ranks, case: Case, world: int, style: str) -> None:
+    assert_agrees(ranks, world, case, style)
+
+
 @pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 @pytest.mark.parametrize("case", [TwoOptimizers(), Adversaries(), OneForBoth()], ids=lambda case: type(case).__name__)
 def test_several_modules_and_optimizers(ranks: Ranks, case: Case, world: int, style: str) -> None:
