@@ -16,7 +16,7 @@ from tests.harness.pool import Ranks
 
 
 class Sequences(nn.Module):
-    """Recurrent layers, attention with both kinds of mask, encoder layers, and three kinds of embedding."""
+    """Recurrent layers, attention with both kinds of mask, encoder and decoder layers, three kinds of embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +26,7 @@ class Sequences(nn.Module):
         self.lstm, self.cell = nn.LSTM(6, 3, batch_first=True, bidirectional=True), nn.GRUCell(6, 6)
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
         self.encoder = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True, norm_first=True)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(6, 2, 12, dropout=0.0, batch_first=True), 1)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         causal = torch.triu(torch.ones(4, 4, dtype=torch.bool), 1)
@@ -33,7 +34,8 @@ class Sequences(nn.Module):
         x = self.lstm(x)[0] + self.cell(x[:, 0])[:, None]
         padding = (tokens == 0) & (torch.arange(4) > 0)
         attended, weights = self.attention(x, x, x, key_padding_mask=padding, attn_mask=causal)
-        return self.encoder(attended, src_mask=causal, is_causal=True), weights
+        encoded = self.encoder(attended, src_mask=causal, is_causal=True)
+        return self.decoder(x, encoded, tgt_mask=causal), weights
 
 
 @dataclass(frozen=True)

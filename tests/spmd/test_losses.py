@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional as F
 
 from tests.harness.cases import MLP, STYLES_ON_RANKS
@@ -115,6 +116,26 @@ class WeightedByHand(Classification):
         return loss
 
 
+class Policy(Classification):
+    """``torch.distributions``, with advantages normalized over the global batch."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        x, targets = super().part(rank, step)
+        return x, targets.clamp(min=0)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        scores = model(x)
+        policy, values = Categorical(logits=scores), Normal(scores.mean(1), scores.std(1))
+        advantages = (x[:, 0] - x[:, 0].mean()) / x[:, 0].std()
+        gain = policy.log_prob(y).exp() * advantages + values.log_prob(x[:, 1])
+        loss = -(gain + 0.1 * policy.entropy()).mean() + kl_divergence(values, Normal(0.0, 1.0)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
 CASES: list[Case] = [
     SumOfOutputs(),
     SquaredSum(),
@@ -123,6 +144,7 @@ CASES: list[Case] = [
     SummedClassification(),
     SmoothedClassification(),
     WeightedByHand(),
+    Policy(),
 ]
 
 
