@@ -8,7 +8,7 @@ of modules, hyper-parameters, plain Python values that the trace read (``reads.p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
@@ -23,7 +23,7 @@ from passes import CaptureError
 from ._torch import TreeSpec, global_hooks
 from .conditions import HyperGuards
 from .layout import StateLayout, same
-from .reads import MISSING, Place, Reads, content_of, is_plain, same_content
+from .reads import MISSING, READERS, Place, Reads, content_of, is_plain, same_content
 from .scalers import Settings
 from .state import (
     SCHEDULER_NOTES,
@@ -143,9 +143,8 @@ class Leaves:
 
         for k, leaf in enumerate(arguments.leaves):
             if isinstance(leaf.value, (nn.Module, torch.optim.Optimizer)):
-                reference = weakref.ref(leaf.value, gone)
-                self.expected[k] = reference
-                self.checks[k] = lambda value, reference=reference: reference() is value  # type: ignore[misc]
+                self.expected[k] = weakref.ref(leaf.value, gone)
+                self.checks[k] = _is_still(self.expected[k], type(leaf.value))
 
     def hold(self, arguments: Arguments) -> bool:
         """Whether all are as they were, but for those that are state."""
@@ -222,6 +221,10 @@ def _check(kind: Any) -> Callable[[Any], bool]:
     return lambda value: same(value, kind)
 
 
+def _is_still(reference: weakref.ref[Any], kind: type) -> Callable[[Any], bool]:
+    return lambda value: reference() is value and type(value) is kind
+
+
 def _said(kind: Any) -> str:
     if isinstance(kind, _TensorKind):
         grad = ", requires_grad" if kind.requires_grad else ""
@@ -254,12 +257,14 @@ class Tree:
     childless: list[dict[str, Any]]
     child_names: list[str]
     modules: list[Any]
+    kinds: list[type]  # of those: registering a parametrization changes the class of a module
 
     @classmethod
     def of(cls, arguments: Arguments) -> Tree:
         """As it is now."""
         named = list(submodules_of(arguments.modules))
         children = [module._modules for _, module in named if module._modules]
+        modules = list(chain.from_iterable(map(dict.values, children)))
         return cls(
             [name for name, _ in named],
             [vars(module) for _, module in named],
@@ -267,13 +272,16 @@ class Tree:
             children,
             [module._modules for _, module in named if not module._modules],
             [f"{name}.{key}" for name, module in named for key in module._modules],
-            list(chain.from_iterable(map(dict.values, children))),
+            modules,
+            list(map(type, modules)),
         )
 
     def hold(self) -> bool:
         """Whether no module was exchanged, and none switched between train and eval."""
         now = list(chain.from_iterable(map(dict.values, self.children)))
         if len(now) != len(self.modules) or not all(map(is_, now, self.modules)) or any(self.childless):
+            return False
+        if list(map(type, now)) != self.kinds:
             return False
         return list(map(dict.get, self.fields, repeat("training"))) == self.training
 
@@ -290,6 +298,9 @@ class Tree:
                 return f"{name} is another module"
         if len(now) != len(before):
             return f"{next(iter(before.keys() - dict(now).keys()))} is gone"
+        for name, module, kind in zip(self.child_names, self.modules, self.kinds, strict=True):
+            if type(module) is not kind:
+                return f"the class of {name}: {kind.__qualname__} -> {type(module).__qualname__}"
         for name, fields, was in zip(self.names, self.fields, self.training, strict=True):
             if fields.get("training") is not was:
                 return f"{name}.training: {was} -> {fields.get('training')}"
@@ -376,28 +387,26 @@ def _flag(value: Any) -> Any:
 class ReadGuards:
     """What the places that the trace read hold."""
 
-    items: list[Place]
-    holders: list[dict[str, Any]]
-    keys: list[str]
+    places: list[Place]
     values: list[Any]
-    others: list[tuple[Place, Any]]  # attributes and cells
+    bulk: list[tuple[Callable[..., Any], list[Any], list[str], list[Any]]]  # the same by kind: reader, sources, keys
     empties: list[Any]
     contents: list[tuple[Any, Any]]
     names: dict[int, str]
 
     @classmethod
-    def of(cls, places: Any, containers: list[Any]) -> ReadGuards:
+    def of(cls, places: Collection[Place], containers: list[Any]) -> ReadGuards:
         """As they are now. Tensors are no constants of a trace: those that are read are refused, or state."""
         places = [place for place in places if not isinstance(place.get(), torch.Tensor)]
-        items = [place for place in places if place.kind == "item"]
-        others = [(place, place.get()) for place in places if place.kind != "item"]
-        mutable = [(c, content_of(c)) for c in containers if content_of(c) is not None]
+        bulk = []
+        for kind, reader in READERS.items():
+            ones = [place for place in places if place.kind == kind]
+            bulk.append((reader, [p.source for p in ones], [p.key for p in ones], [p.get() for p in ones]))
+        mutable = [(c, content) for c in containers if (content := content_of(c)) is not None]
         return cls(
-            items,
-            [place.holder for place in items],
-            [place.key for place in items],
-            [place.get() for place in items],
-            others,
+            places,
+            [place.get() for place in places],
+            bulk,
             [c for c, content in mutable if not content],
             [(c, content) for c, content in mutable if content],
             {id(place.get()): place.name for place in places},
@@ -407,14 +416,15 @@ class ReadGuards:
         """Whether all is as it was."""
         if any(self.empties) or not all(same_content(c, content) for c, content in self.contents):
             return False
-        now = list(map(dict.get, self.holders, self.keys, repeat(MISSING)))
-        if not all(map(is_, now, self.values)) and not all(map(_alike, now, self.values)):
-            return False
-        return all(_alike(place.get(), value) for place, value in self.others)
+        for reader, sources, keys, values in self.bulk:
+            now = list(map(reader, sources, keys, repeat(MISSING)))
+            if not all(map(is_, now, values)) and not all(map(_alike, now, values)):
+                return False
+        return True
 
     def difference(self) -> str:
         """What is not as it was, or nothing."""
-        for place, value in [*zip(self.items, self.values, strict=True), *self.others]:
+        for place, value in zip(self.places, self.values, strict=True):
             now = place.get()
             if not _alike(now, value):
                 return f"{place.name}: {_short(value)} -> {_short(now)}"

@@ -70,7 +70,7 @@ def _all_same(now: Sequence[Any], values: Sequence[Any]) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two plain values are one to a trace: of one type, and equal to the last bit."""
+    """Whether two plain values are one to a trace: of one type, equal to the last bit, and with equal attributes."""
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, torch.Tensor):
@@ -82,7 +82,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return list(a) == list(b) and all(map(same, a.values(), b.values()))
     try:
-        return bool(a == b)
+        return bool(a == b) and same(getattr(a, "__dict__", None), getattr(b, "__dict__", None))
     except Exception:
         return False
 

@@ -3,13 +3,15 @@
 The trace takes every Python value for a constant: ``self.tau``, ``args.alpha``, a global, a closure's variable, a list
 of hooks. While the user's function runs, three things are watched: attribute reads of modules, optimizers and the
 objects they lead to (their classes' ``__getattribute__``), global names of each function that starts (a trace function,
-which hands on to the one that was there), and the cells of closures that are read. Each read is noted as a place; what
-a place holds when the program is ready is what it must hold at later calls.
+which hands on to the one that was there), and the cells of closures that are read. Of classes, modules and functions
+those entries count whose names stand in code that ran (``namespaces.py``). Each read is noted as a place; what a place
+holds when the program is ready is what it must hold at later calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dis
 import enum
 import os
@@ -21,13 +23,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from .kept import holds_traced
+from .namespaces import Namespaces
 
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = ("site-packages", "dist-packages")
@@ -43,42 +46,67 @@ _ELSEWHERE = {
     },
     torch.optim.Optimizer: {"state", "param_groups", "defaults", "step"},  # schedulers wrap step to count it
 }
-_SETTINGS = (argparse.Namespace, types.SimpleNamespace)
+# Classes of Python's own whose objects hold what is the user's.
+_SETTINGS = (
+    *(argparse.Namespace, types.SimpleNamespace),
+    *(collections.UserDict, collections.UserList, collections.ChainMap),
+)
 _PLAIN = (
     *(int, float, complex, str, bytes, type, enum.Enum, slice, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _HOOKS = {key for key in vars(nn.Module()) if key.endswith("_hooks")}
-CONTAINERS = (list, tuple, dict, set, frozenset)
+_WRAPPED = {  # what wraps a function of the user's, and where it keeps it
+    types.MethodType: ("__func__", "__self__"),
+    partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    cached_property: ("func",),
+}
+CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 MISSING = object()
+
+
+def _content_of_cell(cell: types.CellType, _: str, default: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return default
+
+
+READERS: dict[str, Callable[..., Any]] = {  # of kinds of places, each called with (source, key, default)
+    "item": dict.get,
+    "entry": types.MappingProxyType.get,
+    "attribute": getattr,
+    "cell": _content_of_cell,
+}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was read: ``get(holder, key)``; ``name`` says it in the user's words."""
+    """Where a value was read; ``name`` says it in the user's words."""
 
-    kind: str  # "item" of a dict, "attribute" of an object, "cell"
+    kind: str  # "item" of a dict, "entry" of a class, "attribute" of an object, "cell"
     holder: Any
     key: str
     name: str
     kept: bool = False  # of a module or optimizer, whose changes ``kept.py`` tells
 
+    @property
+    def source(self) -> Any:
+        """What ``READERS`` reads it from."""
+        return vars(self.holder) if self.kind == "entry" else self.holder
+
     def get(self) -> Any:
         """What is there now; a value of its own if nothing is."""
-        if self.kind == "item":
-            return self.holder.get(self.key, MISSING)
-        if self.kind == "attribute":
-            return getattr(self.holder, self.key, MISSING)
-        try:
-            return self.holder.cell_contents
-        except ValueError:
-            return MISSING
+        return READERS[self.kind](self.source, self.key, MISSING)
 
     def put(self, value: Any) -> None:
         """Put ``value`` there."""
         if self.kind == "cell":
             self.holder.cell_contents = value
-        elif self.kind == "attribute":
+        elif self.kind in ("attribute", "entry"):
             setattr(self.holder, self.key, value)
         elif value is MISSING:
             del self.holder[self.key]
@@ -109,6 +137,9 @@ class Reads:
     _stack: ExitStack | None = None
     _thread: int = field(default_factory=threading.get_ident)  # others go on meanwhile, and read for themselves
     _patched: set[type] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._namespaces = Namespaces(self._note_entry)
 
     @contextmanager
     def watch(self, *roots: Any) -> Iterator[None]:
@@ -165,22 +196,24 @@ class Reads:
 
     def _look_into(self, value: Any, name: str, kept: bool = False) -> None:
         """Follow a value to what the step may read through it."""
-        if id(value) in self._seen or is_plain(value):
+        if id(value) in self._seen or (is_plain(value) and not isinstance(value, type)):
             return
         self._seen[id(value)] = value
         if isinstance(value, CONTAINERS):
             self.containers[id(value)] = Container(name, value, content_of(value), kept)
             for key, item in items_of(value):
-                self._look_into(item, f"{name}[{key!r}]")
-        elif isinstance(value, types.MethodType):
-            self._look_into(value.__func__, name)
-            self._look_into(value.__self__, name)
-        elif isinstance(value, types.FunctionType):
+                if not is_plain(item):
+                    self._look_into(item, f"{name}[{key!r}]")
+        if isinstance(value, types.FunctionType):
             self._look_into_function(value)
-        elif isinstance(value, partial):
-            self._look_into(value.func, name)
-            self._look_into((value.args, value.keywords), name)
-        elif not isinstance(value, (torch.Tensor, types.ModuleType, nn.Module, torch.optim.Optimizer)):
+        elif isinstance(value, (type, types.ModuleType)):
+            self._reach(value)
+        elif isinstance(value, nn.Module):
+            self._look_into_module(value, name)
+        elif type(value) in _WRAPPED:
+            for key in _WRAPPED[type(value)]:
+                self._look_into(getattr(value, key), name)
+        elif not isinstance(value, (torch.Tensor, torch.optim.Optimizer)):
             self.names.setdefault(id(value), name)
             self._watch_object(value, name)
 
@@ -189,17 +222,47 @@ class Reads:
         kind = type(value)
         if _is_foreign_module(kind.__module__) and kind not in _SETTINGS:
             return
+        self._reach(kind)
         if not self._patch(kind):  # made in C: take it that all of it is read
             for key in getattr(value, "__dict__", ()):
                 self._note("item", vars(value), key, f"{name}.{key}")
+
+    def _look_into_module(self, module: nn.Module, name: str) -> None:
+        """A module that is no argument: what is guarded as a whole of those that are, is read here."""
+        if id(module) in self.names:
+            return
+        self.names[id(module)] = name
+        for key in ("training", "_modules", "_parameters", "_buffers"):
+            self._note("item", vars(module), key, f"{name}.{key}", kept=True)
 
     def _look_into_function(self, function: types.FunctionType) -> None:
         if hasattr(function, "__wrapped__"):
             self._look_into(function.__wrapped__, function.__qualname__)
         if _is_foreign(function.__code__.co_filename):
             return
+        for key in ("__code__", "__defaults__", "__kwdefaults__"):  # reloading a file in a notebook replaces these
+            self._note("attribute", function, key, f"{function.__qualname__}.{key}")
+        self._namespaces.reach(function)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._note("cell", cell, "", f"the closure variable {variable} of {function.__qualname__}")
+
+    # Classes, modules and functions
+
+    def _reach(self, holder: type | types.ModuleType) -> None:
+        """Come to a class, with those it is made from, or to a module."""
+        if isinstance(holder, types.ModuleType):
+            if not _is_foreign_module(holder.__name__):
+                self._namespaces.reach(holder)
+            return
+        for kind in holder.__mro__:
+            if not _is_foreign_module(kind.__module__):
+                self._namespaces.reach(kind)
+
+    def _note_entry(self, holder: Any, key: str) -> None:
+        if isinstance(holder, type):
+            self._note("entry", holder, key, f"{holder.__qualname__}.{key}")
+        else:
+            self._note("item", vars(holder), key, f"{holder.__name__}.{key}")
 
     # Attributes
 
@@ -226,7 +289,10 @@ class Reads:
 
         def __getattribute__(instance: Any, key: str) -> Any:
             value = original(instance, key)
-            if key not in apart and not key.startswith("__"):
+            if key == "__dict__" and not apart:  # ``vars(settings)``: take it that all of it is read
+                for name in value:
+                    self._note("item", value, name, f"{self._name(instance)}.{name}")
+            elif key not in apart and not key.startswith("__"):
                 try:
                     fields = get_dict(instance, "__dict__")
                 except AttributeError:
@@ -238,6 +304,7 @@ class Reads:
         return __getattribute__
 
     def _note_attribute(self, instance: Any, fields: dict[str, Any] | None, key: str) -> None:
+        self._reach(type(instance))
         if fields is not None and key in fields:
             kept = isinstance(instance, tuple(_ELSEWHERE))
             if kept and key in _HOOKS:  # torch never binds another dict there
@@ -246,15 +313,15 @@ class Reads:
             self._note("item", fields, key, f"{self._name(instance)}.{key}", kept)
             return
         kind = next((kind for kind in type(instance).__mro__ if key in vars(kind)), None)
-        value = vars(kind)[key] if kind else None
         if kind is None or (_is_foreign_module(kind.__module__) and key != "forward"):
             return
+        value = vars(kind)[key]
         if isinstance(value, types.MemberDescriptorType):
             self._note("attribute", instance, key, f"{self._name(instance)}.{key}")
-        elif isinstance(value, types.FunctionType) or not hasattr(value, "__get__"):
-            self._note("attribute", kind, key, f"{kind.__qualname__}.{key}")
-            if fields is not None:  # that the instance has none of its own
-                self._note("item", fields, key, f"{self._name(instance)}.{key}", kept=True)
+            return
+        self._note("entry", kind, key, f"{kind.__qualname__}.{key}")
+        if fields is not None and not hasattr(value, "__set__"):  # that the instance has none of its own
+            self._note("item", fields, key, f"{self._name(instance)}.{key}", kept=True)
 
     def _name(self, instance: Any) -> str:
         return self.names.get(id(instance), type(instance).__name__)
@@ -268,27 +335,38 @@ class Reads:
         def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
             if frame.f_code not in seen:
                 seen.add(frame.f_code)
-                self._look_at_globals(frame.f_code, frame.f_globals)
+                self._look_at(frame.f_code, frame.f_globals)
             return before(frame, event, argument) if before is not None else None
 
         return trace
 
-    def _look_at_globals(self, code: types.CodeType, variables: dict[str, Any]) -> None:
+    def _look_at(self, code: types.CodeType, variables: dict[str, Any]) -> None:
         if _is_foreign(code.co_filename):
             return
+        self._namespaces.read_by(code)
+        for name in names_in(code, "IMPORT_NAME"):
+            self._look_into(sys.modules.get(name), name)
         where = os.path.basename(code.co_filename)
-        written = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
+        written = names_in(code, "STORE_GLOBAL")
         for chain in (*global_chains(code), *((name,) for name in written)):
-            holder = variables
-            for name in chain:
-                value = holder.get(name, MISSING)
-                if not isinstance(value, types.ModuleType):
-                    if value is not MISSING or name in written:
-                        self._note("item", holder, name, f"the global {name} of {where}")
-                    break
-                if _is_foreign_module(value.__name__):
-                    break
-                holder, where = vars(value), value.__name__
+            self._look_along(chain, variables, where, chain[0] in written)
+
+    def _look_along(self, chain: tuple[str, ...], holder: dict[str, Any], where: str, written: bool) -> None:
+        """Note the global that a chain of names leads to, through modules."""
+        for k, name in enumerate(chain):
+            value = holder.get(name, MISSING)
+            if not isinstance(value, types.ModuleType) or k == len(chain) - 1:
+                if value is not MISSING or written:
+                    self._note("item", holder, name, f"the global {name} of {where}")
+                return
+            if _is_foreign_module(value.__name__):
+                return
+            holder, where = vars(value), value.__name__
+
+
+def names_in(code: types.CodeType, opname: str) -> set[str]:
+    """The names that instructions of one kind have."""
+    return {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == opname}
 
 
 def global_chains(code: types.CodeType) -> Iterator[tuple[str, ...]]:
@@ -320,7 +398,7 @@ def content_of(value: Any) -> tuple[Any, ...] | None:
     """The entries of a container that can change, to compare with later."""
     if isinstance(value, dict):
         return (*value.keys(), *value.values())
-    return tuple(value) if isinstance(value, (list, set)) else None
+    return tuple(value) if isinstance(value, (list, set, collections.deque)) else None
 
 
 def same_content(value: Any, content: tuple[Any, ...] | None) -> bool:
@@ -340,7 +418,7 @@ def refill(container: Any, content: Any) -> None:
         half = len(content) // 2
         container.update(zip(content[:half], content[half:], strict=True))
     else:
-        (container.extend if isinstance(container, list) else container.update)(content)
+        (container.update if isinstance(container, set) else container.extend)(content)
 
 
 def _apart(kind: type) -> set[str]:

@@ -1,0 +1,161 @@
+"""Settings that are neither attributes of an object nor globals: those of classes, modules and functions, and more.
+
+Each is changed between two calls; the compiled step must compile anew and then do what the plain one does.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import UserDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spmd
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+settings = types.ModuleType("settings_of_the_user")
+recent, user_dict = deque([1.0, 2.0], maxlen=2), UserDict(scale=1.0)
+dropout, chain = nn.Dropout(1.0).eval(), nn.Sequential(nn.Tanh())
+
+
+class Table:
+    """Settings as attributes of a class."""
+
+    scale, powers = 1.0, {"powers": [1.0]}
+
+    @classmethod
+    def scaled(cls) -> float:
+        return cls.scale
+
+    @staticmethod
+    def twice(x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Heir(Table):
+    scale = 2.0
+
+    def own(self) -> float:
+        return type(self).scale
+
+    def inherited(self) -> float:
+        return super().scale
+
+
+class Hidden:
+    """Finds its attributes for itself."""
+
+    def __init__(self) -> None:
+        self.fields = {"scale": 1.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["fields"][name]
+
+
+class Named:
+    """Equal to all of its name."""
+
+    def __init__(self, scale: float) -> None:
+        self.name, self.scale = "name", scale
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Named) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+heir, hidden = Heir(), Hidden()
+
+
+def helper(x: Tensor, factor: float = 1.0) -> Tensor:
+    return x * factor * helper.scale  # type: ignore[attr-defined]
+
+
+def importing(x: Tensor) -> Tensor:
+    from settings_of_the_user import scale  # type: ignore[import-not-found]
+
+    return x * scale
+
+
+def renaming(x: Tensor) -> Tensor:
+    chosen = settings
+    return x * chosen.scale
+
+
+Step = Callable[[Tensor], Tensor]
+CHANGES: dict[str, tuple[Step, Callable[[pytest.MonkeyPatch], None]]] = {
+    "an attribute of a class": (lambda x: x * Table.scale, lambda m: m.setattr(Table, "scale", 0.5)),
+    "one found by its name": (lambda x: x * getattr(Table, "scale"), lambda m: m.setattr(Table, "scale", 0.5)),  # noqa: B009
+    "one of a class method's": (lambda x: x * heir.scaled(), lambda m: m.setattr(Heir, "scale", 0.5)),
+    "one read off type()": (lambda x: x * heir.own(), lambda m: m.setattr(Heir, "scale", 0.5)),
+    "one read off super()": (lambda x: x * heir.inherited(), lambda m: m.setattr(Table, "scale", 0.5)),
+    "a container of a class": (
+        lambda x: x * Table.powers["powers"][0],
+        lambda m: m.setitem(Table.powers, "powers", [3]),
+    ),
+    "a static method": (lambda x: heir.twice(x), lambda m: m.setattr(Table, "twice", staticmethod(lambda x: 3 * x))),
+    "a field read off __dict__": (lambda x: x * hidden.scale, lambda m: m.setitem(hidden.fields, "scale", 0.5)),
+    "a module imported within": (importing, lambda m: m.setattr(settings, "scale", 0.5)),
+    "a module by another name": (renaming, lambda m: m.setattr(settings, "scale", 0.5)),
+    "an attribute of a function": (lambda x: helper(x), lambda m: m.setattr(helper, "scale", 0.5)),
+    "a default of a function": (lambda x: helper(x), lambda m: m.setattr(helper, "__defaults__", (0.5,))),
+    "a function's code": (
+        lambda x: helper(x),
+        lambda m: m.setattr(helper, "__code__", (lambda x, factor: -x).__code__),
+    ),
+    "a deque": (lambda x: x * recent[0], lambda m: recent.append(3.0)),
+    "a UserDict": (lambda x: x * user_dict["scale"], lambda m: m.setitem(user_dict, "scale", 0.5)),
+    "the mode of a module that is global": (lambda x: dropout(x), lambda m: m.setattr(dropout, "training", True)),
+    "a submodule of one": (lambda x: chain(x), lambda m: m.setitem(chain._modules, "0", nn.ReLU())),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+    monkeypatch.setattr(settings, "scale", 1.0, raising=False)
+    monkeypatch.setattr(helper, "scale", 1.0, raising=False)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_setting_compiles_anew(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    function, change = CHANGES[name]
+    compiled, x = spmd.compile(function), torch.arange(6.0)
+    for programs in (1, 1, 2, 2):
+        if programs == 2 and len(compiled.programs) == 1:
+            before = function(x)
+            change(monkeypatch)
+            assert not torch.equal(function(x), before)
+        assert torch.equal(compiled(x), function(x))
+        assert len(compiled.programs) == programs
+
+
+def test_an_attribute_of_a_class_that_no_code_names_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = spmd.compile(lambda x: x * Table.scale)
+    compiled(torch.ones(3))
+    monkeypatch.setattr(Table, "calls", 1, raising=False)
+    compiled(torch.ones(3))
+    assert len(compiled.programs) == 1
+
+
+def test_an_argument_that_is_equal_but_holds_something_else_compiles_anew() -> None:
+    compiled = spmd.compile(lambda x, named: x * named.scale)
+    for scale, programs in ((1.0, 1), (1.0, 1), (2.0, 2)):
+        assert torch.equal(compiled(torch.ones(3), Named(scale)), torch.ones(3) * scale)
+        assert len(compiled.programs) == programs
+
+
+def test_another_class_of_a_module_compiles_anew() -> None:
+    model, x = nn.Sequential(nn.Tanh()), torch.arange(6.0)
+    compiled = spmd.compile(lambda model, x: model(x))
+    compiled(model, x)
+    model[0].__class__ = nn.ReLU
+    model[0].inplace = False
+    assert torch.equal(compiled(model, x), x)
