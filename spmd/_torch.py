@@ -1,6 +1,7 @@
 """Every private or experimental torch name that spmd uses, each with why, and the torch versions it was seen in."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,6 +129,24 @@ def selecting() -> Iterator[None]:
     finally:
         if before is not None:
             torch.compiler._is_non_strict_tracing_flag = before
+
+
+@functools.cache
+def one_at_a_time() -> dict[OpOverload, Callable[..., Any]]:
+    """For every op on lists of tensors, torch's own way to do it tensor by tensor, which calls the op of each.
+
+    Neither the names of all ops nor the kernel of a key can be asked for in public; seen in 2.11 to 2.15.
+    """
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    found: dict[OpOverload, Callable[..., Any]] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.partition(".")
+        if not packet.startswith("aten::_foreach_") or "out" in overload:
+            continue
+        op = getattr(getattr(torch.ops.aten, packet.removeprefix("aten::")), overload or "default")
+        if op.has_kernel_for_dispatch_key(key):
+            found[op] = functools.partial(op._op_dk, key)
+    return found
 
 
 @contextmanager

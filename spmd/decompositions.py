@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._torch import OpOverload, core_aten_decompositions, get_decompositions
+from ._torch import OpOverload, core_aten_decompositions, get_decompositions, one_at_a_time
 from .random_decompositions import random_table
 from .rules import rule_of
 
@@ -32,9 +32,11 @@ def table() -> Table:
 def while_recorded() -> Table:
     """Ops taken apart in the first trace, where mutations are recorded.
 
-    Those of batch norms write running statistics, which their schemas do not say; a ``GradScaler``'s write lists.
+    Those of batch norms write running statistics, which their schemas do not say; a ``GradScaler``'s write lists, as do
+    those called ``_foreach``, in which each tensor may live somewhere else.
     """
     return {
+        **one_at_a_time(),
         **get_decompositions([aten.native_batch_norm, aten.cudnn_batch_norm]),
         aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
         aten._amp_update_scale_.default: _update_scale,

@@ -10,6 +10,8 @@ from . import views as views
 from . import pieces as pieces
 from . import reductions as reductions
 from . import scans as scans
+from . import transforms as transforms
+from . import distances as distances
 from . import matmul as matmul
 from . import indexing as indexing
 from . import normalization as normalization

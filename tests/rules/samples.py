@@ -283,6 +283,25 @@ def scans() -> Iterator[tuple[Any, ...]]:
     yield "glu_backward", f(4, 3, 5), x, 1
 
 
+def transforms() -> Iterator[tuple[Any, ...]]:
+    x = f(4, 6, 5)
+    waves = torch.complex(x, f(4, 6, 5))
+    yield "_fft_r2c", x, [1], 0, True
+    yield "_fft_r2c", x, [0, 2], 1, False
+    yield "_fft_c2c", waves, [1], 2, False
+    yield "_fft_c2r", waves, [2], 0, 8
+
+
+def distances() -> Iterator[tuple[Any, ...]]:
+    for shape in ((), (4,), (3, 2)):
+        x, y = f(*shape, 6, 3), f(*shape, 5, 3)
+        for p in (1.0, 2.0, 3.0):
+            between = torch.cdist(x, y, p, compute_mode="donot_use_mm_for_euclid_dist")
+            yield "_cdist_forward", x, y, p, 2
+            yield "_cdist_backward", f(*shape, 6, 5), x, y, p, between
+    yield "_cdist_forward", f(4, 6, 3), f(5, 3), 2.0, None
+
+
 def matmul() -> Iterator[tuple[Any, ...]]:
     for m, k, n in ((4, 6, 5), (6, 5, 7), (1, 2, 6)):
         yield "mm", f(m, k), f(k, n)
@@ -488,6 +507,8 @@ SOURCES = (
     pieces,
     reductions,
     scans,
+    transforms,
+    distances,
     matmul,
     indexing,
     normalization,

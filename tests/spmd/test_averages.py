@@ -54,9 +54,9 @@ class Averaged(Case):
 
 
 def programs(rank: int, world: int, case: Case, style: str) -> tuple[list[str], int, dict[str, int]]:
-    """What differs, the number of programs, and what is gathered as a parameter."""
+    """What differs, the number of programs, and the bytes of what is gathered."""
     compiled, got = compiled_run(rank, case, 5, parallel_mode=spmd.DataParallel(style))
-    gathered = {row.why: row.bytes for row in compiled.report().traffic if row.role == "parameter"}
+    gathered = {row.why: row.bytes for row in compiled.report().traffic if row.kind == "all_gather"}
     return all_unequal(plain_run(case, world, 5), got, rank, world), len(compiled.programs), gathered
 
 
@@ -69,8 +69,9 @@ def test_the_first_average_copies_and_is_a_program_of_its_own(ranks: Ranks, how:
         assert count == 2
 
 
-def test_an_average_is_updated_where_it_lives(ranks: Ranks) -> None:
-    (_, _, gathered), _ = ranks.run(2, programs, Averaged("equal"), "fully_shard")
+@pytest.mark.parametrize("how", ["equal", "ema of all at once"])
+def test_an_average_is_updated_where_it_lives(ranks: Ranks, how: str) -> None:
+    (_, _, gathered), _ = ranks.run(2, programs, Averaged(how), "fully_shard")
     trained = 8 * sum(-(-len(p) // 2) * (p.numel() // len(p)) for p in student().parameters())
     assert sum(gathered.values()) == trained, "the average is not gathered"
 
