@@ -118,7 +118,7 @@ def together(what: str, ranks: Ranks) -> Iterator[Agreement]:
     agreement = Agreement(what, ranks)
     try:
         yield agreement
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too
         agreement.fail(error)
         raise
 
@@ -155,7 +155,7 @@ class Agreement:
             )
         return list(theirs[0][1])
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell the others that this rank does not come."""
         if not self._told and self.ranks.groups:
             self._told = True

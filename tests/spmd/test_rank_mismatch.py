@@ -228,3 +228,26 @@ def unequal_rows(rank: int, world: int) -> None:
 
 def test_batches_of_unequal_size_are_refused(ranks: Ranks) -> None:
     ranks.run(2, unequal_rows, timeout=15, grace=3)
+
+
+def interrupted(rank: int, world: int) -> str:
+    """Rank 1 is interrupted while it compiles, as by Ctrl-C; then all go on."""
+    objects, interrupt = CASE.build(), rank == 1
+
+    def step(*arguments: Any) -> Tensor:
+        if interrupt:
+            raise KeyboardInterrupt
+        return with_flag(*arguments)
+
+    compiled, start = spmd.compile(step), time.monotonic()
+    with pytest.raises(KeyboardInterrupt if rank == 1 else spmd.RankMismatchError) as caught:
+        compiled(*objects, *CASE.part(rank, 0), True)
+    assert time.monotonic() - start < 10
+    interrupt = False
+    assert torch.isfinite(compiled(*objects, *CASE.part(rank, 1), True))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_interrupted_tells_the_others(ranks: Ranks) -> None:
+    messages = ranks.run(2, interrupted, timeout=30, grace=3)
+    assert "rank 1 failed: KeyboardInterrupt" in messages[0]
