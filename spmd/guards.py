@@ -23,7 +23,7 @@ from passes import CaptureError
 from ._torch import TreeSpec, global_hooks
 from .conditions import HyperGuards
 from .layout import StateLayout, same
-from .reads import MISSING, READERS, Place, Reads, content_of, is_plain, same_content
+from .reads import MISSING, READERS, Place, Reads, content_of, is_plain
 from .scalers import Settings
 from .state import (
     SCHEDULER_NOTES,
@@ -414,7 +414,7 @@ class ReadGuards:
 
     def hold(self) -> bool:
         """Whether all is as it was."""
-        if any(self.empties) or not all(same_content(c, content) for c, content in self.contents):
+        if any(self.empties) or not all(_alike_within(c, content) for c, content in self.contents):
             return False
         for reader, sources, keys, values in self.bulk:
             now = list(map(reader, sources, keys, repeat(MISSING)))
@@ -429,14 +429,21 @@ class ReadGuards:
             if not _alike(now, value):
                 return f"{place.name}: {_short(value)} -> {_short(now)}"
         for container, content in [*self.contents, *((empty, ()) for empty in self.empties)]:
-            if not same_content(container, content):
+            if not _alike_within(container, content):
                 return f"the entries of {self.names.get(id(container), 'a container that the step reads')}"
         return ""
 
 
 def _alike(now: Any, value: Any) -> bool:
-    """A container that may change is compared by identity, its entries elsewhere."""
-    return now is value or ((is_plain(value) or isinstance(value, tuple)) and same(now, value))
+    """Whether a place holds what it held: an object is that very one, numbers and lists of them may be equal."""
+    return now is value or (
+        (is_plain(value) or type(value) in (list, dict) or isinstance(value, tuple)) and same(now, value)
+    )
+
+
+def _alike_within(container: Any, content: tuple[Any, ...]) -> bool:
+    now = content_of(container) or ()
+    return len(now) == len(content) and (all(map(is_, now, content)) or all(map(_alike, now, content)))
 
 
 def _short(value: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -79,6 +80,8 @@ def same(a: Any, b: Any) -> bool:
         return bool(a.hex() == b.hex())
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, partial):
+        return same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     if isinstance(a, dict):
         return list(a) == list(b) and all(map(same, a.values(), b.values()))
     try:

@@ -23,7 +23,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ _WRAPPED = {  # what wraps a function of the user's, and where it keeps it
     property: ("fget",),
     cached_property: ("func",),
 }
+_CACHED = type(lru_cache(len))
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 MISSING = object()
 
@@ -124,6 +126,26 @@ class Container:
     kept: bool
 
 
+@dataclass(frozen=True)
+class Fields:
+    """The attributes that an object or a function of the user's had when the step came to it."""
+
+    name: str
+    holder: Any
+    before: dict[str, Any]
+
+    def changed(self) -> list[str]:
+        """Which are others now, or new."""
+        return [key for key, value in vars(self.holder).items() if value is not self.before.get(key, MISSING)]
+
+    def put_back(self, key: str) -> None:
+        """As it was."""
+        if key in self.before:
+            vars(self.holder)[key] = self.before[key]
+        else:
+            del vars(self.holder)[key]
+
+
 @dataclass
 class Reads:
     """The places that one trace read, each once, with what was there at the first read."""
@@ -132,6 +154,7 @@ class Reads:
     places: dict[tuple[int, str], Place] = field(default_factory=dict)
     first: dict[tuple[int, str], Any] = field(default_factory=dict)
     containers: dict[int, Container] = field(default_factory=dict)
+    fields: dict[int, Fields] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)  # what was looked into, kept alive so that ids stay unique
     _code: set[Any] = field(default_factory=set)
     _stack: ExitStack | None = None
@@ -174,7 +197,12 @@ class Reads:
                 changed.append(each.name)
                 if take_back(each.value):
                     refill(each.value, each.content)
-        return changed
+        for fields in self.fields.values():
+            for key in fields.changed():
+                changed.append(f"{fields.name}.{key}")
+                if take_back(vars(fields.holder)[key]):
+                    fields.put_back(key)
+        return list(dict.fromkeys(changed))
 
     def _tell(self, changed: list[str]) -> None:
         if changed:
@@ -208,6 +236,8 @@ class Reads:
             self._look_into_function(value)
         elif isinstance(value, (type, types.ModuleType)):
             self._reach(value)
+        elif isinstance(value, _CACHED):
+            self._look_into_cache(value, name)
         elif isinstance(value, nn.Module):
             self._look_into_module(value, name)
         elif type(value) in _WRAPPED:
@@ -223,6 +253,7 @@ class Reads:
         if _is_foreign_module(kind.__module__) and kind not in _SETTINGS:
             return
         self._reach(kind)
+        self._keep(value, name)
         if not self._patch(kind):  # made in C: take it that all of it is read
             for key in getattr(value, "__dict__", ()):
                 self._note("item", vars(value), key, f"{name}.{key}")
@@ -243,10 +274,22 @@ class Reads:
         for key in ("__code__", "__defaults__", "__kwdefaults__"):  # reloading a file in a notebook replaces these
             self._note("attribute", function, key, f"{function.__qualname__}.{key}")
         self._namespaces.reach(function)
+        self._keep(function, function.__qualname__)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._note("cell", cell, "", f"the closure variable {variable} of {function.__qualname__}")
 
+    def _look_into_cache(self, cached: Any, name: str) -> None:
+        """A function with a cache: what it computes while traced must not stay in it."""
+        assert self._stack is not None, "caches are looked into while tracing"
+        self._stack.callback(_forget, cached, cached.cache_info().misses)
+        self._look_into(cached.__wrapped__, name)
+
     # Classes, modules and functions
+
+    def _keep(self, holder: Any, name: str) -> None:
+        """Remember the attributes that the step might change."""
+        if hasattr(holder, "__dict__"):
+            self.fields[id(holder)] = Fields(name, holder, dict(vars(holder)))
 
     def _reach(self, holder: type | types.ModuleType) -> None:
         """Come to a class, with those it is made from, or to a module."""
@@ -404,11 +447,12 @@ def content_of(value: Any) -> tuple[Any, ...] | None:
 def same_content(value: Any, content: tuple[Any, ...] | None) -> bool:
     """Whether a container still holds the very same entries."""
     now = content_of(value)
-    return content is None or (now is not None and len(now) == len(content) and all(map(_is, now, content)))
+    return content is None or (now is not None and len(now) == len(content) and all(map(is_, now, content)))
 
 
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+def _forget(cached: Any, misses: int) -> None:
+    if cached.cache_info().misses != misses:
+        cached.cache_clear()
 
 
 def refill(container: Any, content: Any) -> None:

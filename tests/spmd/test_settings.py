@@ -9,6 +9,7 @@ import sys
 import types
 from collections import UserDict, deque
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -159,3 +160,44 @@ def test_another_class_of_a_module_compiles_anew() -> None:
     model[0].__class__ = nn.ReLU
     model[0].inplace = False
     assert torch.equal(compiled(model, x), x)
+
+
+numbers = {"scale": 1.0, "powers": [1.0, 2.0]}
+
+
+def test_equal_numbers_in_new_containers_do_not_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = spmd.compile(lambda x, loss: loss(x * numbers["scale"] * numbers["powers"][1]))
+    for scale, programs in (("1.0", 1), ("1.0", 1), ("3.0", 2)):
+        numbers.update(scale=float(scale), powers=[float("1.0"), float("2.0")])
+        loss = partial(torch.sum, dim=0)
+        assert torch.equal(compiled(torch.ones(3), loss), torch.tensor(6.0 * float(scale)))
+        assert len(compiled.programs) == programs
+
+
+@lru_cache
+def positions(count: int) -> Tensor:
+    return torch.arange(count)
+
+
+def test_a_cache_that_the_trace_fills_is_emptied() -> None:
+    compiled, x = spmd.compile(lambda x: x * positions(3)), torch.ones(3)
+    assert torch.equal(compiled(x), torch.arange(3.0))
+    assert positions.cache_info().currsize == 0
+    assert torch.equal(positions(3), torch.arange(3))
+
+
+class Trainer:
+    """Keeps its last loss where users keep it."""
+
+    kept_by_class: Any = None
+
+    def step(self, x: Tensor) -> Tensor:
+        self.loss = Trainer.kept_by_class = helper.loss = x.sum()  # type: ignore[attr-defined]
+        return self.loss * helper(x).sum()
+
+
+def test_a_tensor_that_the_step_keeps_is_told_and_taken_back() -> None:
+    trainer = Trainer()
+    with pytest.warns(UserWarning, match="the step changes .*loss"):
+        assert spmd.compile(trainer.step)(torch.ones(3)) == 9
+    assert not vars(trainer) and not hasattr(helper, "loss") and Trainer.kept_by_class is None
