@@ -160,6 +160,7 @@ class Branching(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_module_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ModuleDict({"inner": Branching()})["inner"])
     with pytest.raises(spmd.CaptureError, match=r"test_capture_errors.py:\d+ in model\.1\."):
