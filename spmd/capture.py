@@ -209,6 +209,8 @@ _INSTEAD: dict[Any, str] = {
     torch.ops.aten.bincount: "Count with torch.nn.functional.one_hot(x, classes).sum(0)",
     torch.ops.aten.nonzero: "Keep all rows and weigh them with the mask, select with torch.where(mask, a, b), or "
     "return the mask and look at it outside of the step",
+    torch.ops.aten._ctc_loss: "The memory of the loss is as long as the longest target: compute it from padded targets "
+    "and a mask, with torch.logsumexp in a loop over time",
     torch.ops.aten.masked_select: "Keep all entries and weigh them with the mask: (x * mask).sum() / mask.sum()",
 }
 
