@@ -21,9 +21,9 @@ from torch.amp import GradScaler
 from passes import CaptureError
 
 from ._torch import TreeSpec, global_hooks
-from .conditions import HyperGuards
+from .capture.conditions import HyperGuards
+from .capture.reads import MISSING, READERS, Place, Reads, content_of, is_plain
 from .layout import StateLayout, same
-from .reads import MISSING, READERS, Place, Reads, content_of, is_plain
 from .scalers import Settings
 from .state import (
     SCHEDULER_NOTES,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from passes import CaptureError, Input, Role
 
 from ._torch import TreeSpec
-from .refused import check_argument
+from .capture.refused import check_argument
 from .scalers import start
 from .tree import flatten, flatten_with_path
 

@@ -23,6 +23,7 @@ from passes import Pass, PassError, Program, RankMismatchError, Report, SpmdErro
 from ._torch import DisableAutocast, get_proxy_mode
 from .agree import COMPILE, FAILED, Agreement, Ranks, identity_of, together
 from .capture import Captured, capture
+from .capture.reads import Reads
 from .data_parallel import DataParallel
 from .dump import Dump, dump_stages
 from .guards import Guards, Leaves, check_leaves, torch_modes
@@ -32,7 +33,6 @@ from .lower import Backend, lower
 from .modes import ParallelMode, check_passes
 from .override import Override, replaced, transform
 from .randomness import adopt, proposed, told
-from .reads import Reads
 from .run import Compiled
 from .state import ArgumentReader, Arguments, hyper_parameters_of, parameters_of, slots_of
 from .world import describe, world

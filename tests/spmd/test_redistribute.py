@@ -24,8 +24,8 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, Kind, Mesh
 from passes.collectives import input_bytes, is_collective, is_wait, kind_of, output_bytes, reduction_of
 from passes.program import Placements
+from spmd.partition.redistribute import LATENCY_BYTES, Reason, Redistribution, cost, total_cost
 from spmd.placements import chunk, local_shape
-from spmd.redistribute import LATENCY_BYTES, Reason, Redistribution, cost, total_cost
 
 R, S0, S1, SUM, MAX = Replicate(), Shard(0), Shard(1), Partial(), Partial("max")
 SOURCES, TARGETS = (R, S0, S1, SUM, MAX), (R, S0, S1, SUM)

@@ -13,8 +13,8 @@ from passes import Mesh, PartitionError, Program, Role
 from passes.program import Input, Placements
 from passes.random import draw, draws
 
-from ._torch import OpOverload
-from .placements import local_start
+from .._torch import OpOverload
+from ..placements import local_start
 from .redistribute import Reason, Redistribution
 from .values import Value, results
 

@@ -1,7 +1,7 @@
 """What a compiled step may not do, and what it may not be given, each with the way out.
 
 ``check_argument`` and ``check_modules`` look at what is given before anything is traced; ``check_op`` at every op while
-tracing; ``check_results`` at what is returned. What a step does is raised as ``Refused``, to which ``capture.py`` adds
+tracing; ``check_results`` at what is returned. What a step does is raised as ``Refused``, to which ``program.py`` adds
 the user's line.
 """
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from passes import CaptureError
 
-from ._torch import tree_flatten
+from .._torch import tree_flatten
 from .kept import holds_traced
 
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")

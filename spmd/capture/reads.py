@@ -36,7 +36,7 @@ from .namespaces import Namespaces
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = ("site-packages", "dist-packages")
 _FOREIGN = {"torch", "spmd", "passes", "sympy", "mpmath", "numpy", "networkx"}  # torch traces with these
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Held apart: state tensors and the tree of modules are guarded as a whole; `training` of every module always is.
 _ELSEWHERE = {

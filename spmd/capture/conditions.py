@@ -15,7 +15,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]  # comes with torch, has no types
 import torch
 
-from ._torch import ShapeEnv, symbolic_functions
+from .._torch import ShapeEnv, symbolic_functions
 from .branches import Branch
 
 # What torch calls Python's own arithmetic on symbols; the rest is evaluated as sympy does, more slowly.

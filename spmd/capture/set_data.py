@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ._torch import TorchFunctionMode, storage_number
+from .._torch import TorchFunctionMode, storage_number
 from .refused import Refused
 
 _SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]

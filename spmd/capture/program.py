@@ -21,7 +21,7 @@ from torch import fx, nn
 from passes import CaptureError, Input, Mesh, Output, OutputKind, Program, Role, SpmdError
 from passes.random import draws
 
-from ._torch import (
+from .._torch import (
     ConstantSource,
     DataDependentOutputException,
     DimDynamic,
@@ -37,13 +37,13 @@ from ._torch import (
     rename,
     tree_unflatten,
 )
+from ..inputs import BatchInput
+from ..state import Arguments, HyperParameter, Slot, gradient_name, state_name, submodules_of
 from .conditions import HyperGuards
 from .decompositions import table
-from .inputs import BatchInput
 from .provenance import Origin, describe_line, module_of, user_place
 from .reads import Reads
 from .refused import Refused, check_modules
-from .state import Arguments, HyperParameter, Slot, gradient_name, state_name, submodules_of
 from .trace import Fakes, Trace
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from passes import CaptureError
 
-from ._torch import tree_flatten
+from .._torch import tree_flatten
 
 
 def is_traced(value: Any) -> bool:

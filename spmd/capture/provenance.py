@@ -22,7 +22,7 @@ from torch import fx, nn
 from passes import CaptureError, Phase
 from passes.random import draws
 
-from ._torch import (
+from .._torch import (
     TorchDispatchMode,
     current_autograd_node,
     get_proxy_mode,
@@ -32,11 +32,12 @@ from ._torch import (
     register_module_forward_pre_hook,
     tree_flatten,
 )
-from .randomness import Draws
+from ..randomness import Draws
 from .recompute import Recomputed, recomputing
 from .refused import check_op
 
-_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE + os.sep)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from passes import CaptureError
 
-from ._torch import TorchFunctionMode, compiling, tree_flatten, tree_map
+from .._torch import TorchFunctionMode, compiling, tree_flatten, tree_map
 from .provenance import Recorder
 from .refused import Refused
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._torch import BatchNorm
+from .._torch import BatchNorm
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import fx
 
 from passes import CaptureError
 
-from ._torch import (
+from .._torch import (
     FakeTensorMode,
     ShapeEnv,
     compiling,
@@ -29,6 +29,10 @@ from ._torch import (
     tree_unflatten,
     unchecked_distributions,
 )
+from ..randomness import only_torch_draws
+from ..scalers import Skips
+from ..state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
+from ..tree import flatten
 from .branches import Branch, StateBranches
 from .decompositions import while_recorded
 from .kept import attributes_kept, group_kept, holds_traced, is_traced, optimizer_kept
@@ -36,14 +40,10 @@ from .norms import traceable
 from .optimizers import Watched, check_traceable, only_these
 from .provenance import Recorder
 from .random_decompositions import before_functionalization
-from .randomness import only_torch_draws
 from .reads import Reads
 from .refused import check_results
-from .scalers import Skips
 from .selects import symbolic_min_and_max
 from .set_data import SetDataCopies
-from .state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
-from .tree import flatten
 
 
 @dataclass(frozen=True)

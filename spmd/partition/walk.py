@@ -30,15 +30,15 @@ from passes import Input, Output, OutputKind, PartitionError, Phase, Program, Ro
 from passes.program import Placements, is_sharded, replicated
 from passes.purity import is_pure
 
-from ._torch import OpOverload
+from .._torch import OpOverload
+from ..capture.provenance import Origin
+from ..placements import local_shape
+from ..plan import Plan
+from ..rules import Call, Option, localize_of, rule_of
+from ..rules.pieces import dim_of, is_cut, takes_all
 from .choose import Chooser
 from .emit import Emitter
-from .placements import local_shape
-from .plan import Plan
-from .provenance import Origin
 from .redistribute import Reason
-from .rules import Call, Option, localize_of, rule_of
-from .rules.pieces import dim_of, is_cut, takes_all
 from .values import Value, infos, leaves, results
 
 # Ops that cost so little that this rank's part is computed once more rather than cut from a whole.

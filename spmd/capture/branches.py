@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ._torch import TorchDispatchMode, disable_modes, get_proxy_mode
+from .._torch import TorchDispatchMode, disable_modes, get_proxy_mode
+from ..state import Slot
 from .provenance import proxy_node
-from .state import Slot
 
 aten = torch.ops.aten
 _ASKS = (aten.is_nonzero.default, aten._local_scalar_dense.default)

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard
 from passes import Mesh
 from passes.program import Placements
 
-from ._torch import tree_flatten
+from .._torch import tree_flatten
+from ..rules import Info
 from .redistribute import total_cost
-from .rules import Info
 
 
 @dataclass

@@ -20,7 +20,7 @@ from passes import Axis, Collective, Kind, Mesh, Role
 from passes.collectives import WAIT, c10d
 from passes.program import Placements
 
-from .placements import chunk
+from ..placements import chunk
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]

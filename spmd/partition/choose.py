@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Mesh, Phase
 from passes.program import Placements
 
-from .placements import local_shape
+from ..placements import local_shape
+from ..rules import Call, Info, Option, localize_of, rule_of
 from .redistribute import LATENCY_BYTES, cost
-from .rules import Call, Info, Option, localize_of, rule_of
 from .values import Value
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ._torch import OpOverload, core_aten_decompositions, get_decompositions, one_at_a_time
+from .._torch import OpOverload, core_aten_decompositions, get_decompositions, one_at_a_time
+from ..rules import rule_of
 from .random_decompositions import random_table
-from .rules import rule_of
 
 aten = torch.ops.aten
 Table = dict[Any, Callable[..., Any]]  # by op
