@@ -59,8 +59,9 @@ class Guards:
     ) -> Guards:
         """The call that was compiled, as state stands now. ``modes`` are ``torch_modes()`` when it was traced."""
         layout = StateLayout.of(arguments, slots)
+        kinds = {slot.input.name: _kind(slot.get()) for slot in slots}
         guards = cls(
-            Leaves.of(arguments, layout.names),
+            Leaves.of(arguments, [(name, kinds.get(name)) for name in layout.names]),
             modes,
             Tree.of(arguments),
             Groups.of(arguments),
@@ -85,7 +86,7 @@ class Guards:
         if not self.tree.hold() or not self.reads.hold() or not self.groups.hold(arguments):
             return None
         tensors = self.layout.read(arguments)
-        if tensors is None or not self.leaves.hold_state(arguments, tensors, self.layout.of_modules):
+        if tensors is None or not self.leaves.hold_state(arguments, tensors):
             return None
         if not self.conditions.hold(self.groups.values(arguments)):
             return None
@@ -123,15 +124,22 @@ class Leaves:
     expected: list[Any]
     checks: list[Callable[[Any], bool]]
     state: list[tuple[int, int]]  # where an argument is itself state: (leaf, position of the state tensor)
+    alike: list[tuple[int, int]]  # where it is not, but a state tensor of its kind might be passed instead
 
     @classmethod
-    def of(cls, arguments: Arguments, state_names: Sequence[str] = ()) -> Leaves:
-        """As they are now."""
-        number = {name: k for k, name in enumerate(state_names)}
+    def of(cls, arguments: Arguments, state: Sequence[tuple[str, Any]] = ()) -> Leaves:
+        """As they are now; ``state`` is the name and kind of each state tensor."""
+        number = {name: k for k, (name, _) in enumerate(state)}
         names, values = [leaf.name for leaf in arguments.leaves], [leaf.value for leaf in arguments.leaves]
-        state = [(k, number[value.name]) for k, value in enumerate(values) if isinstance(value, OfState)]
         kinds = [_kind(value) for value in values]
-        return cls(arguments.spec, names, kinds, [_check(kind) for kind in kinds], state)
+        own = [(k, number[value.name]) for k, value in enumerate(values) if isinstance(value, OfState)]
+        alike = [
+            (leaf, k)
+            for leaf, kind in enumerate(kinds)
+            for k, (_, other) in enumerate(state)
+            if isinstance(kind, _TensorKind) and kind == other
+        ]
+        return cls(arguments.spec, names, kinds, [_check(kind) for kind in kinds], own, alike)
 
     def watch_owners(self, arguments: Arguments, release: weakref.WeakMethod[Any]) -> None:
         """Compare modules and optimizers by identity without keeping them alive."""
@@ -152,14 +160,12 @@ class Leaves:
             return False
         return all(check(leaf.value) for check, leaf in zip(self.checks, arguments.leaves, strict=True))
 
-    def hold_state(self, arguments: Arguments, tensors: list[torch.Tensor], of_modules: int) -> bool:
+    def hold_state(self, arguments: Arguments, tensors: list[torch.Tensor]) -> bool:
         """Whether the same arguments are state, and no others."""
         for leaf, slot in self.state:
             if arguments.leaves[leaf].value is not tensors[slot]:
                 return False
-        own = {leaf for leaf, _ in self.state}
-        given = [x.value for k, x in enumerate(arguments.leaves) if k not in own and isinstance(x.value, torch.Tensor)]
-        return not any(value is tensor for value in given for tensor in tensors[:of_modules])
+        return not any(arguments.leaves[leaf].value is tensors[k] for leaf, k in self.alike)
 
     def tensor_names(self) -> list[str]:
         """The names of the tensor arguments that are no state."""
@@ -278,10 +284,8 @@ class Tree:
 
     def hold(self) -> bool:
         """Whether no module was exchanged, and none switched between train and eval."""
-        now = list(chain.from_iterable(map(dict.values, self.children)))
-        if len(now) != len(self.modules) or not all(map(is_, now, self.modules)) or any(self.childless):
-            return False
-        if list(map(type, now)) != self.kinds:
+        now = list(chain.from_iterable(map(dict.values, self.children)))  # modules are equal if they are identical
+        if now != self.modules or any(self.childless) or list(map(type, now)) != self.kinds:
             return False
         return list(map(dict.get, self.fields, repeat("training"))) == self.training
 
@@ -390,6 +394,7 @@ class ReadGuards:
     places: list[Place]
     values: list[Any]
     bulk: list[tuple[Callable[..., Any], list[Any], list[str], list[Any]]]  # the same by kind: reader, sources, keys
+    absent: tuple[list[dict[str, Any]], list[str]]  # (sources, keys) of what was not there, as a forward of one's own
     empties: list[Any]
     contents: list[tuple[Any, Any]]
     names: dict[int, str]
@@ -400,13 +405,15 @@ class ReadGuards:
         places = [place for place in places if not isinstance(place.get(), torch.Tensor)]
         bulk = []
         for kind, reader in READERS.items():
-            ones = [place for place in places if place.kind == kind]
+            ones = [p for p in places if p.kind == kind and (kind != "item" or p.get() is not MISSING)]
             bulk.append((reader, [p.source for p in ones], [p.key for p in ones], [p.get() for p in ones]))
+        absent = [place for place in places if place.kind == "item" and place.get() is MISSING]
         mutable = [(c, content) for c in containers if (content := content_of(c)) is not None]
         return cls(
             places,
             [place.get() for place in places],
             bulk,
+            ([place.source for place in absent], [place.key for place in absent]),
             [c for c, content in mutable if not content],
             [(c, content) for c, content in mutable if content],
             {id(place.get()): place.name for place in places},
@@ -414,7 +421,9 @@ class ReadGuards:
 
     def hold(self) -> bool:
         """Whether all is as it was."""
-        if any(self.empties) or not all(_alike_within(c, content) for c, content in self.contents):
+        if any(self.empties) or any(map(dict.__contains__, *self.absent)):
+            return False
+        if not all(_alike_within(c, content) for c, content in self.contents):
             return False
         for reader, sources, keys, values in self.bulk:
             now = list(map(reader, sources, keys, repeat(MISSING)))

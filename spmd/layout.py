@@ -98,9 +98,9 @@ class OptimizerLayout:
     are not looked into again.
     """
 
-    owners: list[int]  # positions among the parameters (and strangers), in the order of the state dict
+    owners: list[int] | None  # positions among the parameters (and strangers), in the order of the state dict
     strangers: list[torch.Tensor]  # has state for them, but updates them no more
-    groups: list[list[int]]
+    groups: list[list[int] | None]
     keys: list[Any]  # of the state of all parameters
     places: Places
     guards: TensorGuards
@@ -116,9 +116,9 @@ class OptimizerLayout:
         held = _flat(entries)
         places = Places(held)
         return cls(
-            [positions[id(parameter)] for parameter in optimizer.state],
+            _order([positions[id(parameter)] for parameter in optimizer.state], len(positions)),
             strangers,
-            [[positions[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups],
+            [_order([positions[id(p)] for p in group["params"]], len(parameters)) for group in optimizer.param_groups],
             list(chain.from_iterable(entries)),
             places,
             TensorGuards(places.pick(held) or []),
@@ -128,7 +128,7 @@ class OptimizerLayout:
     def read(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The state tensors, or None if the optimizer holds something else than it did."""
         groups, state = optimizer.param_groups, optimizer.state
-        if len(groups) != len(self.groups) or len(state) != len(self.owners):
+        if len(groups) != len(self.groups):
             return None
         for group, members in zip(groups, self.groups, strict=True):
             if not _are(group["params"], parameters, members):
@@ -189,11 +189,6 @@ class StateLayout:
         layout.guards = TensorGuards(known)
         return layout
 
-    @property
-    def of_modules(self) -> int:
-        """How many of what ``read`` finds are parameters and buffers: they come first."""
-        return len(self.parameters.tensors) + len(self.buffers.tensors)
-
     def read(self, arguments: Arguments) -> list[torch.Tensor] | None:
         """The state tensors, or None if anything is laid out otherwise."""
         found = self._read(arguments)
@@ -234,9 +229,15 @@ def _flat(dicts: list[dict[Any, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
-def _are(tensors: Collection[torch.Tensor], among: list[torch.Tensor], positions: list[int]) -> bool:
+def _order(positions: list[int], count: int) -> list[int] | None:
+    """None where the positions are all of them, in order, as they nearly always are."""
+    return None if positions == list(range(count)) else positions
+
+
+def _are(tensors: Collection[torch.Tensor], among: list[torch.Tensor], positions: list[int] | None) -> bool:
     """Whether ``tensors`` are those at ``positions``."""
-    return len(tensors) == len(positions) and all(map(is_, tensors, map(among.__getitem__, positions)))
+    expected = among if positions is None else [among[k] for k in positions]
+    return len(tensors) == len(expected) and all(map(is_, tensors, expected))
 
 
 def _hooks_of(parameters: list[torch.Tensor]) -> list[Any]:

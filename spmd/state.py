@@ -126,15 +126,19 @@ class ArgumentReader:
 
     def __init__(self, signature: inspect.Signature) -> None:
         self._signature = signature
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        self._positional = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
         self._names: tuple[Any, list[str]] = (None, [])  # of the structure that was last seen
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of one call. Raises ``TypeError`` as the function itself would."""
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values, spec = flatten((bound.args, bound.kwargs))
+        if kwargs or not self._positional or len(args) != len(self._signature.parameters):
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        values, spec = flatten((args, kwargs))
         if self._names[0] != spec:
-            self._names = (spec, _names(self._signature, bound))
+            self._names = (spec, _names(self._signature, self._signature.bind(*args, **kwargs)))
         leaves = list(map(Leaf, self._names[1], values))
         for leaf in leaves:
             if isinstance(leaf.value, torch.Tensor):
