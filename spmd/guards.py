@@ -319,6 +319,7 @@ class Groups:
     live: list[tuple[int, int, str, int | None]]  # (optimizer, group, key, item) of what is read at each call
     counters: list[tuple[int, int, str]]  # (optimizer, position in its state, key) of numbers
     names: list[str]
+    held: list[Any]  # all values of all groups, where none of them can change in place
 
     @classmethod
     def of(cls, arguments: Arguments) -> Groups:
@@ -339,10 +340,14 @@ class Groups:
             [(*place[id(h.group)], h.key, h.item) for h in found if id(h.group) in place],
             [(*position[id(h.group)], h.key) for h in found if id(h.group) in position],
             [hyper.name for hyper in found],
+            _values(arguments) if all(map(_is_fixed, _values(arguments))) else [],
         )
 
     def hold(self, arguments: Arguments) -> bool:
         """Whether every flag is as it was."""
+        now = _values(arguments)
+        if len(now) == len(self.held) and all(map(is_, now, self.held)):
+            return True
         return same(_flags(arguments), self.flags)
 
     def values(self, arguments: Arguments) -> list[Any]:
@@ -369,6 +374,15 @@ class Groups:
         """The hyper-parameters, of which one has crossed a condition that the optimizer branches on."""
         told = ", ".join(f"{name} = {value}" for name, value in zip(self.names, self.values(arguments), strict=True))
         return f"a hyper-parameter for which the optimizer branches ({told})" if told else "state"
+
+
+def _values(arguments: Arguments) -> list[Any]:
+    groups = [group for optimizer in arguments.optimizers.values() for group in optimizer.param_groups]
+    return [value for group in groups for key, value in group.items() if key != "params"]
+
+
+def _is_fixed(value: Any) -> bool:
+    return is_plain(value) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 def _flags(arguments: Arguments) -> list[list[dict[str, Any]]]:

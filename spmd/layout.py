@@ -28,7 +28,7 @@ _late = attrgetter("_post_accumulate_grad_hooks")
 class Places:
     """Where tensors stand in a flat list, each once; everything else in it must be what it was, entry for entry."""
 
-    def __init__(self, flat: Sequence[Any]) -> None:
+    def __init__(self, flat: list[Any]) -> None:
         first: dict[int, int] = {}
         for position, value in enumerate(flat):
             if isinstance(value, torch.Tensor):
@@ -38,6 +38,7 @@ class Places:
         self._take = _taking(self.tensors)
         others = [k for k, value in enumerate(flat) if not isinstance(value, torch.Tensor)]
         self._others, self._values = _taking(others), [_settled(flat[k]) for k in others]
+        self._nothing = all(value is None for value in flat)  # as where no parameter has a gradient
         known = {*self.tensors, *others}
         # The same tensor at two places (tied).
         self._twins = [(k, first[id(flat[k])]) for k in range(len(flat)) if k not in known]
@@ -46,6 +47,8 @@ class Places:
         """The tensors, or None if other things stand elsewhere."""
         if len(flat) != self.count:
             return None
+        if self._nothing:
+            return [] if flat.count(None) == self.count else None
         if self._values and not _all_same(self._others(flat), self._values):
             return None
         return self.take(flat) if all(flat[a] is flat[b] for a, b in self._twins) else None
