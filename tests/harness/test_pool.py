@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +39,29 @@ def dying(rank: int, world: int) -> None:
 
 def untidy(rank: int, world: int) -> None:
     torch.set_default_dtype(torch.float64)
+
+
+def vanish_once(marker: Path) -> None:
+    """End the first process that comes."""
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os._exit(4)
+
+
+@dataclass(frozen=True)
+class Vanishing:
+    """An argument that ends the process that unpacks it first, before there is a process group."""
+
+    marker: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return vanish_once, (self.marker,)
+
+
+def given(rank: int, world: int, value: Any) -> None:
+    """Nothing."""
 
 
 def default_dtype(rank: int, world: int) -> torch.dtype:
@@ -73,6 +99,12 @@ def test_a_process_that_dies_is_named_and_replaced(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="rank 0 of 2 failed first: the process died with exit code 3"):
         ranks.run(2, dying)
     assert ranks.run(2, summed, 1.0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_rank_whose_peer_vanished_before_they_met_is_replaced_too(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="died with exit code 4"):
+        ranks.run(2, given, Vanishing(tmp_path / "marker"), timeout=2, grace=5)
+    assert ranks.run(2, summed, 1.0, timeout=20) == [(0, 1.0), (1, 1.0)]
 
 
 def test_a_job_that_leaves_torch_changed_fails_and_harms_no_other(ranks: Ranks) -> None:

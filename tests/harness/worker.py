@@ -98,7 +98,10 @@ def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Outcome:
     if task.store is not None:
         store = dist.FileStore(str(task.store), task.world)
         deadline = timedelta(seconds=task.timeout)
-        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world, timeout=deadline)
+        try:
+            dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world, timeout=deadline)
+        except BaseException:  # torch has counted a group that is not there: it would look for peers by another name
+            return Failed(traceback.format_exc(), time.time(), spoiled=True)
     outcome: Outcome
     try:
         outcome = Done(packed(job(task.rank, task.world, *args)))
