@@ -11,6 +11,7 @@ from passes import (
     SpmdError,
 )
 
+from .constrain import constrain
 from .data_parallel import DataParallel
 from .dtensor_expand import DTensorExpand
 from .modes import ParallelMode, PlannedMode
@@ -39,6 +40,7 @@ __all__ = [
     "Report",
     "SpmdError",
     "compile",
+    "constrain",
     "partition",
     "register_rule",
     "rng_state",

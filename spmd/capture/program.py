@@ -37,6 +37,7 @@ from .._torch import (
     rename,
     tree_unflatten,
 )
+from ..constrain import constraints_on
 from ..inputs import BatchInput
 from ..state import Arguments, HyperParameter, Slot, gradient_name, state_name, submodules_of
 from .conditions import HyperGuards
@@ -100,7 +101,7 @@ def capture(
     check_modules(submodules_of(arguments.modules))
     fakes = _fakes(slots, hyper_parameters, inputs)
     trace = Trace(function, arguments, slots, hyper_parameters, fakes, reads)
-    with _explained(function, arguments):
+    with _explained(function, arguments), constraints_on(mesh):
         first = trace.graph_module()
     assert trace.ends is not None
     second, constants = _functional(first, fakes)

@@ -32,6 +32,7 @@ from passes.purity import is_pure
 
 from .._torch import OpOverload
 from ..capture.provenance import Origin
+from ..constrain import CONSTRAIN, constrained_to
 from ..placements import local_shape
 from ..plan import Plan
 from ..rules import Call, Option, localize_of, rule_of
@@ -154,6 +155,8 @@ class _Partitioner:
             self.by_origin[origin.number] = node
         if node.target is getitem and isinstance(self.values[node.args[0]], tuple):  # type: ignore[index]
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif node.target is CONSTRAIN:
+            self._constrain(node)
         elif isinstance(node.target, OpOverload) and any(infos(results(node.meta.get("val")))):
             self._op(node)
         else:
@@ -191,6 +194,14 @@ class _Partitioner:
         self.values[node] = self._apply(node, call, operands, chosen)
         for part in results(self.values[node]) if rows else ():
             self._split_rows_again(part, rows)
+
+    def _constrain(self, node: fx.Node) -> None:
+        """From here on the value lives where the user says; nobody takes it from where it was."""
+        (held,) = self._operands(node)
+        place = constrained_to(node, held.primary)
+        reason = Reason(why=f"spmd.constrain wants it so at {node.meta.get('module') or 'the step itself'}")
+        new = self._want(held, place, reason)
+        self.values[node] = Value(node, held.shape, held.dtype, place, {place: new}, held.batch_in(place))
 
     def _rows_cut(self, call: Call, operands: Sequence[Value]) -> dict[int, int]:
         """By mesh axis, the dim of the batch's rows that a call cuts across the ranks: ``x.chunk(4)``."""
@@ -253,7 +264,14 @@ class _Partitioner:
         return Call(target, args, kwargs, tuple(v.info for v in operands), infos(results(node.meta["val"])), 1)
 
     def _wanted(self, node: fx.Node) -> Placements | None:
-        """Where a result is wanted, if that is known: the gradient of an activation, where the activation is."""
+        """Where a result is wanted, if that is known: where its only user constrains it to be, or by its activation."""
+        user = next(iter(node.users)) if len(node.users) == 1 else None
+        if user is not None and user.target is CONSTRAIN:
+            return constrained_to(user, self.whole)
+        return self._beside_activation(node)
+
+    def _beside_activation(self, node: fx.Node) -> Placements | None:
+        """For the gradient of an activation, where the activation is."""
         origin: Origin | None = node.meta.get("origin")
         if origin is None or origin.cotangent_of is None:
             return None
