@@ -43,7 +43,7 @@ def unseeded() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare ``--exhaustive`` and ``--renew``."""
-    parser.addoption("--exhaustive", action="store_true", help="every optimizer in every combination (test_numbers.py)")
+    parser.addoption("--exhaustive", action="store_true", help="all optimizers in all combinations, all real models")
     parser.addoption("--renew", action="store_true", help="write golden text anew, for review as a diff")
 
 

@@ -29,6 +29,8 @@ Snapshot = dict[str, Any]
 class Case(ABC):
     """One training run. Subclasses are frozen dataclasses whose fields are options, so that workers can be sent one."""
 
+    rtol, atol = 1e-9, 1e-10  # what may differ in fp64, and does by the order of sums
+
     @abstractmethod
     def build(self) -> tuple[Any, ...]:
         """Fresh modules and optimizers: the step's first arguments."""
@@ -65,7 +67,7 @@ def differences(
     expected = plain_run(case, world, steps)
     parallel_mode = spmd.DataParallel(**({"parallel_style": mode} if isinstance(mode, str) else mode))
     _, got = compiled_run(rank, case, steps, parallel_mode=parallel_mode, passes=passes)
-    return all_unequal(expected, got, rank, world)
+    return all_unequal(expected, got, rank, world, case.rtol, case.atol)
 
 
 def plain_run(case: Case, world: int, steps: int) -> list[Snapshot]:
@@ -86,12 +88,19 @@ def compiled_run(
     return compiled, [_step(case, compiled, objects, case.part(rank, k), k) for k in range(steps)]
 
 
-def all_unequal(expected: list[Snapshot], got: list[Snapshot], rank: int, world: int) -> list[str]:
+def all_unequal(
+    expected: list[Snapshot],
+    got: list[Snapshot],
+    rank: int,
+    world: int,
+    rtol: float = Case.rtol,
+    atol: float = Case.atol,
+) -> list[str]:
     """A line for each value that differs, over all steps."""
     return [
         f"rank {rank} of {world}, step {k}: {line}"
         for k, (want, have) in enumerate(zip(expected, got, strict=True))
-        for line in unequal(want, have, rank, world)
+        for line in unequal(want, have, rank, world, rtol, atol)
     ]
 
 
@@ -113,7 +122,9 @@ def snapshot(result: Any, objects: tuple[Any, ...]) -> Snapshot:
     return seen
 
 
-def unequal(expected: Snapshot, got: Snapshot, rank: int, world: int) -> list[str]:
+def unequal(
+    expected: Snapshot, got: Snapshot, rank: int, world: int, rtol: float = Case.rtol, atol: float = Case.atol
+) -> list[str]:
     """A line for each name whose values differ. A result split along the batch is this rank's part of the whole."""
     missing = [f"{name} is missing" for name in expected if name not in got]
     extra = [f"{name} should not be there" for name in got if name not in expected]
@@ -123,17 +134,17 @@ def unequal(expected: Snapshot, got: Snapshot, rank: int, world: int) -> list[st
         + [
             f"{name}: {difference}"
             for name in expected
-            if name in got and (difference := _difference(name, expected[name], got[name], rank, world))
+            if name in got and (difference := _difference(name, expected[name], got[name], rank, world, rtol, atol))
         ]
     )
 
 
-def _difference(name: str, want: Any, got: Any, rank: int, world: int) -> str:
+def _difference(name: str, want: Any, got: Any, rank: int, world: int, rtol: float, atol: float) -> str:
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         return "" if type(want) is type(got) and want == got else f"expected {want!r}, got {got!r}"
     want = _part_like(want, got, rank, world) if name.startswith("result") else want
     try:
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10, equal_nan=True)
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
     except AssertionError as error:
         return " ".join(str(error).split())
     return ""

@@ -1,0 +1,111 @@
+"""Train every architecture of the zoo, and print what came of it: ``python -m tests.models [names ...] [--help]``.
+
+Each is trained with AdamW on two gloo ranks, each with rows of its own, and in one process on the whole batch. A line
+of the table: how many nodes one rank's program has, what it communicates, how long one program takes to compile, and
+the largest difference of any number, or what is wrong in a line. Exits with 1 if something is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.harness.pool import RankError, Ranks
+
+from .catalog import ENTRIES
+from .examine import Finding, Style, Training, examine
+from .zoo import Entry
+
+STYLES: tuple[Style, ...] = get_args(Style)
+HEADINGS = ("architecture", "kind", "style", "nodes", "collectives", "seconds", "agrees")
+
+
+def main() -> int:
+    """Parse, train, print."""
+    arguments = _arguments()
+    chosen = [entry for entry in ENTRIES if not arguments.names or entry.name in arguments.names]
+    unknown = set(arguments.names) - {entry.name for entry in ENTRIES}
+    if unknown:
+        sys.exit(f"no architecture is called {', '.join(sorted(unknown))}; there are {_listed()}")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    ranks, console, lines = Ranks(), Console(stderr=True), []
+    try:
+        for line in _lines(ranks, chosen, arguments.style, arguments.steps):
+            console.print("  ".join(line), markup=False, highlight=False)
+            lines.append(line)
+    finally:
+        ranks.close()
+    Console(width=None if sys.stdout.isatty() else 160).print(_table(lines))
+    if arguments.markdown:
+        arguments.markdown.write_text(_markdown(lines))
+    wrong = [line for line in lines if not line[-1].startswith("yes")]
+    print(f"{len(lines) - len(wrong)} of {len(lines)} agree")
+    return bool(wrong)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.models", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"all, if none is given; there are {_listed()}")
+    parser.add_argument("--style", nargs="+", choices=STYLES, default=STYLES, help="both by default")
+    parser.add_argument("--steps", type=int, default=4, help="of training; 4 by default")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file, too, as the README has it")
+    return parser.parse_args()
+
+
+def _listed() -> str:
+    return ", ".join(f'"{entry.name}"' if " " in entry.name else entry.name for entry in ENTRIES)
+
+
+def _lines(ranks: Ranks, entries: list[Entry], styles: list[Style], steps: int) -> Iterator[tuple[str, ...]]:
+    """One line of the table at a time."""
+    for entry in entries:
+        for style in styles:
+            try:
+                findings = ranks.run(2, examine, Training(entry), style, steps, timeout=300.0)
+            except RankError as error:
+                yield (entry.name, entry.kind, style, "", "", "", _reason(error))
+            else:
+                yield (entry.name, entry.kind, style, *_figures(findings))
+
+
+def _figures(findings: list[Finding]) -> tuple[str, ...]:
+    """What the first rank found, and the worst of all."""
+    first = findings[0]
+    wrong = [line for finding in findings for line in (*finding.unequal, *finding.whole)]
+    agrees = wrong[0] if wrong else f"yes, to {max(finding.worst for finding in findings):.0e}"
+    collectives = ", ".join(f"{count} {kind}" for kind, count in sorted(first.collectives.items()))
+    return f"{first.nodes:,}", collectives, f"{first.seconds:.1f}", agrees
+
+
+def _reason(error: RankError) -> str:
+    """The sentence of an error: the last line of its traceback that is not a note."""
+    first = str(error).split("\nrank ")[0]
+    sentences = [line for line in first.splitlines() if line[:1].strip() and ("Error" in line or "Exception" in line)]
+    return (sentences or first.splitlines())[-1]
+
+
+def _table(lines: list[tuple[str, ...]]) -> Table:
+    table = Table(
+        title="Real models on 2 ranks, in fp64, against one process with the whole batch", title_justify="left"
+    )
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in ("nodes", "seconds") else "left")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _markdown(lines: list[tuple[str, ...]]) -> str:
+    rows = ["| " + " | ".join(line) + " |" for line in (HEADINGS, tuple("---" for _ in HEADINGS), *lines)]
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

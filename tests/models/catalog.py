@@ -1,0 +1,7 @@
+"""Every architecture of the zoo, in the order of the table."""
+
+from __future__ import annotations
+
+from . import text
+
+ENTRIES = [*text.ENTRIES]

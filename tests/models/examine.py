@@ -1,0 +1,104 @@
+"""What a compiled step does to one model: a job for the pool, and what it finds.
+
+The oracle is the plain step in one process on the whole batch, as everywhere; ``Finding`` has what the table shows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import spmd
+from passes import Program
+from tests.harness.oracle import Case, Snapshot, all_unequal, compiled_run, plain_run, random_generator
+
+from .rows import whole_rows
+from .zoo import ROWS, Entry
+
+Style = Literal["replicate", "fully_shard"]
+
+
+@dataclass(frozen=True)
+class Training(Case):
+    """Train one architecture. AdamW takes two programs, with and without state; SGD one."""
+
+    entry: Entry
+    optimizer: str = "AdamW"
+    rtol, atol = 1e-6, 1e-8  # many models compute their loss, norms or softmax in fp32, whatever their weights are
+
+    def build(self) -> tuple[Any, ...]:
+        """The model and its optimizer."""
+        model = self.entry.build()
+        return model, getattr(torch.optim, self.optimizer)(model.parameters(), lr=1e-2)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        """One rank's batch."""
+        return (self.entry.batch(random_generator(rank, step)),)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        """Forward, backward, update; the loss is the model's own."""
+        loss: Tensor = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank found: a line per value that differs, a line per node with all rows, and figures."""
+
+    unequal: list[str]
+    whole: list[str]
+    nodes: int
+    collectives: dict[str, int]
+    seconds: float
+    worst: float
+
+
+class Watched(spmd.DataParallel):
+    """Data parallelism that keeps each program as it was before and after partition."""
+
+    def __init__(self, style: Style) -> None:
+        super().__init__(style)
+        self.seen: list[tuple[Program, Program]] = []
+
+    def partition(self, program: Program) -> Program:
+        """The same."""
+        share = super().partition(program)
+        self.seen.append((program, share.copy()))
+        return share
+
+
+def examine(rank: int, world: int, case: Training, style: Style, steps: int) -> Finding:
+    """Train in one process and on ``world`` ranks, and compare. A job for the pool."""
+    expected = plain_run(case, world, steps)
+    mode = Watched(style)
+    compiled, got = compiled_run(rank, case, steps, parallel_mode=mode)
+    program = compiled.program
+    assert program is not None
+    return Finding(
+        unequal=all_unequal(expected, got, rank, world, case.rtol, case.atol),
+        whole=list(dict.fromkeys(line for pair in mode.seen for line in whole_rows(*pair, ROWS))),
+        nodes=len(program.graph.nodes),
+        collectives=dict(Counter(str(node.meta["collective"].kind) for node in program.collectives())),
+        seconds=sum(compiled.report().seconds.values()),
+        worst=max((_distance(want, have) for want, have in zip(expected, got, strict=True)), default=0.0),
+    )
+
+
+def _distance(expected: Snapshot, got: Snapshot) -> float:
+    """The largest difference of two numbers."""
+    pairs = [(want, got.get(name)) for name, want in expected.items() if isinstance(want, Tensor)]
+    return max(
+        (float((want.double() - have.double()).abs().max()) for want, have in pairs if _alike(want, have)), default=0.0
+    )
+
+
+def _alike(want: Tensor, have: Any) -> bool:
+    return isinstance(have, Tensor) and want.shape == have.shape and want.numel() > 0
