@@ -1,9 +1,9 @@
 """Scaled dot product attention, by each of torch's kernels: batch and heads may be split, evenly.
 
-All kernels take (batch, head, time, width). They differ in the layout of the log-sum-exp that they keep for backward,
-and in what they return besides. Random state is kept by each rank for its own draws: it only ever goes back into the
-same rank's backward, so it counts as equal. Queries may have more heads than keys: split evenly, each rank has the keys
-of its queries.
+All kernels take (batch, head, time, width). They differ in the dims of the log-sum-exp that they keep for backward, and
+in what they return besides. Random state is kept by each rank for its own draws: it only ever goes back into the same
+rank's backward, so it counts as equal. Queries may have more heads than keys: split evenly, each rank has the keys of
+its queries.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .table import rule
 
 HEADS = "bh.."
 
-# How each kernel lays out its log-sum-exp. On the CPU heads come last; the others may pad or add a dim of size 1.
+# How each kernel labels its log-sum-exp; some pad it, or add a dim of size 1.
 LAYOUTS = {
-    "_scaled_dot_product_flash_attention_for_cpu": "b.h",
+    "_scaled_dot_product_flash_attention_for_cpu": "bh.",
     "_scaled_dot_product_flash_attention": "bh.",
     "_scaled_dot_product_efficient_attention": "bh.",
     "_scaled_dot_product_cudnn_attention": "bh..",

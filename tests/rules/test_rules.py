@@ -138,6 +138,16 @@ def test_views_split_the_outermost_dim_of_a_group() -> None:
     assert ((S(2),), (S(2),)) not in _has("view", f(4, 6, 9), [4, 6, 3, 3])
 
 
+def test_attention_splits_over_batch_and_heads_alike() -> None:
+    q = f(4, 6, 5, 8)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+    forward = _has("_scaled_dot_product_flash_attention_for_cpu", q, q, q)
+    backward = _has("_scaled_dot_product_flash_attention_for_cpu_backward", out, q, q, q, out, lse, 0.0, False)
+    for split in (S(0), S(1)):
+        assert ((split,) * 3, (split,) * 2) in forward
+        assert ((split,) * 6, (split,) * 3) in backward
+
+
 _KEEPS_BATCH = (
     "native_layer_norm _fused_rms_norm embedding gelu silu gelu_backward silu_backward bmm native_dropout "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
