@@ -37,13 +37,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, time, width)
-        q, k, v = (self.split(part) for part in self.qkv(x).chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(x.shape))
-
-    def split(self, x: Tensor) -> Tensor:
-        """(batch, time, width) -> (batch, heads, time, width / heads)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        # Heads first, then q, k and v of each: rows of the weight that are neighbours belong to one head, so that ranks
+        # can share out the heads by having a part of the rows each.
+        qkv = self.qkv(x).unflatten(-1, (self.heads, 3, -1)).transpose(1, 3)
+        y = F.scaled_dot_product_attention(*qkv.unbind(1), is_causal=True)  # (batch, heads, time, width / heads)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
