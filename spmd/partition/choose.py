@@ -151,10 +151,13 @@ def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> Call:
     # With the lengths of the first rank's parts: all ranks must choose alike, also where their parts differ in length.
     before = Mesh(tuple(replace(axis, coordinate=0) for axis in mesh.axes[: len(chosen)]))
 
-    def narrow(info: Info, placement: tuple[Any, ...]) -> Info:
-        return Info(local_shape(info.shape, placement, before), info.dtype)
+    def narrow(info: Info, placement: tuple[Any, ...], counts: int | None = None) -> Info:
+        return Info(local_shape(info.shape, placement, before), info.dtype, counts)
 
-    operands = [narrow(info, tuple(o.operands[k] for o in chosen)) for k, info in enumerate(call.operands)]
+    operands = [
+        narrow(info, tuple(o.operands[k] for o in chosen), _still_counted(info, k, chosen))
+        for k, info in enumerate(call.operands)
+    ]
     results = tuple(
         None if info is None else narrow(info, tuple(o.results[k] for o in chosen))
         for k, info in enumerate(call.results)
@@ -165,6 +168,12 @@ def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> Call:
     if localize is not None:
         args = localize(call, args, kwargs, tuple(None if info is None else info.shape for info in results))
     return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), results=results)
+
+
+def _still_counted(info: Info, position: int, chosen: Sequence[Option]) -> int | None:
+    """The dim that an operand counts, if the axes before have left it counting from 0 on."""
+    cut = (o for o in chosen if o.operands[position] == Shard(info.counts or 0) and position not in o.from_zero)
+    return info.counts if next(cut, None) is None else None
 
 
 def _map_infos(tree: Any, function: Any) -> Any:

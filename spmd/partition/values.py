@@ -24,6 +24,7 @@ class Value:
 
     ``source`` is its node in the global graph; ``primary`` the placement it was computed in; ``batch`` the mesh axes
     over which ``primary`` splits it because some argument of the step is split there: its rows are those of the batch.
+    ``counts`` is the dim along which it is known to hold 0, 1, 2, ...
     """
 
     source: fx.Node
@@ -32,15 +33,22 @@ class Value:
     primary: Placements
     forms: dict[Placements, fx.Node]
     batch: frozenset[int] = frozenset()
+    counts: int | None = None
 
     @classmethod
     def of(
-        cls, source: fx.Node, val: torch.Tensor, placement: Placements, node: fx.Node, batch: frozenset[int]
+        cls,
+        source: fx.Node,
+        val: torch.Tensor,
+        placement: Placements,
+        node: fx.Node,
+        batch: frozenset[int],
+        counts: int | None = None,
     ) -> Value:
         """A value that ``node`` holds in ``placement``; ``val`` is the global one."""
         node.meta["placement"] = placement
         split = frozenset(k for k, p in enumerate(placement) if isinstance(p, Shard))
-        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split)
+        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split, counts)
 
     def batch_in(self, placement: Placements) -> frozenset[int]:
         """The axes over which ``placement`` keeps the rows of the batch where they are."""
@@ -48,8 +56,8 @@ class Value:
 
     @property
     def info(self) -> Info:
-        """Global shape and dtype."""
-        return Info(self.shape, self.dtype)
+        """Global shape and dtype, and what it counts."""
+        return Info(self.shape, self.dtype, self.counts)
 
     @property
     def nbytes(self) -> int:

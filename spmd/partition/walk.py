@@ -35,7 +35,7 @@ from ..capture.provenance import Origin
 from ..constrain import CONSTRAIN, constrained_to
 from ..placements import local_shape
 from ..plan import Plan
-from ..rules import Call, Option, localize_of, rule_of
+from ..rules import Call, Option, counted_dim, localize_of, rule_of
 from ..rules.pieces import dim_of, is_cut, takes_all
 from .choose import Chooser
 from .emit import Emitter
@@ -313,7 +313,11 @@ class _Partitioner:
         """Bring the operands to where the options want them, and emit the op on this rank's parts."""
         reason = Reason(why=f"{node.target} needs it so at {node.meta.get('module') or 'the step itself'}")
         wanted = [tuple(option.operands[k] for option in chosen) for k in range(len(operands))]
-        nodes = iter([self._want(held, place, reason) for held, place in zip(operands, wanted, strict=True)])
+        from_zero = {k for option in chosen for k in option.from_zero}
+        nodes = iter(
+            self._count(held, place, reason) if k in from_zero else self._want(held, place, reason)
+            for k, (held, place) in enumerate(zip(operands, wanted, strict=True))
+        )
         placements = [
             None if info is None else tuple(option.results[k] for option in chosen)
             for k, info in enumerate(call.results)
@@ -343,7 +347,7 @@ class _Partitioner:
         self.emitter.check(node, new, shapes)
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
-            return Value.of(node, val, placements[0], new, batch)
+            return Value.of(node, val, placements[0], new, batch, counted_dim(call))
         items = [self.emitter.item(new, index) for index in range(len(val))]
         return tuple(
             Value.of(node, whole, place, item, batch) if isinstance(whole, torch.Tensor) else item
@@ -358,6 +362,15 @@ class _Partitioner:
             node = self._again(held, placement) or self._through_view(held, placement, reason)
             held.forms[placement] = node or self.emitter.redistributed(held, placement, reason)
         return held.forms[placement]
+
+    def _count(self, held: Value, placement: Placements, reason: Reason) -> fx.Node:
+        """A count of rows that ``placement`` splits, numbering this rank's own from 0."""
+        uncut = tuple(Replicate() if p == Shard(held.counts or 0) else p for p in placement)
+        length = local_shape(held.shape, placement, self.mesh)[held.counts or 0]
+        arguments = (self._want(held, uncut, reason), held.counts, 0, length)
+        node = self.emitter.call(torch.ops.aten.slice.Tensor, arguments, {}, like=held.source)
+        node.meta["placement"] = placement
+        return node
 
     def _again(self, held: Value, placement: Placements) -> fx.Node | None:
         """Compute this rank's part of a whole value instead of cutting it, where that is cheap and free of traffic."""

@@ -13,6 +13,7 @@ from . import scans as scans
 from . import transforms as transforms
 from . import distances as distances
 from . import matmul as matmul
+from . import counting as counting
 from . import indexing as indexing
 from . import normalization as normalization
 from . import attention as attention
@@ -23,6 +24,7 @@ from . import sizes as sizes
 # isort: on
 
 from .base import Call, Info, Localize, Option, P, R, Rule, S
+from .counting import counted_dim
 from .table import LOCALIZE, RULES, known, localize_of, rule_of
 from .user import register_rule
 
@@ -37,6 +39,7 @@ __all__ = [
     "R",
     "Rule",
     "S",
+    "counted_dim",
     "known",
     "localize_of",
     "register_rule",

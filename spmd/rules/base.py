@@ -30,10 +30,11 @@ def S(dim: int) -> Shard:
 
 @dataclass(frozen=True)
 class Info:
-    """Shape and dtype of a tensor in a call."""
+    """Shape and dtype of a tensor in a call; ``counts`` is the dim along which it holds 0, 1, 2, ... (counting.py)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    counts: int | None = None
 
     @property
     def ndim(self) -> int:
@@ -88,10 +89,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Option:
-    """One combination that is right: a placement for each operand and one for each result (None where no tensor)."""
+    """One combination that is right: a placement for each operand and one for each result (None where no tensor).
+
+    ``from_zero``: the positions of operands that count rows, split here, and that must number a rank's own rows from 0.
+    """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement | None, ...]
+    from_zero: tuple[int, ...] = ()
 
 
 Rule = Callable[[Call], list[Option]]

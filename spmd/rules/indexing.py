@@ -2,14 +2,17 @@
 
 Indices count over the whole of the dim they index, so that dim stays whole; the dims of the indices may be split, and
 so may all dims that are not indexed. Where rows are *added* to a tensor, a split of the indices leaves each rank a part
-of the sum: the tensor added to, and the result, are partial.
+of the sum: the tensor added to, and the result, are partial. An index that counts the rows of the dim it indexes takes
+each from its own place: there the dim may be split along with the index, which then counts a rank's rows from 0 on.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
 
 from .base import Call, Info, Option
 from .labels import WHOLE, Dims, aligned, letters, options, without, wrap
@@ -108,7 +111,7 @@ def index(call: Call) -> list[Option]:
         return []
     source, indices, result = labels
     operands = {"self": source, "indices": indices}
-    return options(call, Dims(operands, result, broadcast=True, linear=(("self",),)))
+    return _from_zero(call, options(call, Dims(operands, result, broadcast=True, linear=(("self",),))))
 
 
 @rule(*aten("index_put", "_unsafe_index_put"))
@@ -121,12 +124,12 @@ def index_put(call: Call) -> list[Option]:
     operands = {"self": source, "indices": indices, "values": aligned(call.arg("values"), rows)}
     if not call.arg("accumulate"):
         kept = "".join(c for c in source if c != WHOLE)
-        operands["indices"] = [WHOLE * len(one) for one in indices]
+        operands["indices"] = ["".join(c if c in kept else WHOLE for c in one) for one in indices]
         operands["values"] = "".join(c if c in kept else WHOLE for c in aligned(call.arg("values"), rows))
-        return options(call, Dims(operands, source, broadcast=True))
+        return _from_zero(call, options(call, Dims(operands, source, broadcast=True)))
     summed = "".join(c for c in rows if c not in source)
     added = Dims(operands, source, reduced=summed, broadcast=True, onto="self", linear=(("self", "values"),))
-    return options(call, added)
+    return _from_zero(call, options(call, added))
 
 
 def _indexed(call: Call) -> tuple[str, list[str], str] | None:
@@ -145,7 +148,29 @@ def _indexed(call: Call) -> tuple[str, list[str], str] | None:
     at = given[0] if neighbours else 0
     kept = [c for d, c in enumerate(names) if d not in given]
     rows = "".join(kept[:at]) + inner + "".join(kept[at:])
-    return names, [aligned(one, inner) if isinstance(one, Info) else "" for one in indices], rows
+    labels = [aligned(one, inner) if isinstance(one, Info) else "" for one in indices]
+    return _with_counted(source, indices, names, labels), labels, rows
+
+
+def _with_counted(source: Info, indices: list[Any], names: str, labels: list[str]) -> str:
+    """``names`` with the letter of a dim of the indices for a dim that is indexed by the number of each of its rows."""
+    found = list(names)
+    for d, one in enumerate(indices):
+        if isinstance(one, Info) and one.counts is not None and one.shape[one.counts] == source.shape[d] > 1:
+            letter = labels[d][one.counts]
+            found[d] = letter if letter not in found else WHOLE
+    return "".join(found)
+
+
+def _from_zero(call: Call, found: list[Option]) -> list[Option]:
+    """The options, with the index of a split dim counting from 0 on."""
+    given = [d for d, one in enumerate(call.arg("indices")) if isinstance(one, Info)]
+    splits = {Shard(d): 1 + k for k, d in enumerate(given)}  # operands: the tensor, then the indices
+    first = [option.operands[0] for option in found]
+    return [
+        replace(o, from_zero=(splits[p],)) if isinstance(p, Shard) and p in splits else o
+        for o, p in zip(found, first, strict=True)
+    ]
 
 
 @rule(*aten("one_hot"))

@@ -58,13 +58,12 @@ def select(call: Call) -> list[Option]:
 
 @rule(*aten("cat"))
 def cat(call: Call) -> list[Option]:
-    """All dims but the one along which the tensors follow each other."""
+    """All dims but the one along which the tensors follow each other; torch skips empty 1-D tensors among others."""
     result = call.results[0]
     assert result is not None
-    if any(info.ndim != result.ndim for info in call.operands):
-        return []  # an empty 1-D tensor among others is skipped by torch
     names = without(letters(result.ndim), wrap(call.arg("dim"), result.ndim))
-    return options(call, Dims({"tensors": names}, names, moves=("tensors",)))
+    labels = [names if info.ndim == result.ndim else WHOLE for info in call.operands]
+    return options(call, Dims({"tensors": labels}, names, moves=("tensors",)))
 
 
 @rule(*aten("stack"))

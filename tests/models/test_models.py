@@ -10,7 +10,7 @@ from .catalog import ENTRIES
 from .examine import Style, Training, examine
 
 # In every run one of each kind; `--exhaustive` takes all, in both styles.
-USUAL = {"DebertaV2": "fully_shard"}
+USUAL = {"GPT2": "fully_shard", "T5": "replicate"}
 
 
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])

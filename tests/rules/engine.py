@@ -47,7 +47,18 @@ def flat(result: Any) -> list[torch.Tensor | None]:
 
 def info(tensor: torch.Tensor | None) -> Info | None:
     """What a rule sees of a tensor."""
-    return None if tensor is None else Info(tuple(tensor.shape), tensor.dtype)
+    return None if tensor is None else Info(tuple(tensor.shape), tensor.dtype, counted(tensor))
+
+
+def counted(tensor: torch.Tensor) -> int | None:
+    """The dim along which a tensor of integers holds 0, 1, 2, ..., as the partitioner would know of an ``arange``."""
+    if tensor.dtype != torch.int64 or tensor.is_meta:
+        return None
+    for d, size in enumerate(tensor.shape):
+        rows = torch.arange(size).view(-1, *[1] * (tensor.ndim - d - 1))
+        if size > 1 and tensor.equal(rows.expand_as(tensor)):
+            return d
+    return None
 
 
 def call_of(sample: Sample, size: int, results: Sequence[torch.Tensor | None]) -> Call:
@@ -92,9 +103,9 @@ def _check_option(sample: Sample, call: Call, option: Option, expected: list[tor
 
 def _run(sample: Sample, call: Call, option: Option, expected: list[torch.Tensor | None], rank: int) -> Any:
     leaves, spec = tree_flatten((sample.args, sample.kwargs))
-    placements = iter(option.operands)
+    placements = iter(enumerate(option.operands))
     local = [
-        part(leaf, next(placements), rank, call.size, seed=k) if isinstance(leaf, torch.Tensor) else leaf
+        _operand(leaf, *next(placements), option, rank, call.size, seed=k) if isinstance(leaf, torch.Tensor) else leaf
         for k, leaf in enumerate(leaves)
     ]
     args, kwargs = tree_unflatten(local, spec)
@@ -106,6 +117,16 @@ def _run(sample: Sample, call: Call, option: Option, expected: list[torch.Tensor
         )
         args = localize(call, tuple(args), kwargs, shapes)
     return sample.op(*args, **kwargs)
+
+
+def _operand(
+    tensor: torch.Tensor, position: int, placement: Any, option: Option, rank: int, size: int, seed: int
+) -> torch.Tensor:
+    """What ``rank`` holds of one operand; a count that starts at 0 on every rank is as long as its part."""
+    held = part(tensor, placement, rank, size, seed)
+    if position not in option.from_zero:
+        return held
+    return tensor.narrow(placement.dim, 0, held.shape[placement.dim])
 
 
 def part(tensor: torch.Tensor, placement: Any, rank: int, size: int, seed: int) -> torch.Tensor:

@@ -367,6 +367,22 @@ def indexing() -> Iterator[tuple[Any, ...]]:
         yield "index_put", x, indices, values, True
         yield "index_put", x, indices, f(), True
         yield "_unsafe_index_put", x, indices, values, True
+    rows, last = torch.arange(4), torch.arange(6)
+    for indices in (
+        [rows, ints(6, 4)],
+        [rows[:, None], ints(6, 4, 3)],
+        [rows[:, None, None], None, ints(5, 1, 2, 3)],
+        [ints(4, 6), last],
+        [rows[:, None].expand(4, 6), last],
+        [torch.arange(3), torch.arange(3)],
+        [None, torch.arange(6).view(1, 6), torch.arange(5).view(5, 1)],
+    ):
+        yield "index.Tensor", x, indices
+        values = torch.ops.aten.index.Tensor(x, indices).clone().normal_()
+        yield "index_put", x, indices, values, True
+        yield "index_put", x, indices, f(), True
+    yield "index_put", x, [rows, None, torch.arange(5)[:4]], f(4, 6)
+    yield "index_put", x, [rows, ints(6, 4)], f(4, 5)
     yield "index_put", x, [None, torch.tensor([0, 3])], f(4, 2, 5)
     yield "index_put", x, [torch.tensor([0, 3])], f(6, 5)
     yield "one_hot", ints(7, 4, 5), 7
