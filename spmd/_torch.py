@@ -21,6 +21,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -233,6 +234,7 @@ __all__ = [
     "DisableAutocast",
     "DynamicOutputShapeException",
     "FakeStore",
+    "FakeTensor",
     "FakeTensorMode",
     "GetAttrKey",
     "GuardOnDataDependentSymNode",

@@ -11,7 +11,7 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ from passes import CaptureError, Phase
 from passes.random import draws
 
 from .._torch import (
+    FakeTensor,
     TorchDispatchMode,
     current_autograd_node,
     get_proxy_mode,
@@ -33,10 +34,12 @@ from .._torch import (
     tree_flatten,
 )
 from ..randomness import Draws
+from .reads import Reads
 from .recompute import Recomputed, recomputing
 from .refused import check_op
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH_OPS = {"aten", "prim", "prims"}
 _INTERNAL = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE + os.sep)
 
 
@@ -66,8 +69,9 @@ class _Forward:
 class Recorder(TorchDispatchMode):
     """Notes an ``Origin`` on every node that ``make_fx`` adds while this mode is on."""
 
-    def __init__(self, module_names: dict[int, str]) -> None:
+    def __init__(self, module_names: dict[int, str], reads: Reads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = reads
         self.updating = 0  # depth of Optimizer.step and zero_grad calls
         self._names = module_names
         self._modules: list[str] = []
@@ -82,6 +86,12 @@ class Recorder(TorchDispatchMode):
         self._kept: list[Any] = []  # autograd nodes with a hook of ours: kept alive so that ids stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The shapes of an op of the user's are told by a function of the user's.
+        inside_torch = func.namespace in _TORCH_OPS and all(kind is FakeTensor for kind in types)
+        with self._reads.unwatched() if inside_torch else nullcontext():
+            return self._noted(func, args, kwargs)
+
+    def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
         current = current_autograd_node()
         if current is not None:
             self._hook_upstream(current)

@@ -160,6 +160,7 @@ class Reads:
     _stack: ExitStack | None = None
     _thread: int = field(default_factory=threading.get_ident)  # others go on meanwhile, and read for themselves
     _patched: set[type] = field(default_factory=set)
+    _before: Any = field(default_factory=sys.gettrace)  # the trace function of a debugger, or none
 
     def __post_init__(self) -> None:
         self._namespaces = Namespaces(self._note_entry)
@@ -173,8 +174,9 @@ class Reads:
                 self._patch(kind)
             for root in roots:
                 self._look_into(root, self.names.get(id(root), type(root).__name__))
-            stack.callback(sys.settrace, sys.gettrace())
-            sys.settrace(self._tracer(sys.gettrace()))
+            self._before = sys.gettrace()
+            stack.callback(sys.settrace, self._before)
+            sys.settrace(self._tracer(self._before))
             try:
                 yield
             except BaseException:
@@ -182,6 +184,16 @@ class Reads:
                 raise
         self._stack = None
         self._tell(self._changed(take_back=holds_traced))
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """No function of the user's starts in here: a trace function slows down all Python code, half of it torch's."""
+        now = sys.gettrace()
+        sys.settrace(self._before)
+        try:
+            yield
+        finally:
+            sys.settrace(now)
 
     def _changed(self, take_back: Callable[[Any], bool]) -> list[str]:
         """What the step changed besides modules and optimizers; it is put back where ``take_back`` of it says so."""

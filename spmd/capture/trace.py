@@ -119,7 +119,7 @@ class Trace:
     def _run(self, *flat: Any) -> list[Any]:
         names = {id(module): name for name, module in submodules_of(self.arguments.modules)}
         self.reads.names.update(names)
-        recorder, asked = Recorder(names), StateBranches(self.slots)
+        recorder, asked = Recorder(names, self.reads), StateBranches(self.slots)
         fakes = self.fakes.as_traced(flat)
         with ExitStack() as stack:
             swap = _Swap(self, fakes, recorder)
@@ -135,8 +135,8 @@ class Trace:
             stack.enter_context(recorder.generators_kept())
             stack.enter_context(only_torch_draws())
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
-            stack.enter_context(recorder)
             self.branches = stack.enter_context(asked).found
+            stack.enter_context(recorder)  # outermost: no Python code but what is below it runs inside of an op
             args, kwargs = self._call_arguments(fakes)
             with self._told_of_changes((args, kwargs)), self.reads.watch(self.function, *self._objects()):
                 result = self.function(*args, **kwargs)

@@ -419,6 +419,27 @@ def test_a_trace_function_of_the_user_s_still_sees_calls() -> None:
     assert "helper" in seen
 
 
+COLUMNS = 3
+
+
+@torch.library.custom_op("guards::widened", mutates_args=())
+def widened(x: Tensor) -> Tensor:
+    return x.new_ones(len(x), COLUMNS)
+
+
+@widened.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(len(x), COLUMNS)
+
+
+def test_globals_that_tell_the_shape_of_an_op_of_the_user_s_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for inside of torch, where nothing else of the user's runs."""
+    compiled = spmd.compile(lambda x: widened(x).sum())
+    assert compiled(torch.ones(2, 3)) == 6
+    monkeypatch.setitem(globals(), "COLUMNS", 4)
+    assert compiled(torch.ones(2, 3)) == 8 and len(compiled.programs) == 2
+
+
 LOG: list[Any] = []
 COUNT = 0
 
