@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,17 @@ def while_recorded() -> Table:
     """Ops taken apart in the first trace, where mutations are recorded.
 
     Those of batch norms write running statistics, which their schemas do not say; a ``GradScaler``'s write lists, as do
-    those called ``_foreach``, in which each tensor may live somewhere else.
+    those called ``_foreach``, in which each tensor may live somewhere else. Strides that only say anew in which order
+    the dims of a tensor lie are those of eager here, and of other layouts later.
     """
     return {
         **one_at_a_time(),
         **get_decompositions([aten.native_batch_norm, aten.cudnn_batch_norm]),
         aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
         aten._amp_update_scale_.default: _update_scale,
+        aten.as_strided.default: _as_strided,
+        aten.as_strided_.default: _as_strided_,
+        aten._weight_norm_interface_backward.default: _weight_norm_backward,
     }
 
 
@@ -64,6 +68,49 @@ def _update_scale(
     scale.copy_(torch.where(found, (scale.double() * backoff).to(scale.dtype), unless_found))
     tracker.copy_(torch.where(found | full, torch.zeros_like(tracker), steps))
     return scale
+
+
+def _as_strided(x: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> torch.Tensor:
+    """Where all elements of a dense tensor are named anew, a view; torch's own pooling asks for that."""
+    before, after = _memory_order(x.shape, x.stride()), _memory_order(size, stride)
+    if (
+        before is None
+        or after is None
+        or math.prod(size) != x.numel()
+        or storage_offset not in (None, x.storage_offset())
+    ):
+        return NotImplemented  # type: ignore[no-any-return]
+    flat = x.permute(before).view([size[d] for d in after])
+    return flat.permute([after.index(d) for d in range(len(size))])
+
+
+def _as_strided_(
+    x: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """Nothing, where only the strides of dims of size 1 change."""
+    same = all(before == after for n, before, after in zip(x.shape, x.stride(), stride, strict=False) if n > 1)
+    if tuple(size) != tuple(x.shape) or not same or storage_offset not in (None, x.storage_offset()):
+        return NotImplemented  # type: ignore[no-any-return]
+    return x
+
+
+def _memory_order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """The dims from the outermost in memory to the innermost; None where there are gaps or overlaps."""
+    order = sorted(range(len(size)), key=lambda d: (size[d] == 1, -stride[d]))
+    step = 1
+    for d in reversed(order):
+        if size[d] != 1 and stride[d] != step:
+            return None
+        step *= size[d]
+    return order
+
+
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of ``v`` and ``g``, where the weight is ``g * v / |v|``. Linear in ``grad``, so that shares of it will do."""
+    along = (grad * v).sum([d for d in range(v.ndim) if d != dim], keepdim=True)
+    return g / norms * (grad - v * (along / norms.square())), along / norms
 
 
 @functools.cache

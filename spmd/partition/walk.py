@@ -66,6 +66,7 @@ class _Partitioner:
         self.emitter, self.chooser = Emitter(program), Chooser(program.mesh)
         self.values: dict[fx.Node, Any] = {}
         self.gathered: dict[fx.Node, Value] = {}
+        self.updated: dict[fx.Node, str] = {}  # by what an update made of it, the name of a parameter
         self.by_origin: dict[int, fx.Node] = {}
         self.drawn: dict[int, Placements] = {}  # by the number of the draw
         self.notes: dict[str, str] = {}
@@ -161,6 +162,7 @@ class _Partitioner:
             self._op(node)
         else:
             self._number(node)
+        self._note_update(node)
         self._settle_gradient(node)
 
     def _number(self, node: fx.Node) -> None:
@@ -239,14 +241,31 @@ class _Partitioner:
         return operands
 
     def _is_gathered(self, operand: fx.Node, user: fx.Node) -> bool:
-        declared = self.inputs.get(operand)
-        if declared is None or declared.role is not Role.PARAMETER or not self.plan.options.get("gather_parameters"):
+        """Whether ``user`` computes with the whole of ``operand``: a parameter, or what an update made of one."""
+        if not self.plan.options.get("gather_parameters"):
             return False
-        return user.meta.get("phase") in (Phase.FORWARD, Phase.BACKWARD)
+        return user.meta.get("phase") in (Phase.FORWARD, Phase.BACKWARD) and self._parameter(operand) is not None
+
+    def _parameter(self, node: fx.Node) -> str | None:
+        """The name of the parameter that ``node`` is, as given or as an update made it."""
+        declared = self.inputs.get(node)
+        if declared is not None:
+            return declared.name if declared.role is Role.PARAMETER else None
+        return self.updated.get(node)
+
+    def _note_update(self, node: fx.Node) -> None:
+        """What an update makes of a parameter is that parameter, to a forward later in the step (a GAN's second)."""
+        before = node.args[0] if node.args and node.meta.get("phase") is Phase.UPDATE else None
+        if not isinstance(before, fx.Node) or not isinstance(held := self.values.get(node), Value):
+            return
+        name, was = self._parameter(before), self.values[before]
+        if name is not None and isinstance(was, Value) and was.shape == held.shape:
+            self.updated[node] = name
 
     def _gathered(self, parameter: fx.Node, held: Value) -> Value:
         if parameter not in self.gathered:
-            name = self.inputs[parameter].name
+            name = self._parameter(parameter)
+            assert name is not None
             reason = Reason(Role.PARAMETER, "a split parameter is gathered before its first use", (name,))
             node = self._want(held, self.whole, reason)
             self.gathered[parameter] = Value(parameter, held.shape, held.dtype, self.whole, {self.whole: node})

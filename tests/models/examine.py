@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import spmd
 from passes import Program
 from tests.harness.oracle import Case, Snapshot, all_unequal, compiled_run, plain_run, random_generator
+from tests.harness.pool import Ranks
 
 from .rows import whole_rows
 from .zoo import ROWS, Entry
@@ -75,7 +76,17 @@ class Watched(spmd.DataParallel):
         return share
 
 
-def examine(rank: int, world: int, case: Training, style: Style, steps: int) -> Finding:
+def assert_trains_in_place(ranks: Ranks, case: Case, style: Style, steps: int = 3) -> None:
+    """Fail with a line for each number that differs on one of two ranks, and for each node with all rows of the batch.
+
+    A rank's part of the batch has ``ROWS`` rows, and no other dim of the model a multiple of them.
+    """
+    for finding in ranks.run(2, examine, case, style, steps):
+        assert not finding.unequal, "\n".join(finding.unequal[:20])
+        assert not finding.whole, "\n".join(finding.whole)
+
+
+def examine(rank: int, world: int, case: Case, style: Style, steps: int) -> Finding:
     """Train in one process and on ``world`` ranks, and compare. A job for the pool."""
     expected = plain_run(case, world, steps)
     mode = Watched(style)
