@@ -21,8 +21,8 @@ import torch
 from .errors import SpmdError
 
 aten = torch.ops.aten
-Part = Sequence[tuple[int, int]]
-"""Where a part lies: for each dim, the index of its first element and the length of the whole tensor."""
+Part = Sequence[tuple[int, int, int]]
+"""Where a part lies: for each dim, or each factor of one, its first index, its length and the length of the whole."""
 
 BY_POSITION = 1 << 62
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -49,7 +49,7 @@ def draw(op: Any, seed: int, number: int, part: Part, *args: Any, **kwargs: Any)
     key = mix(mix(0, int(seed)), number)
     if int(seed) & BY_POSITION and op in _DRAWN_BY_POSITION:
         return _DRAWN_BY_POSITION[op](_Bits(key, part), *args, **kwargs)
-    for start, _ in part:
+    for start, *_ in part:
         key = mix(key, start)
     generator = default_generator(device_of(args, kwargs))
     state = generator.get_state()
@@ -59,7 +59,7 @@ def draw(op: Any, seed: int, number: int, part: Part, *args: Any, **kwargs: Any)
     finally:
         generator.set_state(state)
     if int(seed) & BY_POSITION:
-        _check_whole(op, result, part)
+        _check_whole(op, part)
     return result
 
 
@@ -86,9 +86,8 @@ def mix(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
-def _check_whole(op: Any, result: Any, part: Part) -> None:
-    first = result[0] if isinstance(result, (tuple, list)) else result
-    if tuple(first.shape) != tuple(size for _, size in part):
+def _check_whole(op: Any, part: Part) -> None:
+    if any(length != size for _, length, size in part):
         raise SpmdError(
             f"expected an op whose numbers can depend on their global position alone, since spmd.seed was called with "
             f"invariant=True, but {op} draws with a kernel of its own on a tensor that is split: take it apart "
@@ -130,9 +129,9 @@ class _Bits:
 
     def _positions(self, like: torch.Tensor) -> torch.Tensor:
         flat = torch.zeros((), dtype=torch.int64, device=like.device)
-        for length, (start, size) in zip(like.shape, self.part, strict=True):
+        for start, length, size in self.part:
             flat = flat.unsqueeze(-1) * size + torch.arange(start, start + length, device=like.device)
-        return flat + 1
+        return flat.reshape(like.shape) + 1
 
 
 def _signed(value: int) -> int:

@@ -8,10 +8,44 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Mesh, PlacementError
+from passes import Axis, Mesh, PlacementError
 from passes.program import Placements
 
 AnyPlacement = Placement | Sequence[Placement] | Mapping[str, Placement]
+
+
+class Interleaved(Shard):
+    """Split along ``dim``, which is ``outer`` runs of equally many rows: each rank has the same part of every run.
+
+    What a (time, batch, width) that is split along its batch becomes when time and batch are flattened: ``dim`` 0, and
+    as many runs as there are times. It arises inside a program alone; runs always split evenly. On a mesh of several
+    axes, ``outer`` counts what the axes before have left.
+    """
+
+    def __init__(self, dim: int, outer: int) -> None:
+        super().__init__(dim)
+        self.outer = outer
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Interleaved) and (self.dim, self.outer) == (other.dim, other.outer)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.outer))
+
+    def __repr__(self) -> str:
+        return f"Interleaved(dim={self.dim}, outer={self.outer})"
+
+    __str__ = __repr__
+
+
+def splits(placement: Placement, dim: int) -> bool:
+    """Whether a placement splits ``dim``, in runs or not."""
+    return isinstance(placement, Shard) and placement.dim == dim
+
+
+def rows(dim: int, outer: int = 1) -> Shard:
+    """Split along ``dim``, in ``outer`` runs: of one run, a plain ``Shard``."""
+    return Shard(dim) if outer == 1 else Interleaved(dim, outer)
 
 
 def normalize(placement: Any, mesh: Mesh, name: str) -> Placements:
@@ -71,14 +105,31 @@ def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
     return tuple(local)
 
 
-def local_start(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """Where this rank's part of a global shape starts, along each dim."""
-    local, starts = list(shape), [0] * len(shape)
+def local_runs(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[tuple[int, int, int], ...]:
+    """Where this rank's part of a global shape lies: (first index, length, length of the whole) of each dim.
+
+    A dim that is cut in runs counts as two, the runs and the rows of one.
+    """
+    dims = [[(0, size, size)] for size in shape]
     for entry, axis in zip(placement, mesh.axes, strict=True):
         if isinstance(entry, Shard):
-            start, local[entry.dim] = chunk(local[entry.dim], axis.size, axis.coordinate)
-            starts[entry.dim] += start
-    return tuple(starts)
+            _cut(dims[entry.dim], entry.outer if isinstance(entry, Interleaved) else 1, axis)
+    return tuple(run for dim in dims for run in dim)
+
+
+def _cut(dim: list[tuple[int, int, int]], outer: int, axis: Axis) -> None:
+    """Cut each of the ``outer`` runs that this rank has of a dim, which is given by its factors."""
+    for k, (start, length, size) in enumerate(dim):
+        if outer == 1:
+            first, rows = chunk(length, axis.size, axis.coordinate)
+            dim[k] = (start + first, rows, size)
+            return
+        if outer < length:  # the runs begin inside this factor
+            rows = length // outer
+            dim[k : k + 1] = [(start // rows, outer, size // rows), (0, rows, rows)]
+            outer = 1
+        else:
+            outer //= length
 
 
 def global_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Mesh, Phase
 from passes.program import Placements
 
-from ..placements import local_shape
+from ..placements import Interleaved, local_shape, splits
 from ..rules import Call, Info, Option, localize_of, rule_of
 from .redistribute import LATENCY_BYTES, cost
 from .values import Value
@@ -40,7 +40,7 @@ class Chooser:
         """One option per axis. ``wanted`` is where the (first) result is wanted, ``only`` where it must be."""
         chosen: list[Option] = []
         for index in range(len(self.mesh.axes)):
-            options = self.options(call, chosen)
+            options = self.options(call, operands, chosen)
             if only is not None:
                 options = [option for option in options if option.results[0] == only[index]]
             elif phase is Phase.UPDATE and _is_contraction(options):
@@ -57,18 +57,19 @@ class Chooser:
         """One option per axis that gives exactly ``result`` and takes only what this rank has."""
         chosen: list[Option] = []
         for index in range(len(self.mesh.axes)):
-            options = self.options(call, chosen)
+            options = self.options(call, operands, chosen)
             fits = [o for o in options if o.results[0] == result[index] and _is_free(o, operands, index)]
             if not fits:
                 return None
             chosen.append(min(fits, key=lambda o: sum(isinstance(p, Shard) for p in o.operands)))
         return chosen
 
-    def options(self, call: Call, chosen: Sequence[Option]) -> list[Option]:
+    def options(self, call: Call, operands: Sequence[Value], chosen: Sequence[Option]) -> list[Option]:
         """What is right along the next axis: everything whole, and what the rule says."""
         axis = self.mesh.axes[len(chosen)]
-        narrowed = replace(_narrowed(call, chosen, self.mesh), size=axis.size)
-        key = (narrowed.target, repr(narrowed.args), repr(narrowed.kwargs), axis.size)
+        interleaved = tuple(_runs(held, tuple(o.operands[k] for o in chosen)) for k, held in enumerate(operands))
+        narrowed = replace(_narrowed(call, chosen, self.mesh), size=axis.size, interleaved=interleaved)
+        key = (narrowed.target, repr(narrowed.args), repr(narrowed.kwargs), axis.size, interleaved)
         if key not in self._asked:
             rule = rule_of(call.target)
             self._asked[key] = [_whole(call), *(rule(narrowed) if rule is not None else [])]
@@ -144,6 +145,12 @@ def _is_free(option: Option, operands: Sequence[Value], axis: int) -> bool:
     )
 
 
+def _runs(held: Value, before: Placements) -> tuple[Interleaved, ...]:
+    """How a value is there in runs of rows along the next axis, if the axes before leave it ``before``."""
+    there = [form[len(before)] for form in held.forms if form[: len(before)] == before]
+    return tuple(placement for placement in there if isinstance(placement, Interleaved))
+
+
 def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> Call:
     """The call with the shapes that the axes before have left."""
     if not any(isinstance(p, Shard) for option in chosen for p in (*option.operands, *option.results)):
@@ -172,7 +179,7 @@ def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> Call:
 
 def _still_counted(info: Info, position: int, chosen: Sequence[Option]) -> int | None:
     """The dim that an operand counts, if the axes before have left it counting from 0 on."""
-    cut = (o for o in chosen if o.operands[position] == Shard(info.counts or 0) and position not in o.from_zero)
+    cut = (o for o in chosen if splits(o.operands[position], info.counts or 0) and position not in o.from_zero)
     return info.counts if next(cut, None) is None else None
 
 

@@ -14,7 +14,7 @@ from passes.program import Input, Placements
 from passes.random import draw, draws
 
 from .._torch import OpOverload
-from ..placements import local_start
+from ..placements import local_runs
 from .redistribute import Reason, Redistribution
 from .values import Value, results
 
@@ -105,7 +105,7 @@ class Emitter:
                 self.seed = self.graph.placeholder("seed")
             self.seed.meta["val"] = 0
         whole, placement = next((v, p) for v, p in zip(results(node.meta["val"]), placements, strict=True) if p)
-        part = tuple(zip(local_start(whole.shape, placement, self.mesh), whole.shape, strict=True))
+        part = local_runs(whole.shape, placement, self.mesh)
         arguments = (target, self.seed, self._number(node), part, *args)
         new = self.graph.create_node("call_function", draw, arguments, kwargs, name=node.name)
         return self._described(new, node, self._run(target, args, kwargs))

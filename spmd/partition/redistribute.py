@@ -20,7 +20,7 @@ from passes import Axis, Collective, Kind, Mesh, Role
 from passes.collectives import WAIT, c10d
 from passes.program import Placements
 
-from ..placements import chunk
+from ..placements import Interleaved, chunk, splits
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
@@ -49,6 +49,8 @@ def cost(source: Placement, target: Placement, nbytes: float, ranks: int, allow_
         return 0.0
     share = (ranks - 1) / ranks
     match source, target:
+        case (Interleaved(), Shard()) | (Shard(), Interleaved()):
+            return cost(source, Replicate(), nbytes, ranks) + _LOCAL * nbytes / ranks
         case Replicate(), Shard():
             return _LOCAL * nbytes / ranks
         case Replicate(), Partial(reduce_op="sum"):
@@ -105,8 +107,9 @@ def _keeps_order(current: Sequence[Placement], goals: Sequence[Placement], index
     goal = goals[index]
     if not isinstance(goal, Shard):
         return True
-    outer_done = all(_splits(current[k], goal.dim) == _splits(goals[k], goal.dim) for k in range(index))
-    inner_cuts = any(_splits(placement, goal.dim) for placement in current[index + 1 :])
+    outer = [k for k in range(index) if splits(current[k], goal.dim) or splits(goals[k], goal.dim)]
+    outer_done = all(current[k] == goals[k] for k in outer)
+    inner_cuts = any(splits(placement, goal.dim) for placement in current[index + 1 :])
     return outer_done and (goal == current[index] or not inner_cuts)
 
 
@@ -147,6 +150,17 @@ class Redistribution:
     def _step(self, goal: Placement, node: fx.Node, current: Placements, index: int) -> fx.Node:
         axis = self.mesh.axes[index]
         match current[index], goal:
+            case (Interleaved(), Shard()) | (Shard(), Interleaved()):
+                whole = self._to(Replicate(), node, current, index)
+                return self._to(goal, whole, _with(current, index, Replicate()), index)
+            case Interleaved() as runs, Replicate():
+                return self._in_runs(node, runs, current, index, self._all_gather)
+            case Partial(reduce_op="sum"), Interleaved() as runs:
+                return self._in_runs(node, runs, current, index, self._reduce_scatter)
+            case Partial(reduce_op=op), Interleaved() as runs:
+                return self._in_runs(self._all_reduce(node, axis, op), runs, current, index, self._slice)
+            case Replicate(), Interleaved() as runs:
+                return self._in_runs(node, runs, current, index, self._slice)
             case Shard(dim=dim), Replicate():
                 return self._all_gather(node, axis, self._cut(current, index, dim))
             case Partial(reduce_op=op), Replicate():
@@ -171,10 +185,27 @@ class Redistribution:
         """How the axis at ``index`` cuts ``dim``, after the axes before it."""
         size, ranks = self.shape[dim], self.mesh.axes[index].size
         for placement, axis in zip(current[:index], self.mesh.axes, strict=False):
-            if _splits(placement, dim):
+            if splits(placement, dim):
                 size = chunk(size, axis.size, axis.coordinate)[1]
                 ranks *= axis.size
         return _Cut(dim, size, even=self.shape[dim] % ranks == 0)
+
+    def _in_runs(
+        self,
+        node: fx.Node,
+        runs: Interleaved,
+        current: Placements,
+        index: int,
+        work: Callable[[fx.Node, Axis, _Cut], fx.Node],
+    ) -> fx.Node:
+        """Do ``work`` on the rows of each run, which are a dim of their own meanwhile."""
+        dim, outer, before = runs.dim, runs.outer, list(node.meta["val"].shape)
+        apart = [*before[:dim], outer, before[dim] // outer, *before[dim + 1 :]]
+        cut = _Cut(dim + 1, self._cut(current, index, dim).size // outer, even=True)
+        node = work(self.emit(aten.reshape.default, (node, apart)), self.mesh.axes[index], cut)
+        node.meta["placement"] = _with(current, index, Replicate() if current[index] == runs else runs)
+        after = node.meta["val"].shape[dim + 1]
+        return self.emit(aten.reshape.default, (node, [*before[:dim], outer * after, *before[dim + 1 :]]))
 
     def _all_reduce(self, node: fx.Node, axis: Axis, op: str) -> fx.Node:
         return self._collective(Kind.ALL_REDUCE, axis, c10d.all_reduce.default, (node, op, axis.group), op)
@@ -241,10 +272,6 @@ class Redistribution:
     ) -> fx.Node:
         described = Collective(kind, axis.name, reduction, self.reason.role, self.reason.why, self.reason.of)
         return self.emit(WAIT, (self.emit(op, arguments, collective=described),))
-
-
-def _splits(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim == dim
 
 
 def _with(placements: Placements, index: int, placement: Placement) -> Placements:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from passes import Input, Output, OutputKind, PartitionError, Phase, Program, Role
 from passes.program import Placements, is_sharded, replicated
@@ -33,7 +34,7 @@ from passes.purity import is_pure
 from .._torch import OpOverload
 from ..capture.provenance import Origin
 from ..constrain import CONSTRAIN, constrained_to
-from ..placements import local_shape
+from ..placements import Interleaved, local_shape, splits
 from ..plan import Plan
 from ..rules import Call, Option, counted_dim, localize_of, rule_of
 from ..rules.pieces import dim_of, is_cut, takes_all
@@ -135,7 +136,7 @@ class _Partitioner:
             parameter = self.program.inputs[self.program.input_named(output.of)]
             return self.placements[parameter.name] if held.shape == parameter.shape else self.whole
         batch = (k in held.batch and self._divides(held, k) for k in range(len(held.primary)))
-        return tuple(p if split else Replicate() for p, split in zip(held.primary, batch, strict=True))
+        return tuple(_in_order(p) if split else Replicate() for p, split in zip(held.primary, batch, strict=True))
 
     def _divides(self, held: Value, axis: int) -> bool:
         """Whether all ranks of an axis have equally much of a value."""
@@ -384,7 +385,7 @@ class _Partitioner:
 
     def _count(self, held: Value, placement: Placements, reason: Reason) -> fx.Node:
         """A count of rows that ``placement`` splits, numbering this rank's own from 0."""
-        uncut = tuple(Replicate() if p == Shard(held.counts or 0) else p for p in placement)
+        uncut = tuple(Replicate() if splits(p, held.counts or 0) else p for p in placement)
         length = local_shape(held.shape, placement, self.mesh)[held.counts or 0]
         arguments = (self._want(held, uncut, reason), held.counts, 0, length)
         node = self.emitter.call(torch.ops.aten.slice.Tensor, arguments, {}, like=held.source)
@@ -495,6 +496,11 @@ def _computed_with(node: fx.Node, shape: tuple[int, ...] | None) -> Iterator[tup
             if user not in seen and isinstance(made, torch.Tensor) and tuple(made.shape) == shape:
                 seen.add(user)
                 pending.append(user)
+
+
+def _in_order(placement: Placement) -> Placement:
+    """A placement by which the parts, one after the other, are the whole: so the user reads a result."""
+    return Shard(placement.dim) if isinstance(placement, Interleaved) else placement
 
 
 def _is_cheap(node: fx.Node) -> bool:

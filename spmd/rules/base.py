@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch import OpOverload
+from ..placements import Interleaved
 
 R = Replicate()
 P = Partial("sum")
@@ -65,7 +66,8 @@ class Call:
 
     ``args`` and ``kwargs`` are the call's own, with an ``Info`` in the place of each tensor; ``operands`` are those
     Infos in the order of ``tree_leaves((args, kwargs))``; ``results`` has one Info per tensor the op returns (None for
-    an output that is no tensor or is absent); ``size`` is the number of ranks along the axis.
+    an output that is no tensor or is absent); ``size`` is the number of ranks along the axis; ``interleaved`` has for
+    each operand the ways in which it is there split in runs of rows, if any.
     """
 
     target: OpOverload
@@ -74,6 +76,7 @@ class Call:
     operands: tuple[Info, ...]
     results: tuple[Info | None, ...]
     size: int
+    interleaved: tuple[tuple[Interleaved, ...], ...] = ()
 
     def arg(self, name: str, default: Any = None) -> Any:
         """The argument called ``name`` in the op's schema, given by position, by name or by the schema's default."""

@@ -165,10 +165,10 @@ def _with_counted(source: Info, indices: list[Any], names: str, labels: list[str
 def _from_zero(call: Call, found: list[Option]) -> list[Option]:
     """The options, with the index of a split dim counting from 0 on."""
     given = [d for d, one in enumerate(call.arg("indices")) if isinstance(one, Info)]
-    splits = {Shard(d): 1 + k for k, d in enumerate(given)}  # operands: the tensor, then the indices
+    splits = {d: 1 + k for k, d in enumerate(given)}  # operands: the tensor, then the indices
     first = [option.operands[0] for option in found]
     return [
-        replace(o, from_zero=(splits[p],)) if isinstance(p, Shard) and p in splits else o
+        replace(o, from_zero=(splits[p.dim],)) if isinstance(p, Shard) and p.dim in splits else o
         for o, p in zip(found, first, strict=True)
     ]
 

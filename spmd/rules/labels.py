@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..placements import rows
 from .base import Call, Info, Option, P, R, parameters
 
 Labels = str | Sequence[str]
@@ -94,6 +95,7 @@ def options(call: Call, dims: Dims) -> list[Option]:
     """Every split of a letter that is right, and every partial operand that passes through."""
     splits = (split(call, dims, letter) for letter in dims.letters())
     found = [option for option in splits if option is not None]
+    found += [option for plain in found for option in in_runs(call, plain)]
     found += [option for names in dims.linear for option in partial(call, names, P)]
     return found + [option for kind in PARTIALS if dims.moves for option in partial(call, dims.moves, kind)]
 
@@ -114,6 +116,33 @@ def split(call: Call, dims: Dims, letter: str) -> Option | None:
     if dims.onto and dims.reduced_as in placed:
         operands[dims.onto] = dims.reduced_as
     return option(call, operands, placed)
+
+
+def in_runs(call: Call, plain: Option) -> list[Option]:
+    """``plain``, which splits one letter, with its rows in runs as an operand has them.
+
+    All dims of a letter run over the same rows, so it does not matter which rows a rank has, if all its operands have
+    the same ones. Not where dims of one letter differ in size: then their rows lie in other runs.
+    """
+    found: dict[int, Option] = {}
+    for placement, held, info in zip(plain.operands, call.interleaved, call.operands, strict=bool(call.interleaved)):
+        for runs in held:
+            if placement == Shard(runs.dim) and _sizes_split(call, plain) == {info.shape[runs.dim]}:
+                found.setdefault(runs.outer, _with_runs(plain, runs.outer))
+    return list(found.values())
+
+
+def _sizes_split(call: Call, plain: Option) -> set[int]:
+    """The sizes of all dims that an option splits."""
+    placed = zip((*plain.operands, *plain.results), (*call.operands, *call.results), strict=True)
+    return {info.shape[p.dim] for p, info in placed if isinstance(p, Shard) and info is not None}
+
+
+def _with_runs(plain: Option, outer: int) -> Option:
+    def lifted(placement: Any) -> Any:
+        return rows(placement.dim, outer) if isinstance(placement, Shard) else placement
+
+    return Option(tuple(map(lifted, plain.operands)), tuple(map(lifted, plain.results)))
 
 
 def partial(call: Call, names: Sequence[str], kind: Partial) -> list[Option]:

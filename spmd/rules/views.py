@@ -1,8 +1,9 @@
 """Ops that rename, merge and split dims without touching elements.
 
-A dim that survives alone may be split unevenly. Where dims are merged or taken apart, only the outermost of a group may
-be split, and evenly on both sides: then each rank's part is one contiguous run of the group's rows, on both sides the
-same. All kinds of partial pass, but not where the result is larger (``expand``): reduce first is then the cheaper.
+A dim that survives alone may be split unevenly. Where dims are merged or taken apart, a dim is split evenly on both
+sides: of the outermost, each rank's part is one contiguous run of the group's rows; of others, a part of each of many
+runs (``Interleaved``). All kinds of partial pass, but not where the result is larger (``expand``): reduce first is then
+the cheaper.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from math import prod
 
 from torch.distributed.tensor import Shard
 
+from ..placements import rows
 from .base import Call, Info, Option
 from .labels import PARTIALS, WHOLE, Dims, grows, letters, option, options, partial, wrap
 from .ops import aten
@@ -20,7 +22,7 @@ from .table import rule, whole
 
 @rule(*aten("view", "_unsafe_view", "reshape", "view_copy", "_reshape_copy"))
 def view(call: Call) -> list[Option]:
-    """The outermost dims of matching groups of dims."""
+    """Every dim that the result still has, as a dim or as runs of rows in one."""
     source, result = call.arg("self"), call.results[0]
     assert result is not None
     passing = [o for kind in PARTIALS for o in partial(call, ("self",), kind)]
@@ -28,10 +30,33 @@ def view(call: Call) -> list[Option]:
         return passing
     splits = []
     for before, after in groups(source.shape, result.shape):
-        alone = len(before) == len(after) == 1
-        if alone or (call.even(source.shape[before[0]]) and call.even(result.shape[after[0]])):
-            splits.append(option(call, {"self": Shard(before[0])}, Shard(after[0])))
+        for dim in before:
+            for outer in [1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == dim)]:
+                place = _viewed(call, before, after, dim, outer)
+                splits += [option(call, {"self": rows(dim, outer)}, place)] if place is not None else []
     return splits + passing
+
+
+def _viewed(call: Call, before: list[int], after: list[int], dim: int, outer: int) -> Shard | None:
+    """Where rows of ``dim``, split in ``outer`` runs, are in the result, or None where they are not to be found.
+
+    Within a group, all elements stand in one order on both sides. The rows in question are cut out of runs of elements,
+    of which there are as many as the dims ahead have elements: the result must have a dim in which such runs begin.
+    """
+    source, result = call.arg("self"), call.results[0]
+    assert result is not None
+    size, ahead = source.shape[dim], prod(source.shape[d] for d in before if d < dim)
+    if len(before) == len(after) == 1 and outer == 1:
+        return Shard(after[0])  # alone: uneven parts, too
+    runs, found = ahead * outer, 1  # of elements in the group; those that the dims of the result so far begin
+    for d in after:
+        if runs < found * result.shape[d]:
+            within = runs // found
+            fits = runs % found == 0 and result.shape[d] % within == 0
+            even = call.even(size // outer) and call.even(result.shape[d] // max(within, 1))
+            return rows(d, within) if fits and even else None
+        found *= result.shape[d]
+    return None
 
 
 def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:

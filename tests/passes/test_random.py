@@ -47,7 +47,7 @@ BOTH = [0, BY_POSITION]
 
 def drawn(name: str, seed: int, shape: tuple[int, ...], starts: tuple[int, ...] = (), whole: Any = None) -> Tensor:
     op, arguments, _, _ = OPS[name]
-    part = tuple(zip(starts or (0,) * len(shape), whole or shape, strict=True))
+    part = tuple(zip(starts or (0,) * len(shape), shape, whole or shape, strict=True))
     args, kwargs = arguments(shape)
     result = draw(op, seed, 4, part, *args, **kwargs)
     return result[0] if isinstance(result, tuple) else result
@@ -76,44 +76,53 @@ def test_by_position_parts_are_parts_of_the_whole(name: str) -> None:
     assert whole.dtype == drawn(name, 5, (7, 6)).dtype
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_by_position_a_dim_may_be_given_by_its_factors(name: str) -> None:
+    op, arguments, _, _ = OPS[name]
+    whole = drawn(name, BY_POSITION + 5, (6, 5))
+    args, kwargs = arguments((3, 5))
+    part = draw(op, BY_POSITION + 5, 4, ((0, 3, 3), (1, 1, 2), (0, 5, 5)), *args, **kwargs)
+    assert torch.equal(part[0] if isinstance(part, tuple) else part, whole[1::2])
+
+
 @pytest.mark.parametrize("kind", BOTH)
 def test_what_a_draw_depends_on(kind: int) -> None:
     """Seed, number and part; not the default generator, which stays as it was."""
     state = torch.get_rng_state()
-    first = draw(aten.rand.default, 1 + kind, 2, ((0, 8),), [4])
+    first = draw(aten.rand.default, 1 + kind, 2, ((0, 4, 8),), [4])
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(1)
-    assert torch.equal(first, draw(aten.rand.default, 1 + kind, 2, ((0, 8),), [4]))
+    assert torch.equal(first, draw(aten.rand.default, 1 + kind, 2, ((0, 4, 8),), [4]))
     for seed, number, start in ((2, 2, 0), (1, 3, 0), (1, 2, 4)):
-        assert not torch.equal(first, draw(aten.rand.default, seed + kind, number, ((start, 8),), [4]))
+        assert not torch.equal(first, draw(aten.rand.default, seed + kind, number, ((start, 4, 8),), [4]))
 
 
 def test_by_position_fills_what_the_dtype_has() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        unit = draw(aten.rand.default, BY_POSITION, 0, ((0, 50_000),), [50_000], dtype=dtype)
+        unit = draw(aten.rand.default, BY_POSITION, 0, ((0, 50_000, 50_000),), [50_000], dtype=dtype)
         assert unit.dtype == dtype and unit.min() >= 0 and unit.max() < 1
-    anything = draw(aten.random.default, BY_POSITION, 0, ((0, 9999),), torch.zeros(9999, dtype=torch.uint8))
+    anything = draw(aten.random.default, BY_POSITION, 0, ((0, 9999, 9999),), torch.zeros(9999, dtype=torch.uint8))
     assert anything.min() == 0 and anything.max() == 255
-    median = draw(aten.cauchy.default, BY_POSITION, 0, ((0, 9999),), torch.zeros(9999), 3.0, 2.0).median()
+    median = draw(aten.cauchy.default, BY_POSITION, 0, ((0, 9999, 9999),), torch.zeros(9999), 3.0, 2.0).median()
     assert abs(median - 3) < 0.2
 
 
 def test_by_position_keeps_the_layout() -> None:
     x = torch.zeros(3, 4).t()
-    assert draw(aten.rand_like.default, BY_POSITION, 0, ((0, 4), (0, 3)), x).stride() == x.stride()
+    assert draw(aten.rand_like.default, BY_POSITION, 0, ((0, 4, 4), (0, 3, 3)), x).stride() == x.stride()
 
 
 def test_dropout_of_everything_and_of_nothing() -> None:
     x = torch.ones(4, 4)
     for p, value in ((1.0, 0.0), (0.0, 1.0)):
-        out, _ = draw(aten.native_dropout.default, BY_POSITION, 0, ((0, 4), (0, 4)), x, p, True)
+        out, _ = draw(aten.native_dropout.default, BY_POSITION, 0, ((0, 4, 4), (0, 4, 4)), x, p, True)
         assert torch.equal(out, value * x)
-    out, kept = draw(aten.native_dropout.default, BY_POSITION, 0, ((0, 4), (0, 4)), x, 0.5, False)
+    out, kept = draw(aten.native_dropout.default, BY_POSITION, 0, ((0, 4, 4), (0, 4, 4)), x, 0.5, False)
     assert torch.equal(out, x) and kept.all()
 
 
 def test_an_op_that_has_no_form_by_position_is_refused_where_it_is_split() -> None:
     rates = torch.full((4,), 3.0)
-    draw(aten.poisson.default, BY_POSITION, 0, ((0, 4),), rates)
+    draw(aten.poisson.default, BY_POSITION, 0, ((0, 4, 4),), rates)
     with pytest.raises(SpmdError, match=r"invariant=True, but aten\.poisson\.default"):
-        draw(aten.poisson.default, BY_POSITION, 0, ((4, 8),), rates)
+        draw(aten.poisson.default, BY_POSITION, 0, ((4, 4, 8),), rates)

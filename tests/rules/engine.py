@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from spmd.placements import Interleaved
 from spmd.rules import Call, Info, Option, localize_of, rule_of
 
 EXTREMES = {"max": torch.amax, "min": torch.amin}
@@ -65,7 +66,14 @@ def call_of(sample: Sample, size: int, results: Sequence[torch.Tensor | None]) -
     """What a rule is asked about ``sample``."""
     args, kwargs = tree_map_only(torch.Tensor, info, (sample.args, sample.kwargs))
     operands = tuple(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Info))
-    return Call(sample.op, tuple(args), kwargs, operands, tuple(map(info, results)), size)
+    interleaved = tuple(tuple(_in_two_or_more_runs(operand, size)) for operand in operands)
+    return Call(sample.op, tuple(args), kwargs, operands, tuple(map(info, results)), size, interleaved)
+
+
+def _in_two_or_more_runs(operand: Info, size: int) -> Iterator[Interleaved]:
+    """All ways in which an operand could be there split in runs of rows."""
+    for dim, length in enumerate(operand.shape):
+        yield from (Interleaved(dim, k) for k in range(2, length) if length % k == 0 and length // k % size == 0)
 
 
 def options_of(sample: Sample, size: int) -> list[Option]:
@@ -141,6 +149,9 @@ def part(tensor: torch.Tensor, placement: Any, rank: int, size: int, seed: int) 
 def _shaped(tensor: torch.Tensor, placement: Any, rank: int, size: int) -> torch.Tensor:
     if not isinstance(placement, Shard):
         return tensor
+    if isinstance(placement, Interleaved):
+        apart = tensor.unflatten(placement.dim, (placement.outer, -1))
+        return _shaped(apart, Shard(placement.dim + 1), rank, size).flatten(placement.dim, placement.dim + 1)
     rows = tensor.shape[placement.dim]
     step = -(-rows // size)
     start = min(rank * step, rows)
@@ -170,7 +181,10 @@ def _compare(whole: torch.Tensor, parts: list[torch.Tensor], placement: Any, val
 
 def _joined(parts: list[torch.Tensor], placement: Any) -> Iterator[torch.Tensor]:
     """The global value that the parts stand for; of replicas, each."""
-    if isinstance(placement, Shard):
+    if isinstance(placement, Interleaved):
+        runs = [part.unflatten(placement.dim, (placement.outer, -1)) for part in parts]
+        yield torch.cat(runs, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
+    elif isinstance(placement, Shard):
         yield torch.cat(parts, placement.dim)
     elif isinstance(placement, Partial):
         stacked = torch.stack(parts)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 
 from spmd._torch import OpOverload, OpOverloadPacket
+from spmd.placements import Interleaved
 from spmd.rules import RULES, P, R, S, rule_of
 from spmd.rules.ops import ABSENT, find
 
@@ -95,9 +96,9 @@ def test_names_in_the_tables_exist() -> None:
 
 
 def _has(name: str, *args: Any, size: int = 2, **kwargs: Any) -> set[tuple[Any, Any]]:
-    """The options of a call, as pairs of operands and results."""
-    found = options_of(Sample(find(name), args, kwargs), size)
-    return {(option.operands, option.results) for option in found}
+    """The options of a call, as pairs of operands and results; those in runs of rows are left out."""
+    found = {(option.operands, option.results) for option in options_of(Sample(find(name), args, kwargs), size)}
+    return {pair for pair in found if not any(isinstance(p, Interleaved) for placed in pair for p in placed)}
 
 
 def test_products_have_rows_columns_contraction_and_partial_factors() -> None:
@@ -130,7 +131,7 @@ def test_uneven_parameters_are_updated_in_shards() -> None:
     assert ((S(0), S(0), S(0)), (S(0),)) in _has("addcdiv", f(3), f(3), f(3), size=4)
 
 
-def test_views_split_the_outermost_dim_of_a_group() -> None:
+def test_views_keep_rows_where_they_are_found() -> None:
     assert ((S(0),), (S(0),)) in _has("view", f(4, 6, 5), [24, 5])
     assert ((S(1),), (S(0),)) not in _has("view", f(4, 6, 5), [24, 5])
     assert ((S(1),), (S(1),)) in _has("view", f(4, 7), [4, 7, 1])
@@ -146,6 +147,20 @@ def test_attention_splits_over_batch_and_heads_alike() -> None:
     for split in (S(0), S(1)):
         assert ((split,) * 3, (split,) * 2) in forward
         assert ((split,) * 6, (split,) * 3) in backward
+
+
+def test_flattened_rows_are_in_runs_and_come_apart_again() -> None:
+    def claimed(shape: tuple[int, ...], after: list[int]) -> set[tuple[Any, Any]]:
+        return {(o.operands[0], o.results[0]) for o in options_of(Sample(find("view"), (f(*shape), after)), 2)}
+
+    assert (S(1), Interleaved(0, 3)) in claimed((3, 4, 5), [12, 5])
+    assert (Interleaved(0, 3), S(1)) in claimed((12, 5), [3, 4, 5])
+    assert (Interleaved(0, 2), S(1)) in claimed((12, 5), [2, 6, 5])
+    assert (Interleaved(0, 6), Interleaved(1, 3)) in claimed((12, 5), [2, 6, 5])
+    assert (S(2), Interleaved(0, 6)) in claimed((2, 3, 4), [24])
+    assert (S(1), Interleaved(0, 2)) in claimed((2, 4, 3), [8, 3])
+    assert not [pair for pair in claimed((3, 5, 4), [15, 4]) if pair[0] == S(1)]
+    assert not [pair for pair in claimed((4, 6), [3, 8]) if pair[0] == Interleaved(0, 2)]
 
 
 _KEEPS_BATCH = (

@@ -50,6 +50,7 @@ class Zoo(nn.Module):
         x = x * torch.rand(len(x), 1) + torch.randn(len(x), 8) + x.new_empty(len(x), 8).uniform_(-1, 1)
         x = checkpoint(self.block, x, use_reentrant=False)
         x = x * F.gumbel_softmax(x) + self.lstm(x.view(-1, 2, 4))[0].flatten(1)
+        x = x + F.dropout(x.view(-1, 2, 4).transpose(0, 1).reshape(-1, 4), 0.2).view(2, -1, 4).sum(0).repeat(1, 2)
         heads = x.view(-1, 2, 2, 2)
         x = x + F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).flatten(1)
         x = x + x.gather(1, torch.multinomial(x.softmax(1), 1)) * torch.randint(1, 5, (len(x), 8))

@@ -25,7 +25,7 @@ from passes import Axis, Kind, Mesh
 from passes.collectives import input_bytes, is_collective, is_wait, kind_of, output_bytes, reduction_of
 from passes.program import Placements
 from spmd.partition.redistribute import LATENCY_BYTES, Reason, Redistribution, cost, total_cost
-from spmd.placements import chunk, local_shape
+from spmd.placements import Interleaved, chunk, local_shape
 
 R, S0, S1, SUM, MAX = Replicate(), Shard(0), Shard(1), Partial(), Partial("max")
 SOURCES, TARGETS = (R, S0, S1, SUM, MAX), (R, S0, S1, SUM)
@@ -93,6 +93,9 @@ def scattered(x: Tensor, placements: Sequence[Placement], sizes: Sequence[int]) 
 
 
 def _pieces(x: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
+    if isinstance(placement, Interleaved):
+        runs = _pieces(x.unflatten(placement.dim, (placement.outer, -1)), Shard(placement.dim + 1), ranks)
+        return [piece.flatten(placement.dim, placement.dim + 1) for piece in runs]
     if isinstance(placement, Shard):
         return [x.narrow(placement.dim, *chunk(x.shape[placement.dim], ranks, k)).contiguous() for k in range(ranks)]
     if placement == SUM:
@@ -112,6 +115,9 @@ def joined(parts: Parts, placements: Sequence[Placement], sizes: Sequence[int]) 
         joined({at[1:]: part for at, part in parts.items() if at[0] == k}, placements[1:], sizes[1:])
         for k in range(sizes[0])
     ]
+    if isinstance(placements[0], Interleaved):
+        dim, outer = placements[0].dim, placements[0].outer
+        return torch.cat([piece.unflatten(dim, (outer, -1)) for piece in pieces], dim + 1).flatten(dim, dim + 1)
     if isinstance(placements[0], Shard):
         return torch.cat(pieces, placements[0].dim)
     if placements[0] == SUM:
@@ -241,6 +247,39 @@ def test_the_last_dim_of_three() -> None:
     for source, target in product([R, SUM, Shard(0), Shard(1), Shard(2)], [R, Shard(0), Shard(1), Shard(2)]):
         check((2,), (2, 4, 6), (source,), (target,))
         check((2,), (3, 5, 7), (source,), (target,))
+
+
+def runs_fit(shape: Sequence[int], placements: Placements, sizes: Sequence[int]) -> bool:
+    """Whether runs divide evenly, each axis after those before."""
+    left = list(shape)
+    for placement, ranks in zip(placements, sizes, strict=True):
+        if isinstance(placement, Shard):
+            outer = placement.outer if isinstance(placement, Interleaved) else 1
+            if left[placement.dim] % (outer * ranks):
+                return False
+            left[placement.dim] //= ranks
+    return True
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2), (3, 2)], ids=_name)
+def test_rows_in_runs(sizes: tuple[int, ...]) -> None:
+    """A time and a batch that were flattened: from there, to there, and between axes that split one dim."""
+    shape, runs = (36, 24), [Interleaved(0, 2), Interleaved(0, 3), Interleaved(0, 6), Interleaved(1, 4)]
+    sources, targets = (list(product([*plain, *runs], repeat=len(sizes))) for plain in (SOURCES, TARGETS))
+    found = [
+        (source, target)
+        for source, target in product(sources, targets)
+        if any(p in runs for p in (*source, *target)) and _has_way(source, target)
+        if runs_fit(shape, source, sizes) and runs_fit(shape, target, sizes)
+    ]
+    check_all(sizes, shape, random.Random(0).sample(found, min(len(found), 60)))
+
+
+def test_a_flattened_batch_is_gathered_and_scattered_once() -> None:
+    for source, target, needed in ((S0, R, "all_gather"), (SUM, S0, "reduce_scatter")):
+        source, target = (Interleaved(0, 2) if p == S0 else p for p in (source, target))
+        assert collectives(emitted((2,), (0,), (8, 3), (source,), (target,))) == {needed: 1}
+    assert collectives(emitted((2,), (0,), (8, 3), (R,), (Interleaved(0, 2),))) == {}
 
 
 def test_nothing_to_do() -> None:
