@@ -115,7 +115,8 @@ class Ranks:
             outcome = unpacked(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             worker.process.join(5)
-            outcome = Failed(f"the process died with exit code {worker.process.exitcode}", time.time(), spoiled=True)
+            text = f"the process died with exit code {worker.process.exitcode}\n{worker.stacks.read_text()}".strip()
+            outcome = Failed(text, 0.0, spoiled=True)  # what the others saw of it they may have told before
         assert isinstance(outcome, (Done, Failed))
         if isinstance(outcome, Failed) and outcome.spoiled:
             self._replace(rank)

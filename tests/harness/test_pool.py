@@ -37,6 +37,11 @@ def dying(rank: int, world: int) -> None:
         os._exit(3)
 
 
+def aborting(rank: int, world: int) -> None:
+    if rank == 0:
+        os.abort()
+
+
 def untidy(rank: int, world: int) -> None:
     torch.set_default_dtype(torch.float64)
 
@@ -99,6 +104,11 @@ def test_a_process_that_dies_is_named_and_replaced(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="rank 0 of 2 failed first: the process died with exit code 3"):
         ranks.run(2, dying)
     assert ranks.run(2, summed, 1.0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_process_that_a_signal_ends_says_where_it_was(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"rank 0 of 2 failed first: the process died with exit code -6(.|\n)*aborting"):
+        ranks.run(2, aborting)
 
 
 def test_a_rank_whose_peer_vanished_before_they_met_is_replaced_too(ranks: Ranks, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """What went wrong, and when: a hang comes last. ``spoiled``: the process is of no more use."""
+    """What went wrong, and when: a death comes first, a hang last. ``spoiled``: the process is of no more use."""
 
     text: str
     when: float = float("inf")
@@ -55,11 +55,12 @@ Outcome = Done | Failed
 
 
 def serve(pipe: Connection, stacks: Path) -> None:
-    """Run jobs until the pipe closes. ``SIGUSR1`` writes this process's stack to ``stacks``."""
+    """Run jobs until the pipe closes. ``SIGUSR1``, or a signal that ends the process, writes its stack to ``stacks``."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
+        faulthandler.enable(file)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session; it closes the pipe
         while (received := _next(pipe)) is not None:
             pipe.send_bytes(packed(_outcome(received)))
