@@ -62,17 +62,18 @@ class StateBranches(TorchDispatchMode):
             return None
         placeholders = node.graph.find_nodes(op="placeholder")
         small = {placeholders[k]: named for k, named in self.small.items()}
-        needed = _ancestors(node)
+        needed = ancestors(node)
         read = [n for n in placeholders if n in needed]
         computed = all(n.op == "call_function" for n in needed if n not in small)
         if not read or not computed:
             return None
-        condition = _cut_out(node, needed, read)
+        condition = cut_out(node, needed, read)
         taken = _answer(condition, [small[n][1] for n in read])
         return Branch(tuple(small[n][0] for n in read), condition, taken)
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """``node`` and all that it follows from."""
     needed: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -83,7 +84,7 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return needed
 
 
-def _cut_out(node: fx.Node, needed: set[fx.Node], read: Sequence[fx.Node]) -> fx.GraphModule:
+def cut_out(node: fx.Node, needed: set[fx.Node], read: Sequence[fx.Node]) -> fx.GraphModule:
     """The part of the graph that computes ``node``, as a graph of its own."""
     graph = fx.Graph()
     copies = {each: graph.placeholder(each.name) for each in read}

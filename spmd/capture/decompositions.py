@@ -16,6 +16,7 @@ import torch
 
 from .._torch import OpOverload, core_aten_decompositions, get_decompositions, one_at_a_time
 from ..rules import rule_of
+from .bags import bags
 from .random_decompositions import random_table
 
 aten = torch.ops.aten
@@ -44,6 +45,7 @@ def while_recorded() -> Table:
         aten.as_strided.default: _as_strided,
         aten.as_strided_.default: _as_strided_,
         aten._weight_norm_interface_backward.default: _weight_norm_backward,
+        **bags(),
     }
 
 
