@@ -18,6 +18,7 @@ from passes.program import Placements
 
 from ..placements import Interleaved, local_shape, splits
 from ..rules import Call, Info, Option, localize_of, rule_of
+from .alike import likeness
 from .redistribute import LATENCY_BYTES, cost
 from .values import Value
 
@@ -69,7 +70,7 @@ class Chooser:
         axis = self.mesh.axes[len(chosen)]
         interleaved = tuple(_runs(held, tuple(o.operands[k] for o in chosen)) for k, held in enumerate(operands))
         narrowed = replace(_narrowed(call, chosen, self.mesh), size=axis.size, interleaved=interleaved)
-        key = (narrowed.target, repr(narrowed.args), repr(narrowed.kwargs), axis.size, interleaved)
+        key = (narrowed.target, likeness(narrowed.args), likeness(narrowed.kwargs), axis.size, interleaved)
         if key not in self._asked:
             rule = rule_of(call.target)
             self._asked[key] = [_whole(call), *(rule(narrowed) if rule is not None else [])]

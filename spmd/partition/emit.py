@@ -15,6 +15,7 @@ from passes.random import draw, draws
 
 from .._torch import OpOverload
 from ..placements import local_runs
+from .alike import Shapes
 from .redistribute import Reason, Redistribution
 from .values import Value, results
 
@@ -30,7 +31,7 @@ class Emitter:
         self.mesh: Mesh = program.mesh
         self.seed: fx.Node | None = None
         self._unnumbered = 0
-        self._fakes = _fake_mode(program)
+        self._shapes = Shapes(_fake_mode(program))
 
     def placeholder(self, node: fx.Node, val: Any) -> fx.Node:
         """The input that ``node`` is, with this rank's ``val``."""
@@ -42,7 +43,7 @@ class Emitter:
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         """A call whose value is found by running it on fake tensors, with the provenance of ``like``."""
         new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_name(target, like))
-        return self._described(new, like, self._run(target, args, kwargs))
+        return self._described(new, like, self._shapes.of(target, args, kwargs))
 
     def number(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         """A call that gives no tensor: it has the value that was traced."""
@@ -56,6 +57,7 @@ class Emitter:
     def op(self, node: fx.Node, args: Any, kwargs: Any, placements: Sequence[Placements | None]) -> fx.Node:
         """The op of ``node`` on this rank's parts; its results have ``placements``."""
         target: Any = node.target
+        self._shapes.learn(node)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
         if target is aten.view.default and not _is_viewable(args):
@@ -108,7 +110,7 @@ class Emitter:
         part = local_runs(whole.shape, placement, self.mesh)
         arguments = (target, self.seed, self._number(node), part, *args)
         new = self.graph.create_node("call_function", draw, arguments, kwargs, name=node.name)
-        return self._described(new, node, self._run(target, args, kwargs))
+        return self._described(new, node, self._shapes.of(target, args, kwargs))
 
     def _number(self, node: fx.Node) -> int:
         """The number that capture gave; others below zero, for graphs that were not captured here."""
@@ -119,11 +121,6 @@ class Emitter:
         new.meta.update((key, like.meta[key]) for key in _CARRIED if key in like.meta)
         new.meta["val"] = val
         return new
-
-    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = fx.node.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
-        with self._fakes, torch.no_grad():
-            return target(*args, **kwargs)
 
 
 def _name(target: Any, like: fx.Node) -> str:
