@@ -55,7 +55,7 @@ Outcome = Done | Failed
 
 
 def serve(pipe: Connection, stacks: Path) -> None:
-    """Run jobs until the pipe closes. ``SIGUSR1``, or a signal that ends the process, writes its stack to ``stacks``."""
+    """Run jobs until the pipe closes. ``SIGUSR1``, and what ends the process, writes its stack to ``stacks``."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with stacks.open("w") as file:
