@@ -101,6 +101,7 @@ def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Outcome:
         deadline = timedelta(seconds=task.timeout)
         try:
             dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world, timeout=deadline)
+            dist.barrier()  # who is done at once must not close connections that others still make
         except BaseException:  # torch has counted a group that is not there: it would look for peers by another name
             return Failed(traceback.format_exc(), time.time(), spoiled=True)
     outcome: Outcome
