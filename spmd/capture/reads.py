@@ -156,6 +156,7 @@ class Reads:
     containers: dict[int, Container] = field(default_factory=dict)
     fields: dict[int, Fields] = field(default_factory=dict)
     _seen: dict[int, Any] = field(default_factory=dict)  # what was looked into, kept alive so that ids stay unique
+    _met: dict[int, dict[str, Any]] = field(default_factory=dict)  # attributes of ``fields``, by the id of __dict__
     _code: set[Any] = field(default_factory=set)
     _stack: ExitStack | None = None
     _thread: int = field(default_factory=threading.get_ident)  # others go on meanwhile, and read for themselves
@@ -231,7 +232,9 @@ class Reads:
             return
         place = self.places[id(holder), key] = Place(kind, holder, key, name, kept)
         value = place.get()  # may itself be a watched read: of a place that is known by now
-        self.first[id(holder), key] = value
+        met = self._met.get(id(holder)) if kind == "item" else None
+        # What the step itself wrote before it read there is not what it depends on.
+        self.first[id(holder), key] = value if met is None else met.get(key, MISSING)
         self._look_into(value, name, kept)
 
     def _look_into(self, value: Any, name: str, kept: bool = False) -> None:
@@ -302,6 +305,7 @@ class Reads:
         """Remember the attributes that the step might change."""
         if hasattr(holder, "__dict__"):
             self.fields[id(holder)] = Fields(name, holder, dict(vars(holder)))
+            self._met[id(vars(holder))] = self.fields[id(holder)].before
 
     def _reach(self, holder: type | types.ModuleType) -> None:
         """Come to a class, with those it is made from, or to a module."""

@@ -20,6 +20,8 @@ from .redistribute import Reason, Redistribution
 from .values import Value, results
 
 aten = torch.ops.aten
+_CONTIGUOUS = (aten.contiguous.default, aten.reshape.default)
+_COPIES = (aten.clone.default, aten._to_copy.default, aten.cat.default)
 _CARRIED = ("phase", "module", "source", "grad_of", "recompute_of", "draw")
 
 
@@ -32,6 +34,7 @@ class Emitter:
         self.seed: fx.Node | None = None
         self._unnumbered = 0
         self._shapes = Shapes(_fake_mode(program))
+        self._unsure: set[fx.Node] = set()  # laid out in memory otherwise than their fakes, perhaps
 
     def placeholder(self, node: fx.Node, val: Any) -> fx.Node:
         """The input that ``node`` is, with this rank's ``val``."""
@@ -60,7 +63,7 @@ class Emitter:
         self._shapes.learn(node)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
-        if target is aten.view.default and not _is_viewable(args):
+        if target is aten.view.default and (args[0] in self._unsure or not _is_viewable(args)):
             target = aten.reshape.default  # the whole could be viewed so; this rank's part is laid out otherwise
         return self.call(target, args, kwargs, like=node)
 
@@ -120,6 +123,8 @@ class Emitter:
     def _described(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
         new.meta.update((key, like.meta[key]) for key in _CARRIED if key in like.meta)
         new.meta["val"] = val
+        if _keeps_layout(new) and any(n in self._unsure or _is_mixed(new, n) for n in new.all_input_nodes):
+            self._unsure.add(new)
         return new
 
 
@@ -138,6 +143,26 @@ def _fake_mode(program: Program) -> Any:
     raise PartitionError(
         "expected a program with at least one tensor among its inputs, got none: there is nothing to do"
     )
+
+
+def _keeps_layout(node: fx.Node) -> bool:
+    """Whether an op lays its result out as its operands are laid out, not as it likes."""
+    target: Any = node.target
+    if target in _CONTIGUOUS or node.kwargs.get("memory_format") is torch.contiguous_format:
+        return False
+    return target is getitem or (isinstance(target, OpOverload) and (target.is_view or _is_elementwise(target)))
+
+
+def _is_elementwise(target: OpOverload) -> bool:
+    return torch.Tag.pointwise in target.tags or target in _COPIES
+
+
+def _is_mixed(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether kernel and fake may choose differently: where an elementwise op's operand is not contiguous."""
+    val = operand.meta.get("val")
+    target: Any = node.target
+    elementwise = isinstance(target, OpOverload) and _is_elementwise(target)
+    return elementwise and isinstance(val, torch.Tensor) and not val.is_contiguous()
 
 
 def _is_viewable(args: Any) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from operator import getitem
 from typing import Any
 
@@ -37,6 +38,7 @@ from ..constrain import CONSTRAIN, constrained_to
 from ..placements import Interleaved, local_shape, splits
 from ..plan import Plan
 from ..rules import Call, Option, counted_dim, localize_of, rule_of
+from ..rules.factories import makes_zeros
 from ..rules.pieces import dim_of, is_cut, takes_all
 from .choose import Chooser
 from .emit import Emitter
@@ -367,7 +369,10 @@ class _Partitioner:
         self.emitter.check(node, new, shapes)
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
-            return Value.of(node, val, placements[0], new, batch, counted_dim(call))
+            held = Value.of(node, val, placements[0], new, batch, counted_dim(call))
+            if makes_zeros(call):
+                held.forms |= dict.fromkeys(_as_sums(placements[0]), new)
+            return held
         items = [self.emitter.item(new, index) for index in range(len(val))]
         return tuple(
             Value.of(node, whole, place, item, batch) if isinstance(whole, torch.Tensor) else item
@@ -501,6 +506,11 @@ def _computed_with(node: fx.Node, shape: tuple[int, ...] | None) -> Iterator[tup
 def _in_order(placement: Placement) -> Placement:
     """A placement by which the parts, one after the other, are the whole: so the user reads a result."""
     return Shard(placement.dim) if isinstance(placement, Interleaved) else placement
+
+
+def _as_sums(placement: Placements) -> Iterator[Placements]:
+    """``placement``, and all that has a sum in the place of some replicas: zeros are a sum of zeros."""
+    return product(*([p, Partial("sum")] if isinstance(p, Replicate) else [p] for p in placement))
 
 
 def _is_cheap(node: fx.Node) -> bool:

@@ -94,13 +94,23 @@ def examine(rank: int, world: int, case: Case, style: Style, steps: int) -> Find
     program = compiled.program
     assert program is not None
     return Finding(
-        unequal=all_unequal(expected, got, rank, world, case.rtol, case.atol),
+        unequal=_not_finite(expected) + all_unequal(expected, got, rank, world, case.rtol, case.atol),
         whole=list(dict.fromkeys(line for pair in mode.seen for line in whole_rows(*pair, ROWS))),
         nodes=len(program.graph.nodes),
         collectives=dict(Counter(str(node.meta["collective"].kind) for node in program.collectives())),
         seconds=sum(compiled.report().seconds.values()),
         worst=max((_distance(want, have) for want, have in zip(expected, got, strict=True)), default=0.0),
     )
+
+
+def _not_finite(expected: list[Snapshot]) -> list[str]:
+    """A model that does not train has nothing to agree with."""
+    return [
+        f"step {k} in one process: {name} is not finite"
+        for k, snapshot in enumerate(expected)
+        for name, value in snapshot.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all()
+    ]
 
 
 def _distance(expected: Snapshot, got: Snapshot) -> float:
