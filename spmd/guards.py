@@ -21,6 +21,7 @@ from torch.amp import GradScaler
 from passes import CaptureError
 
 from ._torch import TreeSpec, global_hooks
+from .capture.attributes import is_held
 from .capture.conditions import HyperGuards
 from .capture.reads import MISSING, READERS, Place, Reads, content_of, is_plain
 from .layout import StateLayout, same
@@ -415,8 +416,8 @@ class ReadGuards:
 
     @classmethod
     def of(cls, places: Collection[Place], containers: list[Any]) -> ReadGuards:
-        """As they are now. Tensors are no constants of a trace: those that are read are refused, or state."""
-        places = [place for place in places if not isinstance(place.get(), torch.Tensor)]
+        """As they are now. Of tensors those that modules hold are constants; all others are refused, or state."""
+        places = [p for p in places if not isinstance(p.get(), torch.Tensor) or (p.kept and is_held(p.get()))]
         bulk = []
         for kind, reader in READERS.items():
             ones = [p for p in places if p.kind == kind and (kind != "item" or p.get() is not MISSING)]

@@ -199,18 +199,19 @@ class Reads:
     def _changed(self, take_back: Callable[[Any], bool]) -> list[str]:
         """What the step changed besides modules and optimizers; it is put back where ``take_back`` of it says so."""
         changed = []
-        for place, value in zip(self.places.values(), self.first.values(), strict=True):
+        # Copies: comparing may itself read what is watched, and so note more.
+        for place, value in zip([*self.places.values()], [*self.first.values()], strict=True):
             now = place.get()
             if not place.kept and now is not value:
                 changed.append(place.name)
                 if take_back(now):
                     place.put(value)
-        for each in self.containers.values():
+        for each in [*self.containers.values()]:
             if not each.kept and not same_content(each.value, each.content):
                 changed.append(each.name)
                 if take_back(each.value):
                     refill(each.value, each.content)
-        for fields in self.fields.values():
+        for fields in [*self.fields.values()]:
             for key in fields.changed():
                 changed.append(f"{fields.name}.{key}")
                 if take_back(vars(fields.holder)[key]):

@@ -33,6 +33,7 @@ from ..randomness import only_torch_draws
 from ..scalers import Skips
 from ..state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
 from ..tree import flatten
+from .attributes import held_tensors
 from .branches import Branch, StateBranches
 from .decompositions import while_recorded
 from .kept import attributes_kept, group_kept, holds_traced, is_traced, optimizer_kept
@@ -136,6 +137,7 @@ class Trace:
             stack.enter_context(only_torch_draws())
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             self.branches = stack.enter_context(asked).found
+            stack.enter_context(held_tensors(submodules_of(self.arguments.modules)))
             stack.enter_context(recorder)  # outermost: no Python code but what is below it runs inside of an op
             args, kwargs = self._call_arguments(fakes)
             with self._told_of_changes((args, kwargs)), self.reads.watch(self.function, *self._objects()):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import text
+from . import sound, text, vision
 
-ENTRIES = [*text.ENTRIES]
+ENTRIES = [*text.ENTRIES, *vision.ENTRIES, *sound.ENTRIES]

@@ -1,0 +1,60 @@
+"""Tensors that a module holds as plain attributes: read where they are, followed when they change, never written."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spmd
+
+
+class Positions(nn.Module):
+    """A layer on inputs to which a table is added that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+        self.table, self.order = torch.randn(3, 4, dtype=torch.float64), torch.tensor([2, 0, 1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.table.detach().type_as(x).clone())[:, self.order] * self.table
+
+
+def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_tensor_that_a_module_holds_is_read_at_each_call() -> None:
+    torch.manual_seed(0)
+    models = [model := Positions(), copy.deepcopy(model)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    compiled = spmd.compile(step)
+    for k in range(5):
+        x = torch.randn(5, 3, 4, dtype=torch.float64)
+        for each in models:
+            if k == 1:
+                each.table.mul_(3)  # the same tensor: its new values are read
+            elif k == 3:
+                each.table = each.table - 1  # another tensor: another program
+        torch.testing.assert_close(compiled(models[0], optimizers[0], x), step(models[1], optimizers[1], x))
+        assert len(compiled.programs) == (1 if k < 3 else 2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_tensor_that_a_module_holds_is_not_written() -> None:
+    def count(model: nn.Module, x: Tensor) -> Tensor:
+        model.table.add_(1)
+        return model(x)
+
+    model = Positions()
+    with pytest.raises(spmd.CaptureError, match=r"it may write into model\.table .*make that a buffer"):
+        spmd.compile(count)(model, torch.randn(5, 3, 4, dtype=torch.float64))
