@@ -6,6 +6,10 @@ On two ranks of one machine, on one rank, and what can be chosen:
     python examples/train_gpt.py
     python examples/train_gpt.py --help
 
+On four ranks, of which two share out each matrix (tensor parallel) and two the batch:
+
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --mesh 2x2 --tensor-parallel --sequence-parallel
+
 The text is the source of Python's standard library unless ``--text`` names another. Every rank draws the same global
 batch and takes its own rows of it: two ranks with a batch of 32 learn what one rank learns with a batch of 64.
 """
@@ -27,6 +31,7 @@ if __name__ == "__main__":
     launch.end_on_ctrl_c()  # before torch is imported: Ctrl-C counts from the first moment
 
 import gpt
+import tensor_parallel
 import text
 import torch
 import torch.distributed as dist
@@ -34,6 +39,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import spmd
@@ -58,8 +64,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Read, build, compile, train, and show what came of it."""
     options = parse(arguments)
     corpus = load(options)
-    rank, ranks, device = join(options)
-    console = Console(quiet=rank != 0, highlight=False)
+    mesh, device = join(options)
+    rank, ranks = (mesh.get_local_rank(0), mesh.size(0)) if mesh else (0, 1)  # among those that share out the batch
+    console = Console(quiet=not is_first(), highlight=False)
 
     torch.manual_seed(options.seed)
     model = gpt.GPT(options.model).to(device, getattr(torch, options.dtype))
@@ -67,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.eager:
         step, judge = train_step, evaluate
     else:
-        distribute = spmd.compile(parallel_mode=spmd.DataParallel(options.mode), dump=options.dump)
+        distribute = spmd.compile(parallel_mode=parallel_mode(options, mesh, model), dump=options.dump)
         step, judge = distribute(train_step), distribute(evaluate)
 
     def batches(data: bytes) -> Batches:
@@ -92,6 +99,15 @@ def main(arguments: list[str] | None = None) -> None:
         console.print(f"the graphs of every stage: {Path(options.dump).resolve()}", soft_wrap=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def parallel_mode(options: argparse.Namespace, mesh: DeviceMesh | None, model: gpt.GPT) -> spmd.DataParallel:
+    """Data parallel over the first axis of the mesh, and, if asked, tensor parallel over the second."""
+    if not options.tensor_parallel:
+        return spmd.DataParallel(options.mode)
+    if options.sequence_parallel:
+        tensor_parallel.split_sequence(model)
+    return spmd.DataParallel(options.mode, mesh=mesh, params=tensor_parallel.placements(options.model))
 
 
 class Batches:
@@ -207,15 +223,20 @@ def warmup_then_cosine(steps: int) -> Callable[[int], float]:
     return factor
 
 
-def join(options: argparse.Namespace) -> tuple[int, int, torch.device]:
-    """This rank, the number of ranks, and this rank's device."""
+def join(options: argparse.Namespace) -> tuple[DeviceMesh | None, torch.device]:
+    """The mesh of all ranks, None for the plain step, and this rank's device."""
     kind = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         refuse("there is no CUDA device here: leave --device out, or say --device cpu")
     if options.eager:
-        return 0, 1, torch.device(kind)
-    mesh = spmd.world(kind)
-    return mesh.get_local_rank(), mesh.size(), torch.device(kind)
+        return None, torch.device(kind)
+    world = spmd.world(kind)
+    if options.mesh is None:
+        return world, torch.device(kind)
+    if math.prod(options.mesh) != world.size():
+        sizes = "x".join(map(str, options.mesh))
+        refuse(f"--mesh {sizes} has {math.prod(options.mesh)} ranks, but there are {world.size()}")
+    return init_device_mesh(kind, options.mesh, mesh_dim_names=("dp", "tp")), torch.device(kind)
 
 
 def load(options: argparse.Namespace) -> text.Corpus:
@@ -234,6 +255,8 @@ def summary(options: argparse.Namespace, corpus: text.Corpus, model: nn.Module, 
     parameter = next(model.parameters())
     count = sum(parameter.numel() for parameter in model.parameters())
     mode = "eager, nothing compiled" if options.eager else options.mode
+    if options.tensor_parallel:
+        mode += f", tensor parallel over {options.mesh[1]}"
     return (
         f"model: {count / 1e6:.2f} M parameters, {options.dtype} on {parameter.device.type}, {mode}\n"
         f"text: {len(corpus.train) / 1e6:.1f} MB to learn from, {len(corpus.held_out) / 1e6:.1f} MB held out; "
@@ -267,6 +290,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=positive, metavar="N", default=320, help="steps to train")
     add("--lr", type=float, metavar="RATE", default=2e-3, help="highest learning rate")
     add("--mode", choices=["replicate", "fully_shard", "default"], default="replicate", help="where parameters live")
+    add("--mesh", type=mesh_sizes, metavar="DPxTP", help="ranks that share out the batch, and each matrix: 2x2")
+    add("--tensor-parallel", action="store_true", help="share out heads, MLPs and vocabulary over the second axis")
+    add("--sequence-parallel", action="store_true", help="and the positions between them")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if there is any")
     add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32", help="of the parameters")
     add("--seed", type=int, metavar="N", default=0, help="of parameters, batches and the sample")
@@ -279,6 +305,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.eager and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         refuse("--eager runs the plain step on one rank: start it without torchrun")
+    if (options.mesh is None) == options.tensor_parallel or options.sequence_parallel > options.tensor_parallel:
+        refuse("--mesh and --tensor-parallel go together, and --sequence-parallel needs both: --mesh 2x2 for 4 ranks")
     try:
         options.model = gpt.Config(options.width, options.layers, options.heads, options.context, tied=options.tied)
     except ValueError as error:
@@ -291,6 +319,14 @@ def positive(value: str) -> int:
     if (number := int(value)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not above zero")
     return number
+
+
+def mesh_sizes(value: str) -> tuple[int, int]:
+    """Two whole numbers above zero, as in 2x4."""
+    sizes = tuple(positive(size) for size in value.split("x"))
+    if len(sizes) != 2:
+        raise argparse.ArgumentTypeError(f"{value} is not of the form 2x4")
+    return sizes
 
 
 def refuse(why: str) -> NoReturn:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Pass, PlacementError, Program, Role
+from passes import Pass, Program, Role
 from passes.program import replicated
 
-from .modes import PlannedMode, check_placements, state_placements
-from .placements import check_dims, normalize
+from .modes import PlannedMode, check_placements, placed_by_name, state_placements
 from .plan import Plan
 
 
@@ -38,19 +36,8 @@ class DTensorExpand(PlannedMode):
 
     def plan(self, program: Program) -> Plan:
         """Parameters as the patterns say; optimizer state with its parameter; buffers replicated."""
-        declared = [i for i in program.inputs if i.role is Role.PARAMETER]
-        parameters = {i.name: replicated(program.mesh) for i in declared}
-        taken: set[str] = set()
-        for pattern, placement in self.params.items():
-            fits = [i for i in declared if fnmatchcase(i.name, pattern)]
-            if not fits:
-                names = ", ".join(i.name for i in declared[:8])
-                raise PlacementError(f"the pattern {pattern!r} in params fits none of the parameters ({names}, ...)")
-            for parameter in fits:
-                if parameter.name not in taken:
-                    taken.add(parameter.name)
-                    place = normalize(placement, program.mesh, parameter.name)
-                    parameters[parameter.name] = check_dims(place, len(parameter.shape), parameter.name)
+        parameters = {i.name: replicated(program.mesh) for i in program.inputs if i.role is Role.PARAMETER}
+        parameters |= placed_by_name(program, self.params)
         return Plan(self.mesh, state_placements(program, parameters))
 
     def __repr__(self) -> str:

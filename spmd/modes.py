@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Pass, PlacementError, Program
+from passes import Pass, PlacementError, Program, Role
 from passes.program import Placements
 
 from .partition import partition
+from .placements import check_dims, normalize
 from .plan import Plan
 from .world import check_fits
 
@@ -87,6 +89,25 @@ def state_placements(program: Program, parameters: Mapping[str, Placements]) -> 
         elif of is not None and declared.shape == shapes[of]:
             placements[name] = placements.get(of) or parameters.get(of) or ()
     return {name: placement for name, placement in placements.items() if placement}
+
+
+def placed_by_name(program: Program, params: Mapping[str, Any]) -> dict[str, Placements]:
+    """The placement of each parameter that a pattern fits; the first pattern that fits counts.
+
+    Raises ``PlacementError`` for a pattern that fits no parameter.
+    """
+    declared = [i for i in program.inputs if i.role is Role.PARAMETER]
+    placed: dict[str, Placements] = {}
+    for pattern, placement in params.items():
+        fits = [i for i in declared if fnmatchcase(i.name, pattern)]
+        if not fits:
+            names = ", ".join(i.name for i in declared[:8])
+            raise PlacementError(f"the pattern {pattern!r} in params fits none of the parameters ({names}, ...)")
+        for parameter in fits:
+            if parameter.name not in placed:
+                place = normalize(placement, program.mesh, parameter.name)
+                placed[parameter.name] = check_dims(place, len(parameter.shape), parameter.name)
+    return placed
 
 
 def check_placements(name: str, keys: str, given: Any) -> None:

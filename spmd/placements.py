@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -103,6 +104,22 @@ def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
         if isinstance(entry, Shard):
             local[entry.dim] = chunk(local[entry.dim], axis.size, axis.coordinate)[1]
     return tuple(local)
+
+
+def smallest_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
+    """The part of the last rank along every axis, which no other part is smaller than."""
+    last = Mesh(tuple(replace(axis, coordinate=axis.size - 1) for axis in mesh.axes))
+    return local_shape(shape, placement, last)
+
+
+def local_start(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
+    """Where this rank's part of a global shape starts, along each dim; of a dim that is cut in runs, 0."""
+    local, starts = list(shape), [0] * len(shape)
+    for entry, axis in zip(placement, mesh.axes, strict=True):
+        if isinstance(entry, Shard):
+            start, local[entry.dim] = chunk(local[entry.dim], axis.size, axis.coordinate)
+            starts[entry.dim] += 0 if isinstance(entry, Interleaved) else start
+    return tuple(starts)
 
 
 def local_runs(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[tuple[int, int, int], ...]:

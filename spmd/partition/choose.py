@@ -17,10 +17,13 @@ from passes import Mesh, Phase
 from passes.program import Placements
 
 from ..placements import Interleaved, local_shape, splits
-from ..rules import Call, Info, Option, localize_of, rule_of
+from ..rules import Call, Info, Local, Option, localize_of, rule_of
 from .alike import likeness
 from .redistribute import LATENCY_BYTES, cost
 from .values import Value
+
+# Where the model is split, its weights are where the user wants them; only what cannot be done so moves them.
+_STAYS = 1000.0
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Chooser:
     """Chooses options for calls on one mesh; calls that are alike ask their rule once."""
 
     mesh: Mesh
+    model_axes: frozenset[int] = frozenset()  # those over which no argument of the step is split
     _asked: dict[Any, list[Option]] = field(default_factory=dict)
 
     def cheapest(
@@ -46,7 +50,7 @@ class Chooser:
                 options = [option for option in options if option.results[0] == only[index]]
             elif phase is Phase.UPDATE and _is_contraction(options):
                 options = _on_matrices(call, options, operands, index)
-            costs = [self._cost(o, call, operands, index, wanted, phase is Phase.BACKWARD) for o in options]
+            costs = [self._cost(o, call, operands, index, wanted, phase) for o in options]
             chosen.append(options[costs.index(min(costs))])
         return chosen
 
@@ -83,25 +87,56 @@ class Chooser:
         operands: Sequence[Value],
         axis: int,
         wanted: Placements | None,
-        in_backward: bool,
+        phase: Phase | None,
     ) -> float:
-        total = sum(
-            self._cost_to(held, axis, placement, in_backward)
-            for held, placement in zip(operands, option.operands, strict=True)
-        )
+        on_model = axis in self.model_axes and phase in (Phase.FORWARD, Phase.BACKWARD)
+        # A sum that came in is reduced before something whole is added to it; one that begins here takes the bias in.
+        joins = phase is Phase.BACKWARD or (on_model and any(isinstance(p, Shard) for p in option.operands))
+        moves = [
+            (held, p, self._cost_to(held, axis, p, joins)) for held, p in zip(operands, option.operands, strict=True)
+        ]
+        total = sum(moved for _, _, moved in moves)
+        if on_model:
+            asked = wanted is not None and option.results[0] == wanted[axis]
+            total += sum(self._on_model_axis(held, axis, p, moved, operands, asked) for held, p, moved in moves)
         result, info = option.results[0], call.results[0]
         if wanted is not None and isinstance(wanted[axis], Shard) and info is not None and result != wanted[axis]:
-            # Known to be wanted split: everything else builds more than this rank's part.
-            total += 0.0 if isinstance(result, Partial) else info.nbytes
+            total += self._unwanted(result, info.nbytes, axis, phase)
         return total
 
-    def _cost_to(self, held: Value, axis: int, placement: Placement, in_backward: bool) -> float:
-        size = self.mesh.axes[axis].size
+    def _unwanted(self, result: Placement | None, nbytes: int, axis: int, phase: Phase | None) -> float:
+        """What it costs to build more than this rank's part of what is known to be wanted split."""
+        if not isinstance(result, Partial):
+            return nbytes
+        # A sum over the batch is what gradients are; one over the model's ranks has other ways to come about.
+        return cost(result, Shard(0), nbytes, self.mesh.axes[axis].size) if axis in self.model_axes else 0.0
+
+    def _on_model_axis(
+        self, held: Value, axis: int, placement: Placement, moved: float, operands: Sequence[Value], asked: bool
+    ) -> float:
+        """What a move costs besides, where the model is split: weights stay, and a split nobody asks for is undone."""
+        if moved < LATENCY_BYTES:
+            return 0.0
+        if held.weights:
+            return _STAYS * moved
+        others = any(isinstance(x.primary[axis], Shard) for x in operands if x is not held and not x.weights)
+        if asked or others or not isinstance(placement, Shard):
+            return 0.0
+        nbytes = min(held.bytes_before(form, axis, self.mesh) for form in held.forms)
+        return cost(placement, Replicate(), nbytes, self.mesh.axes[axis].size)
+
+    def _cost_to(self, held: Value, axis: int, placement: Placement, may_join: bool) -> float:
+        size, may_join = self.mesh.axes[axis].size, may_join and held.dtype.is_floating_point
         nbytes = {form: held.bytes_before(form, axis, self.mesh) for form in held.forms}
         return min(
-            cost(form[axis], placement, nbytes[form], size, in_backward) + _later(form[axis], placement, nbytes[form])
+            cost(form[axis], placement, nbytes[form], size, may_join) + _later(form[axis], placement, nbytes[form])
             for form in held.forms
         )
+
+
+def local_of(chosen: Sequence[Option]) -> Local | None:
+    """What a rank does in the place of the op, if one of the options along the axes says so."""
+    return next((option.local for option in chosen if option.local is not None), None)
 
 
 def _later(source: Placement, target: Placement, nbytes: float) -> float:

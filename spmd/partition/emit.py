@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
 
@@ -13,7 +13,7 @@ from passes import Mesh, PartitionError, Program, Role
 from passes.program import Input, Placements
 from passes.random import draw, draws
 
-from .._torch import OpOverload
+from .._torch import OpOverload, make_fx
 from ..placements import local_runs
 from .alike import Shapes
 from .redistribute import Reason, Redistribution
@@ -22,7 +22,7 @@ from .values import Value, results
 aten = torch.ops.aten
 _CONTIGUOUS = (aten.contiguous.default, aten.reshape.default)
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.cat.default)
-_CARRIED = ("phase", "module", "source", "grad_of", "recompute_of", "draw")
+CARRIED = ("phase", "module", "source", "grad_of", "recompute_of", "draw")
 
 
 class Emitter:
@@ -121,11 +121,24 @@ class Emitter:
         return int(node.meta.get("draw", self._unnumbered))
 
     def _described(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
-        new.meta.update((key, like.meta[key]) for key in _CARRIED if key in like.meta)
+        new.meta.update((key, like.meta[key]) for key in CARRIED if key in like.meta)
         new.meta["val"] = val
         if _keeps_layout(new) and any(n in self._unsure or _is_mixed(new, n) for n in new.all_input_nodes):
             self._unsure.add(new)
         return new
+
+
+def traced(function: Callable[..., Any], args: Sequence[Any]) -> fx.Graph:
+    """The graph of ``function`` on global values; its placeholders are the nodes among ``args``, in order."""
+    nodes = [arg for arg in args if isinstance(arg, fx.Node)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        remaining = iter(tensors)
+        return function(*(next(remaining) if isinstance(arg, fx.Node) else arg for arg in args))
+
+    vals = [node.meta["val"] for node in nodes]
+    with torch.no_grad():
+        return make_fx(call, tracing_mode="fake")(*vals).graph
 
 
 def _name(target: Any, like: fx.Node) -> str:

@@ -24,7 +24,8 @@ class Value:
 
     ``source`` is its node in the global graph; ``primary`` the placement it was computed in; ``batch`` the mesh axes
     over which ``primary`` splits it because some argument of the step is split there: its rows are those of the batch.
-    ``counts`` is the dim along which it is known to hold 0, 1, 2, ...
+    ``counts`` is the dim along which it is known to hold 0, 1, 2, ...; ``weights`` whether it is made of parameters
+    alone.
     """
 
     source: fx.Node
@@ -34,6 +35,7 @@ class Value:
     forms: dict[Placements, fx.Node]
     batch: frozenset[int] = frozenset()
     counts: int | None = None
+    weights: bool = False
 
     @classmethod
     def of(
@@ -44,11 +46,12 @@ class Value:
         node: fx.Node,
         batch: frozenset[int],
         counts: int | None = None,
+        weights: bool = False,
     ) -> Value:
         """A value that ``node`` holds in ``placement``; ``val`` is the global one."""
         node.meta["placement"] = placement
         split = frozenset(k for k, p in enumerate(placement) if isinstance(p, Shard))
-        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split, counts)
+        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split, counts, weights)
 
     def batch_in(self, placement: Placements) -> frozenset[int]:
         """The axes over which ``placement`` keeps the rows of the batch where they are."""

@@ -17,8 +17,9 @@ None of these can change a value, only what it costs: rules and redistributions 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from operator import getitem
 from typing import Any
@@ -29,20 +30,20 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Input, Output, OutputKind, PartitionError, Phase, Program, Role
-from passes.program import Placements, is_sharded, replicated
+from passes.program import Placements, is_sharded, output_values, replicated
 from passes.purity import is_pure
 
 from .._torch import OpOverload
 from ..capture.provenance import Origin
 from ..constrain import CONSTRAIN, constrained_to
-from ..placements import Interleaved, local_shape, splits
+from ..placements import Interleaved, local_shape, local_start, smallest_shape, splits
 from ..plan import Plan
-from ..rules import Call, Option, counted_dim, localize_of, rule_of
+from ..rules import Call, Info, Local, Option, Part, counted_dim, localize_of, rule_of, taken_apart
 from ..rules.factories import makes_zeros
 from ..rules.pieces import dim_of, is_cut, takes_all
-from .choose import Chooser
-from .emit import Emitter
-from .redistribute import Reason
+from .choose import Chooser, local_of
+from .emit import CARRIED, Emitter, traced
+from .redistribute import Reason, cost
 from .values import Value, infos, leaves, results
 
 # Ops that cost so little that this rank's part is computed once more rather than cut from a whole.
@@ -66,7 +67,8 @@ class _Partitioner:
         self.placements = {i.name: plan.placements.get(i.name, self.whole) for i in program.inputs}
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
         self.complete = self._complete_gradients()
-        self.emitter, self.chooser = Emitter(program), Chooser(program.mesh)
+        self.model_axes = self._model_axes()
+        self.emitter, self.chooser = Emitter(program), Chooser(program.mesh, self.model_axes)
         self.values: dict[fx.Node, Any] = {}
         self.gathered: dict[fx.Node, Value] = {}
         self.updated: dict[fx.Node, str] = {}  # by what an update made of it, the name of a parameter
@@ -74,6 +76,13 @@ class _Partitioner:
         self.drawn: dict[int, Placements] = {}  # by the number of the draw
         self.notes: dict[str, str] = {}
         self.matrices: dict[tuple[str, str], dict[fx.Node, int]] = {}  # by op and line: what updates gather, in bytes
+
+    def _model_axes(self) -> frozenset[int]:
+        """The axes over which no argument is split: there the model is. In data parallel the first is none of them."""
+        arguments = [i for i in self.program.inputs if i.role is Role.BATCH]
+        split = {k for i in arguments for k, p in enumerate(self.placements[i.name]) if isinstance(p, Shard)}
+        first = {0} if self.plan.options.get("gather_parameters") else set()
+        return frozenset(range(len(self.mesh.axes))) - split - first
 
     def run(self) -> Program:
         inputs = [self._input(node, declared) for node, declared in self.inputs.items()]
@@ -105,7 +114,7 @@ class _Partitioner:
         placement = self.placements[declared.name]
         new = self.emitter.placeholder(node, self._part(val, placement))
         batch = frozenset(range(len(placement))) if declared.role is Role.BATCH else frozenset[int]()
-        self.values[node] = Value.of(node, val, placement, new, batch)
+        self.values[node] = Value.of(node, val, placement, new, batch, weights=declared.role is Role.PARAMETER)
         return replace(declared, placement=placement)
 
     def _part(self, val: torch.Tensor, placement: Placements) -> torch.Tensor:
@@ -155,7 +164,7 @@ class _Partitioner:
 
     def _visit(self, node: fx.Node) -> None:
         origin: Origin | None = node.meta.get("origin")
-        if origin is not None:
+        if origin is not None and node.target is not getitem:  # an op with several results is known by all of them
             self.by_origin[origin.number] = node
         if node.target is getitem and isinstance(self.values[node.args[0]], tuple):  # type: ignore[index]
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -167,6 +176,7 @@ class _Partitioner:
             self._number(node)
         self._note_update(node)
         self._settle_gradient(node)
+        self._settle_before_fan_out(node)
 
     def _number(self, node: fx.Node) -> None:
         """Arithmetic on numbers, and ops that give none: the same on every rank, on whole operands."""
@@ -185,6 +195,10 @@ class _Partitioner:
         call = self._call(node, operands)
         rows = self._rows_cut(call, operands)
         operands = [self._with_all_rows(node, operands[0], rows)] if rows else operands
+        apart = taken_apart(call)
+        if apart is not None and self._saves(apart[0], operands[0]):
+            self.values[node] = self._apart(node, operands, apart[1])
+            return
         phase: Phase | None = node.meta.get("phase")
         draw: int | None = node.meta.get("draw")
         wanted = self._wanted(node) if draw is None else self._meets(node)
@@ -204,9 +218,34 @@ class _Partitioner:
         """From here on the value lives where the user says; nobody takes it from where it was."""
         (held,) = self._operands(node)
         place = constrained_to(node, held.primary)
-        reason = Reason(why=f"spmd.constrain wants it so at {node.meta.get('module') or 'the step itself'}")
+        reason = Reason(why=f"spmd.constrain wants it so at {_place_of(node)}")
         new = self._want(held, place, reason)
-        self.values[node] = Value(node, held.shape, held.dtype, place, {place: new}, held.batch_in(place))
+        self.values[node] = Value(
+            node, held.shape, held.dtype, place, {place: new}, held.batch_in(place), held.counts, held.weights
+        )
+
+    def _saves(self, dim: int, held: Value) -> bool:
+        """Whether to reduce two numbers a row moves less than to gather the rows."""
+        total = 0.0
+        for k, axis in enumerate(self.mesh.axes):
+            if held.primary[k] == Shard(dim):
+                nbytes = held.bytes_before(held.primary, k, self.mesh)
+                total += cost(Shard(dim), Replicate(), nbytes, axis.size)
+                total -= 2 * cost(Partial(), Replicate(), nbytes / held.shape[dim], axis.size)
+        return total > 0
+
+    def _apart(self, node: fx.Node, operands: Sequence[Value], how: Callable[..., Any]) -> Any:
+        """Walk, in the place of ``node``, the ops that ``how`` makes of it."""
+        graph = traced(how, node.args)
+        values = iter(operands)
+        for inner in graph.nodes:
+            inner.meta.update((key, node.meta[key]) for key in CARRIED if key in node.meta)
+            if inner.op == "placeholder":
+                self.values[inner] = next(values)
+            elif inner.op == "call_function":
+                self._visit(inner)
+        (result,) = output_values(graph)
+        return self.values[result]
 
     def _rows_cut(self, call: Call, operands: Sequence[Value]) -> dict[int, int]:
         """By mesh axis, the dim of the batch's rows that a call cuts across the ranks: ``x.chunk(4)``."""
@@ -266,12 +305,14 @@ class _Partitioner:
             self.updated[node] = name
 
     def _gathered(self, parameter: fx.Node, held: Value) -> Value:
+        """The parameter, whole along the axes of the batch, and as it is along those that split the model."""
         if parameter not in self.gathered:
             name = self._parameter(parameter)
             assert name is not None
             reason = Reason(Role.PARAMETER, "a split parameter is gathered before its first use", (name,))
-            node = self._want(held, self.whole, reason)
-            self.gathered[parameter] = Value(parameter, held.shape, held.dtype, self.whole, {self.whole: node})
+            place = tuple(p if k in self.model_axes else Replicate() for k, p in enumerate(held.primary))
+            node = self._want(held, place, reason)
+            self.gathered[parameter] = Value(parameter, held.shape, held.dtype, place, {place: node}, weights=True)
         return self.gathered[parameter]
 
     def _call(self, node: fx.Node, operands: Sequence[Value]) -> Call:
@@ -290,7 +331,19 @@ class _Partitioner:
         user = next(iter(node.users)) if len(node.users) == 1 else None
         if user is not None and user.target is CONSTRAIN:
             return constrained_to(user, self.whole)
-        return self._beside_activation(node)
+        return self._beside_activation(node) or self._beside_parameter(node)
+
+    def _beside_parameter(self, node: fx.Node) -> Placements | None:
+        """For the gradient of a parameter, or a share of it, where the parameter is, as far as the model is split."""
+        end, shape = node, getattr(node.meta["val"], "shape", None)
+        while end not in self.complete and len(end.users) == 1 and end.meta.get("phase") is Phase.BACKWARD:
+            end = next(iter(end.users))
+            if getattr(end.meta.get("val"), "shape", None) != shape:
+                return None
+        if end not in self.complete:
+            return None
+        place = self.placements[self.complete[end]]
+        return tuple(p if k in self.model_axes else Replicate() for k, p in enumerate(place))
 
     def _beside_activation(self, node: fx.Node) -> Placements | None:
         """For the gradient of an activation, where the activation is."""
@@ -333,7 +386,7 @@ class _Partitioner:
 
     def _apply(self, node: fx.Node, call: Call, operands: Sequence[Value], chosen: Sequence[Option]) -> Any:
         """Bring the operands to where the options want them, and emit the op on this rank's parts."""
-        reason = Reason(why=f"{node.target} needs it so at {node.meta.get('module') or 'the step itself'}")
+        reason = Reason(why=f"{node.target} needs it so at {_place_of(node)}")
         wanted = [tuple(option.operands[k] for option in chosen) for k in range(len(operands))]
         from_zero = {k for option in chosen for k in option.from_zero}
         nodes = iter(
@@ -353,29 +406,62 @@ class _Partitioner:
         batch = frozenset[int]().union(*(v.batch_in(place) for v, place in zip(operands, wanted, strict=True)))
         if not operands and self._like_the_batch(getattr(node.meta["val"], "shape", None)) == placements[0]:
             batch = frozenset(range(len(chosen)))  # made here, for the rows of the batch
-        return self._emit(node, call, args, kwargs, placements, batch)
+        weights = bool(operands) and all(held.weights for held in operands)
+        new = self._emit(node, call, args, kwargs, wanted, placements, local_of(chosen))
+        return self._values(node, new, call, placements, batch, weights)
 
     def _emit(
-        self, node: fx.Node, call: Call, args: Any, kwargs: Any, placements: list[Any], batch: frozenset[int]
-    ) -> Any:
-        shapes = tuple(
-            None if info is None else local_shape(info.shape, place, self.mesh)
-            for info, place in zip(call.results, placements, strict=True)
-        )
+        self,
+        node: fx.Node,
+        call: Call,
+        args: Any,
+        kwargs: Any,
+        operands: Sequence[Placements],
+        placements: Sequence[Any],
+        local: Local | None,
+    ) -> fx.Node:
+        """The node of this rank that computes its part: the op on its parts, or what stands for it."""
+        parts = [self._part_of(info, place) for info, place in zip(call.results, placements, strict=True)]
+        shapes = tuple(None if part is None else part.shape for part in parts)
         localize = localize_of(node.target)
-        if localize is not None and any(is_sharded(place) for place in placements if place is not None):
-            args = localize(call, args, kwargs, shapes)
-        new = self.emitter.op(node, args, kwargs, placements)
+        if local is not None:
+            given = [self._part_of(info, place) for info, place in zip(call.operands, operands, strict=True)]
+            new: fx.Node = local(partial(self._run, node), call, args, given, parts)
+        else:
+            if localize is not None and any(is_sharded(place) for place in placements if place is not None):
+                args = localize(call, args, kwargs, shapes)
+            new = self.emitter.op(node, args, kwargs, placements)
         self.emitter.check(node, new, shapes)
+        return new
+
+    def _run(self, node: fx.Node, target: Any, args: Any) -> fx.Node:
+        return self.emitter.call(target, args, {}, like=node)
+
+    def _part_of(self, info: Info | None, place: Placements) -> Part | None:
+        if info is None:
+            return None
+        of = (info.shape, place, self.mesh)
+        return Part(local_start(*of), local_shape(*of), smallest_shape(*of))
+
+    def _values(
+        self,
+        node: fx.Node,
+        new: fx.Node,
+        call: Call,
+        placements: Sequence[Any],
+        batch: frozenset[int],
+        weights: bool,
+    ) -> Any:
+        """What the results of ``node`` are now: a ``Value``, or a tuple of them."""
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
-            held = Value.of(node, val, placements[0], new, batch, counted_dim(call))
+            held = Value.of(node, val, placements[0], new, batch, counted_dim(call), weights)
             if makes_zeros(call):
                 held.forms |= dict.fromkeys(_as_sums(placements[0]), new)
             return held
         items = [self.emitter.item(new, index) for index in range(len(val))]
         return tuple(
-            Value.of(node, whole, place, item, batch) if isinstance(whole, torch.Tensor) else item
+            Value.of(node, whole, place, item, batch, weights=weights) if isinstance(whole, torch.Tensor) else item
             for whole, place, item in zip(val, placements, items, strict=True)
         )
 
@@ -446,6 +532,20 @@ class _Partitioner:
         if parameter is not None and isinstance(held, Value):
             self._settle(held, parameter)
 
+    def _settle_before_fan_out(self, node: fx.Node) -> None:
+        """Reduce a sum over the model's ranks that is used in several ways: each would leave a sum of its own."""
+        held = self.values.get(node)
+        if node.meta.get("phase") is not Phase.BACKWARD or not isinstance(held, Value) or not _fans_out(node):
+            return
+        wanted = self._wanted(node) or self.whole
+        open_axes = [k for k in self.model_axes if isinstance(held.primary[k], Partial)]
+        place = tuple(wanted[k] if k in open_axes else p for k, p in enumerate(held.primary))
+        if place != held.primary:
+            settled = self._want(
+                held, place, Reason(why=f"a sum that several values come from is reduced first, at {_place_of(node)}")
+            )
+            held.primary, held.forms = place, {place: settled}
+
     def _settle(self, held: Value, parameter: str) -> None:
         placement = self.placements[parameter]
         reason = Reason(Role.GRADIENT, "a gradient is the sum of the ranks' shares", (parameter,))
@@ -511,6 +611,15 @@ def _in_order(placement: Placement) -> Placement:
 def _as_sums(placement: Placements) -> Iterator[Placements]:
     """``placement``, and all that has a sum in the place of some replicas: zeros are a sum of zeros."""
     return product(*([p, Partial("sum")] if isinstance(p, Replicate) else [p] for p in placement))
+
+
+def _place_of(node: fx.Node) -> str:
+    return node.meta.get("module") or "the step itself"
+
+
+def _fans_out(node: fx.Node) -> bool:
+    """Whether more than one value is computed from ``node``."""
+    return sum(len(results(user.meta.get("val"))) for user in node.users) > 1
 
 
 def _is_cheap(node: fx.Node) -> bool:

@@ -23,7 +23,8 @@ from . import loss as loss
 from . import sizes as sizes
 # isort: on
 
-from .base import Call, Info, Localize, Option, P, R, Rule, S
+from .apart import taken_apart
+from .base import Call, Info, Local, Localize, Option, P, Part, R, Rule, S
 from .counting import counted_dim
 from .table import LOCALIZE, RULES, known, localize_of, rule_of
 from .user import register_rule
@@ -33,9 +34,11 @@ __all__ = [
     "RULES",
     "Call",
     "Info",
+    "Local",
     "Localize",
     "Option",
     "P",
+    "Part",
     "R",
     "Rule",
     "S",
@@ -44,4 +47,5 @@ __all__ = [
     "localize_of",
     "register_rule",
     "rule_of",
+    "taken_apart",
 ]

@@ -91,15 +91,34 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a rank has of a tensor: where that starts, its shape, and the shape of the smallest part on any rank."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    smallest: tuple[int, ...]
+
+
+Run = Callable[..., Any]
+"""``(op, args, kwargs={}) -> result``: runs an op on tensors, or writes it into a graph."""
+
+Local = Callable[[Run, Call, tuple[Any, ...], list[Part | None], list[Part | None]], Any]
+"""``(run, call, args, parts of the operands, parts of the results) -> results``: what a rank does in the op's place."""
+
+
+@dataclass(frozen=True)
 class Option:
     """One combination that is right: a placement for each operand and one for each result (None where no tensor).
 
     ``from_zero``: the positions of operands that count rows, split here, and that must number a rank's own rows from 0.
+    ``local`` says what a rank computes where it is not the op itself on its parts: indices count over the whole of what
+    they index, and a rank has only some of it. All ranks must run the same ops; only numbers may differ.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement | None, ...]
     from_zero: tuple[int, ...] = ()
+    local: Local | None = None
 
 
 Rule = Callable[[Call], list[Option]]

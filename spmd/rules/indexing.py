@@ -14,27 +14,33 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from .base import Call, Info, Option
-from .labels import WHOLE, Dims, aligned, letters, options, without, wrap
+from . import lookup
+from .base import Call, Info, Option, P, S
+from .labels import WHOLE, Dims, aligned, letters, option, options, without, wrap
 from .ops import aten
 from .table import rule, whole
 
 
 @rule(*aten("embedding"))
 def embedding(call: Call) -> list[Option]:
-    """The dims of the indices, and the columns of the weight."""
+    """The dims of the indices, and the columns of the weight; also its rows, of which each rank finds those it has."""
     rows = letters(call.arg("indices").ndim)
-    return options(call, Dims({"weight": WHOLE + "D", "indices": rows}, rows + "D", linear=(("weight",),)))
+    found = options(call, Dims({"weight": WHOLE + "D", "indices": rows}, rows + "D", linear=(("weight",),)))
+    return [*found, replace(option(call, {"weight": S(0)}, P), local=lookup.embedding)]
 
 
 @rule(*aten("embedding_dense_backward"))
 def embedding_dense_backward(call: Call) -> list[Option]:
-    """Each rank adds up the rows that its indices name; frequencies would have to be counted over all ranks."""
+    """Each rank adds up the rows that its indices name, or, with all indices, those of its part of the table.
+
+    Frequencies have to be counted over all indices.
+    """
+    by_rows = replace(option(call, {}, S(0)), local=lookup.embedding_backward)
     if call.arg("scale_grad_by_freq"):
-        return []
+        return [by_rows]
     rows = letters(call.arg("indices").ndim)
     operands = {"grad_output": rows + "D", "indices": rows}
-    return options(call, Dims(operands, WHOLE + "D", reduced=rows, linear=(("grad_output",),)))
+    return [*options(call, Dims(operands, WHOLE + "D", reduced=rows, linear=(("grad_output",),))), by_rows]
 
 
 @rule(*aten("gather"))

@@ -1,4 +1,4 @@
-"""The negative log likelihood: rows (and for images, positions) may be split.
+"""The negative log likelihood: rows (and for images, positions) may be split, and so may classes.
 
 A sum over split rows is partial, and so is its total weight. A mean would divide by the rank's own count: it is taken
 apart at capture for forward; backward is given the total weight and divides by that. Other losses are taken apart.
@@ -6,8 +6,13 @@ apart at capture for forward; backward is given the total weight and divides by 
 
 from __future__ import annotations
 
-from .base import Call, Option
-from .labels import EQUAL, WHOLE, Dims, options
+from dataclasses import replace
+
+from torch.distributed.tensor.placement_types import Placement
+
+from . import lookup
+from .base import Call, Local, Option, P, R, S
+from .labels import EQUAL, WHOLE, Dims, option, options
 from .ops import aten
 from .table import rule
 
@@ -27,8 +32,8 @@ def forward(call: Call) -> list[Option]:
         return []
     operands = {"self": source, "target": target}
     if call.arg("reduction") == NONE:
-        return options(call, Dims(operands, (target, EQUAL)))
-    return options(call, Dims(operands, ("", ""), reduced=target))
+        return [*options(call, Dims(operands, (target, EQUAL))), _by_class(call, (P, R), lookup.nll_loss)]
+    return [*options(call, Dims(operands, ("", ""), reduced=target)), _by_class(call, (P, P), lookup.nll_loss)]
 
 
 @rule(*aten("nll_loss_backward", "nll_loss2d_backward"))
@@ -39,7 +44,14 @@ def backward(call: Call) -> list[Option]:
         return []
     grad = target if call.arg("reduction") == NONE else ""
     operands = {"grad_output": grad, "self": source, "target": target}
-    return options(call, Dims(operands, source, linear=(("grad_output",),)))
+    by_class = _by_class(call, (S(1),), lookup.nll_loss_backward)
+    return [*options(call, Dims(operands, source, linear=(("grad_output",),))), by_class]
+
+
+def _by_class(call: Call, results: tuple[Placement, ...], local: Local) -> Option:
+    """Each rank counts the rows whose class it has."""
+    weight = {"weight": S(0)} if call.arg("weight") is not None else {}
+    return replace(option(call, {"self": S(1), **weight}, results), local=local)
 
 
 def _labels(call: Call) -> tuple[str | None, str]:

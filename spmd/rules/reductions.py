@@ -1,16 +1,21 @@
 """Ops that reduce dims: kept dims may be split, and a sum or an extreme over a split dim is partial.
 
-An extreme of no elements does not exist, so the dim of an extreme must split evenly. Means, variances and norms over a
-split dim are taken apart at capture, to sums; here they keep to the kept dims.
+An extreme of no elements does not exist: a rank that may have none adds one that counts for nothing. Means, variances
+and norms over a split dim are taken apart at capture, to sums; here they keep to the kept dims.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from torch.distributed.tensor import Partial
+import torch
+from torch.distributed.tensor import Partial, Shard
 
-from .base import Call, Option
+from .._torch import OpOverload
+from .base import Call, Option, Part, Run
 from .labels import WHOLE, Dims, letters, options, wrap
 from .ops import aten
 from .table import rule
@@ -58,10 +63,38 @@ def sums(call: Call) -> list[Option]:
 
 @rule(*EXTREMES)
 def extremes(call: Call) -> list[Option]:
-    """A split dim that is reduced gives a partial extreme, if no rank's part is empty."""
+    """A split dim that is reduced gives a partial extreme."""
     before, after = labels(call)
     lost = "".join(c for c in before if c not in after)
-    return options(call, Dims({"self": before}, after, reduced=lost, reduced_as=EXTREMES[call.target], even=lost))
+    found = options(call, Dims({"self": before}, after, reduced=lost, reduced_as=EXTREMES[call.target]))
+    return [replace(option, local=bounded) if _may_be_empty(call, option) else option for option in found]
+
+
+def _may_be_empty(call: Call, option: Option) -> bool:
+    """Whether some rank may have nothing of what is reduced."""
+    (placed,), shape = option.operands, call.arg("self").shape
+    return isinstance(placed, Shard) and placed.dim in _reduced(call) and not call.even(shape[placed.dim])
+
+
+def bounded(run: Run, call: Call, args: tuple[Any, ...], parts: list[Part | None], results: list[Part | None]) -> Any:
+    """The extreme of this rank's part; where some rank has nothing, all of them add what changes no extreme."""
+    (x, *rest), (part,) = args, parts
+    assert part is not None
+    more = [int(size == 0 and d in _reduced(call)) for d, size in enumerate(part.smallest)]
+    if any(more):
+        pad = [n for count in reversed(more) for n in (0, count)]
+        x = run(torch.ops.aten.constant_pad_nd.default, (x, pad, _bound(call.arg("self").dtype, call.target)))
+    return run(call.target, (x, *rest))
+
+
+def _bound(dtype: torch.dtype, op: OpOverload) -> float | bool:
+    """What no element of ``dtype`` is beyond."""
+    largest = EXTREMES[op] == Partial("min")
+    if dtype is torch.bool:
+        return largest
+    if dtype.is_floating_point:
+        return math.inf if largest else -math.inf
+    return torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min
 
 
 def kept(call: Call, linear: tuple[tuple[str, ...], ...] = ()) -> list[Option]:

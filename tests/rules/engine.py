@@ -15,8 +15,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from spmd.placements import Interleaved
-from spmd.rules import Call, Info, Option, localize_of, rule_of
+from passes import Axis, Mesh
+from spmd.placements import Interleaved, local_shape, local_start, smallest_shape
+from spmd.rules import Call, Info, Option, Part, localize_of, rule_of
 
 EXTREMES = {"max": torch.amax, "min": torch.amin}
 
@@ -124,7 +125,24 @@ def _run(sample: Sample, call: Call, option: Option, expected: list[torch.Tensor
             for whole, placement in zip(expected, option.results, strict=True)
         )
         args = localize(call, tuple(args), kwargs, shapes)
+    if option.local is not None:
+        operands = [
+            _part(info.shape, placed, rank, call.size) for info, placed in _both(call.operands, option.operands)
+        ]
+        results = [
+            info and _part(info.shape, placed, rank, call.size) for info, placed in _both(call.results, option.results)
+        ]
+        return option.local(lambda op, args: op(*args), call, tuple(args), operands, results)
     return sample.op(*args, **kwargs)
+
+
+def _both(infos: Sequence[Any], placements: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(infos, placements, strict=True)
+
+
+def _part(shape: Sequence[int], placement: Any, rank: int, size: int) -> Part:
+    of = (shape, (placement,), Mesh((Axis("ranks", size, "ranks", rank),)))
+    return Part(local_start(*of), local_shape(*of), smallest_shape(*of))
 
 
 def _operand(
