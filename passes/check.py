@@ -10,7 +10,7 @@ from torch import fx
 
 from .collectives import Collective, group_of, is_collective, is_wait
 from .errors import PassError
-from .program import OutputKind, Program
+from .program import Input, OutputKind, Program
 from .purity import is_profiling, mutates
 
 
@@ -55,19 +55,19 @@ def _outputs_match(program: Program) -> None:
         )
     for kind in (OutputKind.UPDATE, OutputKind.NEW):
         _unique(f"{kind} outputs", [output.name for output in program.outputs if output.kind is kind])
+    inputs = {i.name: (i, node) for i, node in zip(program.inputs, program.placeholders, strict=True)}
     for value, output in zip(values, program.outputs, strict=True):
         if output.kind is OutputKind.UPDATE:
-            _updates_an_input(program, value, output.name)
+            if output.name not in inputs:
+                raise PassError(f"an output updates {output.name!r}, but {program.name} has no input of that name")
+            _updates_an_input(*inputs[output.name], value)
 
 
-def _updates_an_input(program: Program, value: Any, name: str) -> None:
-    try:
-        position = program.input_named(name)
-    except KeyError:
-        raise PassError(f"an output updates {name!r}, but {program.name} has no input of that name") from None
-    if program.inputs[position].in_place:
+def _updates_an_input(declared: Input, node: fx.Node, value: Any) -> None:
+    name = declared.name
+    if declared.in_place:
         raise PassError(f"{name!r} is updated in place and also by an output; only one of them can be meant")
-    old, new = _type(program.placeholders[position]), _type(value)
+    old, new = _type(node), _type(value)
     if old != new:
         raise PassError(f"the update of {name!r} must be {old}, as the input is, but it is {new}")
 

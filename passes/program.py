@@ -156,12 +156,9 @@ class Program:
         self.output_node.args = (tuple(values),)
         self.outputs = list(outputs)
 
-    def input_named(self, name: str) -> int:
-        """The position of the input with this name; raises ``KeyError`` if there is none."""
-        for position, declared in enumerate(self.inputs):
-            if declared.name == name:
-                return position
-        raise KeyError(name)
+    def positions(self) -> dict[str, int]:
+        """The position of every input, by name. Made anew at each call, from what ``inputs`` is then: ask once."""
+        return {declared.name: position for position, declared in enumerate(self.inputs)}
 
     def collectives(self) -> list[fx.Node]:
         """The nodes that start a collective, in order."""

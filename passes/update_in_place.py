@@ -77,10 +77,10 @@ class _Memory:
 
 def _updates(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each input that is updated and can be written to, with its new value."""
-    placeholders = program.placeholders
+    placeholders, positions = program.placeholders, program.positions()
     for value, output in zip(program.output_values(), program.outputs, strict=True):
         if output.kind is OutputKind.UPDATE and _is_tensor(value):
-            yield placeholders[program.input_named(output.name)], value
+            yield placeholders[positions[output.name]], value
 
 
 def _is_tensor(value: Any) -> bool:

@@ -49,7 +49,7 @@ def lower(program: Program, backend: Backend) -> Executable:
         function = backend(program.graph_module, examples)
         if not callable(function):
             raise PassError(f"expected the backend to return a callable, got {function!r}")
-    positions = {declared.name: k for k, declared in enumerate(program.inputs)}
+    positions = program.positions()
     updates = [
         (k, positions[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE
     ]

@@ -66,6 +66,7 @@ class _Partitioner:
         self.whole = replicated(program.mesh)
         self.placements = {i.name: plan.placements.get(i.name, self.whole) for i in program.inputs}
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+        self.shapes = {declared.name: declared.shape for declared in program.inputs}
         self.complete = self._complete_gradients()
         self.model_axes = self._model_axes()
         self.emitter, self.chooser = Emitter(program), Chooser(program.mesh, self.model_axes)
@@ -144,8 +145,7 @@ class _Partitioner:
             return self.placements[output.name]
         if output.kind is OutputKind.NEW:
             assert output.of is not None, "new state belongs to a parameter"
-            parameter = self.program.inputs[self.program.input_named(output.of)]
-            return self.placements[parameter.name] if held.shape == parameter.shape else self.whole
+            return self.placements[output.of] if held.shape == self.shapes[output.of] else self.whole
         batch = (k in held.batch and self._divides(held, k) for k in range(len(held.primary)))
         return tuple(_in_order(p) if split else Replicate() for p, split in zip(held.primary, batch, strict=True))
 
@@ -521,7 +521,7 @@ class _Partitioner:
         parameter = self.complete.get(node)
         if parameter is None or not self._reduces_each(parameter):
             return
-        shape = self.program.inputs[self.program.input_named(parameter)].shape
+        shape = self.shapes[parameter]
         for held in (self.values.get(leaf) for leaf in node.all_input_nodes):
             if isinstance(held, Value) and held.shape == shape and any(isinstance(p, Partial) for p in held.primary):
                 self._settle(held, parameter)
