@@ -27,7 +27,6 @@ from .._torch import (
     DimDynamic,
     DisableAutocast,
     DynamicOutputShapeException,
-    FakeTensorMode,
     GuardOnDataDependentSymNode,
     ShapeEnv,
     TreeSpec,
@@ -45,6 +44,7 @@ from .decompositions import table
 from .provenance import Origin, describe_line, module_of, user_place
 from .reads import Reads
 from .refused import Refused, check_modules
+from .shapes_only import ShapesOnly
 from .trace import Fakes, Trace
 
 
@@ -126,7 +126,7 @@ def _dtype_of(value: Any) -> torch.dtype | None:
 
 def _fakes(slots: list[Slot], hyper_parameters: list[HyperParameter], inputs: Sequence[BatchInput]) -> Fakes:
     shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
-    mode = FakeTensorMode(shape_env=shapes, static_shapes=True)
+    mode = ShapesOnly(shape_env=shapes, static_shapes=True)
     with mode:
         numbers = [_fake_number(shapes, hyper) for hyper in hyper_parameters]
         return Fakes(

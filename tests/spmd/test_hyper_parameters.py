@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spmd
 from tests.harness.cases import MLP
@@ -97,3 +98,14 @@ def test_parameters_without_dims_and_subclasses(make: Any) -> None:
     ends, programs = both(lambda p: make(p, lr=0.01), lambda group, k: None, model=Scaled)
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
     assert programs == 2
+
+
+def test_ops_with_live_numbers_are_alike_to_fakes_and_stay_live_in_the_graph() -> None:
+    """Torch keeps no results of calls on fakes with symbols: an optimizer would be most of a compile."""
+    (net, *_), before = CASE.build(), FakeTensorMode.cache_info().bypasses
+    optimizer, compiled = torch.optim.AdamW(net.parameters()), spmd.compile(CASE.step)
+    for k in range(2):
+        compiled(net, optimizer, *CASE.part(0, k))
+    assert FakeTensorMode.cache_info().bypasses.get("symbolic shape", 0) == before.get("symbolic shape", 0)
+    rates = [node for node in compiled.program.placeholders if isinstance(node.meta["val"], torch.SymFloat)]
+    assert rates and all(node.users for node in rates)
