@@ -13,6 +13,7 @@ from . import scans as scans
 from . import transforms as transforms
 from . import distances as distances
 from . import matmul as matmul
+from . import linalg as linalg
 from . import counting as counting
 from . import indexing as indexing
 from . import normalization as normalization

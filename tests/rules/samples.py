@@ -516,6 +516,23 @@ def loss() -> Iterator[tuple[Any, ...]]:
     yield "nll_loss_forward", f(7), torch.tensor(3), None, 2, -100
 
 
+def linalg() -> Iterator[tuple[Any, ...]]:
+    x, y = f(4, 6, 3, 3), f(4, 6, 3, 2)
+    positive = x @ x.mT + torch.eye(3, dtype=torch.float64)
+    lower = torch.linalg.cholesky(positive)
+    for a, right in ((lower, y), (lower[0, 0], y[0, 0]), (lower[0], y)):
+        yield "linalg_solve_triangular", a, right, {"upper": False}
+    yield "triangular_solve", y, lower, False
+    yield "cholesky_solve", y, lower
+    yield from ((name, positive) for name in ("cholesky", "linalg_cholesky_ex", "_linalg_eigh"))
+    yield "cholesky_inverse", lower
+    for name in ("linalg_inv_ex", "linalg_lu", "linalg_lu_factor_ex", "linalg_matrix_exp", "_linalg_det"):
+        yield name, x
+    yield from ((name, f(4, 6, 3, 2)) for name in ("linalg_qr", "_linalg_svd"))
+    yield "_linalg_slogdet", x
+    yield "_linalg_svd", f(4, 6, 3, 2), False, False
+
+
 SOURCES = (
     pointwise,
     factories,
@@ -527,6 +544,7 @@ SOURCES = (
     distances,
     matmul,
     indexing,
+    linalg,
     normalization,
     attention,
     convolution,
