@@ -103,8 +103,15 @@ def _table(lines: list[tuple[str, ...]]) -> Table:
 
 
 def _markdown(lines: list[tuple[str, ...]]) -> str:
-    rows = ["| " + " | ".join(line) + " |" for line in (HEADINGS, tuple("---" for _ in HEADINGS), *lines)]
-    return "\n".join(rows) + "\n"
+    """A row for each architecture: what the styles share once, what differs side by side."""
+    names = dict.fromkeys(line[0] for line in lines)
+    rows = [_side_by_side([line for line in lines if line[0] == name]) for name in names]
+    table = (HEADINGS, tuple("---" for _ in HEADINGS), *rows)
+    return "\n".join("| " + " | ".join(row) + " |" for row in table) + "\n"
+
+
+def _side_by_side(lines: list[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(" / ".join(dict.fromkeys(cells)) for cells in zip(*lines, strict=True))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,14 @@ def _encoder(name: str, model: str = "ForMaskedLM", batch: MakeBatch = masked_te
     return Entry(name, "encoder", name + model, batch, {**SIZES, **config})
 
 
+def _experts(name: str, **config: Any) -> Entry:
+    return Entry(name, "mixture of experts", f"{name}ForCausalLM", text, {**SIZES, **GROUPED, **_EXPERTS, **config})
+
+
+def _state_space(name: str, **config: Any) -> Entry:
+    return Entry(name, "state space", f"{name}ForCausalLM", text, {**SIZES, **config})
+
+
 def _bart(name: str, model: str = "ForConditionalGeneration", **config: Any) -> Entry:
     sizes = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in _SIDE.items()}
     common = {"vocab_size": VOCABULARY, "d_model": WIDTH, "max_position_embeddings": 32, "pad_token_id": 0}
@@ -36,6 +44,20 @@ def _bart(name: str, model: str = "ForConditionalGeneration", **config: Any) -> 
     return Entry(name, "encoder-decoder", name + model, pairs, {**sizes, **common, **ends, **config})
 
 
+_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": WIDTH,
+    "experts_implementation": "batched_mm",  # the one of transformers that runs in fp64 and looks at no value
+    "output_router_logits": True,  # so that the loss has the part that balances the experts' load
+}
+_MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_DEEPSEEK = {**_MLA, "num_key_value_heads": HEADS, "head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_MAMBA = {"state_size": 4, "conv_kernel": 3, "expand": 2, "time_step_rank": 4}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_ONE_KEY = {"num_key_value_heads": 1, "attention_window_size": 8}
 _SIDE = {"layers": 1, "attention_heads": HEADS, "ffn_dim": 2 * WIDTH}
 _GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 32}
 _T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": HEADS}
@@ -46,7 +68,7 @@ ENTRIES = [
     _decoder("Llama", **GROUPED),
     _decoder("Qwen3", head_dim=8, **GROUPED),
     _decoder("Mistral", sliding_window=4, **GROUPED),
-    _decoder("Gemma2", head_dim=8, sliding_window=4, **GROUPED),
+    _decoder("Gemma2", head_dim=8, sliding_window=8, **GROUPED),
     _decoder("Phi"),
     _decoder("GPTNeoX"),
     _decoder("OPT", ffn_dim=64, word_embed_proj_dim=WIDTH),
@@ -55,6 +77,23 @@ ENTRIES = [
     _decoder("StableLm", **GROUPED),
     _decoder("Olmo2", **GROUPED),
     _decoder("Cohere", **GROUPED),
+    _decoder("Phi3", **GROUPED),
+    _decoder("Starcoder2", sliding_window=4, **GROUPED),
+    _decoder("Nemotron", **GROUPED),
+    _decoder("Mpt", d_model=WIDTH, n_heads=HEADS, n_layers=LAYERS, max_seq_len=32),
+    Entry("GPTJ", "decoder", "GPTJForCausalLM", text, {**_GPT, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2}),
+    _experts("Mixtral"),
+    _experts("Qwen3Moe", head_dim=8),
+    _experts("Olmoe"),
+    _experts("GptOss", head_dim=8, sliding_window=4),
+    _experts("DeepseekV3", n_group=2, topk_group=1, **_DEEPSEEK),
+    _experts("GraniteMoe"),
+    _state_space("Mamba", **_MAMBA),
+    _state_space("FalconMamba", **_MAMBA),
+    _state_space("Mamba2", state_size=4, conv_kernel=3, n_groups=1, num_heads=8, head_dim=8, chunk_size=4),
+    _state_space("Rwkv", context_length=32, attention_hidden_size=WIDTH),
+    _state_space("RecurrentGemma", lru_width=WIDTH, head_dim=8, block_types=["recurrent", "attention"], **_ONE_KEY),
+    _state_space("Bamba", attn_layer_indices=[1], **GROUPED, **_MAMBA2),
     _encoder("Bert"),
     _encoder("Roberta"),
     _encoder("DistilBert", dim=WIDTH, hidden_dim=64, n_layers=LAYERS, n_heads=HEADS),
@@ -63,8 +102,12 @@ ENTRIES = [
     _encoder("Electra", embedding_size=16),
     _encoder("ModernBert", local_attention=4, cls_token_id=1, sep_token_id=2),
     _encoder("MPNet"),
+    _encoder("ConvBert", embedding_size=16, head_ratio=2),
+    _encoder("MobileBert", embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
+    _encoder("FNet"),
     Entry("Bert classifier", "encoder", "BertForSequenceClassification", classes, SIZES),
     Entry("T5", "encoder-decoder", "T5ForConditionalGeneration", pairs, {**_T5, "decoder_start_token_id": 0}),
+    Entry("UMT5", "encoder-decoder", "UMT5ForConditionalGeneration", pairs, {**_T5, "decoder_start_token_id": 0}),
     _bart("Bart"),
     _bart("Pegasus"),
     _bart("Marian", "MTModel"),
