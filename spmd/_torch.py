@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributions import Distribution
 
 # isort: off
@@ -211,6 +212,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` is a part of, or itself. ``_get_root_mesh`` is private; seen in 2.11 to 2.15."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
+
+
 def storage_number(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too. ``_cdata`` is private; seen in 2.11 to 2.15."""
     return int(tensor.untyped_storage()._cdata)
@@ -263,6 +270,7 @@ __all__ = [
     "register_module_forward_pre_hook",
     "register_pytree_node",
     "rename",
+    "root_mesh",
     "selecting",
     "storage_number",
     "symbolic_functions",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +25,7 @@ from passes.program import Placements, is_sharded
 from .agree import on_cpu
 from .placements import chunk
 from .state import Arguments, Slot, local_of, parameters_of
+from .world import spread
 
 # What is rank 0's already: parameters, buffers and scalers' state by id (tensors compare by value), and optimizers.
 _equal: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -42,13 +43,13 @@ class Prepared:
     locals: list[torch.Tensor]
 
 
-def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh) -> Prepared:
+def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh, device_mesh: DeviceMesh) -> Prepared:
     """The local storages of all state; nothing live is changed yet."""
     placements = [declared.placement for declared in inputs[: len(slots)]]
     storages = []
     for slot, placement in zip(slots, placements, strict=True):
         live = slot.get()
-        if isinstance(live, DTensor) and tuple(live.placements) != placement:
+        if isinstance(live, DTensor) and spread(tuple(live.placements), live.device_mesh, device_mesh) != placement:
             raise PlacementError(
                 f"{slot.input.name} is a DTensor placed as {live.placements}, but the program wants {placement}"
             )
@@ -57,15 +58,16 @@ def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh) -> Prepa
     return Prepared(list(slots), placements, storages)
 
 
-def check_meshes(slots: Sequence[Slot], mesh: DeviceMesh) -> None:
-    """Raise ``PlacementError`` for state that is a DTensor on another mesh than the step's."""
-    for slot in slots:
+def on_mesh(slots: Sequence[Slot], mesh: DeviceMesh) -> list[Slot]:
+    """The slots with the placements of DTensors on a part of ``mesh`` said for all of its axes."""
+
+    def described(slot: Slot) -> Input:
         live = slot.get()
-        if isinstance(live, DTensor) and live.device_mesh != mesh:
-            raise PlacementError(
-                f"{slot.input.name} is a DTensor on {live.device_mesh}, but the step runs on {mesh}: "
-                "give the mode the same mesh"
-            )
+        if not isinstance(live, DTensor):
+            return slot.input
+        return replace(slot.input, placement=spread(tuple(live.placements), live.device_mesh, mesh))
+
+    return [replace(slot, input=described(slot)) for slot in slots]
 
 
 def check_memory(program: Program, slots: Sequence[Slot], arguments: Arguments) -> None:
@@ -101,9 +103,10 @@ def commit(prepared: Prepared, arguments: Arguments, mesh: Mesh, device_mesh: De
     renewed: dict[int, torch.Tensor] = {}
     for slot, placement, local in zip(prepared.slots, prepared.placements, prepared.locals, strict=True):
         live = slot.get()
-        if isinstance(live, DTensor) or not is_sharded(placement):
+        if not is_sharded(placement) or (isinstance(live, DTensor) and live.device_mesh == device_mesh):
             continue
-        local.copy_(part_of(live.detach(), placement, mesh))
+        if not isinstance(live, DTensor):
+            local.copy_(part_of(live.detach(), placement, mesh))
         split = as_dtensor(local, placement, device_mesh, live.shape, live.stride())
         if slot.input.role is Role.PARAMETER:
             new = renewed[id(live)] = _renewed(live, split)
@@ -130,7 +133,11 @@ def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> N
         for slot in prepared.slots:
             live = slot.get()
             once = slot.input.role in (Role.PARAMETER, Role.BUFFER, Role.SCALER)
-            if not isinstance(live, DTensor) and not (_equal.get(id(live)) is live if once else known):
+            if isinstance(live, DTensor):
+                missing = live.device_mesh != mesh and _equal.get(id(live)) is not live
+                for axis in _axes_beyond(live, mesh) if missing else ():
+                    _broadcast_along(local_of(live), mesh, axis)
+            elif not (_equal.get(id(live)) is live if once else known):
                 _broadcast(live.detach(), mesh)
             if once:
                 _equal[id(live)] = live
@@ -141,14 +148,24 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """From the first rank of the mesh to all, one axis after the other, the first axis last to be split."""
     if mesh.size() == 1:
         return
-    whole = tensor.contiguous()
     for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        if whole.device.type == "cpu":  # as counters of optimizers are, also where parameters are not
-            group = on_cpu(group)
-        dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+        _broadcast_along(tensor, mesh, axis)
+
+
+def _broadcast_along(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> None:
+    whole, group = tensor.contiguous(), mesh.get_group(axis)
+    if whole.device.type == "cpu":  # as counters of optimizers are, also where parameters are not
+        group = on_cpu(group)
+    dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
     if whole is not tensor:
         tensor.copy_(whole)
+
+
+def _axes_beyond(live: DTensor, mesh: DeviceMesh) -> list[int]:
+    """The axes of ``mesh`` that a DTensor on a part of it knows nothing of."""
+    return [
+        k for k, name in enumerate(mesh.mesh_dim_names or ()) if name not in (live.device_mesh.mesh_dim_names or ())
+    ]
 
 
 def _renewed(old: torch.Tensor, split: DTensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import passes as passes_package
 from passes import Pass, PassError, Program, RankMismatchError, Report, SpmdError
@@ -28,14 +29,14 @@ from .data_parallel import DataParallel
 from .dump import Dump, dump_stages
 from .guards import Guards, Leaves, check_leaves, torch_modes
 from .inputs import place_inputs
-from .live import check_memory, check_meshes, commit, follow_split, prepare
+from .live import check_memory, commit, follow_split, on_mesh, prepare
 from .lower import Backend, lower
 from .modes import ParallelMode, check_passes
 from .override import Override, replaced, transform
 from .randomness import adopt, proposed, told
 from .run import Compiled
 from .state import ArgumentReader, Arguments, hyper_parameters_of, parameters_of, slots_of
-from .world import describe, world
+from .world import describe, joined, world
 
 _MANY = 8  # programs of one step, before it warns
 
@@ -197,7 +198,7 @@ class CompiledStep:
         slots = slots_of(arguments)
         arguments = arguments.naming_state(slots)
         device_mesh = self._mesh_for(arguments)
-        check_meshes(slots, device_mesh)
+        slots = on_mesh(slots, device_mesh)
         mesh, reads, modes = describe(device_mesh), Reads(), torch_modes()
         clock = _Clock()
         dump = self._dump()
@@ -212,7 +213,7 @@ class CompiledStep:
                 dump.stage(0, "capture", captured.program)
         with clock.stage("partition"), DisableAutocast():
             program = mode.partition(captured.program)
-            prepared = prepare(slots, program.inputs, mesh)
+            prepared = prepare(slots, program.inputs, mesh, device_mesh)
             flat_state = list(prepared.locals)
             program, flat_state = transform(program, options.overrides, flat_state)
             partitioned = program
@@ -250,10 +251,11 @@ class CompiledStep:
         )
 
     def _mesh_for(self, arguments: Arguments) -> DeviceMesh:
-        """The mode's mesh, else that of all ranks for the device that the model is on."""
-        tensors = [parameter.tensor for parameter in parameters_of(arguments.modules)[:1]]
-        tensors += [leaf.value for leaf in arguments.tensors()[:1]]
-        return self._options.mode.mesh or world(tensors[0].device if tensors else None)
+        """The mode's mesh, else that of all ranks for the model's device; with the axes that parameters live on."""
+        tensors = [parameter.tensor for parameter in parameters_of(arguments.modules)]
+        meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+        tensors = tensors[:1] + [leaf.value for leaf in arguments.tensors()[:1]]
+        return joined(self._options.mode.mesh or world(tensors[0].device if tensors else None), meshes)
 
     def _dump(self) -> Dump | None:
         folder = self._options.dump or os.environ.get("SPMD_DUMP")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
 import passes
+from passes.program import Placements
 
-from ._torch import FakeStore
+from ._torch import FakeStore, root_mesh
 
 _meshes: dict[tuple[str, int], tuple[DeviceMesh, Any]] = {}  # with the group, so that its id stays its own
 
@@ -45,6 +48,37 @@ def describe(mesh: DeviceMesh) -> passes.Mesh:
         passes.Axis(name, mesh.size(k), mesh.get_group(k).group_name, coordinate[k]) for k, name in enumerate(names)
     ]
     return passes.Mesh(tuple(axes))
+
+
+def joined(mesh: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh that has the axes of ``mesh`` and of ``others``: where they are parts of one, that one.
+
+    Raises ``PlacementError`` where they are not, or where the first axis of ``mesh`` is not the first of all.
+    """
+    if all(other == mesh for other in others):
+        return mesh
+    whole = root_mesh(mesh)
+    strangers = [other for other in others if root_mesh(other) != whole]
+    if strangers:
+        raise passes.PlacementError(
+            f"some parameters are DTensors on {strangers[0]}, but the step runs on {mesh}: give the mode the same "
+            "mesh, or make both parts of one mesh, as mesh['dp'] and mesh['tp'] are"
+        )
+    names, first = whole.mesh_dim_names or (), (mesh.mesh_dim_names or ("",))[0]
+    if not names or names[0] != first:
+        raise passes.PlacementError(
+            f"the batch is split over {first!r}, but the first axis of {whole} is another: make it {first!r}"
+        )
+    return whole
+
+
+def spread(placement: Placements, mesh: DeviceMesh, whole: DeviceMesh) -> Placements:
+    """A placement on ``mesh``, said for all axes of the mesh that it is a part of; over others it is replicated."""
+    names = mesh.mesh_dim_names or ()
+    if mesh == whole or not names:
+        return placement
+    by_name = dict(zip(names, placement, strict=True))
+    return tuple(by_name.get(name, Replicate()) for name in whole.mesh_dim_names or ())
 
 
 def check_fits(mesh: DeviceMesh) -> None:

@@ -52,12 +52,25 @@ def check_modules(submodules: Iterable[tuple[str, nn.Module]]) -> None:
                 f"{name} is scripted or traced by torch.jit, whose parameters cannot be stood in for while tracing: "
                 "pass the plain module it was made from"
             )
+        if _has_hooks_of_styles(module):
+            raise CaptureError(
+                f"{name} was made parallel by torch's parallelize_module or distribute_module, whose hooks hand it a "
+                "rank's part of activations, but a compiled step computes with whole ones and splits them itself: "
+                "leave that out, say where parameters live with DataParallel(mesh=mesh, params={'*.up.weight': "
+                "{'tp': Shard(0)}}) or distribute_tensor, and where activations do with spmd.constrain"
+            )
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and tensor.is_meta:
                 raise CaptureError(
                     f"{name}.{key} is on the meta device and has no values to train: materialize the model first, "
                     'with model.to_empty(device="cpu") and its own initialization, or by loading a checkpoint'
                 )
+
+
+def _has_hooks_of_styles(module: nn.Module) -> bool:
+    """Whether torch's tensor parallel styles put hooks on ``module``; they are told by where they are defined."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor") for hook in hooks)
 
 
 def check_results(leaves: Sequence[Any]) -> None:

@@ -110,6 +110,9 @@ def test_help_shows_every_option_once() -> None:
         ("--mode sideways", "'replicate', 'fully_shard', 'default'"),
         ("--steps 0", "0 is not above zero"),
         ("--width 10 --heads 4", "a width of 10 does not divide into 4 heads"),
+        ("--mesh 4", "4 is not of the form 2x4"),
+        ("--tensor-parallel", "--mesh and --tensor-parallel go together"),
+        ("--sequence-parallel", "--sequence-parallel needs both"),
     ],
 )
 def test_a_wrong_option_is_refused_with_a_sentence(
