@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import sound, text, vision
+from . import several, sound, text, vision
 
-ENTRIES = [*text.ENTRIES, *vision.ENTRIES, *sound.ENTRIES]
+ENTRIES = [*text.ENTRIES, *vision.ENTRIES, *sound.ENTRIES, *several.ENTRIES]

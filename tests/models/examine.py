@@ -93,9 +93,10 @@ def examine(rank: int, world: int, case: Case, style: Style, steps: int) -> Find
     compiled, got = compiled_run(rank, case, steps, parallel_mode=mode)
     program = compiled.program
     assert program is not None
+    compares = isinstance(case, Training) and case.entry.compares
     return Finding(
         unequal=_not_finite(expected) + all_unequal(expected, got, rank, world, case.rtol, case.atol),
-        whole=list(dict.fromkeys(line for pair in mode.seen for line in whole_rows(*pair, ROWS))),
+        whole=list(dict.fromkeys(line for pair in mode.seen for line in whole_rows(*pair, ROWS, compares))),
         nodes=len(program.graph.nodes),
         collectives=dict(Counter(str(node.meta["collective"].kind) for node in program.collectives())),
         seconds=sum(compiled.report().seconds.values()),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Partial
 
 from passes import Phase, Program, Role
 
@@ -19,12 +20,17 @@ _STATE = {Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role
 _MOVES = ("all_gather", "all_to_all")
 
 
-def whole_rows(before: Program, after: Program, rows: int) -> list[str]:
-    """A line for each node that has all rows on a rank; ``rows``: a rank's, a number that no other size divides by."""
+def whole_rows(before: Program, after: Program, rows: int, compares: bool = False) -> list[str]:
+    """A line for each node that has all rows on a rank; ``rows``: a rank's, a number that no other size divides by.
+
+    Where the step itself ``compares`` all rows, those of other ranks may come in, and what they are sent back is a sum
+    of the ranks' shares for all rows; but nothing is computed of all rows that each rank could compute of its own.
+    """
     shapes = {node.name: _shapes(node) for node in before.graph.nodes}
     return [
         line
         for node in _of_the_batch(after)
+        if not (compares and _is_comparison(node))
         if (line := _gathered(node) or _same_as_global(node, shapes.get(node.name, []), rows))
     ] + list(after.notes)
 
@@ -38,6 +44,13 @@ def _of_the_batch(program: Program) -> list[fx.Node]:
             depends.add(node)
     phases = (Phase.FORWARD, Phase.BACKWARD)
     return [node for node in program.graph.nodes if node in depends and node.meta.get("phase") in phases]
+
+
+def _is_comparison(node: fx.Node) -> bool:
+    """Whether a node moves rows, shares out what is sent back to them, or only views what was moved."""
+    said, placement = node.meta.get("collective"), node.meta.get("placement", ())
+    views = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return said is not None or views or any(isinstance(p, Partial) for p in placement)
 
 
 def _gathered(node: fx.Node) -> str:

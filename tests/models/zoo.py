@@ -23,13 +23,17 @@ MakeBatch = Callable[[torch.Generator], Batch]
 
 @dataclass(frozen=True)
 class Entry:
-    """One architecture: ``model`` is a class of transformers, ``config`` the options of its config class."""
+    """One architecture: ``model`` is a class of transformers, ``config`` the options of its config class.
+
+    ``compares``: whether its loss compares all rows of the batch, so that features of other ranks' rows must come in.
+    """
 
     name: str
     kind: str
     model: str
     batch: MakeBatch
     config: dict[str, Any] = field(default_factory=dict)
+    compares: bool = False
 
     def build(self) -> nn.Module:
         """The model in fp64, without dropout."""

@@ -99,6 +99,7 @@ def tables(h: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
         "all": torch.where(torch.isfinite(h).all(), h, 0.0) * (1 + (h > 1).any()),
         "any": (h > 0).any(0) + (h > -1).all(1).sum() + (h > 0.1).count_nonzero(),
         "masked": h.masked_fill(y > 0, 0).square() + torch.where(y > 0, h, 2.0),
+        "scattered by a mask": h.masked_scatter(y > 0, h.sin() * y),
         "products": torch.einsum("bi,bj->ij", h, y) + torch.einsum("bi,ci->bc", h, y).mean(),
         "outer": torch.outer(h[:, 0], y[:, 1]).square() + torch.tril(h @ h.T),
         "extremes": h.amax(0) + h.max() - h.min(0).values.square(),
