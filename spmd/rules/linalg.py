@@ -16,6 +16,7 @@ RESULTS: dict[str, tuple[int, ...]] = {
     "cholesky_inverse": (2,),
     "cholesky_solve": (2,),
     "linalg_cholesky_ex": (2, 0),
+    "linalg_eig": (1, 2),
     "linalg_inv_ex": (2, 0),
     "linalg_lu": (2, 2, 2),
     "linalg_lu_factor_ex": (2, 1, 0),
@@ -43,3 +44,16 @@ def by_matrix(call: Call) -> list[Option]:
         for ndim, info in zip(OPS[call.target], call.results, strict=True)
     ]
     return options(call, Dims(operands, tuple(whole), even="*"))
+
+
+@rule(*aten("_linalg_solve_ex", "linalg_lu_solve"))
+def solve(call: Call) -> list[Option]:
+    """Each system alone, if every operand has the matrices' dims in front: a right-hand side may be a vector."""
+    matrices, *others = [(name, info) for name, value in arguments(call) for info in infos(value)]
+    shape = matrices[1].shape
+    if any(info.shape != shape[:-1] and info.shape[:-MATRIX] != shape[:-MATRIX] for _, info in others):
+        return []  # one right-hand side for all
+    front = letters(len(shape) - MATRIX)
+    operands = {name: front.ljust(info.ndim, WHOLE) for name, info in (matrices, *others)}
+    results = tuple("" if info is None else front.ljust(info.ndim, WHOLE) for info in call.results)
+    return options(call, Dims(operands, results, even="*"))

@@ -530,6 +530,12 @@ def linalg() -> Iterator[tuple[Any, ...]]:
         yield name, x
     yield from ((name, f(4, 6, 3, 2)) for name in ("linalg_qr", "_linalg_svd"))
     yield "_linalg_slogdet", x
+    yield "linalg_eig", x
+    for right in (y, f(4, 6, 3)):
+        yield "_linalg_solve_ex", x, right
+    yield "_linalg_solve_ex", f(3, 3, 3), f(3, 2)  # one matrix for all, with as many rows as there are systems
+    factors, pivots, _ = torch.ops.aten.linalg_lu_factor_ex(x)
+    yield "linalg_lu_solve", factors, pivots, y
     yield "_linalg_svd", f(4, 6, 3, 2), False, False
 
 

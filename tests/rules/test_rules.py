@@ -188,6 +188,12 @@ def _keeps_batch(sample: Sample, name: str) -> None:
     assert any(Shard(0) in option.operands and option.results[0] in (Shard(0), P) for option in found)
 
 
+def test_systems_of_a_batch_are_solved_where_they_are() -> None:
+    for right in (f(4, 3, 2), f(4, 3)):
+        assert ((S(0), S(0)), (S(0),) * 4) in _has("_linalg_solve_ex", f(4, 3, 3), right)
+    assert not _has("_linalg_solve_ex", f(4, 4, 4), f(4, 2)), "one right-hand side for all"
+
+
 def test_gradients_of_weights_are_partial_sums() -> None:
     assert ((S(0), S(0)), (P,)) in _has("embedding_dense_backward", f(4, 5, 6), ints(7, 4, 5), 7, -1, False)
     stats = torch.ops.aten.native_layer_norm(f(4, 6), [6], f(6), f(6), 1e-5)[1:]
