@@ -209,6 +209,8 @@ def _vector_norm(
 def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Each place of the mask takes its element of ``source``; only how many places earlier rows have is not its own."""
     x, mask = torch.broadcast_tensors(x, mask)
+    if not source.numel():
+        return x.clone()
     taken = source.reshape(-1)[_places(mask).clamp(0, source.numel() - 1)]
     return torch.where(mask, taken, x)
 
