@@ -10,6 +10,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from torch import fx
 
 from .collectives import Collective, Kind, input_bytes, operands
 from .program import Program
@@ -33,7 +34,7 @@ class Report:
     """What one step of a program communicates; rich prints it.
 
     ``seconds`` says how long each stage of compiling took, ``notes`` what a user should know: for example, which ops
-    run replicated because they have no rule.
+    run replicated because they have no rule. ``every`` has each collective by itself, in the order in which they start.
     """
 
     name: str
@@ -42,12 +43,14 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
+    every: tuple[Traffic, ...] = ()
 
     @classmethod
     def of(cls, program: Program, seconds: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> Report:
         """The report of ``program``; every collective in it must be described, as ``check`` demands."""
         mesh, history = str(program.mesh), tuple(program.history)
-        return cls(program.name, mesh, _traffic(program), dict(seconds or {}), tuple(notes), history)
+        every = tuple(_one(node) for node in program.collectives())
+        return cls(program.name, mesh, _traffic(every), dict(seconds or {}), tuple(notes), history, every)
 
     def count(self, kind: str) -> int:
         """The number of collectives of this kind in one step. Raises ``ValueError`` for any other word."""
@@ -89,15 +92,20 @@ class Report:
         return table
 
 
-def _traffic(program: Program) -> tuple[Traffic, ...]:
+def _one(node: fx.Node) -> Traffic:
+    """What one collective moves."""
+    said: Collective = node.meta["collective"]
+    dtype = _dtype(operands(node)[0].meta["val"])
+    return Traffic(str(said.kind), said.axis, str(said.role), dtype, 1, input_bytes(node), said.why)
+
+
+def _traffic(every: Sequence[Traffic]) -> tuple[Traffic, ...]:
     """One row for all collectives that agree in kind, axis, role and dtype, in order of first appearance."""
-    groups: dict[tuple[str, str, str, str], list[tuple[int, str]]] = {}
-    for node in program.collectives():
-        said: Collective = node.meta["collective"]
-        key = (str(said.kind), said.axis, str(said.role), _dtype(operands(node)[0].meta["val"]))
-        groups.setdefault(key, []).append((input_bytes(node), said.why))
+    groups: dict[tuple[str, str, str, str], list[Traffic]] = {}
+    for one in every:
+        groups.setdefault((one.kind, one.axis, one.role, one.dtype), []).append(one)
     return tuple(
-        Traffic(*key, count=len(each), bytes=sum(size for size, _ in each), why=_summary([why for _, why in each]))
+        Traffic(*key, count=len(each), bytes=sum(one.bytes for one in each), why=_summary([one.why for one in each]))
         for key, each in groups.items()
     )
 

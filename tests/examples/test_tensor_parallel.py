@@ -87,6 +87,8 @@ def program(sequence: bool, tied: bool = False, passes: Any = ()) -> Any:
         step = spmd.compile(parallel_mode=mode, passes=passes)(train_gpt.train_step)
         x = torch.zeros(ROWS, TIME, dtype=torch.long)
         step(model, torch.optim.AdamW(model.parameters()), x, x)
+    assert len(step.report().every) == len(step.program.collectives())
+    assert all(each.why and each.bytes for each in step.report().every)
     return step.program
 
 
