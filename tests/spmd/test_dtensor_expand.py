@@ -112,6 +112,11 @@ def test_parameters_split_over_both_axes(ranks: Ranks, case: Blocks, params: dic
     assert ranks.run(4, run_on_two_axes, replace(case, optimizer="AdamW"), params, BATCH, None) == [[]] * 4
 
 
+def test_some_ranks_have_nothing_of_what_is_split(ranks: Ranks) -> None:
+    case = Blocks(width=3, hidden=1, rows=3, optimizer="AdamW")
+    assert ranks.run(4, run_on_two_axes, case, MEGATRON | {"*down.bias": [Shard(0), Shard(0)]}, BATCH, None) == [[]] * 4
+
+
 def test_inputs_that_are_not_named_are_split_over_the_first_axis(ranks: Ranks) -> None:
     assert ranks.run(4, run_on_two_axes, EVEN, MEGATRON, None, None) == [[]] * 4
 
