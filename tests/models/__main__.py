@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -37,7 +37,7 @@ def main() -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     ranks, console, lines = Ranks(), Console(stderr=True), []
     try:
-        for line in _lines(ranks, chosen, arguments.style, arguments.steps):
+        for line in _lines(ranks, chosen, [arguments.style] if arguments.style else STYLES, arguments.steps):
             console.print("  ".join(line), markup=False, highlight=False)
             lines.append(line)
     finally:
@@ -53,7 +53,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.models", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"all, if none is given; there are {_listed()}")
-    parser.add_argument("--style", nargs="+", choices=STYLES, default=STYLES, help="both by default")
+    parser.add_argument("--style", choices=STYLES, help="both by default")
     parser.add_argument("--steps", type=int, default=4, help="of training; 4 by default")
     parser.add_argument("--markdown", type=Path, help="write the table to this file, too, as the README has it")
     return parser.parse_args()
@@ -63,7 +63,7 @@ def _listed() -> str:
     return ", ".join(f'"{entry.name}"' if " " in entry.name else entry.name for entry in ENTRIES)
 
 
-def _lines(ranks: Ranks, entries: list[Entry], styles: list[Style], steps: int) -> Iterator[tuple[str, ...]]:
+def _lines(ranks: Ranks, entries: list[Entry], styles: Sequence[Style], steps: int) -> Iterator[tuple[str, ...]]:
     """One line of the table at a time."""
     for entry in entries:
         for style in styles:

@@ -55,6 +55,15 @@ _EXPERTS = {
 }
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _DEEPSEEK = {**_MLA, "num_key_value_heads": HEADS, "head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_DELTA = {
+    "head_dim": 8,
+    "linear_num_value_heads": HEADS,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_XL = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_inner": 64, "n_head": HEADS, "n_layer": LAYERS}
 _MAMBA = {"state_size": 4, "conv_kernel": 3, "expand": 2, "time_step_rank": 4}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 4}
 _ONE_KEY = {"num_key_value_heads": 1, "attention_window_size": 8}
@@ -82,12 +91,14 @@ ENTRIES = [
     _decoder("Nemotron", **GROUPED),
     _decoder("Mpt", d_model=WIDTH, n_heads=HEADS, n_layers=LAYERS, max_seq_len=32),
     Entry("GPTJ", "decoder", "GPTJForCausalLM", text, {**_GPT, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2}),
+    Entry("XLNet", "decoder", "XLNetLMHeadModel", text, _XL),
     _experts("Mixtral"),
     _experts("Qwen3Moe", head_dim=8),
     _experts("Olmoe"),
     _experts("GptOss", head_dim=8, sliding_window=4),
     _experts("DeepseekV3", n_group=2, topk_group=1, **_DEEPSEEK),
     _experts("GraniteMoe"),
+    _experts("Qwen3Next", output_router_logits=False, shared_expert_intermediate_size=WIDTH, **_DELTA),
     _state_space("Mamba", **_MAMBA),
     _state_space("FalconMamba", **_MAMBA),
     _state_space("Mamba2", state_size=4, conv_kernel=3, n_groups=1, num_heads=8, head_dim=8, chunk_size=4),

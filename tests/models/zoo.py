@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 5  # of the batch, on every rank
-LENGTH, VOCABULARY = 9, 96
+LENGTH, VOCABULARY = 8, 96
 
 Batch = dict[str, Tensor]
 MakeBatch = Callable[[torch.Generator], Batch]
