@@ -1,8 +1,8 @@
 """Train every architecture of the zoo, and print what came of it: ``python -m tests.models [names ...] [--help]``.
 
-Each is trained with AdamW on two gloo ranks, each with rows of its own, and in one process on the whole batch. A line
-of the table: how many nodes one rank's program has, what it communicates, how long one program takes to compile, and
-the largest difference of any number, or what is wrong in a line. Exits with 1 if something is.
+Each is trained by SGD with momentum on two gloo ranks, each with rows of its own, and in one process on the whole
+batch. A line of the table: how many nodes one rank's program has, what it communicates, how long one program takes to
+compile, and the largest difference of any number, or what is wrong in a line. Exits with 1 if something is.
 """
 
 from __future__ import annotations
