@@ -6,8 +6,9 @@ axes before have left. Where two ways cost the same, the first in the rule's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -41,8 +42,13 @@ class Chooser:
         wanted: Placements | None,
         phase: Phase | None,
         only: Placements | None = None,
+        later: Callable[[Option, int, float], float] | None = None,
     ) -> list[Option]:
-        """One option per axis. ``wanted`` is where the (first) result is wanted, ``only`` where it must be."""
+        """One option per axis. ``wanted`` is where the (first) result is wanted, ``only`` where it must be.
+
+        ``later`` tells what an option costs after this op, along an axis that splits the model, given the share of the
+        result that the axes before leave.
+        """
         chosen: list[Option] = []
         for index in range(len(self.mesh.axes)):
             options = self.options(call, operands, chosen)
@@ -51,8 +57,17 @@ class Chooser:
             elif phase is Phase.UPDATE and _is_contraction(options):
                 options = _on_matrices(call, options, operands, index)
             costs = [self._cost(o, call, operands, index, wanted, phase) for o in options]
+            best = costs.index(min(costs))
+            if later is not None and index in self.model_axes and _is_open(options[best], costs[best]):
+                share = self._share(chosen)
+                costs = [cost + later(option, index, share) for option, cost in zip(options, costs, strict=True)]
             chosen.append(options[costs.index(min(costs))])
         return chosen
+
+    def _share(self, chosen: Sequence[Option]) -> float:
+        """How much of the first result is left by the axes chosen for so far."""
+        split = (axis.size for axis, o in zip(self.mesh.axes, chosen, strict=False) if isinstance(o.results[0], Shard))
+        return 1 / prod(split)
 
     def whole(self, call: Call) -> list[Option]:
         """Everything whole, along every axis."""
@@ -93,7 +108,7 @@ class Chooser:
         # A sum that came in is reduced before something whole is added to it; one that begins here takes the bias in.
         joins = phase is Phase.BACKWARD or (on_model and any(isinstance(p, Shard) for p in option.operands))
         moves = [
-            (held, p, self._cost_to(held, axis, p, joins)) for held, p in zip(operands, option.operands, strict=True)
+            (held, p, self.cost_to(held, axis, p, joins)) for held, p in zip(operands, option.operands, strict=True)
         ]
         total = sum(moved for _, _, moved in moves)
         if on_model:
@@ -101,15 +116,9 @@ class Chooser:
             total += sum(self._on_model_axis(held, axis, p, moved, operands, asked) for held, p, moved in moves)
         result, info = option.results[0], call.results[0]
         if wanted is not None and isinstance(wanted[axis], Shard) and info is not None and result != wanted[axis]:
-            total += self._unwanted(result, info.nbytes, axis, phase)
+            # Known to be wanted split: everything else builds more than this rank's part.
+            total += 0.0 if isinstance(result, Partial) else info.nbytes
         return total
-
-    def _unwanted(self, result: Placement | None, nbytes: int, axis: int, phase: Phase | None) -> float:
-        """What it costs to build more than this rank's part of what is known to be wanted split."""
-        if not isinstance(result, Partial):
-            return nbytes
-        # A sum over the batch is what gradients are; one over the model's ranks has other ways to come about.
-        return cost(result, Shard(0), nbytes, self.mesh.axes[axis].size) if axis in self.model_axes else 0.0
 
     def _on_model_axis(
         self, held: Value, axis: int, placement: Placement, moved: float, operands: Sequence[Value], asked: bool
@@ -125,13 +134,28 @@ class Chooser:
         nbytes = min(held.bytes_before(form, axis, self.mesh) for form in held.forms)
         return cost(placement, Replicate(), nbytes, self.mesh.axes[axis].size)
 
-    def _cost_to(self, held: Value, axis: int, placement: Placement, may_join: bool) -> float:
+    def along(self, call: Call, axis: int) -> list[Option]:
+        """What is right along one axis of a call whose operands are not there yet, on global shapes."""
+        key = (call.target, likeness(call.args), likeness(call.kwargs), self.mesh.axes[axis].size, None)
+        if key not in self._asked:
+            rule = rule_of(call.target)
+            sized = replace(call, size=self.mesh.axes[axis].size)
+            self._asked[key] = [_whole(call), *(rule(sized) if rule is not None else [])]
+        return self._asked[key]
+
+    def cost_to(self, held: Value, axis: int, placement: Placement, may_join: bool) -> float:
+        """What it costs to have a value in ``placement`` along one axis; ``may_join``: a whole may become a sum."""
         size, may_join = self.mesh.axes[axis].size, may_join and held.dtype.is_floating_point
         nbytes = {form: held.bytes_before(form, axis, self.mesh) for form in held.forms}
         return min(
             cost(form[axis], placement, nbytes[form], size, may_join) + _later(form[axis], placement, nbytes[form])
             for form in held.forms
         )
+
+
+def _is_open(option: Option, price: float) -> bool:
+    """Whether the cheapest option communicates, or leaves a sum that somebody has to add up."""
+    return price >= LATENCY_BYTES or isinstance(option.results[0], Partial)
 
 
 def local_of(chosen: Sequence[Option]) -> Local | None:

@@ -41,6 +41,7 @@ from ..plan import Plan
 from ..rules import Call, Info, Local, Option, Part, counted_dim, localize_of, rule_of, taken_apart
 from ..rules.factories import makes_zeros
 from ..rules.pieces import dim_of, is_cut, takes_all
+from .ahead import Ahead
 from .choose import Chooser, local_of
 from .emit import CARRIED, Emitter, traced
 from .redistribute import Reason, cost
@@ -71,6 +72,7 @@ class _Partitioner:
         self.model_axes = self._model_axes()
         self.emitter, self.chooser = Emitter(program), Chooser(program.mesh, self.model_axes)
         self.values: dict[fx.Node, Any] = {}
+        self.ahead = Ahead(program.mesh, self.chooser, self.values, _differentiated(program))
         self.gathered: dict[fx.Node, Value] = {}
         self.updated: dict[fx.Node, str] = {}  # by what an update made of it, the name of a parameter
         self.by_origin: dict[int, fx.Node] = {}
@@ -203,7 +205,8 @@ class _Partitioner:
         draw: int | None = node.meta.get("draw")
         wanted = self._wanted(node) if draw is None else self._meets(node)
         before = self.drawn.get(draw) if draw is not None else None
-        chosen = self.chooser.cheapest(call, operands, wanted, phase, before)
+        later = partial(self.ahead.of, node, operands) if phase in (Phase.FORWARD, Phase.BACKWARD) else None
+        chosen = self.chooser.cheapest(call, operands, wanted, phase, before, later)
         if draw is not None:
             self.drawn[draw] = tuple(option.results[0] or Replicate() for option in chosen)
         if rule_of(node.target) is None:
@@ -603,6 +606,12 @@ def _computed_with(node: fx.Node, shape: tuple[int, ...] | None) -> Iterator[tup
                 pending.append(user)
 
 
+def _differentiated(program: Program) -> frozenset[int]:
+    """The numbers of the forward ops whose results have gradients."""
+    origins = (node.meta.get("origin") for node in program.graph.nodes)
+    return frozenset(origin.cotangent_of[0] for origin in origins if origin is not None and origin.cotangent_of)
+
+
 def _in_order(placement: Placement) -> Placement:
     """A placement by which the parts, one after the other, are the whole: so the user reads a result."""
     return Shard(placement.dim) if isinstance(placement, Interleaved) else placement
@@ -618,8 +627,16 @@ def _place_of(node: fx.Node) -> str:
 
 
 def _fans_out(node: fx.Node) -> bool:
-    """Whether more than one value is computed from ``node``."""
-    return sum(len(results(user.meta.get("val"))) for user in node.users) > 1
+    """Whether more than one value is computed from ``node``, and not all of them are smaller."""
+    made = [val for user in node.users for val in _used(user)]
+    return len(made) > 1 and any(val.numel() >= node.meta["val"].numel() for val in made)
+
+
+def _used(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that an op gives and that somebody takes."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return [node.meta["val"]]
+    return [user.meta["val"] for user in node.users if isinstance(user.meta.get("val"), torch.Tensor) and user.users]
 
 
 def _is_cheap(node: fx.Node) -> bool:
