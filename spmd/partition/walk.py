@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -501,23 +502,30 @@ class _Partitioner:
         return part.forms[placement]
 
     def _through_view(self, held: Value, placement: Placements, reason: Reason) -> fx.Node | None:
-        """A whole view in an update is a view of the whole, so that a matrix and its transpose are gathered once."""
+        """A view that is gathered is a view of what is gathered: so a matrix and its transpose are gathered once."""
         viewed = self._viewed(held)
-        if placement != self.whole or viewed is None or not is_sharded(held.primary):
+        moved = {k for k, (have, want) in enumerate(zip(held.primary, placement, strict=True)) if have != want}
+        gathers = all(isinstance(held.primary[k], Shard) and placement[k] == Replicate() for k in moved)
+        if viewed is None or not moved or not gathers:
             return None
-        self._want(viewed, self.whole, reason)
+        place = tuple(Replicate() if k in moved else p for k, p in enumerate(viewed.primary))
         call = self._call(held.source, [viewed])
-        part = self._apply(held.source, call, [viewed], self.chooser.whole(call))
+        there = replace(viewed, primary=place, forms={place: viewed.forms[viewed.primary]})
+        chosen = self.chooser.without_traffic(call, [there], placement)
+        if chosen is None:
+            return None
+        self._want(viewed, place, reason)
+        part = self._apply(held.source, call, [viewed], chosen)
         assert isinstance(part, Value)
         return part.forms[placement]
 
     def _viewed(self, held: Value) -> Value | None:
-        """What ``held`` is a view of, in an update."""
+        """What ``held`` is a view of, all of it."""
         node, target = held.source, held.source.target
-        if node.meta.get("phase") is not Phase.UPDATE or not isinstance(target, OpOverload) or not target.is_view:
+        if not isinstance(target, OpOverload) or not target.is_view:
             return None
         viewed = self.values[node.args[0]]  # type: ignore[index]
-        return viewed if isinstance(viewed, Value) else None
+        return viewed if isinstance(viewed, Value) and prod(viewed.shape) == prod(held.shape) else None
 
     def _settle_contributions(self, node: fx.Node) -> None:
         """Where each gradient is reduced by itself, reduce what is about to be added to one that is."""
