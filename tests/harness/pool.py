@@ -2,8 +2,9 @@
 
 A job is a top-level function ``job(rank, world, *args)`` of a test module; ``Ranks.run`` calls it on every rank and
 returns what each rank returned. Processes are forked from one server that imports torch once; each job gets a process
-group of its own, so that one pool serves every world size and a failed job cannot harm the next. An error on a rank
-comes back as ``RankError`` with that rank's traceback; a rank that hangs is named, with its stack, and replaced.
+group of its own, so that one pool serves every world size. An error on a rank comes back as ``RankError`` with that
+rank's traceback; a rank that hangs is named, with its stack. A process that failed is replaced, so that it cannot harm
+the next job.
 """
 
 from __future__ import annotations
@@ -116,10 +117,10 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             worker.process.join(5)
             text = f"the process died with exit code {worker.process.exitcode}\n{worker.stacks.read_text()}".strip()
-            outcome = Failed(text, 0.0, spoiled=True)  # what the others saw of it they may have told before
+            outcome = Failed(text, 0.0)  # what the others saw of it they may have told before
         assert isinstance(outcome, (Done, Failed))
-        if isinstance(outcome, Failed) and outcome.spoiled:
-            self._replace(rank)
+        if isinstance(outcome, Failed):
+            self._replace(rank)  # a transport that gave up in the middle may have left anything behind
         return outcome
 
     def _give_up(self, rank: int, timeout: float) -> Failed:

@@ -87,11 +87,11 @@ def test_processes_stay_from_job_to_job(ranks: Ranks) -> None:
     assert ranks.run(2, process) == ranks.run(4, process)[:2]
 
 
-def test_an_error_comes_with_the_traceback_of_its_rank_and_the_pool_lives_on(ranks: Ranks) -> None:
+def test_an_error_comes_with_the_traceback_of_its_rank_which_is_replaced(ranks: Ranks) -> None:
     before = ranks.run(2, process)
     with pytest.raises(RankError, match=r"rank 1 of 2 failed first(.|\n)*in failing(.|\n)*the word to look for"):
         ranks.run(2, failing)
-    assert ranks.run(2, process) == before
+    assert not set(ranks.run(2, process)) & set(before)
 
 
 def test_a_hang_names_the_rank_and_where_it_was(ranks: Ranks) -> None:

@@ -44,11 +44,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """What went wrong, and when: a death comes first, a hang last. ``spoiled``: the process is of no more use."""
+    """What went wrong, and when: a death comes first, a hang last. The process is of no more use."""
 
     text: str
     when: float = float("inf")
-    spoiled: bool = False
 
 
 Outcome = Done | Failed
@@ -96,16 +95,10 @@ def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Outcome:
     torch.manual_seed(0)
     spmd.seed(None)
     before = torch_state()
-    if task.store is not None:
-        store = dist.FileStore(str(task.store), task.world)
-        deadline = timedelta(seconds=task.timeout)
-        try:
-            dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world, timeout=deadline)
-            dist.barrier()  # who is done at once must not close connections that others still make
-        except BaseException:  # torch has counted a group that is not there: it would look for peers by another name
-            return Failed(traceback.format_exc(), time.time(), spoiled=True)
     outcome: Outcome
     try:
+        if task.store is not None:
+            _meet(task, task.store)
         outcome = Done(packed(job(task.rank, task.world, *args)))
     except BaseException:  # whatever a job raises is its own failure, never the worker's end
         outcome = Failed(traceback.format_exc(), time.time())  # before other ranks see this one leave
@@ -116,4 +109,11 @@ def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Outcome:
     if not left:
         return outcome
     text = f"{job.__name__} left torch changed; what, before and after: {left}"
-    return Failed(f"{outcome.text}\n{text}" if isinstance(outcome, Failed) else text, time.time(), spoiled=True)
+    return Failed(f"{outcome.text}\n{text}" if isinstance(outcome, Failed) else text, time.time())
+
+
+def _meet(task: Task, at: Path) -> None:
+    """Join the other ranks of the job."""
+    store, deadline = dist.FileStore(str(at), task.world), timedelta(seconds=task.timeout)
+    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world, timeout=deadline)
+    dist.barrier()  # who is done at once must not close connections that others still make
