@@ -333,6 +333,8 @@ def refuse(why: str) -> NoReturn:
     """End the program with a sentence, said by rank 0 only."""
     if is_first():
         print(f"train_gpt: {why}", file=sys.stderr)
+    else:
+        time.sleep(60)  # whoever ends first has the launcher end all others: rank 0 has to come to say it
     sys.exit(2)
 
 
