@@ -17,6 +17,7 @@ import torch
 from .._torch import OpOverload, core_aten_decompositions, get_decompositions, one_at_a_time
 from ..rules import rule_of
 from .bags import bags
+from .known import known_numbers
 from .random_decompositions import random_table
 
 aten = torch.ops.aten
@@ -46,6 +47,7 @@ def while_recorded() -> Table:
         aten.as_strided_.default: _as_strided_,
         aten._weight_norm_interface_backward.default: _weight_norm_backward,
         **bags(),
+        **known_numbers(),
     }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from .._torch import disable_modes, get_proxy_mode
+import torch
+from torch import Tensor, fx
+
+from .._torch import OpOverload, disable_modes, get_proxy_mode
 from .branches import ancestors, cut_out
 from .provenance import proxy_node
 
+aten = torch.ops.aten
 _LARGEST = 1 << 22  # elements of a value that is worth computing
 
 
@@ -22,9 +25,38 @@ def known_value(tensor: Tensor) -> Tensor | None:
     random = torch.Tag.nondeterministic_seeded
     if any(n.op != "call_function" or random in getattr(n.target, "tags", ()) for n in needed):
         return None
+    if _written_elsewhere(needed, node.graph):
+        return None
     with disable_modes(), torch.no_grad():
         value: Tensor = cut_out(node, needed, [])()
     return value
+
+
+def _written_elsewhere(needed: set[fx.Node], graph: fx.Graph) -> bool:
+    """Whether something was written into one of ``needed`` through a view that it does not follow from."""
+    same = set(needed)  # or a view of one
+    for node in graph.nodes:
+        op, read = node.target, node.all_input_nodes[:1]
+        if not isinstance(op, OpOverload) or not same.issuperset(read) or not read or node in needed:
+            continue
+        if op._schema.is_mutable:
+            return True
+        if op.is_view:
+            same.add(node)
+    return False
+
+
+def known_numbers() -> dict[Any, Any]:
+    """Decompositions of the ops that read a number out of a tensor: a number that is known stands in the graph."""
+    return {aten._local_scalar_dense.default: _number}
+
+
+def _number(tensor: Tensor) -> Any:
+    value = known_value(tensor)
+    if value is None:
+        return NotImplemented
+    with disable_modes():
+        return value.item()
 
 
 def is_range(tensor: Tensor, step: int) -> bool:

@@ -247,6 +247,7 @@ _FROM_OUTSIDE = (
     "it). Pass it as an argument. It is used"
 )
 _MEMORY = f"it takes a tensor's memory out of torch. {_WAYS_OUT}. This happens"
+_AS_SIZE = f"it takes the value of a tensor for a size, which is not known while tracing. {_WAYS_OUT}. It does so"
 _CONVERTED = "it moves or converts a module, or makes one: do so outside of the step. This happens"
 _DEVICES = "it computes with tensors on several devices: move them to one before the step. It does so"
 _SPARSE = "it makes a sparse tensor, which cannot be split over ranks: use dense ones (sparse=False). It is made"
@@ -256,6 +257,7 @@ _NESTED = "it makes a nested tensor, whose shape depends on values: pad, and pas
 _REASONS = {
     "convert all Tensors to FakeTensors": _FROM_OUTSIDE,
     "Mixing fake modes": _FROM_OUTSIDE,
+    "expected to contain only concrete integers": _AS_SIZE,
     "Couldn't swap": _CONVERTED,
     "found at least two devices": _DEVICES,
     "SparseMeta": _SPARSE,

@@ -97,9 +97,20 @@ def check_op(func: Any, result: Any) -> None:
             "batch, and spmd adds what must be communicated: leave it out. It is called"
         )
     for tensor in tree_flatten(result)[0]:
+        if isinstance(tensor, torch.Tensor) and not all(isinstance(size, int) for size in tensor.shape):
+            raise Refused(
+                f"a tensor's value decides the shape of what {func} makes, {_shape(tensor)}. Pad to a size that is "
+                "known (a number from the config, or a shape) and mask, or replace the submodule through "
+                "spmd.Override. It is made"
+            )
         if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_quantized):
             kind = "quantized" if tensor.is_quantized else "sparse"
             raise Refused(
                 f"{func} makes a {kind} tensor, which cannot be split over ranks: use a dense one (of an "
                 "nn.Embedding, sparse=False), or replace the submodule through spmd.Override. It is made"
             )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    """With a question mark for each size that depends on values."""
+    return f"({', '.join(str(size) if isinstance(size, int) else '?' for size in tensor.shape)})"

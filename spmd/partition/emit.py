@@ -15,6 +15,7 @@ from passes.random import draw, draws
 
 from .._torch import OpOverload, make_fx
 from ..placements import local_runs
+from ..rules.pointwise import is_pointwise
 from .alike import Shapes
 from .redistribute import Reason, Redistribution
 from .values import Value, results
@@ -167,7 +168,7 @@ def _keeps_layout(node: fx.Node) -> bool:
 
 
 def _is_elementwise(target: OpOverload) -> bool:
-    return torch.Tag.pointwise in target.tags or target in _COPIES
+    return is_pointwise(target) or target in _COPIES
 
 
 def _is_mixed(node: fx.Node, operand: fx.Node) -> bool:

@@ -5,8 +5,11 @@ The pieces' elements are the whole's, so partial sums pass, as do partial extrem
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from ..placements import rows
 from .base import Call, Option
-from .labels import WHOLE, Dims, grows, is_zero, letters, options, without, wrap
+from .labels import WHOLE, Dims, grows, is_zero, letters, option, options, without, wrap
 from .ops import aten
 from .table import rule
 
@@ -167,13 +170,22 @@ def pad(call: Call) -> list[Option]:
 
 @rule(*aten("repeat"))
 def repeat(call: Call) -> list[Option]:
-    """All dims that are not repeated."""
+    """All dims; of one that is repeated, a rank has its part of each repetition."""
     repeats: list[int] = call.arg("repeats")
     names = letters(call.arg("self").ndim)
     new = len(repeats) - len(names)
     once = "".join(c if n == 1 else WHOLE for c, n in zip(names, repeats[new:], strict=True))
     moves = () if grows(call, ("self",)) else ("self",)
-    return options(call, Dims({"self": once}, WHOLE * new + once, moves=moves))
+    found = options(call, Dims({"self": once}, WHOLE * new + once, moves=moves))
+    return found + [o for d, n in enumerate(repeats[new:]) if n > 1 for o in _repeated(call, d, d + new, n)]
+
+
+def _repeated(call: Call, before: int, after: int, times: int) -> Iterator[Option]:
+    """Options that split the dim ``before``, which is repeated and then is ``after``."""
+    size = call.arg("self").shape[before]
+    for outer in dict.fromkeys([1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == before)]):
+        if size and call.even(size // outer):
+            yield option(call, {"self": rows(before, outer)}, rows(after, outer * times))
 
 
 @rule(*aten("repeat_interleave.self_int"))

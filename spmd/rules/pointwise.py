@@ -92,6 +92,11 @@ def pointwise(call: Call) -> list[Option]:
     return options(call, Dims(operands, results, broadcast=True, linear=linear(call), moves=moves))
 
 
+def is_pointwise(op: OpOverload) -> bool:
+    """Whether each element of the result comes from the elements at the same place, whatever torch's tags say."""
+    return torch.Tag.pointwise in op.tags or op in UNTAGGED
+
+
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The shape that ``shapes`` broadcast to, given that they do; torch's own function is slow."""
     ndim = max(map(len, shapes), default=0)

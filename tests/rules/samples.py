@@ -208,6 +208,7 @@ def pieces() -> Iterator[tuple[Any, ...]]:
     yield "roll", x, [1]
     yield "repeat", x, [2, 1, 1, 3]
     yield "repeat", x, [1, 1, 1]
+    yield "repeat", f(4, 6), [2, 3, 2]
     yield "repeat_interleave.self_int", x, 2, 1
     yield "unfold", x, 1, 2, 2
     yield "unfold_backward", f(4, 3, 5, 2), [4, 6, 5], 1, 2, 2
