@@ -165,3 +165,38 @@ def test_the_module_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ModuleDict({"inner": Branching()})["inner"])
     with pytest.raises(spmd.CaptureError, match=r"test_capture_errors.py:\d+ in model\.1\."):
         spmd.compile(lambda model, x: model(x))(model, torch.ones(2, 3))
+
+
+def size_from_values(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    count = (x > 0).sum()
+    return F.mse_loss(model(x), y) + torch.arange(6).repeat(count).sum()
+
+
+def size_written_through_a_view(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    sizes = torch.zeros(3, dtype=torch.long)
+    sizes[0].add_((x > 0).sum())
+    return F.mse_loss(model(x), y) + torch.arange(6).repeat(int(sizes.max())).sum()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("step, line", [(size_from_values, 2), (size_written_through_a_view, 3)])
+def test_a_size_that_follows_from_values_is_refused_at_its_line(step: Any, line: int) -> None:
+    text, _, _ = failed(step)
+    assert f"test_capture_errors.py:{step.__code__.co_firstlineno + line}" in text
+    assert "value" in text and "Override" in text
+
+
+def sizes_that_are_known(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    places = torch.arange(3).unsqueeze(0).repeat(2, 1)
+    count = places[0].max() + 1
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss, torch.arange(2.0).repeat(count), count.item() if count > 2 else None
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_number_that_follows_from_no_input_may_be_a_size_or_decide() -> None:
+    _, tiled, count = spmd.compile(sizes_that_are_known)(*CASE.build(), *CASE.part(0, 0))
+    assert tiled.tolist() == [0.0, 1.0] * 3
+    assert int(count) == 3

@@ -113,10 +113,36 @@ class Evaluation(SequenceCase):
             return model(y), F.mse_loss(model(y), y)
 
 
+@dataclass(frozen=True)
+class OtherLayouts(MLP):
+    """Gradients whose memory order the kernels choose otherwise than torch's fakes say, flattened next."""
+
+    def build(self) -> tuple[Any, ...]:
+        model = nn.Linear(6, 4).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        random = random_generator(rank, step)
+        x = torch.randn(3, 5, 6, generator=random, dtype=torch.float64)
+        return x, torch.randn(3, 4, 5, generator=random, dtype=torch.float64)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = x.new_zeros(())
+        for function in (F.softplus, F.elu, F.hardtanh, F.hardswish, F.hardsigmoid):
+            hidden = model(x.flatten(0, 1)).view(-1, 5, 4)
+            loss = loss + (function(hidden).transpose(1, 2) * y).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
 CASES: list[tuple[Case, str, int]] = [
     (SequenceCase(), "fully_shard", 2),
     (ImageCase(), "fully_shard", 2),
     (Evaluation(), "replicate", 2),
+    (OtherLayouts(), "replicate", 2),
 ]
 
 
