@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch import fx
 from .collectives import Collective, Kind, input_bytes, operands
 from .program import Program
 
+_PLACES = 4  # that a row names
+
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one step that agree in kind, axis, role and dtype. ``bytes``: one rank's local input."""
+    """Collectives of a step that agree in kind, axis, role, dtype and reason. ``bytes``: of one rank's local input."""
 
     kind: str
     axis: str
@@ -100,22 +103,30 @@ def _one(node: fx.Node) -> Traffic:
 
 
 def _traffic(every: Sequence[Traffic]) -> tuple[Traffic, ...]:
-    """One row for all collectives that agree in kind, axis, role and dtype, in order of first appearance."""
-    groups: dict[tuple[str, str, str, str], list[Traffic]] = {}
+    """One row for all collectives that agree in kind, axis, role, dtype and reason, in order of first appearance."""
+    groups: dict[tuple[str, ...], list[Traffic]] = {}
     for one in every:
-        groups.setdefault((one.kind, one.axis, one.role, one.dtype), []).append(one)
+        groups.setdefault((one.kind, one.axis, one.role, one.dtype, _apart(one.why)[0]), []).append(one)
     return tuple(
-        Traffic(*key, count=len(each), bytes=sum(one.bytes for one in each), why=_summary([one.why for one in each]))
-        for key, each in groups.items()
+        replace(each[0], count=len(each), bytes=sum(one.bytes for one in each), why=_summary([one.why for one in each]))
+        for each in groups.values()
     )
 
 
-def _summary(reasons: list[str]) -> str:
-    """The first reason, and how many others there are."""
-    different = list(dict.fromkeys(reason for reason in reasons if reason))
-    if len(different) < 2:
-        return "".join(different)
-    return f"{different[0]}; and {len(different) - 1} more like it"
+def _summary(reasons: Sequence[str]) -> str:
+    """One reason, and where it holds: layers that differ in their number alone are one place."""
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    apart = [_apart(reason) for reason in reasons]
+    places = list(dict.fromkeys(re.sub(r"\d+", "*", place) for _, place in apart if place))
+    shown = ", ".join(places[:_PLACES]) + (f" and {len(places) - _PLACES} more" if len(places) > _PLACES else "")
+    return apart[0][0] + (f" at {shown}" if shown else "")
+
+
+def _apart(reason: str) -> tuple[str, str]:
+    """A reason and its place: what a pass put in front of it, how many it merged, is left out."""
+    what, _, place = re.sub(r"^\d+ in one; ", "", reason).partition(" at ")
+    return what, place
 
 
 def _dtype(val: torch.Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 
 from passes import Report, Role
+from passes.report import _summary
 
 from .programs import all_gather, all_reduce, f64, make_program
 
@@ -23,6 +25,8 @@ def report() -> Report:
 
     roles = [Role.RESULT, Role.GRADIENT, Role.PARAMETER, Role.GRADIENT]
     program = make_program(step, {}, roles, w=torch.empty(5), x=f64(3, 3))
+    for node, layer in zip(list(program.collectives())[1::2], (3, 10), strict=True):
+        node.meta["collective"] = replace(node.meta["collective"], why=f"mm needs it so at model.{layer}.up")
     program.history.append("00 capture")
     return Report.of(program, {"capture": 1.25, "partition": 0.5}, ["aten.foo ran replicated"])
 
@@ -38,9 +42,19 @@ def test_rows() -> None:
     rows = [(row.kind, row.axis, row.role, row.dtype, row.count, row.bytes, row.why) for row in report().traffic]
     assert rows == [
         ("all_reduce", "dp", "result", "float64", 1, 8, "result of sum_1"),
-        ("all_reduce", "dp", "gradient", "float64", 2, 144, "gradient of mm; and 1 more like it"),
+        ("all_reduce", "dp", "gradient", "float64", 2, 144, "mm needs it so at model.*.up"),
         ("all_gather", "dp", "parameter", "float32", 1, 20, "parameter of w"),
     ]
+
+
+def test_a_row_names_places_and_says_how_many_more() -> None:
+    places = [*(f"model.{k}.up" for k in range(9)), "a", "b", "c", "d", "e"]
+    assert (
+        _summary([f"mm needs it so at {place}" for place in places])
+        == "mm needs it so at model.*.up, a, b, c and 2 more"
+    )
+    assert _summary(["2 in one; a gradient is a sum", "a gradient is a sum"]) == "a gradient is a sum"
+    assert _summary(["2 in one; a gradient is a sum"]) == "2 in one; a gradient is a sum"
 
 
 def test_an_unknown_kind_names_the_five() -> None:
