@@ -1,8 +1,23 @@
 """Partition: from the global program to one rank's share, with collectives.
 
-``walk.py`` goes over the global graph once, ``choose.py`` says in which placements an op is cheapest, ``ahead.py`` what
-a choice costs later, ``redistribute.py`` how a value comes from one placement to another, ``emit.py`` writes the nodes,
-``values.py`` is what is known of a global value meanwhile, and ``alike.py`` knows calls that were there before.
+One walk over the global graph. Each global value has ``forms``: the nodes of this rank's graph that hold it, by
+placement. For each op the walk takes the combination of placements that moves the fewest bytes, and brings the operands
+there. What keeps a data-parallel step local is known, not found out: which parameters are gathered and when, where
+results are wanted, which node is the whole of a gradient. None of that can change a value, only what it costs: rules
+and redistributions alone decide what is right.
+
+The files, in the order in which an op comes to them:
+
+- ``facts.py``: what is known before the walk, from program and plan
+- ``walk.py``: the order of everything: inputs, ops, outputs
+- ``values.py``, ``parameters.py``: what is known of a global value meanwhile; which nodes are parameters
+- ``wanted.py``: where a result is wanted, if that is known
+- ``choose.py``, ``ahead.py``: which placements cost least, now and later
+- ``forms.py``, ``parts.py``: values brought to where they are wanted, and ops computed on this rank's parts
+- ``redistribute.py``: how a value comes from one placement to another, and what that costs
+- ``emit.py``, ``alike.py``: the nodes, written; calls that were there before are known
+- ``sums.py``, ``rows.py``: sums that are complete are added up; rows cut from the batch are shared out again
+- ``notes.py``: what the user is told of all that
 """
 
 from .walk import partition

@@ -18,7 +18,7 @@ from passes import Mesh, Phase
 from passes.program import Placements
 
 from ..placements import Interleaved, local_shape, splits
-from ..rules import Call, Info, Local, Option, localize_of, rule_of
+from ..rules import Call, Info, Option, localize_of, rule_of
 from .alike import likeness
 from .redistribute import LATENCY_BYTES, cost
 from .values import Value
@@ -156,11 +156,6 @@ class Chooser:
 def _is_open(option: Option, price: float) -> bool:
     """Whether the cheapest option communicates, or leaves a sum that somebody has to add up."""
     return price >= LATENCY_BYTES or isinstance(option.results[0], Partial)
-
-
-def local_of(chosen: Sequence[Option]) -> Local | None:
-    """What a rank does in the place of the op, if one of the options along the axes says so."""
-    return next((option.local for option in chosen if option.local is not None), None)
 
 
 def _later(source: Placement, target: Placement, nbytes: float) -> float:

@@ -75,6 +75,10 @@ class Value:
                 nbytes /= mesh.axes[k].size
         return nbytes
 
+    def move(self, placement: Placements, node: fx.Node) -> None:
+        """From here on ``node`` holds it, in ``placement``, and nobody takes it from where it was."""
+        self.primary, self.forms = placement, {placement: node}
+
     def nearest(self, placement: Placements, mesh: Mesh) -> Placements:
         """The form from which ``placement`` costs least."""
         return min(self.forms, key=lambda form: total_cost(form, placement, self.nbytes, mesh))
@@ -94,3 +98,8 @@ def results(val: Any) -> list[Any]:
 def infos(vals: Sequence[Any]) -> tuple[Info | None, ...]:
     """An ``Info`` for each tensor."""
     return tuple(Info(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in vals)
+
+
+def place_of(node: fx.Node) -> str:
+    """Where in the model a node is, for what is told to the user."""
+    return node.meta.get("module") or "the step itself"
