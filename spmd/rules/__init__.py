@@ -13,6 +13,7 @@ from . import scans as scans
 from . import transforms as transforms
 from . import distances as distances
 from . import matmul as matmul
+from . import grouped as grouped
 from . import linalg as linalg
 from . import counting as counting
 from . import indexing as indexing
@@ -20,6 +21,7 @@ from . import normalization as normalization
 from . import attention as attention
 from . import convolution as convolution
 from . import pooling as pooling
+from . import sampling as sampling
 from . import loss as loss
 from . import sizes as sizes
 # isort: on

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base import Call, Option, parameters
 from .labels import WHOLE, Dims, letters, options
 from .ops import aten
-from .table import rule
+from .table import rule, whole
 
 ROW, OTHER = "YZ"
 
@@ -29,6 +29,10 @@ def distances_backward(call: Call) -> list[Option]:
     grad = next(iter(parameters(call.target)))  # 2.15 gave it another name
     operands = {grad: between, "x1": batch + ROW + WHOLE, "x2": batch + OTHER + WHOLE, "cdist": between}
     return options(call, Dims(operands, batch + ROW + WHOLE, reduced=OTHER, linear=((grad,),)))
+
+
+# Pairs of rows of one tensor, in one dim.
+whole(*aten("_pdist_forward", "_pdist_backward"))
 
 
 def _batch(call: Call) -> str | None:

@@ -92,7 +92,7 @@ def index_select(call: Call) -> list[Option]:
     return options(call, Dims({"self": names, "index": index}, result, linear=(("self",),)))
 
 
-@rule(*aten("index_add", "index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"))
+@rule(*aten("index_add", "index_copy", "index_reduce", "index_fill.int_Scalar", "index_fill.int_Tensor"))
 def index_write(call: Call) -> list[Option]:
     """All dims that are not indexed; rows that are added may be split, each rank adding its part."""
     names = without(letters(call.arg("self").ndim), wrap(call.arg("dim"), call.arg("self").ndim))
@@ -193,6 +193,15 @@ def bucketize(call: Call) -> list[Option]:
     return options(call, Dims({"self": names}, names))
 
 
+@rule(*aten("searchsorted.Tensor"))
+def searchsorted(call: Call) -> list[Option]:
+    """Each value alone, against a whole sequence; where every row has a sequence of its own, rows are split alike."""
+    sequence, values = call.arg("sorted_sequence"), call.arg("self")
+    names = letters(values.ndim)
+    own = WHOLE if sequence.ndim == 1 else names[:-1] + WHOLE
+    return options(call, Dims({"sorted_sequence": own, "self": names, "sorter": own}, names))
+
+
 @rule(*aten("isin.Tensor_Tensor", "isin.Tensor_Scalar"))
 def isin(call: Call) -> list[Option]:
     """Each element alone, against all test elements."""
@@ -202,6 +211,9 @@ def isin(call: Call) -> list[Option]:
 
 # How many rows there are, or which go where, depends on all the data.
 whole(*aten("nonzero", "nonzero_static", "masked_select", "where", "masked_scatter", "unique_consecutive", "_unique2"))
+
+# One number, looked up in one sequence.
+whole(*aten("searchsorted.Scalar", "bucketize.Scalar"))
 
 # What goes to Python, or stops the program, looks at everything.
 whole(*aten("_local_scalar_dense", "is_nonzero", "equal", "_assert_async", "_assert_async.msg"))

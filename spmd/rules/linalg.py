@@ -7,7 +7,7 @@ from .labels import WHOLE, Dims, arguments, infos, letters, options
 from .ops import aten
 from .table import rule
 
-# How many dims at the end belong to the matrix, of every operand, and then of each result.
+# How many dims at the end belong to the matrix: of an operand that is not among ``OPERANDS``, and of each result.
 MATRIX = 2
 RESULTS: dict[str, tuple[int, ...]] = {
     "linalg_solve_triangular": (2,),
@@ -26,18 +26,29 @@ RESULTS: dict[str, tuple[int, ...]] = {
     "_linalg_slogdet": (0, 0, 2, 1),
     "_linalg_eigh": (1, 2),
     "_linalg_svd": (2, 1, 2),
+    "_linalg_eigvals": (1,),
+    "geqrf": (2, 1),
+    "linalg_householder_product": (2,),
+    "linalg_ldl_factor_ex": (2, 1, 0),
+    "linalg_ldl_solve": (2,),
+    "linalg_pinv.atol_rtol_tensor": (2,),
+    "lu_unpack": (2, 2, 2),
+    "ormqr": (2,),
 }
+OPERANDS = {"tau": 1, "input2": 1, "pivots": 1, "LU_pivots": 1, "atol": 0, "rtol": 0}
 OPS = {op: ndims for name, ndims in RESULTS.items() for op in aten(name)}
 
 
 @rule(*OPS)
 def by_matrix(call: Call) -> list[Option]:
     """Each matrix alone, if all operands have the same dims in front."""
-    fronts = {info.shape[:-MATRIX] for info in call.operands}
-    if len(fronts) != 1 or min(info.ndim for info in call.operands) < MATRIX:
+    given = {name: info for name, value in arguments(call) for info in infos(value) if info.ndim}  # else for all
+    ndims = {name: OPERANDS.get(name, MATRIX) for name in given}
+    fronts = {info.shape[: info.ndim - ndims[name]] for name, info in given.items()}
+    if len(fronts) != 1 or any(info.ndim < ndims[name] for name, info in given.items()):
         return []
     front = letters(len(fronts.pop()))
-    operands = {name: front + WHOLE * MATRIX for name, value in arguments(call) for _ in infos(value)}
+    operands = {name: front + WHOLE * count for name, count in ndims.items()}
     # What is not asked for has a size of its own: the vectors of eigh or svd.
     whole = [
         front + WHOLE * ndim if info is None or info.ndim == len(front) + ndim else WHOLE * info.ndim

@@ -62,3 +62,15 @@ def linear(call: Call) -> list[Option]:
     linear_in = tuple((name, "bias") if call.arg("bias") is not None else (name,) for name in ("input", "weight"))
     onto = "bias" if call.arg("bias") is not None else ""
     return options(call, Dims(operands, rows + n, reduced=k, onto=onto, linear=linear_in))
+
+
+@rule(*aten("_trilinear"))
+def trilinear(call: Call) -> list[Option]:
+    """Three factors, multiplied dim by dim and summed over ``sumdim``; each lacks the dims of its ``expand``."""
+    factors = {f"i{k}": set(call.arg(f"expand{k}")) for k in (1, 2, 3)}
+    names = letters(call.arg("i1").ndim + len(factors["i1"]))
+    operands = {name: "".join(c for d, c in enumerate(names) if d not in lacks) for name, lacks in factors.items()}
+    summed = "".join(names[d] for d in call.arg("sumdim"))
+    result = "".join(c for c in names if c not in summed)
+    linear_in = tuple((name,) for name in factors)
+    return options(call, Dims(operands, result, reduced=summed, broadcast=True, linear=linear_in))

@@ -9,23 +9,32 @@ from .ops import aten
 from .table import rule
 
 # How many dims at the end are space.
-SPACE: dict[OpOverload, int] = {
-    op: count
-    for count in (1, 2, 3)
-    for op in aten(
-        *(f"{name}{count}d" for name in ("avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")),
-        *(f"{name}{count}d_backward" for name in ("avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")),
-        *(f"max_pool{count}d_with_indices{end}" for end in ("", "_backward")),
-        *(f"upsample_nearest{count}d{end}" for end in ("", ".vec", "_backward")),
-        *(f"_upsample_nearest_exact{count}d{end}" for end in ("", ".vec", "_backward")),
-        *(f"reflection_pad{count}d{end}" for end in ("", "_backward")),
-        *(f"replication_pad{count}d{end}" for end in ("", "_backward")),
-    )
-} | {
-    op: count
-    for count, name in [(1, "linear1d"), (2, "bilinear2d"), (2, "bicubic2d"), (3, "trilinear3d")]
-    for op in aten(*(f"upsample_{name}{end}" for end in ("", ".vec", "_backward")))
-}
+SPACE: dict[OpOverload, int] = (
+    {
+        op: count
+        for count in (1, 2, 3)
+        for op in aten(
+            *(f"{name}{count}d" for name in ("avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")),
+            *(f"{name}{count}d_backward" for name in ("avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")),
+            *(f"max_pool{count}d_with_indices{end}" for end in ("", "_backward")),
+            *(f"upsample_nearest{count}d{end}" for end in ("", ".vec", "_backward")),
+            *(f"_upsample_nearest_exact{count}d{end}" for end in ("", ".vec", "_backward")),
+            *(f"reflection_pad{count}d{end}" for end in ("", "_backward")),
+            *(f"replication_pad{count}d{end}" for end in ("", "_backward")),
+        )
+    }
+    | {
+        op: count
+        for count, name in [(1, "linear1d"), (2, "bilinear2d"), (2, "bicubic2d"), (3, "trilinear3d")]
+        for op in aten(*(f"upsample_{name}{end}" for end in ("", ".vec", "_backward")))
+    }
+    | {
+        op: 2
+        for name in ("bilinear", "bicubic", "lanczos")
+        for op in aten(*(f"_upsample_{name}2d_aa{end}" for end in ("", "_backward")))
+    }
+    | {op: count for count in (2, 3) for op in aten(f"fractional_max_pool{count}d_backward")}
+)
 
 
 @rule(*SPACE)
@@ -35,6 +44,16 @@ def planes(call: Call) -> list[Option]:
     names = letters(call.operands[0].ndim - space) + WHOLE * space
     operands = {name: names for name, value in arguments(call) for _ in infos(value)}
     return options(call, Dims(operands, names, even="*", linear=linear(call)))
+
+
+@rule(*aten("fractional_max_pool2d", "fractional_max_pool3d"))
+def fractional(call: Call) -> list[Option]:
+    """Rows and channels; each plane has its random numbers."""
+    space = call.arg("random_samples").shape[-1]
+    front = letters(call.arg("self").ndim - space)
+    names = front + WHOLE * space
+    samples = front.rjust(2, WHOLE) + WHOLE  # where there are no rows, as if there were one
+    return options(call, Dims({"self": names, "random_samples": samples}, names, even="*"))
 
 
 def linear(call: Call) -> tuple[tuple[str, ...], ...]:

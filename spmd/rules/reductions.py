@@ -28,7 +28,8 @@ MEANS = aten("mean", "mean.dim")
 
 # Only the kept dims.
 OTHERS = aten(
-    *("max.dim", "min.dim", "argmax", "argmin", "prod", "prod.dim_int", "median.dim", "mode", "kthvalue"),
+    *("max.dim", "min.dim", "argmax", "argmin", "prod", "prod.dim_int", "mode", "kthvalue"),
+    *("median", "median.dim", "nanmedian", "nanmedian.dim"),
     *("any", "any.dim", "any.dims", "all", "all.dim", "all.dims", "logsumexp", "count_nonzero.dim_IntList"),
     *("var", "var.dim", "var.correction", "std", "std.dim", "std.correction"),
     *("var_mean", "var_mean.dim", "var_mean.correction", "std_mean", "std_mean.correction"),
@@ -105,3 +106,13 @@ def kept(call: Call, linear: tuple[tuple[str, ...], ...] = ()) -> list[Option]:
 
 rule(*MEANS)(partial(kept, linear=(("self",),)))
 rule(*OTHERS)(kept)
+
+
+@rule(*aten("histc"))
+def histogram(call: Call) -> list[Option]:
+    """Each rank counts its own elements; between bounds that are left to the data all of them have to be known."""
+    low, high = call.arg("min"), call.arg("max")
+    if type(low) not in (int, float) or type(high) not in (int, float) or low == high:
+        return []
+    names = letters(call.arg("self").ndim)
+    return options(call, Dims({"self": names}, WHOLE, reduced=names))

@@ -28,6 +28,7 @@ SIZES = {
         *("_upsample_nearest_exact1d_backward", "_upsample_nearest_exact2d_backward"),
         *("_upsample_nearest_exact3d_backward", "upsample_linear1d_backward", "upsample_bilinear2d_backward"),
         *("upsample_bicubic2d_backward", "upsample_trilinear3d_backward"),
+        *("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward", "_upsample_lanczos2d_aa_backward"),
     ),
 }
 NAMES = {op: name for name, ops in SIZES.items() for op in ops}

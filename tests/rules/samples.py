@@ -244,6 +244,9 @@ def reductions() -> Iterator[tuple[Any, ...]]:
     yield from ((name, x, 1, keep) for name in ("max.dim", "min.dim", "argmax", "argmin") for keep in (False, True))
     yield from ((name, x, 1) for name in ("prod.dim_int", "median.dim", "mode"))
     yield "kthvalue", x, 2, 1
+    yield from ((name, x) for name in ("median", "nanmedian"))
+    yield "nanmedian.dim", x, 1, True
+    yield from (("histc", x, 5, *bounds) for bounds in ((-1, 1), (), (0.5, 0.5)))
     yield "logsumexp", x, [1, 2], True
     small = f(2, 3)
     for name in ("sum.dim_IntList", "mean.dim", "amax", "logsumexp", "var.correction", "linalg_vector_norm"):
@@ -301,6 +304,8 @@ def distances() -> Iterator[tuple[Any, ...]]:
             yield "_cdist_forward", x, y, p, 2
             yield "_cdist_backward", f(*shape, 6, 5), x, y, p, between
     yield "_cdist_forward", f(4, 6, 3), f(5, 3), 2.0, None
+    yield "_pdist_forward", f(4, 3), 2.0
+    yield "_pdist_backward", f(6), f(4, 3), 2.0, torch.pdist(f(4, 3))
 
 
 def matmul() -> Iterator[tuple[Any, ...]]:
@@ -322,6 +327,27 @@ def matmul() -> Iterator[tuple[Any, ...]]:
     half, wide = (meta(4, 6), meta(6, 5)), torch.float32
     yield "mm.dtype", *half, wide
     yield "bmm.dtype", meta(4, 3, 6), meta(4, 6, 5), wide
+    yield "_trilinear", f(6, 4), f(5, 4, 3), f(6, 3), [1, 3], [0], [1, 2], [2, 3]
+    yield "_trilinear", f(6, 4), f(6, 5), f(6, 3), [1, 3], [2, 3], [1, 2], [0]
+    yield "_trilinear", f(1, 3), f(4, 3), f(4, 3), [], [], [], []
+
+
+def grouped() -> Iterator[tuple[Any, ...]]:
+    """Groups of no, one and several rows, whose ends no rank's part need meet; whole numbers, for there is no fp64."""
+    for ends in ([3, 3, 4, 11], [0, 0, 0, 11], [2, 5, 9, 11]):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        yield "_grouped_mm", whole(11, 16), whole(4, 16, 48), offs
+        yield "_grouped_mm", whole(4, 48, 16), whole(11, 16).t(), offs
+        yield "_grouped_mm", whole(11, 16).t(), whole(11, 48), offs
+    offs = torch.tensor([2, 3], dtype=torch.int32)
+    yield "_grouped_mm", whole(3, 16), whole(2, 48, 16).transpose(1, 2), offs
+    yield "_grouped_mm", whole(3, 16).t(), whole(3, 16), offs
+    yield "_grouped_mm", whole(4, 48, 16), whole(4, 16, 12)
+
+
+def whole(*shape: int) -> torch.Tensor:
+    """Small whole numbers in fp32, whose products and sums are exact."""
+    return ints(9, *shape).float() - 4
 
 
 def indexing() -> Iterator[tuple[Any, ...]]:
@@ -347,6 +373,7 @@ def indexing() -> Iterator[tuple[Any, ...]]:
     yield "index_select", x, 1, torch.tensor(3)
     yield "index_add", x, 1, ints(6, 4), f(4, 4, 5)
     yield "index_copy", x, 1, torch.tensor([3, 0, 5]), f(4, 3, 5)
+    yield "index_reduce", x, 1, ints(6, 4), f(4, 4, 5), "amax", {"include_self": False}
     yield "index_fill.int_Scalar", x, 1, ints(6, 4), 2.0
     yield "index_fill.int_Tensor", x, 1, ints(6, 4), f()
     i, j, k = ints(4, 6), ints(6, 6), ints(5, 4, 1)
@@ -389,6 +416,13 @@ def indexing() -> Iterator[tuple[Any, ...]]:
     yield "one_hot", ints(7, 4, 5), 7
     yield "one_hot", ints(7, 4, 5)
     yield "bucketize.Tensor", x, torch.linspace(-1, 1, 4, dtype=torch.float64)
+    bounds = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    yield "bucketize.Scalar", 0.5, bounds
+    yield "searchsorted.Scalar", bounds, 0.5
+    yield "searchsorted.Tensor", bounds, x, {"right": True}
+    rows, order = x.sort()
+    yield "searchsorted.Tensor", rows, f(4, 6, 7)
+    yield "searchsorted.Tensor", x, f(4, 6, 7), {"sorter": order}
     yield "isin.Tensor_Tensor", ints(7, 4, 5), ints(7, 3)
     yield "isin.Tensor_Scalar", ints(7, 4, 5), 3
 
@@ -473,6 +507,19 @@ def pooling() -> Iterator[tuple[Any, ...]]:
     for dims in (1, 2, 3):
         yield from _pooling(dims)
     yield "max_pool2d_with_indices", f(6, 8, 8), [2, 2], [2, 2]
+    for name, more in (("bilinear", [False]), ("bicubic", [True]), ("lanczos", [False])):
+        yield f"_upsample_{name}2d_aa", f(4, 6, 8, 8), [5, 4], *more
+        yield f"_upsample_{name}2d_aa_backward", f(4, 6, 5, 4), [5, 4], [4, 6, 8, 8], *more
+
+
+def sampling() -> Iterator[tuple[Any, ...]]:
+    for space in ((8, 8), (4, 6, 8)):
+        name = f"grid_sampler_{len(space)}d"
+        x, grid, grad = f(4, 6, *space), u(4, *space, len(space)) * 2 - 1, f(4, 6, *space)
+        for mode, padding in ((0, 0), (1, 1), (0, 2)):
+            yield name, x, grid, mode, padding, False
+            yield f"{name}_backward", grad, x, grid, mode, padding, False, [True, True]
+        yield f"{name}_backward", grad, x, grid, 0, 0, True, [False, True]
 
 
 def _pooling(dims: int) -> Iterator[tuple[Any, ...]]:
@@ -497,6 +544,12 @@ def _pooling(dims: int) -> Iterator[tuple[Any, ...]]:
         yield name, x, [16] * dims, *more
         yield f"{name}.vec", x, None, *more, [2.0] * dims
         yield f"{name}_backward", up, [16] * dims, [4, 6, *large], *more
+    if dims > 1:
+        for image, given in ((x, grad), (x[0], grad[0])):
+            samples = u(len(image) if image is x else 1, 6, dims)
+            where = getattr(aten, f"fractional_max_pool{dims}d")(image, two, small, samples)[1]
+            yield f"fractional_max_pool{dims}d", image, two, small, samples
+            yield f"fractional_max_pool{dims}d_backward", given, image, two, small, where
     for kind in ("reflection", "replication"):
         yield f"{kind}_pad{dims}d", x, [1] * (2 * dims)
         yield f"{kind}_pad{dims}d_backward", f(4, 6, *([10] * dims)), x, [1] * (2 * dims)
@@ -538,6 +591,18 @@ def linalg() -> Iterator[tuple[Any, ...]]:
     factors, pivots, _ = torch.ops.aten.linalg_lu_factor_ex(x)
     yield "linalg_lu_solve", factors, pivots, y
     yield "_linalg_svd", f(4, 6, 3, 2), False, False
+    yield "_linalg_eigvals", x
+    yield from (("lu_unpack", factors, pivots, *asked) for asked in ((), (True, False), (False, True)))
+    reflectors, tau = torch.geqrf(y)
+    yield "geqrf", y
+    yield "linalg_householder_product", reflectors, tau
+    yield "ormqr", reflectors, tau, y, True, True
+    factors, pivots = torch.linalg.ldl_factor(positive)
+    yield "linalg_ldl_factor_ex", positive
+    yield "linalg_ldl_solve", factors, pivots, y
+    yield "linalg_pinv.atol_rtol_tensor", y
+    yield "linalg_pinv.atol_rtol_tensor", y, {"rtol": u(4, 6)}
+    yield "linalg_pinv.atol_rtol_tensor", y, {"atol": u()}
 
 
 SOURCES = (
@@ -550,11 +615,13 @@ SOURCES = (
     transforms,
     distances,
     matmul,
+    grouped,
     indexing,
     linalg,
     normalization,
     attention,
     convolution,
     pooling,
+    sampling,
     loss,
 )

@@ -23,6 +23,8 @@ SAMPLES = samples()
 MAY_BE_ABSENT = {
     "_adaptive_avg_pool1d",
     "_adaptive_avg_pool1d_backward",
+    "_upsample_lanczos2d_aa",
+    "_upsample_lanczos2d_aa_backward",
     "adaptive_max_pool1d_backward",
     "avg_pool1d_backward",
     "max_pool1d_with_indices_backward",
@@ -208,3 +210,29 @@ def test_ops_of_users_have_no_rule_by_tag() -> None:
     assert rule_of(torch.ops.aten.cosh.default) is not None
     assert rule_of(torch.ops.aten.cosh_.default) is None
     assert rule_of("cosh") is None
+
+
+def test_groups_of_rows_are_split_where_the_ranks_are_not_where_a_group_ends() -> None:
+    offs, rows, other = torch.tensor([3, 5], dtype=torch.int32), f(5, 16).float(), f(5, 48).float()
+    weights = f(2, 16, 48).float()
+    assert ((S(0), R, R), (S(0),)) in _has("_grouped_mm", rows, weights, offs)
+    assert ((R, S(1), R), (S(1),)) in _has("_grouped_mm", weights.mT, rows.t(), offs)
+    assert ((S(1), S(0), R), (P,)) in _has("_grouped_mm", rows.t(), other, offs), "a gradient of weights"
+    assert ((R, S(2), R), (S(1),)) in _has("_grouped_mm", rows, weights, offs)
+    assert ((S(1), S(1), R), (P,)) in _has("_grouped_mm", rows, weights, offs)
+    assert ((R, S(2), R), (S(1),)) not in _has("_grouped_mm", rows, f(2, 16, 12).float(), offs), "rows of 24 bytes"
+
+
+def test_what_is_sampled_counted_and_looked_up_keeps_the_batch() -> None:
+    image, grid, grad = f(4, 6, 8, 8), u(4, 8, 8, 2), f(4, 6, 8, 8)
+    assert ((S(0), S(0)), (S(0),)) in _has("grid_sampler_2d", image, grid, 0, 0, False)
+    args = (grad, image, grid, 0, 0, False, [True, True])
+    assert ((S(0),) * 3, (S(0), S(0))) in _has("grid_sampler_2d_backward", *args)
+    assert ((S(1), S(1), R), (S(1), P)) in _has("grid_sampler_2d_backward", *args)
+    assert ((S(0),), (P,)) in _has("histc", f(4, 6), 5, -1, 1)
+    assert not _has("histc", f(4, 6), 5), "bounds are left to the data"
+    assert ((R, S(0)), (S(0),)) in _has("searchsorted.Tensor", f(7).sort().values, f(4, 6))
+    assert ((S(0), R, S(0)), (S(0),)) in _has("_trilinear", f(6, 4), f(5, 4, 3), f(6, 3), [1, 3], [0], [1, 2], [2, 3])
+    assert ((S(0), S(0)), (S(0), S(0))) in _has("fractional_max_pool2d", image, [2, 2], [3, 3], u(4, 6, 2))
+    assert ((S(0),), (S(0),)) in _has("_upsample_bilinear2d_aa", image, [5, 4], False)
+    assert ((S(0),), (S(0),)) in _has("linalg_pinv.atol_rtol_tensor", f(4, 3, 2))

@@ -1,0 +1,33 @@
+"""Sampling of images at places that a grid names: each place of each row alone, all channels alike."""
+
+from __future__ import annotations
+
+from .base import Call, Option
+from .labels import WHOLE, Dims, options
+from .ops import aten
+from .table import rule
+
+SPACE = {2: "YX", 3: "ZYX"}
+FORWARD = {op: count for count in SPACE for op in aten(f"grid_sampler_{count}d")}
+BACKWARD = {op: count for count in SPACE for op in aten(f"grid_sampler_{count}d_backward")}
+
+
+@rule(*FORWARD)
+def sample(call: Call) -> list[Option]:
+    """Rows, channels, and the places of the grid, evenly. Linear in the image."""
+    image, grid, result = _labels(FORWARD[call.target])
+    return options(call, Dims({"input": image, "grid": grid}, result, even="*", linear=(("input",),)))
+
+
+@rule(*BACKWARD)
+def sample_backward(call: Call) -> list[Option]:
+    """The gradient of the image sums over places, that of the grid over channels."""
+    image, grid, result = _labels(BACKWARD[call.target])
+    operands = {"grad_output": result, "input": image, "grid": grid}
+    reduced = result.replace("n", "")
+    return options(call, Dims(operands, (image, grid), reduced=reduced, even="*", linear=(("grad_output",),)))
+
+
+def _labels(count: int) -> tuple[str, str, str]:
+    """Labels of image, grid and result."""
+    return "nc" + WHOLE * count, "n" + SPACE[count] + WHOLE, "nc" + SPACE[count]
