@@ -5,7 +5,8 @@
 can hold in the place of what it cannot; ``provenance.py`` and ``recompute.py`` note where each op comes from,
 ``reads.py``, ``namespaces.py`` and ``conditions.py`` what the trace takes for granted, ``kept.py`` and ``refused.py``
 what it must not change or cannot do.
-Then the graph is made functional and taken apart (``decompositions.py``, ``random_decompositions.py``, ``bags.py``).
+Then the graph is made functional and taken apart (``decompositions.py``, ``random_decompositions.py``, ``bags.py``,
+``fused.py``).
 """
 
 from .program import Captured, FromOutput, capture

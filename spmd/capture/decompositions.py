@@ -17,6 +17,7 @@ import torch
 from .._torch import OpOverload, core_aten_decompositions, get_decompositions, one_at_a_time
 from ..rules import rule_of
 from .bags import bags
+from .fused import fused
 from .known import known_numbers
 from .random_decompositions import random_table
 
@@ -35,8 +36,8 @@ def while_recorded() -> Table:
     """Ops taken apart in the first trace, where mutations are recorded.
 
     Those of batch norms write running statistics, which their schemas do not say; a ``GradScaler``'s write lists, as do
-    those called ``_foreach``, in which each tensor may live somewhere else. Strides that only say anew in which order
-    the dims of a tensor lie are those of eager here, and of other layouts later.
+    those called ``_foreach`` or ``_fused``, in which each tensor may live somewhere else. Strides that only say anew in
+    which order the dims of a tensor lie are those of eager here, and of other layouts later.
     """
     return {
         **one_at_a_time(),
@@ -47,6 +48,7 @@ def while_recorded() -> Table:
         aten.as_strided_.default: _as_strided_,
         aten._weight_norm_interface_backward.default: _weight_norm_backward,
         **bags(),
+        **fused(),
         **known_numbers(),
     }
 
@@ -143,6 +145,8 @@ _OVER_THE_BATCH = [
     aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_functional,
     aten._batch_norm_with_update,
+    aten._batch_norm_with_update_functional,
+    aten._batch_norm_no_update,
     aten.batch_norm_backward,
     aten.cudnn_batch_norm,
     aten.cudnn_batch_norm_backward,
