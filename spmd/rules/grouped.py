@@ -54,8 +54,10 @@ def grouped_mm(call: Call) -> list[Option]:
     found = [o for o in options(call, form.dims) if _begins_well(call, o)]
     if not form.ragged:
         return found
-    found.append(option(call, {name: S(dim) for name, dim in form.ragged.items()}, form.result))
-    return [replace(o, local=by_parts) for o in found]
+    rows = option(call, {name: S(dim) for name, dim in form.ragged.items()}, form.result)
+    # Of what costs alike the first is taken: rows before columns, and last what leaves a sum to be added up.
+    ordered = sorted([rows, *found], key=lambda o: o.results[0] == P)
+    return [replace(o, local=by_parts) for o in ordered]
 
 
 def _form(call: Call) -> Grouped:
