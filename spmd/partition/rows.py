@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from passes import Role
 
 from ..rules import Call
-from ..rules.pieces import dim_of, is_cut, takes_all
+from ..rules.pieces import cuts_between, dim_of, is_cut, takes_all
 from .forms import Forms
 from .redistribute import Reason
 from .values import Value
@@ -28,7 +28,11 @@ def rows_cut(call: Call, operands: Sequence[Value]) -> Rows:
     """The rows of the batch that a call cuts across the ranks; empty if it does not."""
     if not is_cut(call) or takes_all(call):
         return {}
-    split = {k: p.dim for k, p in enumerate(operands[0].primary) if isinstance(p, Shard)}
+    split = {
+        k: p.dim
+        for k, p in enumerate(operands[0].primary)
+        if isinstance(p, Shard) and not cuts_between(call, getattr(p, "outer", 1))
+    }
     return {k: dim for k, dim in split.items() if k in operands[0].batch and dim == dim_of(call)}
 
 

@@ -6,12 +6,16 @@ The pieces' elements are the whole's, so partial sums pass, as do partial extrem
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.tensor import Replicate
 
 from ..placements import rows
-from .base import Call, Option
+from .base import Call, Option, parameters
 from .labels import WHOLE, Dims, grows, is_zero, letters, option, options, without, wrap
 from .ops import aten
-from .table import rule
+from .sizes import Shapes, replaced
+from .table import localize, rule
 
 
 def dim_of(call: Call, name: str = "dim") -> int:
@@ -32,10 +36,52 @@ def is_cut(call: Call) -> bool:
 
 @rule(*CUTS)
 def cut(call: Call) -> list[Option]:
-    """All dims but the one cut; that one too where a slice takes all of it."""
+    """All dims but the one cut; that one too where a slice takes all of it, or where it is cut between runs of rows."""
     names = letters(call.arg("self").ndim)
-    kept = names if takes_all(call) else without(names, dim_of(call))
-    return options(call, Dims({"self": kept}, kept, moves=("self",)))
+    if takes_all(call):
+        return options(call, Dims({"self": names}, names, moves=("self",)))
+    dim = dim_of(call)
+    kept = without(names, dim)
+    found = options(call, Dims({"self": kept}, kept, moves=("self",)))
+    return found + [_between(call, dim, outer) for outer in _runs_along(call, dim) if cuts_between(call, outer)]
+
+
+def _between(call: Call, dim: int, outer: int) -> Option:
+    length = call.arg("self").shape[dim] // outer
+    pieces = [info.shape[dim] // length for info in call.results if info is not None]
+    return option(call, {"self": rows(dim, outer)}, [rows(dim, count) for count in pieces])
+
+
+def cuts_between(call: Call, outer: int) -> bool:
+    """Whether a cut along rows in ``outer`` runs leaves each run in one piece: what was joined is taken apart again."""
+    dim = dim_of(call)
+    length, left = divmod(call.arg("self").shape[dim], outer)
+    borders = [_start(call), *(info.shape[dim] for info in call.results if info is not None)]
+    whole_runs = left == 0 and length > 0 and all(border % length == 0 for border in borders) and 0 not in borders[1:]
+    return outer > 1 and call.arg("step", 1) == 1 and whole_runs and call.even(length)
+
+
+def _start(call: Call) -> int:
+    """The first row of the first piece."""
+    size: int = call.arg("self").shape[dim_of(call)]
+    start: int = call.arg("start") or 0
+    return min(max(start + size, 0) if start < 0 else start, size)
+
+
+@localize(*CUTS)
+def own_rows(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+    """Where a cut begins and how long its pieces are, counted in a rank's own rows."""
+    dim = dim_of(call)
+    first, here = call.results[0], [shape[dim] for shape in shapes if shape is not None]
+    if takes_all(call) or first is None or first.shape[dim] == here[0]:
+        return args
+    for name in ("split_size", "split_sizes"):
+        if name in parameters(call.target):
+            return replaced(call, args, name, here[0] if isinstance(call.arg(name), int) else here)
+    if "chunk" in str(call.target):
+        return args
+    start = _start(call) * here[0] // first.shape[dim]
+    return (args[0], dim, start, here[0] if "narrow" in str(call.target) else start + here[0])
 
 
 def takes_all(call: Call) -> bool:
@@ -61,12 +107,37 @@ def select(call: Call) -> list[Option]:
 
 @rule(*aten("cat"))
 def cat(call: Call) -> list[Option]:
-    """All dims but the one along which the tensors follow each other; torch skips empty 1-D tensors among others."""
+    """All dims; torch skips empty 1-D tensors among others.
+
+    Along the dim on which the tensors follow each other, a rank has its part of each: two views of the batch, say.
+    """
     result = call.results[0]
     assert result is not None
-    names = without(letters(result.ndim), wrap(call.arg("dim"), result.ndim))
+    dim = wrap(call.arg("dim"), result.ndim)
+    names = without(letters(result.ndim), dim)
     labels = [names if info.ndim == result.ndim else WHOLE for info in call.operands]
-    return options(call, Dims({"tensors": labels}, names, moves=("tensors",)))
+    return options(call, Dims({"tensors": labels}, names, moves=("tensors",))) + _joined(call, dim)
+
+
+def _joined(call: Call, dim: int) -> list[Option]:
+    """Options that split ``dim``, along which tensors of equal size follow each other."""
+    result = call.results[0]
+    assert result is not None
+    joined = [info.ndim == result.ndim for info in call.operands]
+    sizes = {info.shape[dim] for info, counts in zip(call.operands, joined, strict=True) if counts}
+    if len(sizes) != 1 or not call.even(size := min(sizes)) or not size:
+        return []
+    found = []
+    for outer in _runs_along(call, dim):
+        placed = [rows(dim, outer) if counts else Replicate() for counts in joined]
+        if call.even(size // outer):
+            found.append(option(call, {"tensors": placed}, rows(dim, outer * sum(joined))))
+    return found
+
+
+def _runs_along(call: Call, dim: int) -> list[int]:
+    """One, and the numbers of runs in which operands are there along ``dim``."""
+    return list(dict.fromkeys([1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == dim)]))
 
 
 @rule(*aten("stack"))
@@ -183,7 +254,7 @@ def repeat(call: Call) -> list[Option]:
 def _repeated(call: Call, before: int, after: int, times: int) -> Iterator[Option]:
     """Options that split the dim ``before``, which is repeated and then is ``after``."""
     size = call.arg("self").shape[before]
-    for outer in dict.fromkeys([1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == before)]):
+    for outer in _runs_along(call, before):
         if size and call.even(size // outer):
             yield option(call, {"self": rows(before, outer)}, rows(after, outer * times))
 

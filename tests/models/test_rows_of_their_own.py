@@ -69,3 +69,29 @@ class OwnRows(MLP):
 
 def test_each_row_looks_up_its_own(ranks: Ranks) -> None:
     assert_trains_in_place(ranks, OwnRows(), "fully_shard")
+
+
+@dataclass(frozen=True)
+class TwoViews(OwnRows):
+    """Contrastive learning: two views of each row go through the model at once, with a batch norm over both."""
+
+    def build(self) -> tuple[Any, ...]:
+        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, WIDTH)).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        random = random_generator(rank, step)
+        return tuple(torch.randn(self.rows, WIDTH, generator=random, dtype=torch.float64) for _ in range(2))
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+        one, other = model(torch.cat([x, y])).chunk(2)
+        loss = -F.cosine_similarity(one, other.detach()).mean() + (one + other).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+def test_two_views_of_each_row_stay_with_their_rank(ranks: Ranks) -> None:
+    assert_trains_in_place(ranks, TwoViews(), "fully_shard")

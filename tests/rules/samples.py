@@ -201,6 +201,10 @@ def pieces() -> Iterator[tuple[Any, ...]]:
     yield "unbind.int", x, -1
     yield "cat", [x, f(4, 2, 5), y], 1
     yield "cat", [x, f(0)], 1
+    yield "cat", [f(8, 3), f(8, 3)], 0
+    yield "split.Tensor", f(12, 3), 4, 0
+    yield "split_with_sizes", f(12, 2), [4, 8], 0
+    yield "slice.Tensor", f(12, 2), 0, 4, 12
     yield "stack", [x, y], 1
     yield "stack", [x, y], -1
     yield "flip", x, [0, 2]
