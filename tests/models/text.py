@@ -70,6 +70,8 @@ _ONE_KEY = {"num_key_value_heads": 1, "attention_window_size": 8}
 _SIDE = {"layers": 1, "attention_heads": HEADS, "ffn_dim": 2 * WIDTH}
 _GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 32}
 _T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": HEADS}
+_LFM2 = {"block_dim": WIDTH, "conv_L_cache": 3}
+_LLAMA4 = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1}
 
 ENTRIES = [
     Entry("GPT2", "decoder", "GPT2LMHeadModel", text, {**_GPT, "bos_token_id": 1, "eos_token_id": 2}),
@@ -123,4 +125,31 @@ ENTRIES = [
     _bart("Pegasus"),
     _bart("Marian", "MTModel"),
     _bart("MBart"),
+    # Not on any list when the compiler was written.
+    _decoder("BioGpt"),
+    _decoder("Glm", head_dim=8, **GROUPED),
+    _decoder("DiffLlama", **GROUPED),
+    _decoder("Doge", **GROUPED),
+    _decoder("BitNet", **GROUPED),
+    _decoder("NanoChat", **GROUPED),
+    _decoder("SmolLM3", **GROUPED),
+    _decoder("Exaone4", sliding_window=4, **GROUPED),
+    _decoder("GPTNeo", attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=HEADS, window_size=4),
+    _decoder("Lfm2", block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"], **_LFM2, **GROUPED),
+    _experts("Qwen2Moe", shared_expert_intermediate_size=WIDTH),
+    _decoder("Llama4", attention_chunk_size=4, interleave_moe_layer_step=1, **_LLAMA4, **GROUPED),
+    _state_space("FalconH1", mamba_d_ssm=64, **GROUPED, **_MAMBA2),
+    _encoder("BigBird", attention_type="block_sparse", block_size=2, num_random_blocks=1),
+    _encoder("Yoso"),
+    _encoder("RoFormer"),
+    _encoder("SqueezeBert", embedding_size=WIDTH),
+    _encoder("Esm", mask_token_id=4, token_dropout=True),
+    _encoder("Luke", entity_vocab_size=10, entity_emb_size=8),
+    _encoder("NomicBert"),
+    _encoder("Deberta", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    _encoder("EuroBert", **GROUPED),
+    _encoder("Tapas", type_vocab_sizes=[3, 8, 8, 2, 8, 8, 8]),
+    _bart("PegasusX", block_size=4, num_global_tokens=2),
+    _bart("M2M100"),
+    _bart("Mvp"),
 ]
