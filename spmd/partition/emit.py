@@ -21,6 +21,7 @@ from .redistribute import Reason, Redistribution
 from .values import Value, results
 
 aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _CONTIGUOUS = (aten.contiguous.default, aten.reshape.default)
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.cat.default)
 CARRIED = ("phase", "module", "source", "grad_of", "recompute_of", "draw")
@@ -64,7 +65,7 @@ class Emitter:
         self._shapes.learn(node)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
-        if target is aten.view.default and (args[0] in self._unsure or not _is_viewable(args)):
+        if target in _VIEWS and (args[0] in self._unsure or not _is_viewable(args)):
             target = aten.reshape.default  # the whole could be viewed so; this rank's part is laid out otherwise
         return self.call(target, args, kwargs, like=node)
 
