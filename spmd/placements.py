@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -107,9 +106,35 @@ def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
 
 
 def smallest_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """The part of the last rank along every axis, which no other part is smaller than."""
-    last = Mesh(tuple(replace(axis, coordinate=axis.size - 1) for axis in mesh.axes))
-    return local_shape(shape, placement, last)
+    """The length of each dim where it is shortest, over all ranks. Of a dim that two axes split, that may be any."""
+    return tuple(map(min, zip(*all_shapes(shape, placement, mesh.axes), strict=True)))
+
+
+def all_shapes(shape: Sequence[int], placement: Placements, axes: Sequence[Axis]) -> list[tuple[int, ...]]:
+    """The shapes that parts of a global shape have on the ranks of ``axes``, each once, the first rank's first."""
+    shapes = [tuple(shape)]
+    for entry, axis in zip(placement, axes, strict=True):
+        if isinstance(entry, Shard):
+            cut = [_with_length(one, entry.dim, n) for one in shapes for n in _lengths(one[entry.dim], axis.size)]
+            shapes = list(dict.fromkeys(cut))
+    return shapes
+
+
+def _lengths(size: int, parts: int) -> list[int]:
+    return [chunk(size, parts, index)[1] for index in first_of_each_length(size, parts)]
+
+
+def first_of_each_length(size: int, parts: int) -> list[int]:
+    """The first index of each length that parts of ``chunk`` have: full ones, one that is shorter, empty ones."""
+    step = max(-(-size // parts), 1)
+    full = size // step
+    shorter = [full] if full < parts else []
+    empty = [full + 1] if size % step and full + 1 < parts else []
+    return [0, *(index for index in shorter + empty if index)]
+
+
+def _with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    return (*shape[:dim], length, *shape[dim + 1 :])
 
 
 def local_start(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:

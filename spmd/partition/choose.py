@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Mesh, Phase
+from passes import Axis, Mesh, Phase
 from passes.program import Placements
 
-from ..placements import Interleaved, local_shape, splits
+from ..placements import Interleaved, all_shapes, chunk, first_of_each_length, local_shape, splits
 from ..rules import Call, Info, Option, localize_of, rule_of
 from .alike import likeness
 from .redistribute import LATENCY_BYTES, cost
@@ -88,11 +89,17 @@ class Chooser:
         """What is right along the next axis: everything whole, and what the rule says."""
         axis = self.mesh.axes[len(chosen)]
         interleaved = tuple(_runs(held, tuple(o.operands[k] for o in chosen)) for k, held in enumerate(operands))
-        narrowed = replace(_narrowed(call, chosen, self.mesh), size=axis.size, interleaved=interleaved)
-        key = (narrowed.target, likeness(narrowed.args), likeness(narrowed.kwargs), axis.size, interleaved)
+        calls = (replace(c, size=axis.size, interleaved=interleaved) for c in _narrowed(call, chosen, self.mesh))
+        first, *others = map(self._ask, calls)
+        return [option for option in first if all(option in other for other in others)] if others else first
+
+    def _ask(self, call: Call) -> list[Option]:
+        """Everything whole, and what the rule says."""
+        given = likeness(call.args), likeness(call.kwargs), call.results
+        key = (call.target, *given, call.size, call.interleaved)
         if key not in self._asked:
             rule = rule_of(call.target)
-            self._asked[key] = [_whole(call), *(rule(narrowed) if rule is not None else [])]
+            self._asked[key] = [_whole(call), *(rule(call) if rule is not None else [])]
         return self._asked[key]
 
     def _cost(
@@ -136,12 +143,7 @@ class Chooser:
 
     def along(self, call: Call, axis: int) -> list[Option]:
         """What is right along one axis of a call whose operands are not there yet, on global shapes."""
-        key = (call.target, likeness(call.args), likeness(call.kwargs), self.mesh.axes[axis].size, None)
-        if key not in self._asked:
-            rule = rule_of(call.target)
-            sized = replace(call, size=self.mesh.axes[axis].size)
-            self._asked[key] = [_whole(call), *(rule(sized) if rule is not None else [])]
-        return self._asked[key]
+        return self._ask(replace(call, size=self.mesh.axes[axis].size))
 
     def cost_to(self, held: Value, axis: int, placement: Placement, may_join: bool) -> float:
         """What it costs to have a value in ``placement`` along one axis; ``may_join``: a whole may become a sum."""
@@ -206,13 +208,39 @@ def _runs(held: Value, before: Placements) -> tuple[Interleaved, ...]:
     return tuple(placement for placement in there if isinstance(placement, Interleaved))
 
 
-def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> Call:
-    """The call with the shapes that the axes before have left."""
-    if not any(isinstance(p, Shard) for option in chosen for p in (*option.operands, *option.results)):
-        return call
-    # With the lengths of the first rank's parts: all ranks must choose alike, also where their parts differ in length.
-    before = Mesh(tuple(replace(axis, coordinate=0) for axis in mesh.axes[: len(chosen)]))
+def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> list[Call]:
+    """The call with the shapes that the axes before have left, the first rank's first; each way in which ranks differ.
 
+    All ranks must choose alike, and what is right for parts of one length may be wrong for others.
+    """
+    if not any(isinstance(p, Shard) for option in chosen for p in (*option.operands, *option.results)):
+        return [call]
+    return [_narrowed_on(call, chosen, rank) for rank in _unlike_ranks(call, chosen, mesh.axes[: len(chosen)])]
+
+
+def _unlike_ranks(call: Call, chosen: Sequence[Option], axes: Sequence[Axis]) -> list[Mesh]:
+    """The axes seen from ranks whose parts have all the lengths there are: from one rank, if all is split evenly."""
+    coordinates: list[set[int]] = [{0} for _ in axes]
+    placed = [(info, tuple(o.operands[n] for o in chosen)) for n, info in enumerate(call.operands)]
+    placed += [
+        (info, tuple(o.results[n] or Replicate() for o in chosen)) for n, info in enumerate(call.results) if info
+    ]
+    for info, place in placed:
+        for k, entry in enumerate(place):
+            if isinstance(entry, Shard):
+                sizes = {shape[entry.dim] for shape in all_shapes(info.shape, place[:k], axes[:k])}
+                # Of an empty part anything is right.
+                coordinates[k].update(
+                    n
+                    for size in sizes
+                    for n in first_of_each_length(size, axes[k].size)
+                    if chunk(size, axes[k].size, n)[1]
+                )
+    ranks = product(*map(sorted, coordinates))
+    return [Mesh(tuple(replace(axis, coordinate=n) for axis, n in zip(axes, rank, strict=True))) for rank in ranks]
+
+
+def _narrowed_on(call: Call, chosen: Sequence[Option], before: Mesh) -> Call:
     def narrow(info: Info, placement: tuple[Any, ...], counts: int | None = None) -> Info:
         return Info(local_shape(info.shape, placement, before), info.dtype, counts)
 

@@ -68,13 +68,12 @@ def extremes(call: Call) -> list[Option]:
     before, after = labels(call)
     lost = "".join(c for c in before if c not in after)
     found = options(call, Dims({"self": before}, after, reduced=lost, reduced_as=EXTREMES[call.target]))
-    return [replace(option, local=bounded) if _may_be_empty(call, option) else option for option in found]
+    return [replace(option, local=bounded) if _splits_reduced(call, option) else option for option in found]
 
 
-def _may_be_empty(call: Call, option: Option) -> bool:
-    """Whether some rank may have nothing of what is reduced."""
-    (placed,), shape = option.operands, call.arg("self").shape
-    return isinstance(placed, Shard) and placed.dim in _reduced(call) and not call.even(shape[placed.dim])
+def _splits_reduced(call: Call, option: Option) -> bool:
+    (placed,) = option.operands
+    return isinstance(placed, Shard) and placed.dim in _reduced(call)
 
 
 def bounded(run: Run, call: Call, args: tuple[Any, ...], parts: list[Part | None], results: list[Part | None]) -> Any:

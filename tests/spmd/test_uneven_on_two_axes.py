@@ -1,0 +1,79 @@
+"""A dim that two mesh axes split, unevenly: parts differ in more ways than along one axis, and all ranks agree."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import spmd
+from passes import Axis, Mesh
+from spmd.placements import all_shapes, local_shape, smallest_shape
+from tests.harness.fake import fake_world
+
+F64 = torch.float64
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (4, 3)])
+def test_the_shapes_of_all_parts_are_known(sizes: tuple[int, int]) -> None:
+    """The smallest part is not always the last rank's: 7 rows over (2, 3) are 2, 2 and 0, then 1, 1 and 1."""
+
+    def seen_from(rank: tuple[int, ...]) -> Mesh:
+        return Mesh(tuple(Axis(name, size, "", n) for name, size, n in zip("ab", sizes, rank, strict=True)))
+
+    place = (Shard(0), Shard(0))
+    for rows in range(30):
+        parts = {local_shape((rows, 3), place, seen_from(rank)) for rank in product(*map(range, sizes))}
+        assert set(all_shapes((rows, 3), place, seen_from((0, 0)).axes)) == parts
+        assert smallest_shape((rows, 3), place, seen_from((0, 0))) == min(parts)
+
+
+def split(x: Tensor) -> Tensor:
+    return spmd.constrain(x, {"a": Shard(0), "b": Shard(0)})
+
+
+STEPS: dict[str, tuple[int, tuple[int, int], Any]] = {
+    "one row left of several": (10, (3, 2), lambda x: split(x).squeeze(0)),
+    "none left on a rank before the last": (7, (2, 3), lambda x: split(x).amax(0)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_all_ranks_emit_the_same_nodes(name: str) -> None:
+    rows, sizes, function = STEPS[name]
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = function(model(x)).square().sum()
+        loss.backward()
+        return loss
+
+    def emitted(rank: int) -> list[str]:
+        with fake_world(6, rank):
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b"))
+            mode = spmd.DTensorExpand(mesh=mesh, inputs={"x": {}})
+            compiled = spmd.compile(parallel_mode=mode, passes=())(step)
+            compiled(nn.Linear(4, 4).to(F64), torch.randn(rows, 4, dtype=F64))
+        assert compiled.program is not None
+        return [str(node.target) for node in compiled.program.graph.nodes]
+
+    assert emitted(0) == emitted(2) == emitted(5)
+
+
+def test_a_view_of_what_was_gathered_unevenly() -> None:
+    """It is a slice of what was padded, so it cannot be viewed where the whole could."""
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        hidden = spmd.constrain(model(x), {"a": Shard(0), "b": Shard(2)})
+        loss = hidden.permute(2, 1, 0).sin().reshape(4, 18).square().sum()
+        loss.backward()
+        return loss
+
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        mode = spmd.DTensorExpand(mesh=mesh, inputs={"x": {}})
+        spmd.compile(parallel_mode=mode, passes=())(step)(nn.Linear(4, 4).to(F64), torch.randn(3, 6, 4, dtype=F64))
