@@ -90,7 +90,7 @@ ENTRIES = [
     _speech("UniSpeechSat"),
     _speech("SEW", squeeze_factor=2),
     _speech("SEWD", squeeze_factor=2),
-    _speech("Wav2Vec2Conformer"),
+    _speech("Wav2Vec2Conformer", position_embeddings_type="rotary"),
     _speech("Data2VecAudio"),
     Entry(
         "Wav2Vec2Bert",
@@ -100,7 +100,7 @@ ENTRIES = [
         {
             **ENCODER,
             "feature_projection_input_dim": MELS,
-            "conv_depthwise_kernel_size": 5,
+            "conv_depthwise_kernel_size": 3,
             "mask_time_prob": 0.0,
             "vocab_size": 12,
             "num_labels": CLASSES,

@@ -111,7 +111,7 @@ ENTRIES = [
     _convolutions("ConvNext", **STAGES),
     _convolutions("ConvNextV2", **STAGES),
     _convolutions("MobileNetV1", image_size=SIZE, depth_multiplier=0.25),
-    _convolutions("MobileNetV2", image_size=SIZE, depth_multiplier=0.25),
+    _convolutions("MobileNetV2", image_size=SIZE, depth_multiplier=0.3, finegrained_output=False),
     _convolutions(
         "EfficientNet",
         image_size=SIZE,
