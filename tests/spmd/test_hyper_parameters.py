@@ -109,3 +109,16 @@ def test_ops_with_live_numbers_are_alike_to_fakes_and_stay_live_in_the_graph() -
     assert FakeTensorMode.cache_info().bypasses.get("symbolic shape", 0) == before.get("symbolic shape", 0)
     rates = [node for node in compiled.program.placeholders if isinstance(node.meta["val"], torch.SymFloat)]
     assert rates and all(node.users for node in rates)
+
+
+def test_a_number_made_of_a_constant_and_a_hyper_parameter_is_read_at_each_call() -> None:
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        scale = (torch.tensor(2.0, dtype=torch.float64) * optimizer.param_groups[0]["lr"]).item()
+        return x * scale
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    compiled, x = spmd.compile(step), torch.ones(3, dtype=torch.float64)
+    for lr in (0.5, 0.25, 0.75):
+        optimizer.param_groups[0]["lr"] = lr
+        assert torch.equal(compiled(model, optimizer, x), x * (2 * lr))
