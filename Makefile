@@ -13,12 +13,13 @@ THREADS := $(shell t=$$(( $(CORES) / $(NPROC) )); echo $$(( t < 1 ? 1 : t > 8 ? 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
-.PHONY: help train test models check format compat clean
+.PHONY: help train test models bench check format compat clean
 
 help:
 	@echo 'make train     train a small GPT on $(NPROC) ranks (NPROC=4, ARGS="--steps 100 --mode fully_shard", ARGS=--help)'
 	@echo 'make test      the whole test suite on torch $(TORCH) (TORCH=2.15.0, ARGS="-k name")'
 	@echo 'make models    train real models on two ranks and print the table (ARGS="GPT2 Llama", ARGS=--help)'
+	@echo 'make bench     race DDP, FSDP2 and this on loopback and, as root, on two hosts (ARGS="--models width64x12", ARGS=--help)'
 	@echo 'make compat    the same suite on the oldest and the newest torch supported'
 	@echo 'make check     lint, format and types'
 	@echo 'make format    write the format, and fix what lint can fix'
@@ -33,6 +34,9 @@ test: $(READY)
 
 models: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.models $(ARGS)
+
+bench: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.peers.models import SMOKE, build
+from benchmarks.peers.network import NoNetworkError, connect, left_over
+from benchmarks.peers.race import Result, compare
+from benchmarks.peers.systems import System, eager
+from benchmarks.peers.table import ratio, table
+from benchmarks.peers.team import SystemFailedError
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,3 +39,55 @@ def test_compiler(tmp_path: Path) -> None:
     assert {"capture: trace", "partition", "check after each pass", "pass UpdateInPlace"} <= found["seconds"].keys()
     assert found["nodes"]["partitioned"] > found["nodes"]["captured"] > 100
     assert all(name in run.stdout for name in ("capture: trace", "total for a layer", "GB, peak"))
+
+
+def test_peers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--smoke", "--json", tmp_path / "out"]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (race,) = json.loads((tmp_path / "out").read_text())["races"]
+    found = {each["system"]: each for each in race["systems"]}
+    assert {"no communication, eager", "DDP", "FSDP2 per block, fused AdamW", "spmd, replicate"} <= found.keys()
+    assert not any(each["failed"] for each in found.values())
+    assert all(name in run.stdout for name in found)
+    parameters = sum(each.nbytes for each in build(SMOKE, torch.device("cpu")).parameters())
+    for name, each in found.items():
+        assert each["median"] > 0
+        assert each["peak_bytes"] > 3 * parameters / 2  # of a half of each, itself and AdamW's two averages
+        assert (each["received_bytes"] > 0) == (each["family"] != "no communication"), name
+    assert found["DDP"]["received_bytes"] == pytest.approx(parameters, rel=0.1)  # of two ranks, each gradient once
+
+
+def test_a_system_with_other_losses_takes_no_part() -> None:
+    compare([5.5, 5.4], [5.5, 5.4 * (1 + 1e-6)])
+    with pytest.raises(SystemFailedError, match=r"the loss of step 2 is 5\.300000, .* 5\.400000"):
+        compare([5.5, 5.3], [5.5, 5.4])
+
+
+def test_the_best_peer_is_the_fastest_of_the_same_family_that_took_part() -> None:
+    peers = [System("slow", "a", eager), System("wrong", "a", eager), System("other", "b", eager)]
+    slow, wrong, other = (Result(peer, seconds=[took]) for peer, took in zip(peers, (4.0, 1.0, 1.0), strict=True))
+    wrong.failed = "wrong: a loss"
+    mine = Result(System("mine", "a", eager, ours=True), seconds=[1.0, 2.0, 3.0])
+    results = [slow, wrong, other, mine]
+    assert ratio(mine, results) == 2.0
+    assert ratio(wrong, results) is None
+    console = Console(width=140)
+    with console.capture() as shown:
+        console.print(table("title", results, counts_wire=True))
+    assert "2.00x" in shown.get()
+    assert "wrong: wrong: a loss" in shown.get()
+
+
+def test_no_trace_is_left_of_two_hosts() -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            network = stack.enter_context(connect("1gbit"))
+        except NoNetworkError as missing:
+            pytest.skip(str(missing))
+        assert sorted(left_over()) == sorted(network.hosts)
+        assert "rate 1Gbit" in subprocess.check_output(["tc", "-n", network.hosts[0], "qdisc"], text=True)
+    assert not left_over()
+    with pytest.raises(NoNetworkError, match="fast"), connect("fast"):
+        pass  # no rate that tc knows
+    assert not left_over()

@@ -1,0 +1,153 @@
+"""How fast a step of ours is beside its peers, in one run: a table and JSON.
+
+    python -m benchmarks.peers [--networks loopback 2gbit] [--models width64x12] [--json out.json]     (or: make bench)
+
+Every system first shows that its losses are those of the whole batch on one device, or else it takes no part. Then all
+take their rounds in turn. A time is the median over rounds, of a round the slowest rank's. Each rank has one core; a
+network given as a rate joins two hosts made for the run (as root). "over the floor": ms beyond the fastest step without
+communication. "of the best peer": how many times as fast as the fastest peer that keeps parameters the same way. Peak
+memory is tensors and the transport's buffers; bytes received are what the kernel counted on one rank's connections.
+``--smoke`` runs a tiny model without torch.compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+
+from .models import SMOKE, WORKLOADS, Workload
+from .network import Network, NoNetworkError, connect
+from .race import Pace, race
+from .systems import SYSTEMS, System
+from .table import plain, table
+
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+def main() -> int:
+    """Run what was asked for; 130 after Ctrl-C, 1 where a system of ours took no part."""
+    options = parse()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+            races = run(options, Path(folder))
+    except KeyboardInterrupt:
+        CONSOLE.print("\nStopped: all that this run made is gone.")
+        return 130
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(options), "races": races}, indent=2))
+    ours = [each for found in races for each in found["systems"] if each["system"].startswith("spmd")]
+    return int(any(each["failed"] for each in ours))
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    """From the first signal on no other interrupts the taking down."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def parse() -> argparse.Namespace:
+    """The options, checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--networks", nargs="+", default=["loopback", "2gbit"], help="loopback, or rates of a link")
+    parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument("--systems", nargs="+", default=["*"], metavar="PATTERN", help="by name: 'DDP*' 'spmd*'")
+    parser.add_argument("--rounds", type=int, default=Pace.rounds)
+    parser.add_argument("--steps", type=int, default=Pace.steps, help="of each system in a round")
+    parser.add_argument("--ranks", type=int, help="2, or as many as there are GPUs")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--smoke", action="store_true", help="one tiny model, no torch.compile, loopback")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if platform.system() != "Linux":
+        parser.error(f"this benchmark reads Linux's /proc and TCP_INFO, and this is {platform.system()}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU that torch can use, and there is none: leave it out")
+    options.chosen = chosen(options)
+    if not options.chosen:
+        parser.error(f"--systems {' '.join(options.systems)} names none of: {'; '.join(each.name for each in SYSTEMS)}")
+    return settle(options)
+
+
+def chosen(options: argparse.Namespace) -> list[System]:
+    """The systems asked for."""
+    found = [each for each in SYSTEMS if any(fnmatch.fnmatch(each.name, pattern) for pattern in options.systems)]
+    return [each for each in found if not (options.smoke and each.needs_compiler)]
+
+
+def settle(options: argparse.Namespace) -> argparse.Namespace:
+    """What follows from the options."""
+    options.workloads = [workload for workload in WORKLOADS if workload.name in options.models]
+    if options.device == "cuda":
+        options.networks = ["loopback"]  # GPUs of one machine have links of their own
+    if options.smoke:
+        options.workloads, options.networks, options.rounds, options.steps = [SMOKE], ["loopback"], 2, 1
+    options.ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 2)
+    return options
+
+
+def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """All races; a network that cannot be had is told and left out."""
+    races = []
+    for name in options.networks:
+        try:
+            with connect(name) as network:
+                races += [one(options, network, workload, folder) for workload in options.workloads]
+        except NoNetworkError as missing:
+            CONSOLE.print(f"left out, {name}: {missing}")
+    return races
+
+
+def one(options: argparse.Namespace, network: Network, workload: Workload, folder: Path) -> dict[str, Any]:
+    """One race, shown and as plain data."""
+    batch = f"{workload.batch} x {workload.config.context}"
+    title = f"{workload.name} on {network.name}: {options.ranks} ranks, a batch of {batch} each"
+    with CONSOLE.status(title) as status, tempfile.TemporaryDirectory(dir=folder) as stores:
+        results = race(
+            workload,
+            network,
+            options.chosen,
+            Pace(options.rounds, options.steps),
+            ranks=options.ranks,
+            device=options.device,
+            folder=Path(stores),
+            tell=lambda what: status.update(f"{title}: {what}"),
+        )
+    CONSOLE.print(table(title, results, counts_wire=options.device == "cpu"))
+    busy = os.getloadavg()[0]
+    if busy > os.cpu_count() + 1:
+        CONSOLE.print(f"this machine is busy (load {busy:.0f} on {os.cpu_count()} cores): do not trust these times")
+    return {"network": network.name, "model": workload.name, "load": busy, "systems": plain(results)}
+
+
+def machine(options: argparse.Namespace) -> dict[str, Any]:
+    """Where and how it was measured."""
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu",
+        "cores": os.cpu_count(),
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "steps": options.steps,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What is trained: three sizes of the example GPT, and batches of bytes that differ from row to row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.gpt import GPT, Config
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and how many sequences each rank reads per step."""
+
+    name: str
+    config: Config
+    batch: int = 4
+
+
+WORKLOADS = (
+    Workload("width256x4", Config(width=256, layers=4)),  # matrix products and bytes
+    Workload("width64x12", Config(width=64, layers=12)),  # many small ops and messages
+    Workload("tiny16x48", Config(width=16, layers=48, heads=2, context=32)),  # 389 parameters of some 200 elements
+)
+SMOKE = Workload("smoke", Config(width=16, layers=1, heads=2, context=16))
+
+
+def build(workload: Workload, device: torch.device) -> GPT:
+    """The model, with the same weights in every process."""
+    torch.manual_seed(0)
+    return GPT(workload.config).to(device)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """The step that all systems train by."""
+    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@dataclass
+class Batches:
+    """Rows ``part`` of ``parts`` of one global batch after the other: the same global batches, whoever draws them."""
+
+    workload: Workload
+    ranks: int
+    part: int
+    parts: int
+    device: torch.device
+    different: int = 8  # batches, drawn before time is taken
+    _drawn: list[tuple[Tensor, Tensor]] = field(init=False)
+    _next: int = 0
+
+    def __post_init__(self) -> None:
+        self._drawn = list(self._draw())
+
+    def _draw(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        config = self.workload.config
+        size = (self.workload.batch * self.ranks, config.context + 1)
+        for _ in range(self.different):
+            rows = torch.randint(config.vocabulary, size, generator=generator).chunk(self.parts)[self.part]
+            yield rows[:, :-1].contiguous().to(self.device), rows[:, 1:].contiguous().to(self.device)
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Bytes, and the byte that follows each of them."""
+        self._next += 1
+        return self._drawn[(self._next - 1) % self.different]

@@ -1,0 +1,106 @@
+"""Who trains: a table of systems, each with how it makes a step out of a model.
+
+A new option of ours is a new line in ``SYSTEMS``. A system's family names those that it is compared with: ours against
+the fastest peer of the same family. Peers get what makes them fastest: a fused optimizer, graphs, views instead of
+copies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+import spmd
+
+from .models import GPT, train_step
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+FLOOR, REPLICATE, SHARD = "no communication", "replicate", "fully_shard"
+
+
+@dataclass(frozen=True)
+class System:
+    """A line of the table: ``make`` turns this process's copy of the model into a step."""
+
+    name: str
+    family: str
+    make: Callable[[GPT], Step]
+    ours: bool = False
+    needs_compiler: bool = False  # on the CPU, torch.compile calls a C++ compiler
+
+    @property
+    def communicates(self) -> bool:
+        """Whether its ranks need a process group."""
+        return self.family != FLOOR
+
+
+def eager(model: GPT) -> Step:
+    """The plain step."""
+    return functools.partial(train_step, model, AdamW(model.parameters()))
+
+
+def compiled(model: GPT) -> Step:
+    """Forward and backward by ``torch.compile``."""
+    return functools.partial(train_step, torch.compile(model), AdamW(model.parameters(), fused=True))
+
+
+def ddp(model: GPT) -> Step:
+    """DDP as one finds it."""
+    return functools.partial(train_step, DistributedDataParallel(model), AdamW(model.parameters()))
+
+
+def tuned_ddp(model: GPT) -> Step:
+    """DDP with the options that spare copies and searches."""
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    return functools.partial(train_step, replica, AdamW(model.parameters(), fused=True))
+
+
+def compiled_ddp(model: GPT) -> Step:
+    """DDP around a compiled model, which torch cuts where a bucket ends."""
+    replica: nn.Module = torch.compile(DistributedDataParallel(model, gradient_as_bucket_view=True))
+    return functools.partial(train_step, replica, AdamW(model.parameters(), fused=True))
+
+
+def fsdp(model: GPT, *, compile_blocks: bool = False) -> Step:
+    """FSDP2: each block is gathered and reduced by itself, the rest with the root."""
+    mesh = init_device_mesh(next(model.parameters()).device.type, (torch.distributed.get_world_size(),))
+    for block in model.blocks:
+        if compile_blocks:
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return functools.partial(train_step, model, AdamW(model.parameters(), fused=True))
+
+
+def ours(model: GPT, *, style: str) -> Step:
+    """The whole step as one program."""
+    step = spmd.compile(parallel_mode=spmd.DataParallel(style))(train_step)
+    return functools.partial(step, model, AdamW(model.parameters()))
+
+
+SYSTEMS = (
+    System("no communication, eager", FLOOR, eager),
+    System("no communication, compiled, fused AdamW", FLOOR, compiled, needs_compiler=True),
+    System("DDP", REPLICATE, ddp),
+    System("DDP, bucket views, static graph, fused AdamW", REPLICATE, tuned_ddp),
+    System("DDP, compiled, fused AdamW", REPLICATE, compiled_ddp, needs_compiler=True),
+    System("spmd, replicate", REPLICATE, functools.partial(ours, style="replicate"), ours=True),
+    System("FSDP2 per block, fused AdamW", SHARD, fsdp),
+    System(
+        "FSDP2 per block, compiled, fused AdamW",
+        SHARD,
+        functools.partial(fsdp, compile_blocks=True),
+        needs_compiler=True,
+    ),
+    System("spmd, fully_shard", SHARD, functools.partial(ours, style="fully_shard"), ours=True),
+)
+REFERENCE = System("the whole batch on one device", FLOOR, eager)

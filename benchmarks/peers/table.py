@@ -1,0 +1,73 @@
+"""The results of one race as a table for people, and as plain data for JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from .race import Result
+from .systems import FLOOR
+
+
+def best_peer(results: Sequence[Result], family: str) -> float:
+    """Seconds of the fastest peer of a family; infinite without one."""
+    peers = [each for each in results if each.system.family == family and not each.system.ours]
+    return min((each.median for each in peers), default=math.inf)
+
+
+def ratio(result: Result, results: Sequence[Result]) -> float | None:
+    """How many times as fast as the best peer of its family."""
+    peer = best_peer(results, result.system.family)
+    return peer / result.median if math.isfinite(peer) and math.isfinite(result.median) else None
+
+
+def table(title: str, results: Sequence[Result], *, counts_wire: bool) -> Table:
+    """A row for each system, a section for each family."""
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("system")
+    for heading in ("ms a step", "fastest - slowest", "over the floor", "of the best peer", "MB peak", "MB received"):
+        shown.add_column(heading, justify="right")
+    floor = best_peer(results, FLOOR)
+    for number, result in enumerate(results):
+        if number and result.system.family != results[number - 1].system.family:
+            shown.add_section()
+        style = "bold" if result.system.ours else None
+        shown.add_row(result.system.name, *_cells(result, results, floor, counts_wire), style=style)
+    failures = [f"{result.system.name}: {result.failed}" for result in results if result.failed]
+    shown.caption, shown.caption_justify = "\n".join(failures) or None, "left"
+    return shown
+
+
+def _cells(result: Result, results: Sequence[Result], floor: float, counts_wire: bool) -> list[str]:
+    if result.failed:
+        return ["see below", *[""] * 5]
+    of_peer = ratio(result, results)
+    return [
+        f"{1e3 * result.median:.1f}",
+        f"{1e3 * min(result.seconds):.1f} - {1e3 * max(result.seconds):.1f}",
+        f"{1e3 * (result.median - floor):+.1f}" if math.isfinite(floor) else "",
+        f"{of_peer:.2f}x" if of_peer and result.system.family != FLOOR else "",
+        f"{result.peak / 1e6:.1f}",
+        f"{result.received / 1e6:.2f}" if counts_wire else "",
+    ]
+
+
+def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Everything that was measured."""
+    return [
+        {
+            "system": each.system.name,
+            "family": each.system.family,
+            "failed": each.failed,
+            "median": each.median if math.isfinite(each.median) else None,
+            "of_best_peer": ratio(each, results),
+            "seconds": each.seconds,
+            "peak_bytes": each.peak,
+            "received_bytes": each.received,
+            "losses": each.losses,
+        }
+        for each in results
+    ]
