@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Axis, Mesh, PlacementError
+from passes import Axis, Mesh, PartitionError, PlacementError
 from passes.program import Placements
 
 AnyPlacement = Placement | Sequence[Placement] | Mapping[str, Placement]
@@ -155,23 +155,33 @@ def local_runs(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple
     dims = [[(0, size, size)] for size in shape]
     for entry, axis in zip(placement, mesh.axes, strict=True):
         if isinstance(entry, Shard):
-            _cut(dims[entry.dim], entry.outer if isinstance(entry, Interleaved) else 1, axis)
+            outer = entry.outer if isinstance(entry, Interleaved) else 1
+            _cut(dims[entry.dim], outer, axis.size, axis.coordinate)
     return tuple(run for dim in dims for run in dim)
 
 
-def _cut(dim: list[tuple[int, int, int]], outer: int, axis: Axis) -> None:
+def _cut(dim: list[tuple[int, int, int]], outer: int, ranks: int, coordinate: int) -> None:
     """Cut each of the ``outer`` runs that this rank has of a dim, which is given by its factors."""
     for k, (start, length, size) in enumerate(dim):
-        if outer == 1:
-            first, rows = chunk(length, axis.size, axis.coordinate)
-            dim[k] = (start + first, rows, size)
-            return
-        if outer < length:  # the runs begin inside this factor
-            rows = length // outer
+        rows = length // outer
+        if 1 < outer < length and not (length % outer or start % rows or size % rows):  # runs begin inside this factor
             dim[k : k + 1] = [(start // rows, outer, size // rows), (0, rows, rows)]
             outer = 1
-        else:
+        elif outer > 1 and outer % length == 0:
             outer //= length
+        elif outer == 1 and (k == len(dim) - 1 or length % ranks == 0):
+            first, rows = chunk(length, ranks, coordinate)
+            dim[k] = (start + first, rows, size)
+            return
+        elif outer == 1 and ranks % length == 0:  # several ranks share a run
+            ranks //= length
+            dim[k] = (start + coordinate // ranks, 1, size)
+            coordinate %= ranks
+        else:
+            raise PartitionError(
+                f"expected {ranks} ranks to have whole runs of rows, or equal parts of one, but there are {outer} runs "
+                f"in {length} rows: draw random numbers before dims that two mesh axes split are flattened"
+            )
 
 
 def global_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:

@@ -21,11 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Axis, Kind, Mesh
+from passes import Axis, Kind, Mesh, PartitionError
 from passes.collectives import input_bytes, is_collective, is_wait, kind_of, output_bytes, reduction_of
 from passes.program import Placements
+from passes.random import _Bits
 from spmd.partition.redistribute import LATENCY_BYTES, Reason, Redistribution, cost, total_cost
-from spmd.placements import Interleaved, chunk, local_shape
+from spmd.placements import Interleaved, chunk, local_runs, local_shape
 
 R, S0, S1, SUM, MAX = Replicate(), Shard(0), Shard(1), Partial(), Partial("max")
 SOURCES, TARGETS = (R, S0, S1, SUM, MAX), (R, S0, S1, SUM)
@@ -273,6 +274,25 @@ def test_rows_in_runs(sizes: tuple[int, ...]) -> None:
         if runs_fit(shape, source, sizes) and runs_fit(shape, target, sizes)
     ]
     check_all(sizes, shape, random.Random(0).sample(found, min(len(found), 60)))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2), (3, 2)], ids=_name)
+def test_where_parts_in_runs_lie(sizes: tuple[int, ...]) -> None:
+    """What is drawn by position is drawn at the positions that a rank has, each once."""
+    shape, places = (48, 2), [S0, *(Interleaved(0, outer) for outer in (2, 3, 4, 8))]
+    whole = torch.arange(96).view(shape)
+    tried = 0
+    for placements in product(places, repeat=2):
+        if not runs_fit(shape, placements, sizes):
+            continue
+        for at, part in scattered(whole, placements, sizes).items():
+            try:
+                lies = local_runs(shape, placements, mesh_at(sizes, at))
+            except PartitionError:
+                continue
+            assert torch.equal(_Bits(0, lies)._positions(part) - 1, part)
+            tried += 1
+    assert tried > 12 * len(sizes)
 
 
 def test_a_flattened_batch_is_gathered_and_scattered_once() -> None:
