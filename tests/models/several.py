@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from .zoo import ROWS, VOCABULARY, Batch, Entry, tokens
+from .zoo import LENGTH, ROWS, VOCABULARY, Batch, Entry, tokens
 
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 EYES = {**ENCODER, "image_size": 32, "patch_size": 8}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 READS = {**ENCODER, **ENDS, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
-LENGTH = 9
 
 
 def pictures(random: torch.Generator, size: int = 32) -> torch.Tensor:
