@@ -6,6 +6,7 @@ It answers each order of the team with ``("done", result)`` or ``("failed", why)
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shutil
 import signal
@@ -51,6 +52,7 @@ def serve(seat: Seat, orders: Connection) -> None:
     """Do what comes, until the other side closes; the body of a process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends its ranks
+    logging.disable(logging.WARNING)  # torch.compile's remarks would tear the table
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and so is any other end of it
     rank = Rank(seat)
     while True:
