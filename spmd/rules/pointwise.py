@@ -72,7 +72,7 @@ UNTAGGED = aten(
     *("floor_divide", "floor_divide.Scalar", "prelu", "_prelu_kernel"),
     *("lerp.Scalar", "lerp.Tensor", "addcmul", "addcdiv", "clamp", "clamp.Tensor", "nan_to_num"),
     *("gelu_backward", "silu_backward", "threshold_backward", "sigmoid_backward", "tanh_backward"),
-    *("native_dropout_backward", "leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardswish"),
+    *("native_dropout_backward", "leaky_relu", "leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardswish"),
     *("hardswish_backward", "hardsigmoid_backward", "softplus_backward", "log_sigmoid_forward", "log_sigmoid_backward"),
     *("mish_backward", "logit_backward", "softshrink_backward", "hardshrink_backward", "_prelu_kernel_backward"),
 )

@@ -97,6 +97,7 @@ def pointwise() -> Iterator[tuple[Any, ...]]:
     yield "clamp.Tensor", x, row, None
     for name in ("silu", "gelu", "leaky_relu", "hardswish", "mish", "sigmoid", "tanh"):
         yield f"{name}_backward", x, y, *([0.1, False] if name == "leaky_relu" else [])
+    yield "leaky_relu", x, 0.1
     yield "threshold_backward", x, y, 0.0
     yield "elu_backward", x, 1.0, 1.0, 1.0, False, y
     yield "hardtanh_backward", x, y, -1.0, 1.0
