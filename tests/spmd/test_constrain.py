@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import spmd
 from passes import PlacementError
 from spmd.constrain import CONSTRAIN
-from tests.harness.cases import make_optimizer, mlp
+from tests.harness.cases import MLP, make_optimizer, mlp
 from tests.harness.fake import fake_world
-from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run, random_generator
+from tests.harness.oracle import all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts, regression
 
@@ -36,29 +36,17 @@ class Constrained(nn.Module):
 
 
 @dataclass(frozen=True)
-class Layers(Case):
+class Layers(MLP):
     """Regression through constrained layers."""
 
-    placements: tuple[Any, ...]
-    width: int = 6
+    sizes: tuple[int, ...] = (6, 6)
     rows: int = 4
+    placements: tuple[Any, ...] = ()
 
     def build(self) -> tuple[Any, ...]:
-        layers = [Constrained(self.width, self.width, placement) for placement in self.placements]
+        layers = [Constrained(*self.sizes, placement) for placement in self.placements]
         model = nn.Sequential(*[each for layer in layers for each in (layer, nn.Tanh())]).double()
         return model, make_optimizer("AdamW", model.parameters())
-
-    def part(self, rank: int, step: int) -> tuple[Any, ...]:
-        random = random_generator(rank, step)
-        return tuple(torch.randn(self.rows, self.width, generator=random, dtype=torch.float64) for _ in range(2))
-
-    @staticmethod
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
 
 
 def test_it_is_the_tensor_itself_where_nothing_compiles() -> None:
@@ -81,15 +69,15 @@ def run_on_one_axis(rank: int, world: int, case: Layers, style: str) -> list[str
     return all_unequal(plain_run(case, world, 3), got, rank, world)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"width": 5, "rows": 3}], ids=["even", "uneven"])
+@pytest.mark.parametrize("sizes", [{}, {"sizes": (5, 5), "rows": 3}], ids=["even", "uneven"])
 def test_numbers_on_two_axes(ranks: Ranks, sizes: dict[str, int]) -> None:
     places = (ROWS, COLUMNS, {}, [Shard(0), Shard(0)], {"tp": Shard(-1)}, {"dp": Shard(0)})
-    assert ranks.run(4, run_on_two_axes, Layers(places, **sizes)) == [[]] * 4
+    assert ranks.run(4, run_on_two_axes, Layers(placements=places, **sizes)) == [[]] * 4
 
 
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_numbers_on_one_axis(ranks: Ranks, style: str) -> None:
-    case = Layers((Shard(1), [Shard(0)], Replicate(), {"dp": Shard(1)}), width=5)
+    case = Layers((5, 5), placements=(Shard(1), [Shard(0)], Replicate(), {"dp": Shard(1)}))
     assert ranks.run(2, run_on_one_axis, case, style) == [[]] * 2
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import spmd
 from passes import Kind, PlacementError, Role
-from tests.harness.cases import make_optimizer
+from tests.harness.cases import MLP, make_optimizer
 from tests.harness.fake import fake_world
-from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run, random_generator
+from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 
 BATCH: dict[str, Any] = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
@@ -41,33 +41,19 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class Blocks(Case):
-    """Regression through blocks."""
+class Blocks(MLP):
+    """Regression through blocks: ``sizes`` are the width, the hidden width and the width again."""
 
-    width: int = 6
-    hidden: int = 8
-    blocks: int = 1
+    sizes: tuple[int, ...] = (6, 8, 6)
     rows: int = 4
-    optimizer: str = "SGD"
+    blocks: int = 1
 
     def build(self) -> tuple[Any, ...]:
-        model = nn.Sequential(*[Block(self.width, self.hidden) for _ in range(self.blocks)]).double()
+        model = nn.Sequential(*[Block(*self.sizes[:2]) for _ in range(self.blocks)]).double()
         return model, make_optimizer(self.optimizer, model.parameters())
 
-    def part(self, rank: int, step: int) -> tuple[Any, ...]:
-        random = random_generator(rank, step)
-        return tuple(torch.randn(self.rows, self.width, generator=random, dtype=torch.float64) for _ in range(2))
 
-    @staticmethod
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-
-EVEN, UNEVEN = Blocks(), Blocks(width=5, hidden=7, rows=3)
+EVEN, UNEVEN = Blocks(), Blocks(sizes=(5, 7, 5), rows=3)
 
 
 # Numbers
@@ -113,7 +99,7 @@ def test_parameters_split_over_both_axes(ranks: Ranks, case: Blocks, params: dic
 
 
 def test_some_ranks_have_nothing_of_what_is_split(ranks: Ranks) -> None:
-    case = Blocks(width=3, hidden=1, rows=3, optimizer="AdamW")
+    case = Blocks(sizes=(3, 1, 3), rows=3, optimizer="AdamW")
     assert ranks.run(4, run_on_two_axes, case, MEGATRON | {"*down.bias": [Shard(0), Shard(0)]}, BATCH, None) == [[]] * 4
 
 
