@@ -5,3 +5,7 @@ In the order in which a run goes through them: ``models`` (what is trained), ``s
 ``wire`` (what it measures beside time), ``race`` (rounds in turn), ``table``. The command is ``python -m
 benchmarks.peers``.
 """
+
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # read when torch is loaded: else its profiler writes into the table

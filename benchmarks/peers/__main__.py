@@ -6,7 +6,8 @@ Every system first shows that its losses are those of the whole batch on one dev
 take their rounds in turn. A time is the median over rounds, of a round the slowest rank's. Each rank has one core; a
 network given as a rate joins two hosts made for the run (as root). "over the floor": ms beyond the fastest step without
 communication. "of the best peer": how many times as fast as the fastest peer that keeps parameters the same way. Peak
-memory is tensors and the transport's buffers; bytes received are what the kernel counted on one rank's connections.
+memory is tensors and the transport's buffers; bytes received are what the kernel counted on one rank's connections. The
+second table divides a step: compute, ops that copy, CPU time of the transport's threads, and idle, which nothing hides.
 ``--smoke`` runs a tiny model without torch.compile.
 """
 
@@ -30,7 +31,7 @@ from .models import SMOKE, WORKLOADS, Workload
 from .network import Network, NoNetworkError, connect
 from .race import Pace, race
 from .systems import SYSTEMS, System
-from .table import plain, table
+from .table import plain, spending, table
 
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
@@ -131,6 +132,8 @@ def one(options: argparse.Namespace, network: Network, workload: Workload, folde
             tell=lambda what: status.update(f"{title}: {what}"),
         )
     CONSOLE.print(table(title, results, counts_wire=options.device == "cpu"))
+    if options.device == "cpu":
+        CONSOLE.print(spending(results))
     busy = os.getloadavg()[0]
     if busy > os.cpu_count() + 1:
         CONSOLE.print(f"this machine is busy (load {busy:.0f} on {os.cpu_count()} cores): do not trust these times")

@@ -38,6 +38,9 @@ class Result:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of a step, by round: the slowest rank's
     received: float = 0.0  # bytes of one rank and step
+    transport: list[float] = field(default_factory=list)  # seconds of CPU time of a step, by round: the slowest rank's
+    others: list[float] = field(default_factory=list)  # the same of all threads but the transport's
+    copies: float = 0.0  # seconds of a step in ops that copy, a part of ``others``
     peak: int = 0  # bytes of one rank
     failed: str = ""
 
@@ -77,9 +80,10 @@ def race(
             tell(f"round {number + 1} of {pace.rounds}")
             for result in _turned(results, number):
                 attempt(result, lambda result, team: take_round(result, team, pace), started)
-        tell("memory")
+        tell("memory and copies")
         for result in results:
             attempt(result, take_peak, started)
+            attempt(result, take_copies, started)
     return results
 
 
@@ -120,10 +124,18 @@ def compare(losses: Sequence[float], reference: Sequence[float]) -> None:
 def take_round(result: Result, team: Team, pace: Pace) -> None:
     """Some more steps, on the clock."""
     laps: list[Lap] = team.order("lap", pace.steps)
-    result.seconds.append(max(lap.seconds for lap in laps) / pace.steps)
+    slowest = max(laps, key=lambda lap: lap.seconds)
+    result.seconds.append(slowest.seconds / pace.steps)
+    result.transport.append(slowest.spent.transport / pace.steps)
+    result.others.append(slowest.spent.others / pace.steps)
     result.received = max(lap.received for lap in laps) / pace.steps
 
 
 def take_peak(result: Result, team: Team) -> None:
     """One more step, off the clock."""
     result.peak = max(team.order("peak"))
+
+
+def take_copies(result: Result, team: Team) -> None:
+    """One more, under the profiler."""
+    result.copies = max(team.order("copies"))

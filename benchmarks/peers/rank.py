@@ -21,6 +21,7 @@ import torch.distributed as dist
 from . import memory, wire
 from .models import Batches, Workload, build
 from .network import Network
+from .spent import Spent, copying, spent
 from .systems import System
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
@@ -42,10 +43,11 @@ class Seat:
 
 @dataclass(frozen=True)
 class Lap:
-    """Some steps: seconds of all together, bytes that came in over the network."""
+    """Some steps: seconds of all together, bytes that came in over the network, CPU time."""
 
     seconds: float
     received: int
+    spent: Spent
 
 
 def serve(seat: Seat, orders: Connection) -> None:
@@ -92,17 +94,22 @@ class Rank:
     def lap(self, steps: int) -> Lap:
         """Time ``steps`` steps, that all ranks start together."""
         self._meet()
-        before, start = wire.received(), time.perf_counter()
+        before, used, start = wire.received(), spent(), time.perf_counter()
         for _ in range(steps):
             self._one()
         self._wait()
         seconds = time.perf_counter() - start
-        return Lap(seconds, wire.received() - before)
+        return Lap(seconds, wire.received() - before, spent().since(used))
 
     def peak(self) -> int:
         """Bytes of memory that a step needs at the most."""
         self._meet()
         return memory.peak(self._one, self.device)
+
+    def copies(self) -> float:
+        """Seconds of a step in ops that copy; 0 on a GPU, whose kernels overlap."""
+        self._meet()
+        return copying(self._one) if self.device.type == "cpu" else 0.0
 
     def _take_core(self) -> None:
         """A core for each rank, as if each had a machine; a GPU's rank keeps all."""

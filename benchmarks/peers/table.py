@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,26 @@ def table(title: str, results: Sequence[Result], *, counts_wire: bool) -> Table:
     return shown
 
 
+def spending(results: Sequence[Result]) -> Table:
+    """What each step's time consists of, by medians: with one core a rank, the parts add up."""
+    shown = Table(title="of which, in ms", title_justify="left")
+    shown.add_column("system")
+    for heading in ("compute", "copies", "transport's CPU", "idle"):
+        shown.add_column(heading, justify="right")
+    for result in results:
+        if not result.failed:
+            parts = [f"{1e3 * each:.1f}" for each in _parts(result).values()]
+            shown.add_row(result.system.name, *parts, style="bold" if result.system.ours else None)
+    return shown
+
+
+def _parts(result: Result) -> dict[str, float]:
+    """Seconds of a step; what no thread of the process used is idle."""
+    transport, others = statistics.median(result.transport), statistics.median(result.others)
+    idle = max(0.0, result.median - transport - others)
+    return {"compute": others - result.copies, "copies": result.copies, "transport": transport, "idle": idle}
+
+
 def _cells(result: Result, results: Sequence[Result], floor: float, counts_wire: bool) -> list[str]:
     if result.failed:
         return ["see below", *[""] * 5]
@@ -67,6 +88,7 @@ def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
             "seconds": each.seconds,
             "peak_bytes": each.peak,
             "received_bytes": each.received,
+            "parts": {} if each.failed else _parts(each),
             "losses": each.losses,
         }
         for each in results
