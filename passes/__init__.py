@@ -14,6 +14,7 @@ from .drop_detach import DropDetach
 from .drop_profiler import DropProfiler
 from .errors import CaptureError, PartitionError, PassError, PlacementError, RankMismatchError, SpmdError
 from .fold_views import FoldViews
+from .form_units import FormUnits
 from .infer import fill_vals
 from .interpret import interpret
 from .merge_equal import MergeEqual
@@ -40,6 +41,7 @@ __all__ = [
     "DropDetach",
     "DropProfiler",
     "FoldViews",
+    "FormUnits",
     "Input",
     "Kind",
     "MergeEqual",

@@ -18,9 +18,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class BucketAllGather(Pass):
-    """All_gathers of one axis, dtype and role become one whose result has up to ``max_bytes``.
+    """All_gathers of one axis, dtype and role become one.
 
-    A collective whose role is unknown is left alone. Leaves every result contiguous, in memory of its own.
+    What serves a unit of ``program.units`` goes together, in order of registration; of all else, a bucket closes once
+    its result has reached ``max_bytes``. A collective whose role is unknown is left alone. Leaves every result
+    contiguous, in memory of its own.
     """
 
     max_bytes: int = 25_000_000

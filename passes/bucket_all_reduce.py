@@ -20,18 +20,21 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class BucketAllReduce(Pass):
-    """All_reduces of one axis, dtype, reduction and role become one of up to ``max_bytes``.
+    """All_reduces of one axis, dtype, reduction and role become one.
 
-    A loss is never merged with gradients, and a collective whose role is unknown is left alone. Sums may be formed in
-    another order, as a backend divides a longer buffer otherwise among the ranks. Leaves every result contiguous.
+    What serves a unit of ``program.units`` goes together, in order of registration; of all else, a bucket closes once
+    it has reached ``max_bytes``, the first one of gradients once it has ``first_bytes``. A loss is never merged with
+    gradients, and a collective whose role is unknown is left alone. Sums may be formed in another order, as a backend
+    divides a longer buffer otherwise among the ranks. Leaves every result contiguous.
     """
 
     max_bytes: int = 25_000_000
+    first_bytes: int = 1_000_000
     numerics: ClassVar[Numerics] = "reassociates"
 
     def rewrite(self, program: Program) -> int:
         """Replace each bucket, then bring the graph into order."""
-        found = buckets(program, Kind.ALL_REDUCE, c10d.all_reduce.default, self.max_bytes)
+        found = buckets(program, Kind.ALL_REDUCE, c10d.all_reduce.default, self.max_bytes, self.first_bytes)
         for bucket in found:
             _merge(bucket)
         settle(program.graph)

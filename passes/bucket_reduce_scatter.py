@@ -20,18 +20,23 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class BucketReduceScatter(Pass):
-    """Reduce_scatters of one axis, dtype, reduction and role become one whose operand has up to ``max_bytes``.
+    """Reduce_scatters of one axis, dtype, reduction and role become one.
 
-    A collective whose role is unknown is left alone. Sums may be formed in another order, as a backend divides a
-    longer buffer otherwise among the ranks. Leaves every result contiguous.
+    What serves a unit of ``program.units`` goes together, in order of registration; of all else, a bucket closes once
+    its operand has reached ``max_bytes``, the first one of gradients once it has ``first_bytes``. A collective whose
+    role is unknown is left alone. Sums may be formed in another order, as a backend divides a longer buffer otherwise
+    among the ranks. Leaves every result contiguous.
     """
 
     max_bytes: int = 25_000_000
+    first_bytes: int = 1_000_000
     numerics: ClassVar[Numerics] = "reassociates"
 
     def rewrite(self, program: Program) -> int:
         """Replace each bucket, then bring the graph into order."""
-        found = buckets(program, Kind.REDUCE_SCATTER, c10d.reduce_scatter_tensor.default, self.max_bytes)
+        found = buckets(
+            program, Kind.REDUCE_SCATTER, c10d.reduce_scatter_tensor.default, self.max_bytes, self.first_bytes
+        )
         for bucket in found:
             _merge(bucket)
         settle(program.graph)

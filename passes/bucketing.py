@@ -6,6 +6,7 @@ The groups follow from the graph's structure and from the sizes of operands. Ope
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,31 +28,48 @@ from .program import Program
 from .roles import Role
 
 Bucket = list[fx.Node]
+_Place = tuple[int, int]  # a unit's number, and that of a parameter in it
 
 
-def buckets(program: Program, kind: Kind, op: Any, max_bytes: int) -> list[Bucket]:
+def buckets(program: Program, kind: Kind, op: Any, max_bytes: int, first_bytes: int | None = None) -> list[Bucket]:
     """Groups of at least two collectives of ``kind``, realised by ``op``, that can be done as one.
 
     Members agree in axis, dtype, device, reduction and role, and none needs another's result, also not by way of
-    other buckets. In graph order, a bucket takes members until its operands or its results exceed ``max_bytes``.
-    A collective whose role nobody said is left alone.
+    other buckets. What serves one unit of ``program.units`` goes together, in the unit's order, whatever its size, each
+    parameter once. All else goes together in graph order, until operands or results have reached ``max_bytes``; the
+    first bucket of gradients, until they have ``first_bytes``. A collective whose role nobody said is left alone.
     """
     candidates = [node for node in program.collectives() if _may_join(node, kind, op)]
     needs = _needs(program.graph, candidates)
+    places = _places(program)
     everything: list[_Open] = []
-    latest: dict[Hashable, _Open] = {}
+    alike: dict[Hashable, list[_Open]] = defaultdict(list)
     for number, node in enumerate(candidates):
-        key, size = _key(node), max(input_bytes(node), output_bytes(node))
-        bucket = latest.get(key)
-        if (
-            bucket is None
-            or bucket.size + size > max_bytes
-            or not _independent(bucket, number, needs[number], everything)
-        ):
-            bucket = latest[key] = _Open()
+        place = places.get(node.meta["collective"].of)
+        others = alike[_key(node), place and place[0]]
+        needed = _closure(needs[number], everything)
+        bucket = next((each for each in _to_ask(node, others) if each.takes(place) and not needed & each.bits), None)
+        if bucket is None:
+            early = node.meta["collective"].role is Role.GRADIENT and not others and first_bytes is not None
+            bucket = _Open(min(first_bytes or 0, max_bytes) if early else max_bytes)
             everything.append(bucket)
-        bucket.add(number, needs[number], size)
-    return [[candidates[k] for k in bucket.members] for bucket in everything if len(bucket.members) > 1]
+            others.append(bucket)
+        bucket.add(number, needs[number], max(input_bytes(node), output_bytes(node)), place)
+    return [[candidates[k] for k in bucket.ordered()] for bucket in everything if len(bucket.members) > 1]
+
+
+def _to_ask(node: fx.Node, others: list[_Open]) -> list[_Open]:
+    """The buckets that ``node`` may join, in this order.
+
+    What is waited for at once, such as a batch norm's statistics, goes where it first can. Gradients and parameters
+    are not needed at once: the latest bucket must not wait for what comes much later.
+    """
+    return others if node.meta["collective"].role is Role.ACTIVATION else others[-1:]
+
+
+def _places(program: Program) -> dict[tuple[str, ...], _Place]:
+    """Where in the units a collective stands, by the names that it serves."""
+    return {(name,): (unit, k) for unit, names in enumerate(program.units) for k, name in enumerate(names)}
 
 
 def joined(bucket: Bucket) -> Collective:
@@ -64,8 +82,8 @@ def joined(bucket: Bucket) -> Collective:
 
 
 def caller(bucket: Bucket) -> Callable[..., fx.Node]:
-    """A function ``call(op, *args)`` that adds nodes where the last member stands, in its phase."""
-    last = bucket[-1]
+    """A function ``call(op, *args)`` that adds nodes where the last member in the graph stands, in its phase."""
+    last = max(bucket)
 
     def call(op: Any, *args: Any) -> fx.Node:
         with last.graph.inserting_before(last):
@@ -107,21 +125,29 @@ def _key(node: fx.Node) -> Hashable:
 class _Open:
     """A bucket that still takes members. A set of candidates is an int with one bit for each."""
 
+    max_bytes: int
     members: list[int] = field(default_factory=list)
+    places: list[_Place] = field(default_factory=list)  # of the members, if they serve a unit
     bits: int = 0
     needs: int = 0
     size: int = 0
 
-    def add(self, number: int, needs: int, size: int) -> None:
+    def takes(self, place: _Place | None) -> bool:
+        """Whether there is room: for each parameter of a unit once, else until the limit is reached."""
+        return self.size < self.max_bytes if place is None else place not in self.places
+
+    def add(self, number: int, needs: int, size: int, place: _Place | None) -> None:
         self.members.append(number)
+        self.places += [place] if place else []
         self.bits |= 1 << number
         self.needs |= needs
         self.size += size
 
-
-def _independent(bucket: _Open, number: int, needs: int, everything: list[_Open]) -> bool:
-    """Whether the bucket and candidate ``number``, which needs ``needs``, can be done in one go."""
-    return not _closure(needs, everything) & bucket.bits and not _closure(bucket.needs, everything) >> number & 1
+    def ordered(self) -> list[int]:
+        """The members as they stand in their unit, else as in the graph."""
+        if not self.places:
+            return self.members
+        return [number for _, number in sorted(zip(self.places, self.members, strict=True))]
 
 
 def _closure(needs: int, everything: list[_Open]) -> int:

@@ -10,6 +10,7 @@ from .dead_code import DeadCode
 from .drop_detach import DropDetach
 from .drop_profiler import DropProfiler
 from .fold_views import FoldViews
+from .form_units import FormUnits
 from .merge_equal import MergeEqual
 from .start_early import StartEarly
 from .update_in_place import UpdateInPlace
@@ -26,6 +27,8 @@ def default(*, bucket_bytes: int = 25_000_000) -> tuple[Pass, ...]:
         # Equal views are equal only once they are folded; a collective that serves two readers is bucketed once.
         MergeEqual(),
         DeadCode(),
+        # Which parameters go together is said once, for all that follow.
+        FormUnits(max_bytes=bucket_bytes),
         # Merge collectives before moving them: a bucket moves as one.
         BucketAllGather(max_bytes=bucket_bytes),
         BucketReduceScatter(max_bytes=bucket_bytes),

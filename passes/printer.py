@@ -199,8 +199,13 @@ class _Printer:
 
 
 def _header(program: Program) -> list[str]:
-    lines = [program.name, *program.history, f"mesh: {program.mesh}", "", *_LEGEND.splitlines()]
+    units = [f"unit {k}: {_unit(names)}" for k, names in enumerate(program.units)]
+    lines = [program.name, *program.history, f"mesh: {program.mesh}", *units, "", *_LEGEND.splitlines()]
     return [f"# {_one_line(line)}".rstrip() for line in lines]
+
+
+def _unit(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} parameters, {names[0]} to {names[-1]}"
 
 
 def _import_order(line: str) -> tuple[bool, str]:

@@ -100,6 +100,7 @@ class Program:
     is functional (an update is an output) until the pass that writes updates in place. ``history`` has one line a
     stage. Each node's ``meta`` has ``val`` (this rank's fake value) and, where known: ``phase``, ``module``,
     ``source`` (the user's line), ``grad_of`` (a parameter's name), ``placement``, ``collective`` (a ``Collective``).
+    ``units`` stand in the order in which their gradients come about, the parameters of each in order of registration.
     """
 
     graph_module: fx.GraphModule
@@ -109,6 +110,7 @@ class Program:
     history: list[str] = field(default_factory=list)
     name: str = "program"
     notes: list[str] = field(default_factory=list)  # sentences for the report: what ran whole, and what it cost
+    units: tuple[tuple[str, ...], ...] = ()  # parameters by name that are communicated and stored together
 
     @classmethod
     def from_graph(

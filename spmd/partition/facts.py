@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import Input, Mesh, Program, Role
+from passes import Input, Mesh, PartitionError, Program, Role
 from passes.program import Placements, is_sharded, replicated
 
 from ..plan import Plan
@@ -46,6 +46,16 @@ class Facts:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The global shape of each input, by name."""
         return {declared.name: declared.shape for declared in self.program.inputs}
+
+    @cached_property
+    def units(self) -> tuple[tuple[str, ...], ...]:
+        """The plan's units, each in order of registration. Raises ``PartitionError`` unless a parameter is in one."""
+        order = {i.name: k for k, i in enumerate(self.program.inputs) if i.role is Role.PARAMETER}
+        named = [name for unit in self.plan.units for name in unit]
+        wrong = sorted({name for name in named if name not in order or named.count(name) > 1})
+        if wrong:
+            raise PartitionError(f"the plan's units must name parameters, each once, but these are not: {wrong[:8]}")
+        return tuple(tuple(sorted(unit, key=order.__getitem__)) for unit in self.plan.units)
 
     @cached_property
     def gathers_parameters(self) -> bool:

@@ -79,6 +79,7 @@ class _Walk:
             outputs=outputs,
             history=list(self.program.history),
             notes=[*self.program.notes, *self.notes.all()],
+            units=self.facts.units,
         )
 
     # Inputs

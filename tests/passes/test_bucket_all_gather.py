@@ -27,9 +27,9 @@ def test_bucket_all_gather(golden: Any) -> None:
     assert Report.of(after).bytes("all_gather") == Report.of(program).bytes("all_gather") == 8 * (12 + 15 + 3)
 
 
-def test_the_limit_is_for_the_result() -> None:
+def test_a_bucket_closes_once_its_result_has_reached_the_limit() -> None:
     program = make_program(lambda w, v: (all_gather(w), all_gather(v)), {}, [Role.PARAMETER], w=f64(2), v=f64(3, 2))
-    for max_bytes, left in ((127, 2), (128, 1)):
+    for max_bytes, left in ((32, 2), (33, 1)):
         after = run(program, [BucketAllGather(max_bytes)])
         assert len(after.collectives()) == left
         assert_same_bits(program, after)

@@ -13,8 +13,8 @@ from .programs import all_reduce, assert_same_bits, before_and_after, f64, make_
 aten = torch.ops.aten
 
 
-def count(program: Any, max_bytes: int = 25_000_000) -> int:
-    after = run(program, [BucketAllReduce(max_bytes)])
+def count(program: Any, max_bytes: int = 25_000_000, first_bytes: int = 1_000_000) -> int:
+    after = run(program, [BucketAllReduce(max_bytes, first_bytes)])
     assert_same_bits(program, after)
     return Report.of(after).count("all_reduce")
 
@@ -46,13 +46,53 @@ def test_roles_reductions_and_dtypes_are_kept_apart() -> None:
     assert count(make_program(step, {}, [Role.UNKNOWN], **inputs)) == 4
 
 
-def test_a_bucket_is_no_larger_than_asked_for() -> None:
-    program = make_program(
-        lambda x: tuple(all_reduce(aten.mul.Tensor(x, k)) for k in range(5)), {}, [Role.GRADIENT], x=f64(4)
-    )
-    assert count(program, max_bytes=64) == 3
-    assert count(program, max_bytes=32) == 5
-    assert count(program, max_bytes=160) == 1
+def test_a_bucket_closes_once_it_has_reached_its_limit_and_the_first_of_gradients_early() -> None:
+    def five(role: Role) -> Any:  # of 32 bytes each
+        return make_program(lambda x: tuple(all_reduce(aten.mul.Tensor(x, k)) for k in range(5)), {}, [role], x=f64(4))
+
+    for max_bytes, first_bytes, gradients, others in (
+        (32, 32, 5, 5),
+        (33, 33, 3, 3),
+        (64, 32, 3, 3),
+        (96, 32, 3, 2),
+        (128, 1, 2, 2),
+        (160, 1, 2, 1),
+        (160, 160, 1, 1),
+        (32, 160, 5, 5),
+    ):
+        assert count(five(Role.GRADIENT), max_bytes, first_bytes) == gradients
+        assert count(five(Role.ACTIVATION), max_bytes, first_bytes) == others
+
+
+def test_a_unit_is_one_bucket_in_its_own_order_whatever_its_size() -> None:
+    def step(a: Any, b: Any, c: Any) -> Any:
+        return all_reduce(c), all_reduce(a), all_reduce(b)
+
+    program = make_program(step, {}, [Role.GRADIENT], a=f64(1), b=f64(2), c=f64(3))
+    program.units = (("a", "c"),)
+    after = run(program, [BucketAllReduce(max_bytes=8, first_bytes=8)])
+    assert_same_bits(program, after)
+    assert [node.meta["collective"].of for node in after.collectives()] == [("a", "c"), ("b",)]
+
+
+def test_a_parameter_is_in_a_bucket_once() -> None:
+    def step(a: Any, b: Any) -> Any:  # as with micro-batches that are reduced each
+        return all_reduce(a), all_reduce(b), all_reduce(a), all_reduce(b)
+
+    program = make_program(step, {}, [Role.GRADIENT], a=f64(1), b=f64(2))
+    program.units = (("a", "b"),)
+    assert count(program) == 2
+
+
+def test_statistics_go_where_they_first_can_and_gradients_to_the_latest() -> None:
+    def step(x: Any, y: Any) -> Any:  # a mean and a variance about it, of two batch norms side by side
+        mean = all_reduce(aten.sum.dim_IntList(x, [0]))
+        variance = all_reduce(aten.sum.dim_IntList(aten.sub.Tensor(x, mean), [0]))
+        other = all_reduce(aten.sum.dim_IntList(y, [0]))
+        return variance, all_reduce(aten.sum.dim_IntList(aten.sub.Tensor(y, other), [0]))
+
+    assert count(make_program(step, {}, [Role.ACTIVATION], x=f64(3, 2), y=f64(3, 2))) == 2
+    assert count(make_program(step, {}, [Role.GRADIENT], x=f64(3, 2), y=f64(3, 2))) == 3
 
 
 def test_what_needs_a_members_result_is_not_merged_with_it() -> None:

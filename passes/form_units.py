@@ -1,0 +1,108 @@
+"""Say which parameters are communicated, stored and updated together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .base import Pass
+from .blocks import blocks_of
+from .collectives import input_bytes, output_bytes
+from .program import Input, OutputKind, Program
+from .roles import Role
+
+
+@dataclass(frozen=True)
+class FormUnits(Pass):
+    """Fills ``program.units`` unless it is set: groups of parameters that become one bucket each.
+
+    Parameters are walked from the last registered to the first, as their gradients come about: first those that the
+    step trains, then the others that it communicates. A unit closes once its communication reaches ``max_bytes``, the
+    first one at ``first_bytes``, so that it can start early; and where a repeated block begins or ends, once it has
+    ``first_bytes``. Parameters of one unit agree in dtype, device, module argument, and in the kinds, axes and roles of
+    their collectives; inside of it they stand in the order of registration. Sizes are bytes, equal on all ranks.
+    """
+
+    max_bytes: int = 25_000_000
+    first_bytes: int = 1_000_000
+
+    def rewrite(self, program: Program) -> int:
+        """Walk once over the parameters; the graph stays as it is."""
+        if program.units:
+            return 0
+        parameters = [_Parameter.of(*each) for each in _described(program)]
+        trained = _trained(program)
+        groups = [[p for p in parameters if p.name in trained]]
+        groups += [[p for p in parameters if p.name not in trained and p.served]]
+        program.units = tuple(unit for group in groups for unit in self._walk(group[::-1]))
+        return len(program.units)
+
+    def _walk(self, parameters: Sequence[_Parameter]) -> list[tuple[str, ...]]:
+        """The units of these parameters, given in reverse order of registration; in the order in which they close."""
+        closed: list[tuple[str, ...]] = []
+        unfinished: dict[Hashable, list[_Parameter]] = {}
+        for parameter in parameters:
+            unit = unfinished.setdefault(parameter.key, [])
+            if unit and self._ends(unit, parameter, first=not closed):
+                closed.append(_names(unit))
+                unit.clear()
+            unit.append(parameter)
+        return closed + [_names(unit) for unit in unfinished.values()]
+
+    def _ends(self, unit: list[_Parameter], following: _Parameter, first: bool) -> bool:
+        size = sum(parameter.size for parameter in unit)
+        at_boundary = unit[-1].blocks != following.blocks
+        return size >= (min(self.first_bytes, self.max_bytes) if first or at_boundary else self.max_bytes)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """What the walk has to know of a parameter. ``served``: the kind, axis and role of each collective for it."""
+
+    name: str
+    size: int
+    blocks: tuple[str, ...]
+    served: frozenset[Hashable]
+    kind: Hashable
+
+    @classmethod
+    def of(
+        cls, declared: Input, val: torch.Tensor, collectives: Sequence[fx.Node], blocks: tuple[str, ...]
+    ) -> _Parameter:
+        said = [node.meta["collective"] for node in collectives]
+        whole = torch.Size(declared.shape).numel() * val.element_size()
+        size = max((max(input_bytes(node), output_bytes(node)) for node in collectives), default=whole)
+        served = frozenset((each.kind, each.axis, each.role) for each in said)
+        return cls(declared.name, size, blocks, served, (declared.dtype, val.device, declared.name.split(".")[0]))
+
+    @property
+    def key(self) -> Hashable:
+        """Parameters with equal keys can be in one unit."""
+        return self.kind, self.served
+
+
+def _described(program: Program) -> Iterator[tuple[Input, torch.Tensor, list[fx.Node], tuple[str, ...]]]:
+    """Each parameter with its local value, the collectives that serve it, and the repeated blocks that it lies in."""
+    serving: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in program.collectives():
+        for name in node.meta["collective"].of:
+            serving[name].append(node)
+    blocks = blocks_of({i.name: i.shape for i in program.inputs if i.role is Role.PARAMETER})
+    for declared, node in zip(program.inputs, program.placeholders, strict=True):
+        if declared.role is Role.PARAMETER:
+            yield declared, node.meta["val"], serving[declared.name], blocks[declared.name]
+
+
+def _trained(program: Program) -> set[str]:
+    """The parameters that the step updates, or computes gradients of."""
+    updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+    said = [node.meta["collective"] for node in program.collectives()]
+    return updated.union(*(each.of for each in said if each.role is Role.GRADIENT))
+
+
+def _names(unit: list[_Parameter]) -> tuple[str, ...]:
+    return tuple(parameter.name for parameter in reversed(unit))
