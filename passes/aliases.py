@@ -57,6 +57,17 @@ def last_reads(graph: fx.Graph, found: dict[fx.Node, Storages]) -> dict[fx.Node,
     return last
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether the result lies in an argument's memory, by what torch declares, and owns none."""
+    if is_wait(node) or node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target in _UNDECLARED_VIEWS:
+        return False
+    if is_composite(node.target):
+        return False  # a reshape is a view where it can be, and else a copy
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
 def _read(node: fx.Node, found: dict[fx.Node, Storages]) -> set[fx.Node]:
     read = operands(node) if is_collective(node) else node.all_input_nodes
     return {storage for argument in read for storage in found[argument]}
@@ -68,18 +79,7 @@ def _storages_of(node: fx.Node, found: dict[fx.Node, Storages]) -> Storages:
     if node.op == "output":
         return _NONE
     shared = frozenset().union(*(found[argument] for argument in _shared_arguments(node)))
-    return shared if _is_view(node) else shared | {node}
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether the result lies in an argument's memory, by what torch declares, and owns none."""
-    if is_wait(node) or node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, OpOverload) or node.target in _UNDECLARED_VIEWS:
-        return False
-    if is_composite(node.target):
-        return False  # a reshape is a view where it can be, and else a copy
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    return shared if is_view(node) else shared | {node}
 
 
 def _shared_arguments(node: fx.Node) -> list[fx.Node]:

@@ -67,6 +67,16 @@ def mutates(node: fx.Node) -> bool:
     return op._schema.is_mutable or (op in _UNDECLARED_WRITERS and _in_training(node))
 
 
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that ``node`` writes to and that its schema declares, in the order of the schema."""
+    found: list[fx.Node] = []
+    if isinstance(node.target, OpOverload):
+        for k, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                fx.map_arg(node.args[k] if k < len(node.args) else node.kwargs.get(argument.name), found.append)
+    return found
+
+
 def is_profiling(node: fx.Node) -> bool:
     """Whether ``node`` opens or closes a profiler range."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "profiler"

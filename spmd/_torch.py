@@ -53,6 +53,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch._C import _current_autograd_node as current_autograd_node
 from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
 
+# The bindings of ops that torch.nn.functional calls, such as gelu. 2.11 to 2.15.
+from torch._C import _nn as nn_bindings
+
 # See every op below autograd. 2.11 to 2.15.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -266,6 +269,7 @@ __all__ = [
     "local_tensor",
     "make_fx",
     "newest_sequence_number",
+    "nn_bindings",
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
     "register_pytree_node",

@@ -53,6 +53,7 @@ class Guards:
     conditions: HyperGuards
     described: dict[str, str]  # state by name, for messages
     dead: bool = False
+    on_release: Callable[[], None] | None = None  # what else is to let go of state
 
     @classmethod
     def of(
@@ -79,6 +80,8 @@ class Guards:
         if not self.dead:
             self.dead = True
             del self.tree, self.reads, self.layout
+            if self.on_release is not None:
+                self.on_release()
 
     def admit(self, arguments: Arguments) -> list[torch.Tensor] | None:
         """The state tensors of a call that may run the program, in the order of its slots; else None."""

@@ -11,6 +11,7 @@ import torch
 from passes import OutputKind, PassError, Program
 
 from ._torch import DisableAutocast
+from .bind import Bound
 
 Backend = Literal["aten"] | Callable[..., Any]
 
@@ -30,6 +31,11 @@ class Executable:
             self._write(outputs, inputs)
         return [outputs[k] for k in self.returned]
 
+    def release(self) -> None:
+        """Hold on to no state between calls: the model is gone."""
+        if isinstance(self.function, Bound):
+            self.function.release()
+
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if not self.updates:
             return
@@ -41,9 +47,9 @@ class Executable:
 
 
 def lower(program: Program, backend: Backend) -> Executable:
-    """Make ``program`` run. ``"aten"`` runs the graph as generated Python; else the backend's callable does."""
+    """Make ``program`` run. ``"aten"`` runs the graph as Python (``bind.py``); else the backend's callable does."""
     if backend == "aten":
-        function: Callable[..., Any] = program.graph_module.forward
+        function: Callable[..., Any] = Bound(program)
     else:
         examples = [node.meta.get("val") for node in program.placeholders]
         function = backend(program.graph_module, examples)

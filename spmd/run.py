@@ -39,6 +39,7 @@ class Compiled:
 
     def __post_init__(self) -> None:
         self._pool = Pool(self)
+        self.guards.on_release = self.executable.release
 
     def intent(self) -> int:
         """What this rank tells the others it is about to run: the program and, if it draws, with which seed."""
