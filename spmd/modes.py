@@ -69,13 +69,17 @@ class PlannedMode(ParallelMode):
         return partition(program, self.plan(program))
 
 
-def state_placements(program: Program, parameters: Mapping[str, Placements]) -> dict[str, Placements]:
+def state_placements(
+    program: Program, parameters: Mapping[str, Placements], updates: Mapping[str, Placements] | None = None
+) -> dict[str, Placements]:
     """Placements of all state, from those of the parameters.
 
     Optimizer state and kept gradients of a parameter's shape live where the parameter lives; all else that is not named
-    is replicated. What has a placement already (a DTensor, an argument) keeps it.
+    is replicated. What has a placement already (a DTensor, an argument) keeps it. ``updates``: for parameters that are
+    updated elsewhere, where; their optimizer state lives there.
     """
     shapes = {i.name: i.shape for i in program.inputs}
+    updates = updates or {}
     placements: dict[str, Placements] = {}
     for name, placement in parameters.items():
         if any(isinstance(entry, Partial) for entry in placement):
@@ -87,7 +91,8 @@ def state_placements(program: Program, parameters: Mapping[str, Placements]) -> 
         elif name in parameters:
             placements[name] = parameters[name]
         elif of is not None and declared.shape == shapes[of]:
-            placements[name] = placements.get(of) or parameters.get(of) or ()
+            updated = updates.get(of) if declared.role is Role.OPTIMIZER_STATE else None
+            placements[name] = updated or placements.get(of) or parameters.get(of) or ()
     return {name: placement for name, placement in placements.items() if placement}
 
 

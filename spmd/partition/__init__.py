@@ -17,6 +17,7 @@ The files, in the order in which an op comes to them:
 - ``redistribute.py``: how a value comes from one placement to another, and what that costs
 - ``emit.py``, ``alike.py``: the nodes, written; calls that were there before are known
 - ``sums.py``, ``rows.py``: sums that are complete are added up; rows cut from the batch are shared out again
+- ``updates.py``: a parameter that every rank updates a part of is gathered
 - ``notes.py``: what the user is told of all that
 """
 

@@ -84,8 +84,8 @@ class Emitter:
         source = held.nearest(placement, self.mesh)
         start = held.forms[source]
 
-        def emit(target: Any, args: Any, collective: Any = None) -> fx.Node:
-            new = self.call(target, args, {}, like=held.source)
+        def emit(target: Any, args: Any, collective: Any = None, **kwargs: Any) -> fx.Node:
+            new = self.call(target, args, kwargs, like=held.source)
             new.meta.pop("grad_of", None)
             if collective is not None:
                 new.meta["collective"] = collective

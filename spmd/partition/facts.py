@@ -13,6 +13,7 @@ from passes import Input, Mesh, PartitionError, Program, Role
 from passes.program import Placements, is_sharded, replicated
 
 from ..plan import Plan
+from .redistribute import Reason
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,21 @@ class Facts:
     def placements(self) -> dict[str, Placements]:
         """Where each input lives, by name."""
         return {i.name: self.plan.placements.get(i.name, self.whole) for i in self.program.inputs}
+
+    @cached_property
+    def updates(self) -> dict[str, Placements]:
+        """Where each parameter is updated, by name: where it lives, unless the plan says otherwise."""
+        parameters = (i.name for i in self.program.inputs if i.role is Role.PARAMETER)
+        return {name: self.plan.updates.get(name, self.placements[name]) for name in parameters}
+
+    @cached_property
+    def kept_gradients(self) -> frozenset[str]:
+        """The parameters whose gradient lives on after the step."""
+        return frozenset(o.of for o in self.program.outputs if o.role is Role.GRADIENT and o.of is not None)
+
+    def place_of_gradient(self, parameter: str) -> Placements:
+        """Where a gradient is reduced to: where it is computed with; where its parameter lives, if it is kept there."""
+        return (self.placements if parameter in self.kept_gradients else self.updates)[parameter]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -84,8 +100,21 @@ class Facts:
         return frozenset(origin.cotangent_of[0] for origin in origins if origin is not None and origin.cotangent_of)
 
     def reduces_each(self, parameter: str) -> bool:
-        """Whether each backward pass reduces the gradient of ``parameter``: not one that every rank keeps whole."""
-        return self.plan.options.get("reduce_gradients") == "each" and is_sharded(self.placements[parameter])
+        """Whether each backward pass reduces the gradient of ``parameter``: not one that every rank has whole."""
+        once = self.plan.options.get("reduce_gradients") != "each"
+        return not once and is_sharded(self.place_of_gradient(parameter))
+
+    def to_gather(self, parameter: str) -> Reason:
+        """For what, and in which dtype, the parts of a parameter are gathered."""
+        split = self.updates[parameter] == self.placements[parameter]
+        why = "a split parameter is gathered before its first use" if split else "a parameter is updated in parts"
+        wire = self.plan.options.get("gather_dtype")
+        return Reason(Role.PARAMETER, why, (parameter,), wire, keeps_own=not split)
+
+    def to_reduce(self, parameter: str) -> Reason:
+        """For what, and in which dtype, a gradient is reduced."""
+        wire = self.plan.options.get("reduce_dtype")
+        return Reason(Role.GRADIENT, "a gradient is the sum of the ranks' shares", (parameter,), wire)
 
     def on_model_axes(self, placement: Placements) -> Placements:
         """``placement`` over the axes that split the model, and whole over those of the batch."""

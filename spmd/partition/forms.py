@@ -15,7 +15,6 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import Role
 from passes.program import Placements, is_sharded
 
 from .._torch import OpOverload
@@ -60,9 +59,10 @@ class Forms:
         if parameter not in self._gathered:
             name = self.parameters.name(parameter)
             assert name is not None
-            reason = Reason(Role.PARAMETER, "a split parameter is gathered before its first use", (name,))
-            place = self.facts.on_model_axes(held.primary)
-            node = self.want(held, place, reason)
+            reason, place = self.facts.to_gather(name), self.facts.on_model_axes(held.primary)
+            # What is rounded on its way is read here, and by nobody who writes the parameter.
+            source = held if reason.wire is None or reason.keeps_own else replace(held, forms=dict(held.forms))
+            node = self.want(source, place, reason)
             self._gathered[parameter] = Value(parameter, held.shape, held.dtype, place, {place: node}, weights=True)
         return self._gathered[parameter]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 from torch.distributed.tensor import Replicate
 
+from passes import OutputKind, Role
+from passes.collectives import is_collective, operands
 from passes.program import is_sharded
 
 from .facts import Facts
@@ -47,6 +50,15 @@ class Notes:
             if is_sharded(held.primary) and self.facts.whole not in held.forms:
                 gathered[held.source] = held.nbytes
 
+    def rounded(self, graph: fx.Graph) -> None:
+        """Tell in which dtypes gradients and parameters are sent, where that rounds them."""
+        for role, option in ((Role.GRADIENT, "reduce_dtype"), (Role.PARAMETER, "gather_dtype")):
+            dtype = self.facts.plan.options.get(option)
+            sent = [node for node in graph.nodes if is_collective(node) and node.meta["collective"].role is role]
+            count = sum(_rounds(node, dtype) for node in sent)
+            if count:
+                self._told[option] = f"{option}={dtype}: {count} of {len(sent)} {role}s are rounded to be sent"
+
     def all(self) -> list[str]:
         """All that is to be told, once the walk is over."""
         matrices = [
@@ -55,7 +67,24 @@ class Notes:
             for (op, source), gathered in self._matrices.items()
             if gathered
         ]
-        return [*self._told.values(), *matrices]
+        return [*self._told.values(), *matrices, *self._whole_gradients()]
+
+    def _whole_gradients(self) -> list[str]:
+        """Tell of gradients that could be reduced in parts, if nobody kept them."""
+        updated = {o.name for o in self.facts.program.outputs if o.kind is OutputKind.UPDATE}
+        whole = self.facts.kept_gradients & self.facts.plan.updates.keys() & updated
+        if not whole:
+            return []
+        return [
+            f"{len(whole)} gradients stay in .grad after the step, so they are reduced whole on every rank: "
+            "zero_grad() at the end of the step lets each rank reduce the part that it updates"
+        ]
+
+
+def _rounds(node: fx.Node, dtype: torch.dtype | None) -> bool:
+    """Whether what ``node`` sends was cast to ``dtype`` for that."""
+    sent = operands(node)[0]
+    return sent.target is torch.ops.aten._to_copy.default and sent.kwargs.get("dtype") == dtype
 
 
 def _line(node: fx.Node) -> str:

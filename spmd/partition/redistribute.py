@@ -33,11 +33,21 @@ _LOCAL = 1e-3
 
 @dataclass(frozen=True)
 class Reason:
-    """What a collective is for: kept in the graph, shown in reports."""
+    """What a collective is for: kept in the graph, shown in reports.
+
+    ``wire``: the dtype in which it is sent, where that is narrower than the value's. ``keeps_own``: of what is gathered
+    so, a rank's own part is as it was before.
+    """
 
     role: Role = Role.ACTIVATION
     why: str = ""
     of: tuple[str, ...] = ()
+    wire: torch.dtype | None = None
+    keeps_own: bool = False
+
+    def narrows(self, dtype: torch.dtype) -> bool:
+        """Whether a value of this dtype is rounded to be sent."""
+        return self.wire is not None and dtype.is_floating_point and dtype.itemsize > self.wire.itemsize
 
 
 def cost(source: Placement, target: Placement, nbytes: float, ranks: int, allow_split_sum: bool = False) -> float:
@@ -210,14 +220,18 @@ class Redistribution:
     def _all_reduce(self, node: fx.Node, axis: Axis, op: str) -> fx.Node:
         return self._collective(Kind.ALL_REDUCE, axis, c10d.all_reduce.default, (node, op, axis.group), op)
 
-    def _all_gather(self, node: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
-        node = self._pad(node, cut, -(-cut.size // axis.size))
+    def _all_gather(self, own: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
+        node = self._pad(own, cut, -(-cut.size // axis.size))
         node = self.emit(aten.contiguous.default, (node,))
         part = list(node.meta["val"].shape)
         arguments = (node, axis.size, axis.group)
         node = self._collective(Kind.ALL_GATHER, axis, c10d.all_gather_into_tensor.default, arguments)
         node = self._side_by_side(node, axis, cut.dim, part)
-        return node if cut.even else self.emit(aten.slice.Tensor, (node, cut.dim, 0, cut.size))
+        node = node if cut.even else self.emit(aten.slice.Tensor, (node, cut.dim, 0, cut.size))
+        if not (self.reason.keeps_own and self.reason.narrows(own.meta["val"].dtype)):
+            return node
+        start, length = chunk(cut.size, axis.size, axis.coordinate)
+        return self.emit(aten.slice_scatter.default, (node, own, cut.dim, start, start + length))
 
     def _reduce_scatter(self, node: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
         part = -(-cut.size // axis.size)
@@ -271,7 +285,12 @@ class Redistribution:
         self, kind: Kind, axis: Axis, op: Any, arguments: tuple[Any, ...], reduction: str | None = None
     ) -> fx.Node:
         described = Collective(kind, axis.name, reduction, self.reason.role, self.reason.why, self.reason.of)
-        return self.emit(WAIT, (self.emit(op, arguments, collective=described),))
+        dtype = arguments[0].meta["val"].dtype
+        if not self.reason.narrows(dtype):
+            return self.emit(WAIT, (self.emit(op, arguments, collective=described),))
+        sent = self.emit(aten._to_copy.default, arguments[:1], dtype=self.reason.wire)
+        node = self.emit(WAIT, (self.emit(op, (sent, *arguments[1:]), collective=described),))
+        return self.emit(aten._to_copy.default, (node,), dtype=dtype)
 
 
 def _with(placements: Placements, index: int, placement: Placement) -> Placements:

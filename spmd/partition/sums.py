@@ -1,6 +1,6 @@
 """When sums are added up: a sum over the batch stays a sum of the ranks' shares until someone needs its value.
 
-A gradient is reduced once, at the node that capture knows to be the whole of it, to where its parameter lives.
+A gradient is reduced once, at the node that capture knows to be the whole of it, to where its parameter is updated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from passes import Phase, Role
+from passes import Phase
 
 from .facts import Facts
 from .forms import Forms
@@ -40,7 +40,7 @@ class Sums:
                 self._to_parameter(held, parameter)
 
     def after(self, node: fx.Node) -> None:
-        """Reduce a gradient, once it is complete, to where its parameter lives, and a sum that is used in many ways."""
+        """Reduce a gradient, once it is complete, to where it is computed with, and a sum that is used in many ways."""
         held = self.forms.values.get(node)
         if not isinstance(held, Value):
             return
@@ -51,9 +51,8 @@ class Sums:
             self._over_the_model(node, held)
 
     def _to_parameter(self, held: Value, parameter: str) -> None:
-        reason = Reason(Role.GRADIENT, "a gradient is the sum of the ranks' shares", (parameter,))
-        place = self.facts.placements[parameter]
-        held.move(place, self.forms.want(held, place, reason))
+        place = self.facts.place_of_gradient(parameter)
+        held.move(place, self.forms.want(held, place, self.facts.to_reduce(parameter)))
         held.batch = frozenset()
 
     def _over_the_model(self, node: fx.Node, held: Value) -> None:

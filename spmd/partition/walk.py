@@ -1,7 +1,8 @@
 """The walk: once over the global graph, from its inputs to its outputs, emitting this rank's share.
 
 For each op the operands are looked up, an option for each mesh axis is chosen, and the op is computed on this rank's
-parts; then sums are added up that are complete. Each step is another file's, see ``__init__.py``; here is their order.
+parts; then sums are added up that are complete, and parameters gathered that were updated in parts. Each step is
+another file's, see ``__init__.py``; here is their order.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .parameters import Parameters
 from .redistribute import Reason, cost
 from .rows import rows_cut, share_out_again, why_gathered, with_all_rows
 from .sums import Sums
+from .updates import Updates
 from .values import Value, infos, place_of, results
 from .wanted import Wanted
 
@@ -58,7 +60,7 @@ class _Walk:
         self.parameters = Parameters(facts, self.values)
         self.wanted = Wanted(facts, self.parameters, self.values)
         self.forms = Forms(facts, self.parameters, self.emitter, self.chooser, self.values)
-        self.sums = Sums(facts, self.wanted, self.forms)
+        self.sums, self.updates = Sums(facts, self.wanted, self.forms), Updates(facts, self.forms)
         self.notes = Notes(facts)
 
     def run(self) -> Program:
@@ -72,6 +74,7 @@ class _Walk:
                 )
         outputs = self._outputs()
         self._erase_unused()
+        self.notes.rounded(self.emitter.graph)
         return replace(
             self.program,
             graph_module=fx.GraphModule(torch.nn.Module(), self.emitter.graph),
@@ -109,6 +112,7 @@ class _Walk:
             self._number(node)
         self.parameters.note_update(node)
         self.sums.after(node)
+        self.updates.after(node)
 
     def _constrain(self, node: fx.Node) -> None:
         """From here on the value lives where the user says; nobody takes it from where it was."""

@@ -18,7 +18,7 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Output, OutputKind, Phase
+from passes import Output, OutputKind, Phase, Role
 from passes.program import Placements, is_sharded
 
 from ..capture.provenance import Origin
@@ -65,13 +65,17 @@ class Wanted:
         return self._beside_activation(node) or self._beside_parameter(node)
 
     def of_output(self, held: Value, output: Output) -> Placements:
-        """State goes where its parameter lives; a result stays split along the batch, in equal parts, or is whole."""
+        """State goes where its parameter lives, new state where that is updated.
+
+        A result stays split along the batch, in equal parts, or is whole.
+        """
         facts = self.facts
         if output.kind is OutputKind.UPDATE:
             return facts.placements[output.name]
         if output.kind is OutputKind.NEW:
             assert output.of is not None, "new state belongs to a parameter"
-            return facts.placements[output.of] if held.shape == facts.shapes[output.of] else facts.whole
+            place = facts.placements if output.role is Role.GRADIENT else facts.updates
+            return place[output.of] if held.shape == facts.shapes[output.of] else facts.whole
         batch = (k in held.batch and self._divides(held, k) for k in range(len(held.primary)))
         return tuple(_in_order(p) if split else Replicate() for p, split in zip(held.primary, batch, strict=True))
 

@@ -1,0 +1,43 @@
+"""When what was updated in parts is gathered: as soon as the step is done with it, to where the parameter lives.
+
+Later in the step it is whole then to all that read it, an average of the model, say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from passes import OutputKind
+
+from .facts import Facts
+from .forms import Forms
+from .values import Value
+
+
+@dataclass
+class Updates:
+    """Gathers what the walk has come to."""
+
+    facts: Facts
+    forms: Forms
+
+    @cached_property
+    def last(self) -> dict[fx.Node, str]:
+        """The parameters that are updated elsewhere than they live, by the node that is their value at the end."""
+        program = self.facts.program
+        ends = zip(program.output_values(), program.outputs, strict=True)
+        return {
+            node: output.name
+            for node, output in ends
+            if output.kind is OutputKind.UPDATE and output.name in self.facts.plan.updates
+        }
+
+    def after(self, node: fx.Node) -> None:
+        """Bring a parameter to where it lives, once it has its value."""
+        parameter, held = self.last.get(node), self.forms.values.get(node)
+        if parameter is not None and isinstance(held, Value):
+            place = self.facts.placements[parameter]
+            held.move(place, self.forms.want(held, place, self.facts.to_gather(parameter)))
