@@ -9,6 +9,7 @@ from .bucket_all_reduce import BucketAllReduce
 from .bucket_reduce_scatter import BucketReduceScatter
 from .check import check
 from .collectives import Collective, Kind
+from .costs import Table
 from .dead_code import DeadCode
 from .drop_detach import DropDetach
 from .drop_profiler import DropProfiler
@@ -22,6 +23,7 @@ from .pipeline import default
 from .printer import print_program
 from .program import Axis, Input, Mesh, Output, OutputKind, Program
 from .purity import PURE_FUNCTIONS
+from .realise import Realise
 from .report import Report
 from .roles import Phase, Role
 from .runner import run
@@ -55,10 +57,12 @@ __all__ = [
     "PlacementError",
     "Program",
     "RankMismatchError",
+    "Realise",
     "Report",
     "Role",
     "SpmdError",
     "StartEarly",
+    "Table",
     "UpdateInPlace",
     "WaitLate",
     "check",

@@ -15,6 +15,9 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
+# From the name that functional collectives have for a process group to the group.
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
 # The base of Shard, Replicate and Partial; ``torch.distributed.tensor`` exports the three but not their base.
 from torch.distributed.tensor.placement_types import Placement as Placement
 
@@ -30,3 +33,13 @@ SYMBOLIC_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 def is_composite(op: OpOverload) -> bool:
     """Whether ``op`` is built from other ops, so that its schema need not say that it may return its argument."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def register_work(tensor: torch.Tensor, work: Any) -> None:
+    """Let ``_c10d_functional.wait_tensor(tensor)`` wait for ``work`` too. Kept by storage, any number for each."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
+def group_named(name: str) -> Any:
+    """The process group that functional collectives call by this name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # since 2.13 a NewType of str

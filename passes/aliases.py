@@ -15,6 +15,7 @@ from torch import fx
 
 from ._torch import OpOverload, is_composite
 from .collectives import is_collective, is_wait, operands, waits_of
+from .transport import NAMESPACE
 
 Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it
 
@@ -87,7 +88,7 @@ def _shared_arguments(node: fx.Node) -> list[fx.Node]:
     op = node.target
     if not isinstance(op, OpOverload) or is_wait(node) or op in _UNDECLARED_VIEWS:
         return node.all_input_nodes  # Python code: nobody said what it returns
-    if op.namespace not in ("aten", "prims", "_c10d_functional") or is_composite(op):
+    if op.namespace not in ("aten", "prims", "_c10d_functional", NAMESPACE) or is_composite(op):
         return node.all_input_nodes
     shared: list[fx.Node] = []
     for k, argument in enumerate(op._schema.arguments):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import transport
 from ._torch import c10d as c10d
 from .roles import Role
 
@@ -36,6 +37,9 @@ class Collective:
 
     ``axis`` is the name of the mesh axis, ``reduction`` is ``"sum"``, ``"max"``, ... or None, ``role`` says what is
     communicated, ``why`` is a sentence for reports, ``of`` names the values (parameters, results) it serves.
+
+    ``by`` says how it is performed, where that is not by the op that means it. Of several ops that perform one
+    together, those after the first have ``continues``.
     """
 
     kind: Kind
@@ -44,6 +48,8 @@ class Collective:
     role: Role = Role.UNKNOWN
     why: str = ""
     of: tuple[str, ...] = ()
+    by: str = ""
+    continues: bool = False
 
 
 _KINDS: dict[Any, Kind] = {
@@ -56,7 +62,11 @@ _KINDS: dict[Any, Kind] = {
     c10d.reduce_scatter_tensor_coalesced.default: Kind.REDUCE_SCATTER,
     c10d.all_to_all_single.default: Kind.ALL_TO_ALL,
     c10d.broadcast.default: Kind.BROADCAST,
+    transport.exchange.default: Kind.ALL_TO_ALL,
+    transport.gather_by_broadcast.default: Kind.ALL_GATHER,
+    transport.gather_by_sending.default: Kind.ALL_GATHER,
 }
+_KINDS |= {out: _KINDS[op] for op, out in transport.OUT_FORMS.items()}
 
 WAIT = c10d.wait_tensor.default
 
@@ -71,8 +81,14 @@ def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is WAIT
 
 
+def is_meant(node: fx.Node) -> bool:
+    """Whether a collective node is one that is meant: of the ops that perform one together, the first."""
+    said = node.meta.get("collective")
+    return not (isinstance(said, Collective) and said.continues)
+
+
 def kind_of(node: fx.Node) -> Kind:
-    """The kind of a collective node, by its op."""
+    """The kind of a collective node, by its op; what it means may be another (``meta["collective"].kind``)."""
     return _KINDS[node.target]
 
 

@@ -6,19 +6,24 @@ from .base import Pass
 from .bucket_all_gather import BucketAllGather
 from .bucket_all_reduce import BucketAllReduce
 from .bucket_reduce_scatter import BucketReduceScatter
+from .costs import BUILT_IN, Table
 from .dead_code import DeadCode
 from .drop_detach import DropDetach
 from .drop_profiler import DropProfiler
 from .fold_views import FoldViews
 from .form_units import FormUnits
 from .merge_equal import MergeEqual
+from .realise import Realise
 from .start_early import StartEarly
 from .update_in_place import UpdateInPlace
 from .wait_late import WaitLate
 
 
-def default(*, bucket_bytes: int = 25_000_000) -> tuple[Pass, ...]:
-    """The default order. Read it from top to bottom; each heading says why its passes stand there."""
+def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple[Pass, ...]:
+    """The default order. Read it from top to bottom; each heading says why its passes stand there.
+
+    ``table``: what communication costs here, as ``python -m spmd calibrate`` measures it.
+    """
     return (
         # Clean first: everything below matches smaller and more uniform graphs.
         DropProfiler(),
@@ -33,6 +38,8 @@ def default(*, bucket_bytes: int = 25_000_000) -> tuple[Pass, ...]:
         BucketAllGather(max_bytes=bucket_bytes),
         BucketReduceScatter(max_bytes=bucket_bytes),
         BucketAllReduce(max_bytes=bucket_bytes),
+        # What is meant is final; which ops perform it decides what can be moved.
+        Realise(table=table),
         # A collective's start decides where its wait can stand at the earliest.
         StartEarly(),
         WaitLate(),

@@ -20,6 +20,7 @@ from torch import fx
 from ._torch import HigherOrderOperator, OpOverload
 from .collectives import Collective
 from .program import Input, Output, OutputKind, Placements, Program
+from .transport import NAMESPACE
 
 _LEGEND = """Each line reads: name: "dtype[shape on this rank]" = operation  # the user's line, where it changes.
 Call it with a value per input and, for each axis of the mesh, the name of its process group."""
@@ -38,7 +39,7 @@ _SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-_OPS_ALIASES = {"_c10d_functional": "c10d"}
+_OPS_ALIASES = {"_c10d_functional": "c10d", NAMESPACE: "transport"}
 _MODULES = {"_operator": "operator"}  # where a function says it lives, and where one imports it from
 # Where torch's own functions are looked up: what they say of themselves is often their C++ binding.
 _HOMES: dict[str, Any] = {
@@ -68,6 +69,8 @@ class _Printer:
         self.imports: dict[str, None] = {"import torch": None}
         self.axes = {axis.group: _identifier(axis.name) for axis in program.mesh.axes}
         self.aliases = _aliases(program.graph)
+        if NAMESPACE in self.aliases.values():
+            self.imports["import passes.transport"] = None  # it defines them
         self.names = _names(program.graph, self._reserved())
         self.shown: dict[str, str] = {}
 
@@ -313,7 +316,8 @@ def _whole(shape: Iterable[int], dtype: torch.dtype | None, placement: Placement
 
 
 def _why(said: Collective) -> str:
-    return said.why or f"{said.kind} of {', '.join(said.of[:3]) or said.role} over {said.axis}"
+    why = said.why or f"{said.kind} of {', '.join(said.of[:3]) or said.role} over {said.axis}"
+    return f"{why}; {said.kind} by {said.by}" if said.by else why
 
 
 def _comment(text: str) -> str:

@@ -24,12 +24,16 @@ Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as this rank sees it: ``group`` is the process group's name in collectives."""
+    """One axis of the mesh as this rank sees it: ``group`` is the process group's name in collectives.
+
+    ``backend`` is what moves the data: "gloo", "nccl", "fake", or nothing where nobody said.
+    """
 
     name: str
     size: int
     group: str
     coordinate: int = 0
+    backend: str = ""
 
 
 @dataclass(frozen=True)

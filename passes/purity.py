@@ -16,8 +16,9 @@ from torch import fx
 
 from ._torch import SYMBOLIC_FUNCTIONS, OpOverload
 from .random import draw
+from .transport import NAMESPACE
 
-_PURE_NAMESPACES = {"aten", "prims", "_c10d_functional"}
+_PURE_NAMESPACES = {"aten", "prims", "_c10d_functional", NAMESPACE}
 
 # They write the running statistics although their schemas do not say so.
 _UNDECLARED_WRITERS: set[Any] = {

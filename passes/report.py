@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
-from .collectives import Collective, Kind, input_bytes, operands
+from .collectives import Collective, Kind, input_bytes, is_meant, operands
 from .program import Program
 
 _PLACES = 4  # that a row names
@@ -21,7 +21,10 @@ _PLACES = 4  # that a row names
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of a step that agree in kind, axis, role, dtype and reason. ``bytes``: of one rank's local input."""
+    """Collectives of a step that agree in kind, axis, role, dtype, reason and in how they are performed.
+
+    ``bytes``: of one rank's local input. ``by`` is empty where the op that means a collective performs it.
+    """
 
     kind: str
     axis: str
@@ -30,6 +33,7 @@ class Traffic:
     count: int
     bytes: int
     why: str
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Report:
     def of(cls, program: Program, seconds: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> Report:
         """The report of ``program``; every collective in it must be described, as ``check`` demands."""
         mesh, history = str(program.mesh), tuple(program.history)
-        every = tuple(_one(node) for node in program.collectives())
+        every = tuple(_one(node) for node in program.collectives() if is_meant(node))
         return cls(program.name, mesh, _traffic(every), dict(seconds or {}), tuple(notes), history, every)
 
     def count(self, kind: str) -> int:
@@ -91,7 +95,8 @@ class Report:
         table.add_column("bytes", justify="right")
         table.add_column("why")
         for row in self.traffic:
-            table.add_row(row.kind, row.axis, row.role, row.dtype, f"{row.count:,}", f"{row.bytes:,}", Text(row.why))
+            why = Text(f"{row.why}; by {row.by}" if row.by else row.why)
+            table.add_row(row.kind, row.axis, row.role, row.dtype, f"{row.count:,}", f"{row.bytes:,}", why)
         return table
 
 
@@ -99,14 +104,14 @@ def _one(node: fx.Node) -> Traffic:
     """What one collective moves."""
     said: Collective = node.meta["collective"]
     dtype = _dtype(operands(node)[0].meta["val"])
-    return Traffic(str(said.kind), said.axis, str(said.role), dtype, 1, input_bytes(node), said.why)
+    return Traffic(str(said.kind), said.axis, str(said.role), dtype, 1, input_bytes(node), said.why, said.by)
 
 
 def _traffic(every: Sequence[Traffic]) -> tuple[Traffic, ...]:
-    """One row for all collectives that agree in kind, axis, role, dtype and reason, in order of first appearance."""
+    """One row for all collectives that agree in all but size and place, in order of first appearance."""
     groups: dict[tuple[str, ...], list[Traffic]] = {}
     for one in every:
-        groups.setdefault((one.kind, one.axis, one.role, one.dtype, _apart(one.why)[0]), []).append(one)
+        groups.setdefault((one.kind, one.axis, one.role, one.dtype, _apart(one.why)[0], one.by), []).append(one)
     return tuple(
         replace(each[0], count=len(each), bytes=sum(one.bytes for one in each), why=_summary([one.why for one in each]))
         for each in groups.values()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .base import Pass
 from .check import check as check_program
+from .collectives import is_meant
 from .errors import PassError
 from .infer import fill_vals
 from .program import Program
@@ -44,7 +45,7 @@ def run(
 
 def _stage(number: int, each: Pass, program: Program, promised: Program | None) -> float:
     """Run one pass, checked against what was promised, and recorded; returns the seconds that the pass itself took."""
-    communicated = len(program.collectives())
+    communicated = _meant(program)
     start = time.perf_counter()
     try:
         edits = each.rewrite(program)
@@ -54,8 +55,12 @@ def _stage(number: int, each: Pass, program: Program, promised: Program | None) 
             check_program(program, promised)
     except Exception as error:
         raise _failure(number, each, program, error) from error
-    program.history.append(f"{number:02} {each}: {_outcome(edits, communicated, len(program.collectives()))}")
+    program.history.append(f"{number:02} {each}: {_outcome(edits, communicated, _meant(program))}")
     return seconds
+
+
+def _meant(program: Program) -> int:
+    return sum(map(is_meant, program.collectives()))
 
 
 def _complete(program: Program, edits: object) -> None:

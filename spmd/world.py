@@ -44,8 +44,10 @@ def describe(mesh: DeviceMesh) -> passes.Mesh:
     if coordinate is None:
         raise ValueError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}")
     names = mesh.mesh_dim_names or tuple(f"axis{k}" for k in range(mesh.ndim))
+    groups = [mesh.get_group(k) for k in range(mesh.ndim)]
     axes = [
-        passes.Axis(name, mesh.size(k), mesh.get_group(k).group_name, coordinate[k]) for k, name in enumerate(names)
+        passes.Axis(name, mesh.size(k), group.group_name, coordinate[k], _backend(group, mesh.device_type))
+        for k, (name, group) in enumerate(zip(names, groups, strict=True))
     ]
     return passes.Mesh(tuple(axes))
 
@@ -88,6 +90,12 @@ def check_fits(mesh: DeviceMesh) -> None:
         raise ValueError(
             f"the mesh has {mesh.size()} ranks, but the world has {ranks}: use a smaller mesh, or more ranks"
         )
+
+
+def _backend(group: Any, device_type: str) -> str:
+    """What moves tensors of this device in ``group``: torch says it as ``"cpu:gloo,cuda:nccl"``."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}.get(device_type, "")
 
 
 def _device_type(device: str | torch.device | None) -> str:

@@ -120,8 +120,10 @@ def _collect(node: fx.Node, sent: list[list[torch.Tensor]], rank: int) -> torch.
     assert group_of(node) == GROUP and all(t.is_contiguous() for t in tensors if kind_of(node) is not Kind.ALL_REDUCE)
     if kind_of(node) is Kind.ALL_GATHER:
         return torch.cat(tensors)
+    if kind_of(node) is Kind.ALL_TO_ALL:
+        return torch.stack([t.chunk(len(sent))[rank] for t in tensors])
     total = torch.stack([t.contiguous() for t in tensors])
-    total = {"sum": total.sum(0), "max": total.amax(0)}[str(reduction_of(node))]
+    total = {"sum": total.sum(0, dtype=total.dtype), "max": total.amax(0)}[str(reduction_of(node))]
     return total if kind_of(node) is Kind.ALL_REDUCE else total.chunk(len(sent))[rank].clone()
 
 

@@ -1,0 +1,151 @@
+"""Ops that perform a collective where the backend's own are slow, and forms of collectives that allocate nothing.
+
+``Realise`` puts them into graphs. As torch's functional collectives, each starts communication and returns a tensor
+that ``_c10d_functional.wait_tensor`` waits for; until then nobody may touch operand or result. They move bytes, so any
+dtype goes.
+
+- ``exchange(x, ranks, size, group)``: x (total,) is cut into one part a rank, by ``bounds``. This rank gets its part of
+  every rank's x, as rows in the order of ranks: (ranks, size), where ``size`` is the length of its part.
+- ``gather_by_broadcast(x, total, ranks, group)``: x (length of this rank's part,) to the whole (total,); each rank
+  broadcasts its part, all at once.
+- ``gather_by_sending(x, total, ranks, group)``: the same; each rank sends its part to each other.
+
+Every op has an overload ``out``, which writes where it is told; ``OUT_FORMS`` has one for every functional collective.
+Waits are kept by *storage*: to wait for one of two results in one storage is to wait for both, so each ``out`` should
+have a storage of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._torch import c10d, group_named, register_work
+
+NAMESPACE = "spmd_transport"
+_TAG = 20_261  # of our point-to-point messages, so that they are not taken for a user's
+
+
+def bounds(total: int, ranks: int) -> list[int]:
+    """Where the parts of ``total`` elements begin, and the end: lengths differ by one at most."""
+    return [rank * total // ranks for rank in range(ranks + 1)]
+
+
+def part(total: int, ranks: int, rank: int) -> int:
+    """The number of elements in one rank's part."""
+    ends = bounds(total, ranks)
+    return ends[rank + 1] - ends[rank]
+
+
+def _exchange(x: Tensor, ranks: int, size: int, group_name: str, *, out: Tensor) -> Tensor:
+    x = x.contiguous()
+    ends = [end * x.element_size() for end in bounds(x.numel(), ranks)]
+    sent = [stop - start for start, stop in pairwise(ends)]
+    received = [size * x.element_size()] * ranks
+    even = len(set(sent)) == 1  # what gloo does without lists of lengths is quicker
+    lengths = ([], []) if even else (received, sent)
+    group = group_named(group_name)
+    register_work(out, dist.all_to_all_single(_bytes(out), _bytes(x), *lengths, group=group, async_op=True))
+    return out
+
+
+def _gather_by_broadcast(x: Tensor, total: int, ranks: int, group_name: str, *, out: Tensor) -> Tensor:
+    group = group_named(group_name)
+    parts = _parts(out, ranks)
+    parts[group.rank()].copy_(_bytes(x.contiguous()))
+    for rank, each in enumerate(parts):
+        if each.numel():
+            register_work(out, dist.broadcast(each, group_src=rank, group=group, async_op=True))
+    return out
+
+
+def _gather_by_sending(x: Tensor, total: int, ranks: int, group_name: str, *, out: Tensor) -> Tensor:
+    group = group_named(group_name)
+    rank, mine, parts = group.rank(), _bytes(x.contiguous()), _parts(out, ranks)
+    for step in range(1, ranks):  # at each step, every rank sends to another one
+        source, target = (rank - step) % ranks, (rank + step) % ranks
+        if parts[source].numel():
+            register_work(out, dist.irecv(parts[source], group_src=source, group=group, tag=_TAG))
+        if mine.numel():
+            register_work(out, dist.isend(mine, group_dst=target, group=group, tag=_TAG))
+    parts[rank].copy_(mine)
+    return out
+
+
+def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:
+    if x.data_ptr() != out.data_ptr():
+        out.copy_(x)
+    c10d.all_reduce_.default(out, reduce_op, group_name)
+    return out
+
+
+def _all_to_all_single(
+    x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group_name: str, *, out: Tensor
+) -> Tensor:
+    row = math.prod(x.shape[1:]) * x.element_size()
+    lengths = ([row * n for n in output_split_sizes], [row * n for n in input_split_sizes])
+    group = group_named(group_name)
+    register_work(out, dist.all_to_all_single(_bytes(out), _bytes(x), *lengths, group=group, async_op=True))
+    return out
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The same memory, as a flat tensor of bytes: no backend knows every dtype."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _parts(out: Tensor, ranks: int) -> list[Tensor]:
+    ends = [end * out.element_size() for end in bounds(out.numel(), ranks)]
+    whole = _bytes(out)
+    return [whole[start:stop] for start, stop in pairwise(ends)]
+
+
+def _exchanged(x: Tensor, ranks: int, size: int, group_name: str) -> Tensor:
+    return x.new_empty([ranks, size])
+
+
+def _gathered(x: Tensor, total: int, ranks: int, group_name: str) -> Tensor:
+    return x.new_empty([total])
+
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _define(arguments: str, into: Callable[..., Tensor], empty: Callable[..., Tensor] | None) -> None:
+    """Make an op of ``into``, which writes into its ``out``, and one that first makes what ``empty`` returns."""
+    name = into.__name__.removeprefix("_")
+    _library.define(f"{name}.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)")
+    _library.impl(f"{name}.out", into, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}.out", lambda *_, out: out, lib=_library)
+    if empty is None:
+        return
+    _library.define(f"{name}({arguments}) -> Tensor")
+    _library.impl(name, lambda *given: into(*given, out=empty(*given)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", empty, lib=_library)
+
+
+_define("Tensor x, int ranks, int size, str group_name", _exchange, _exchanged)
+_define("Tensor x, int total, int ranks, str group_name", _gather_by_broadcast, _gathered)
+_define("Tensor x, int total, int ranks, str group_name", _gather_by_sending, _gathered)
+_define("Tensor x, str reduce_op, str group_name", _all_reduce, None)
+_define("Tensor x, int[] output_split_sizes, int[] input_split_sizes, str group_name", _all_to_all_single, None)
+
+ops = getattr(torch.ops, NAMESPACE)
+exchange, gather_by_broadcast, gather_by_sending = ops.exchange, ops.gather_by_broadcast, ops.gather_by_sending
+
+OUT_FORMS: dict[Any, Any] = {
+    c10d.all_reduce.default: ops.all_reduce.out,  # in place where out is the operand
+    c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_out.default,
+    c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_out.default,
+    c10d.all_to_all_single.default: ops.all_to_all_single.out,
+    exchange.default: exchange.out,
+    gather_by_broadcast.default: gather_by_broadcast.out,
+    gather_by_sending.default: gather_by_sending.out,
+}
+"""For each functional collective, the op with the same arguments and ``out=``, which allocates nothing."""
