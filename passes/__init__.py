@@ -16,6 +16,7 @@ from .drop_profiler import DropProfiler
 from .errors import CaptureError, PartitionError, PassError, PlacementError, RankMismatchError, SpmdError
 from .fold_views import FoldViews
 from .form_units import FormUnits
+from .fuse_update import FuseUpdate
 from .infer import fill_vals
 from .interpret import interpret
 from .merge_equal import MergeEqual
@@ -44,6 +45,7 @@ __all__ = [
     "DropProfiler",
     "FoldViews",
     "FormUnits",
+    "FuseUpdate",
     "Input",
     "Kind",
     "MergeEqual",

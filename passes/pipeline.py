@@ -12,6 +12,7 @@ from .drop_detach import DropDetach
 from .drop_profiler import DropProfiler
 from .fold_views import FoldViews
 from .form_units import FormUnits
+from .fuse_update import FuseUpdate
 from .merge_equal import MergeEqual
 from .realise import Realise
 from .start_early import StartEarly
@@ -38,6 +39,8 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         BucketAllGather(max_bytes=bucket_bytes),
         BucketReduceScatter(max_bytes=bucket_bytes),
         BucketAllReduce(max_bytes=bucket_bytes),
+        # A unit is updated by one op; the op needs all of its gradients, so these are merged first.
+        FuseUpdate(),
         # What is meant is final; which ops perform it decides what can be moved.
         Realise(table=table),
         # A collective's start decides where its wait can stand at the earliest.

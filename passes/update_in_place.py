@@ -12,6 +12,7 @@ from torch import fx
 from ._torch import OpOverload
 from .aliases import Storages, last_reads, storages
 from .base import Pass
+from .list_ops import entry_of, write_lists_in_place
 from .program import OutputKind, Program
 from .purity import is_pure
 
@@ -23,9 +24,10 @@ class UpdateInPlace(Pass):
     """Each update output becomes a write to its input, and is no output any more.
 
     Where the new value comes from the old by ops that exist in place, and nobody reads the old value afterwards (not
-    through a view, not as an output, not a collective that is still under way), these ops write to the input. Any
-    other new value is copied into its input at the end. Outputs that share memory with an input written to are
-    cloned. Assumes that no two inputs share memory. Nothing may reorder the graph afterwards.
+    through a view, not as an output, not a collective that is still under way), these ops write to the input; so do
+    ops over lists, entry by entry. Any other new value is copied into its input at the end. Outputs that share memory
+    with an input written to are cloned. Assumes that no two inputs share memory. Nothing may reorder the graph
+    afterwards.
     """
 
     last: ClassVar[bool] = True
@@ -35,10 +37,13 @@ class UpdateInPlace(Pass):
         updates = list(_updates(program))
         memory = _Memory(program.graph)
         chains = {old: chain for old, new in updates if (chain := memory.chain(old, new))}
-        for chain in chains.values():
-            for node in chain:
+        overwriting = {node for chain in chains.values() for node in chain}
+        for node in overwriting:
+            if entry_of(node) is None:
                 node.target = _in_place(node)
-        copied = [(old, new) for old, new in updates if old not in chains and old is not new]
+        became = write_lists_in_place(program.graph, overwriting)
+        memory.found.update({new: frozenset({new}) for new in became.values() if new not in memory.found})
+        copied = [(old, became.get(new, new)) for old, new in updates if old not in chains and old is not new]
         _drop_outputs(program, {program.inputs[memory.position[old]].name for old, _ in updates})
         written = {old for old, _ in copied}.union(*({old, *chain} for old, chain in chains.items()))
         _write(program, copied, memory.found, written)
@@ -61,18 +66,19 @@ class _Memory:
             if not self._can_write(node, old):
                 return []
             chain.append(node)
-            node = node.args[0]  # type: ignore[assignment]
+            node = _overwritten(node)
         return chain[::-1]
 
     def _can_write(self, node: fx.Node, old: fx.Node) -> bool:
         """Whether ``node`` may overwrite its first argument, which is or will be in the memory of ``old``."""
-        if _in_place(node) is None or not isinstance(node.args[0], fx.Node) or not _looks_the_same(node, old):
+        entry = entry_of(node)
+        if (entry is None and _in_place(node) is None) or not _looks_the_same(node, old):
             return False
-        source = node.args[0]
-        others = [argument for argument in _nodes((node.args[1:], node.kwargs)) if source in self.found[argument]]
-        if others or self.found[source] != {source}:
+        source, op = _overwritten(node), entry.op if entry else node
+        if not isinstance(source, fx.Node) or self.found[source] != {source}:
             return False
-        return self.last_read.get(source, 0) <= self.position[node]
+        readers = [argument for argument in _nodes((op.args, op.kwargs)) if source in self.found[argument]]
+        return len(readers) == 1 and self.last_read.get(source, 0) <= self.position[op]
 
 
 def _updates(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -86,6 +92,12 @@ def _updates(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
 def _is_tensor(value: Any) -> bool:
     """A number cannot be written to: its update stays an output."""
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _overwritten(node: fx.Node) -> Any:
+    """What ``node`` overwrites where it is done in place: its first argument, or its own entry of a list."""
+    entry = entry_of(node)
+    return entry.source if entry else node.args[0]
 
 
 def _in_place(node: fx.Node) -> Any:

@@ -1,0 +1,157 @@
+"""Which parameters are updated by one of torch's fused kernels, and together: the analysis behind ``FuseUpdate``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .arithmetic import Found, solutions
+from .kernels import Kernel, kernels
+from .program import Input, OutputKind, Program
+from .roles import Role
+
+_KERNELS = tuple(kernels())
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One parameter's update: what computes it, from which values (``found``), and the nodes of its new values."""
+
+    parameter: Input
+    kernel: Kernel
+    found: Found
+    new: dict[str, fx.Node]  # by the name of the list
+
+
+def groups(program: Program) -> list[list[Chain]]:
+    """The chains that one op can do: same kernel, dtype, device, placement, hyper-parameters and unit.
+
+    Groups stand in the order in which their last gradient comes about, chains in the order of the inputs.
+    """
+    position = {node: k for k, node in enumerate(program.graph.nodes)}
+    unit = {name: k for k, names in enumerate(program.units) for name in names}
+    everything = chains(program)
+    turn = _turns(program.graph, everything)
+    found: dict[Hashable, list[Chain]] = defaultdict(list)
+    for chain in everything:
+        found[(turn[chain.parameter.name], unit.get(chain.parameter.name), *_key(chain))].append(chain)
+    return sorted(found.values(), key=lambda group: max(position[chain.found["g"]] for chain in group))
+
+
+def chains(program: Program) -> list[Chain]:
+    """The update of each parameter that a kernel computes."""
+    reader = _Reader(program)
+    return [chain for declared in program.inputs if (chain := reader.chain(declared)) is not None]
+
+
+def _turns(graph: fx.Graph, everything: list[Chain]) -> dict[str, int]:
+    """By parameter, how many updates come one after the other before its own can begin.
+
+    Where one optimizer's new parameters lead to another's gradients, the two do not go together.
+    """
+    new = {node for chain in everything for node in chain.new.values()}
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        depth[node] = max((depth[needed] for needed in node.all_input_nodes), default=0) + (node in new)
+    return {
+        chain.parameter.name: max(depth[value] for value in chain.found.values() if isinstance(value, fx.Node))
+        for chain in everything
+    }
+
+
+class _Reader:
+    """Looks for the kernel of one parameter after the other; the one that fitted last is tried first."""
+
+    def __init__(self, program: Program) -> None:
+        self.nodes = {each.name: node for each, node in zip(program.inputs, program.placeholders, strict=True)}
+        self.new = {
+            output.name: value
+            for output, value in zip(program.outputs, program.output_values(), strict=True)
+            if output.kind is OutputKind.UPDATE and isinstance(value, fx.Node)
+        }
+        self.state: dict[str, list[Input]] = defaultdict(list)
+        for declared in program.inputs:
+            if declared.role is Role.OPTIMIZER_STATE and declared.of is not None and declared.name in self.new:
+                self.state[declared.of].append(declared)
+        self.names = {node: name for name, node in self.nodes.items()}
+        self.computed = set(self.new.values())
+        self.order = list(_KERNELS)
+
+    def chain(self, declared: Input) -> Chain | None:
+        node, new = self.nodes[declared.name], self.new.get(declared.name)
+        if declared.role is not Role.PARAMETER or new is None or not _fits(node):
+            return None
+        for kernel in self.order:
+            chain = self._chain_of(declared, kernel)
+            if chain is not None:
+                self.order.sort(key=lambda each: each is not kernel)
+                return chain
+        return None
+
+    def _chain_of(self, declared: Input, kernel: Kernel) -> Chain | None:
+        own = {self.nodes[each.name] for each in self.state[declared.name]}
+        node = self.nodes[declared.name]
+
+        def admits(name: str, value: Any) -> bool:
+            return _admits(kernel, name, value, node, own)
+
+        for found in solutions(kernel.updates["p"], self.new[declared.name], {"p": node}, admits, self.computed):
+            new = {"p": self.new[declared.name]} | {
+                name: self.new[self.names[found[name]]] for name in kernel.state if name in found
+            }
+            if all(
+                next(solutions(kernel.updates[name], value, found, _nothing, self.computed), None)
+                for name, value in new.items()
+            ):
+                return Chain(declared, kernel, found, new)
+        return None
+
+
+def _admits(kernel: Kernel, name: str, value: Any, parameter: fx.Node, own: set[fx.Node]) -> bool:
+    """Whether an unknown of a kernel may stand for ``value`` in the update of ``parameter``."""
+    val: Any = value.meta.get("val") if isinstance(value, fx.Node) else value
+    if name == kernel.counts:
+        return value in own and val.ndim == 0 and val.dtype is torch.float32
+    if name in kernel.state:
+        return value in own and _alike(val, parameter.meta["val"]) and val.is_contiguous()
+    if name == "g":
+        return _alike(val, parameter.meta["val"])
+    return isinstance(val, (float, int, torch.SymFloat)) and not isinstance(val, bool)
+
+
+def _nothing(name: str, value: Any) -> bool:
+    """All unknowns are known from the parameter's own update."""
+    return False
+
+
+def _fits(node: fx.Node) -> bool:
+    """Whether the kernels take this parameter: they know only dense memory."""
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.dtype in _DTYPES and val.is_contiguous()
+
+
+def _alike(val: Any, other: torch.Tensor) -> bool:
+    return isinstance(val, torch.Tensor) and (val.shape, val.dtype, val.device) == (
+        other.shape,
+        other.dtype,
+        other.device,
+    )
+
+
+def _key(chain: Chain) -> tuple[Hashable, ...]:
+    val = chain.found["p"].meta["val"]
+    numbers = tuple(_number(chain.found, said) for said in chain.kernel.options.values())
+    kernel = (chain.kernel.op, tuple(chain.new))
+    return val.dtype, val.device, tuple(map(str, chain.parameter.placement)), kernel, numbers
+
+
+def _number(found: Found, said: Any) -> Hashable:
+    """What the op is given: a node, or a number told from others by its type."""
+    value = found[said] if isinstance(said, str) else said
+    return value if isinstance(value, fx.Node) else (type(value), repr(value))
