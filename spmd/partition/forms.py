@@ -51,8 +51,19 @@ class Forms:
         for leaf in leaves(node):
             held = self.values[leaf] if isinstance(leaf, fx.Node) else None
             if isinstance(held, Value):
-                operands.append(self._whole_parameter(leaf, held) if self.parameters.is_gathered(leaf, node) else held)
+                operands.append(self._read(leaf, held, node))
         return operands
+
+    def _read(self, operand: fx.Node, held: Value, user: fx.Node) -> Value:
+        if self.parameters.is_gathered(operand, user):
+            return self._whole_parameter(operand, held)
+        return self._exact_part(held, name) if (name := self.parameters.rounded(operand, held)) else held
+
+    def _exact_part(self, held: Value, parameter: str) -> Value:
+        """The part of a parameter that this rank updates: of the whole, the rest may have been rounded to get here."""
+        place = self.facts.updates[parameter]
+        node = self.want(held, place, Reason(why="an update reads parameters as they are"))
+        return replace(held, primary=place, forms={place: node}, batch=frozenset())
 
     def _whole_parameter(self, parameter: fx.Node, held: Value) -> Value:
         """The parameter, whole along the axes of the batch, and as it is along those that split the model."""

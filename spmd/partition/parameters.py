@@ -38,6 +38,13 @@ class Parameters:
             return False
         return user.meta.get("phase") in (Phase.FORWARD, Phase.BACKWARD) and self.name(operand) is not None
 
+    def rounded(self, operand: fx.Node, held: Value) -> str | None:
+        """The name of the parameter, if a rank has no more of ``operand`` as it is than the part that it updates."""
+        name = self.name(operand)
+        if name is None or name not in self.facts.plan.updates or not self.facts.to_gather(name).narrows(held.dtype):
+            return None
+        return name if operand in self.facts.inputs or held.primary == self.facts.updates[name] else None
+
     def note_update(self, node: fx.Node) -> None:
         """Know what ``node`` is, if it updates a parameter."""
         before = node.args[0] if node.args and node.meta.get("phase") is Phase.UPDATE else None
