@@ -103,11 +103,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parallel_mode(options: argparse.Namespace, mesh: DeviceMesh | None, model: gpt.GPT) -> spmd.DataParallel:
     """Data parallel over the first axis of the mesh, and, if asked, tensor parallel over the second."""
+    shard = options.shard_optimizer
     if not options.tensor_parallel:
-        return spmd.DataParallel(options.mode)
+        return spmd.DataParallel(options.mode, shard_optimizer=shard)
     if options.sequence_parallel:
         tensor_parallel.split_sequence(model)
-    return spmd.DataParallel(options.mode, mesh=mesh, params=tensor_parallel.placements(options.model))
+    params = tensor_parallel.placements(options.model)
+    return spmd.DataParallel(options.mode, mesh=mesh, params=params, shard_optimizer=shard)
 
 
 class Batches:
@@ -255,6 +257,8 @@ def summary(options: argparse.Namespace, corpus: text.Corpus, model: nn.Module, 
     parameter = next(model.parameters())
     count = sum(parameter.numel() for parameter in model.parameters())
     mode = "eager, nothing compiled" if options.eager else options.mode
+    if options.shard_optimizer:
+        mode += ", optimizer in parts"
     if options.tensor_parallel:
         mode += f", tensor parallel over {options.mesh[1]}"
     return (
@@ -290,6 +294,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=positive, metavar="N", default=320, help="steps to train")
     add("--lr", type=float, metavar="RATE", default=2e-3, help="highest learning rate")
     add("--mode", choices=["replicate", "fully_shard", "default"], default="replicate", help="where parameters live")
+    add("--shard-optimizer", action="store_true", help="each rank updates a part of the parameters that all have")
     add("--mesh", type=mesh_sizes, metavar="DPxTP", help="ranks that share out the batch, and each matrix: 2x2")
     add("--tensor-parallel", action="store_true", help="share out heads, MLPs and vocabulary over the second axis")
     add("--sequence-parallel", action="store_true", help="and the positions between them")
@@ -305,6 +310,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.eager and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         refuse("--eager runs the plain step on one rank: start it without torchrun")
+    if options.shard_optimizer and options.mode != "replicate":
+        refuse("--shard-optimizer goes with --mode replicate: the other modes split optimizer state with parameters")
     if (options.mesh is None) == options.tensor_parallel or options.sequence_parallel > options.tensor_parallel:
         refuse("--mesh and --tensor-parallel go together, and --sequence-parallel needs both: --mesh 2x2 for 4 ranks")
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,9 +82,9 @@ def fsdp(model: GPT, *, compile_blocks: bool = False) -> Step:
     return functools.partial(train_step, model, AdamW(model.parameters(), fused=True))
 
 
-def ours(model: GPT, *, style: str) -> Step:
-    """The whole step as one program."""
-    step = spmd.compile(parallel_mode=spmd.DataParallel(style))(train_step)
+def ours(model: GPT, **options: Any) -> Step:
+    """The whole step as one program; ``options`` are those of ``DataParallel``."""
+    step = spmd.compile(parallel_mode=spmd.DataParallel(**options))(train_step)
     return functools.partial(step, model, AdamW(model.parameters()))
 
 
@@ -93,7 +94,13 @@ SYSTEMS = (
     System("DDP", REPLICATE, ddp),
     System("DDP, bucket views, static graph, fused AdamW", REPLICATE, tuned_ddp),
     System("DDP, compiled, fused AdamW", REPLICATE, compiled_ddp, needs_compiler=True),
-    System("spmd, replicate", REPLICATE, functools.partial(ours, style="replicate"), ours=True),
+    System("spmd, replicate", REPLICATE, functools.partial(ours, parallel_style="replicate"), ours=True),
+    System(
+        "spmd, replicate, sharded update",
+        REPLICATE,
+        functools.partial(ours, parallel_style="replicate", shard_optimizer=True),
+        ours=True,
+    ),
     System("FSDP2 per block, fused AdamW", SHARD, fsdp),
     System(
         "FSDP2 per block, compiled, fused AdamW",
@@ -101,6 +108,6 @@ SYSTEMS = (
         functools.partial(fsdp, compile_blocks=True),
         needs_compiler=True,
     ),
-    System("spmd, fully_shard", SHARD, functools.partial(ours, style="fully_shard"), ours=True),
+    System("spmd, fully_shard", SHARD, functools.partial(ours, parallel_style="fully_shard"), ours=True),
 )
 REFERENCE = System("the whole batch on one device", FLOOR, eager)

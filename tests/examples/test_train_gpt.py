@@ -96,6 +96,11 @@ def test_the_schedule_warms_up_and_falls() -> None:
     assert math.isclose(factors[-1], 0.05, rel_tol=0.02)
 
 
+def test_an_optimizer_in_parts_is_asked_for() -> None:
+    options = train_gpt.parse(["--shard-optimizer"])
+    assert train_gpt.parallel_mode(options, None, train_gpt.gpt.GPT(options.model)).shard_optimizer
+
+
 def test_help_shows_every_option_once() -> None:
     done = run(TWO_RANKS, "--help")
     assert done.returncode == 0
@@ -111,6 +116,7 @@ def test_help_shows_every_option_once() -> None:
         ("--steps 0", "0 is not above zero"),
         ("--width 10 --heads 4", "a width of 10 does not divide into 4 heads"),
         ("--mesh 4", "4 is not of the form 2x4"),
+        ("--mode fully_shard --shard-optimizer", "--shard-optimizer goes with --mode replicate"),
         ("--tensor-parallel", "--mesh and --tensor-parallel go together"),
         ("--sequence-parallel", "--sequence-parallel needs both"),
     ],
