@@ -1,0 +1,61 @@
+"""``python -m spmd calibrate``: what it measures, writes, shows and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+import passes
+from passes import Kind, Table
+from passes.costs import WAYS
+from spmd.calibrate import calibrate
+from spmd.command import main
+from tests.harness.pool import Ranks
+
+SIZES = (4096, 65536)
+
+
+def measured(rank: int, world: int) -> tuple[Table, list[str]]:
+    """The table of 2 x 2 ranks, and what was said while it was made."""
+    told: list[str] = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return calibrate(mesh, SIZES, 2, lambda what, done, total: told.append(f"{done}/{total} {what}")), told
+
+
+def test_every_way_of_every_axis_is_measured_and_all_ranks_know_the_same(ranks: Ranks) -> None:
+    (table, told), *others = ranks.run(4, measured)
+    assert all(other == (table, told) for other in others)
+    assert [(link.axis, link.ranks, link.backend) for link in table.links] == [("dp", 2, "gloo"), ("tp", 2, "gloo")]
+    for link in table.links:
+        assert set(link.curves) == {(kind, way) for kind, ways in WAYS.items() for way in ways}
+        for points in link.curves.values():
+            assert [point.bytes for point in points] == list(SIZES)
+            assert all(point.seconds > 0 for point in points)
+    assert all(rate > 0 for rate in table.compute.values())
+    assert told[0] == "0/13 all_reduce over dp, 4,096 bytes" and told[-1] == "13/13 done"
+
+
+def test_the_command_starts_ranks_and_writes_a_table(tmp_path: Path, capfd: Any) -> None:
+    out = tmp_path / "costs.json"
+    main(["calibrate", "--rounds", "1", "--max-bytes", "4096", "--out", str(out)])
+    said = capfd.readouterr().out
+    link = Table.read(out).links[0]
+    assert (link.axis, link.ranks) == ("dp", 2)
+    assert "dp: 2 ranks by gloo" in said and "GFLOP/s" in said
+    assert len(passes.default(table=Table.read(out))) == len(passes.default())
+    assert {kind for kind, _ in link.curves} == {Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER}
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--ranks", "1"], "expected a mesh of all ranks, two at least, but (1,) is not one of 1"),
+    (["--ranks", "4", "--mesh", "2x3"], "(2, 3) is not one of 4"),
+    (["--mesh", "two"], "expected --mesh as numbers of ranks, such as 2x8, got 'two'"),
+    (["--ranks", "4", "--mesh", "2x2", "--axes", "dp"], "expected a name for each of 2 axes, got 'dp'"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["calibrate", *arguments])
+    assert message in capsys.readouterr().err
