@@ -91,6 +91,7 @@ class _Writer:
     def function(self) -> Callable[..., Callable[..., Any]]:
         """``bind(*fixed inputs) -> run``, with ``run(*other inputs)``."""
         dying = _last_uses(self.program.graph)
+        self._detach()
         for node in self.program.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 self._write(node)
@@ -99,6 +100,16 @@ class _Writer:
                 self.each_call.append(f"del {', '.join(dead)}")
         self._return()
         return _compiled(self._text(), self.scope)
+
+    def _detach(self) -> None:
+        """Compute with state beyond autograd's sight; what is returned is the state itself.
+
+        A view of a parameter that lives on would raise once it is looked at (``is_leaf``, say), since it was written to.
+        """
+        self.given_names = {node: self.names[node] for node in self.arguments[0]}
+        for node, name in self.given_names.items():
+            self.names[node] = f"{name}data"
+            self.done_once.append(f"{name}data = {self._name(torch.Tensor.detach)}({name})")
 
     def _write(self, node: fx.Node) -> None:
         line = f"{self.names[node]} = {self._call(node)}"
@@ -123,7 +134,7 @@ class _Writer:
         for node in dict.fromkeys(views):
             self.each_call.append(f"{self.names[node]}_own = {self._name(aten.alias.default)}({self.names[node]})")
         own = {node: f"{self.names[node]}_own" for node in views}
-        self.names |= own
+        self.names |= own | self.given_names
         self.each_call.append(f"return {self._value(returned)}")
 
     def _call(self, node: fx.Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -41,6 +42,16 @@ def test_views_of_state_are_made_once() -> None:
     assert count_views(lambda: bound(p, x)) == 0
     p.mul_(2)
     assert torch.equal(bound(p, x)[0], x @ p.t())
+
+
+def test_views_of_state_can_be_looked_at() -> None:
+    """As a debugger does with all tensors there are: autograd refuses a view whose base was written without it."""
+    bound, p = Bound(program_of(product, p=f64(3, 2), x=f64(4, 2))), torch.nn.Parameter(torch.rand(3, 2))
+    with torch.no_grad():
+        bound(p, torch.rand(4, 2))
+        p.mul_(2)
+    views = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.data_ptr() == p.data_ptr()]
+    assert views and all(each.is_leaf for each in views)
 
 
 def test_views_of_arguments_are_made_at_each_call() -> None:
