@@ -104,7 +104,7 @@ class _Writer:
     def _detach(self) -> None:
         """Compute with state beyond autograd's sight; what is returned is the state itself.
 
-        A view of a parameter that lives on would raise once it is looked at (``is_leaf``, say), since it was written to.
+        A view of a parameter that lives on raises once it is looked at (``is_leaf``, say), since that was written to.
         """
         self.given_names = {node: self.names[node] for node in self.arguments[0]}
         for node, name in self.given_names.items():
