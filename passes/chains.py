@@ -75,6 +75,9 @@ class _Reader:
             for output, value in zip(program.outputs, program.output_values(), strict=True)
             if output.kind is OutputKind.UPDATE and isinstance(value, fx.Node)
         }
+        # Of what every rank has whole, a rank may update a part.
+        self.nodes |= _by_name(program.graph, "part_of")
+        self.new |= _by_name(program.graph, "update_of")
         self.state: dict[str, list[Input]] = defaultdict(list)
         for declared in program.inputs:
             if declared.role is Role.OPTIMIZER_STATE and declared.of is not None and declared.name in self.new:
@@ -130,8 +133,19 @@ def _nothing(name: str, value: Any) -> bool:
     return False
 
 
+def _by_name(graph: fx.Graph, key: str) -> dict[str, fx.Node]:
+    """The last node of each parameter that ``key`` in its ``meta`` names."""
+    return {node.meta[key]: node for node in graph.nodes if key in node.meta}
+
+
 def _fits(node: fx.Node) -> bool:
-    """Whether the kernels take this parameter: they know only dense memory."""
+    """Whether the kernels take this parameter: they know only dense memory.
+
+    Rows of what is dense are dense, on all ranks alike; of columns that depends on how many a rank has.
+    """
+    if node.target is torch.ops.aten.slice.Tensor:
+        whole, dim = node.args[:2]
+        return isinstance(whole, fx.Node) and isinstance(dim, int) and dim == 0 and _fits(whole)
     val = node.meta.get("val")
     return isinstance(val, torch.Tensor) and val.dtype in _DTYPES and val.is_contiguous()
 

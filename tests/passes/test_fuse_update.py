@@ -10,8 +10,19 @@ import pytest
 import torch
 
 from passes import FuseUpdate, Program, Role, UpdateInPlace, run
+from passes.collectives import operands
 
-from .programs import all_reduce, before_and_after, f64, make_program, random_inputs, simulate, targets
+from .programs import (
+    all_gather,
+    all_reduce,
+    before_and_after,
+    f64,
+    make_program,
+    random_inputs,
+    reduce_scatter,
+    simulate,
+    targets,
+)
 
 aten = torch.ops.aten
 NUMBERS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decay": 0.01}
@@ -180,6 +191,26 @@ def test_an_update_that_another_leads_to() -> None:
         return *first, *update(b, aten.sum.dim_IntList(first[0], [0]))
 
     assert fused(adamw_program(body), UpdateInPlace()) == 2
+
+
+@pytest.mark.parametrize("dim, count", [(0, 1), (1, 0)])
+def test_a_part_of_what_every_rank_has_whole(dim: int, count: int) -> None:
+    """Rows are dense in memory; of columns that depends on how many a rank has, and all ranks must do alike."""
+
+    def step(w: Any, m_w: Any, g: Any, lr: Any, momentum: Any) -> Any:
+        moving = aten.add.Tensor(aten.mul.Tensor(m_w, momentum), reduce_scatter(g))
+        part = aten.slice.Tensor(w, dim, 0, 2)
+        whole = all_gather(aten.add.Tensor(part, moving, alpha=-lr))
+        return (whole if dim == 0 else aten.cat.default(aten.split.Tensor(whole, 2), 1)), moving
+
+    shape, part = ([4, 3], [2, 3]) if dim == 0 else ([2, 4], [2, 2])
+    tensors = {"w": f64(*shape), "m_w": f64(*part), "g": f64(2 * part[0], part[1])}
+    roles = [Role.GRADIENT, Role.PARAMETER]
+    program = described(make_program(step, {0: "w", 1: "m_w"}, roles, **tensors, lr=0.1, momentum=0.9))
+    (given,) = program.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
+    (gather,) = [each for each in program.collectives() if each.meta["collective"].role is Role.PARAMETER]
+    given.meta["part_of"] = operands(gather)[0].meta["update_of"] = "w"
+    assert fused(program, UpdateInPlace()) == count
 
 
 def test_plain_descent_with_momentum() -> None:

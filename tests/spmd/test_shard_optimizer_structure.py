@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,9 +42,11 @@ def test_each_gradient_is_scattered_and_each_parameter_gathered_once(world: int,
     assert [row.role for row in compiled.report().traffic if row.kind == "all_reduce"] == ["result"]
 
 
-def test_the_default_passes_merge_them() -> None:
+def test_the_default_passes_merge_them_and_fuse_the_update() -> None:
     compiled = mlp_with(4, 50, 36, 20, passes=None)
     assert counts(compiled) == {"all_reduce": 1, "reduce_scatter": 1, "all_gather": 1}
+    assert compiled.program is not None
+    assert len(compiled.program.graph.find_nodes(op="call_function", target=torch.ops.aten._fused_adamw_.default)) == 1
 
 
 def test_bytes_are_those_of_an_all_reduce() -> None:
