@@ -15,6 +15,7 @@ from torch import fx
 
 from ._torch import OpOverload, is_composite
 from .collectives import is_collective, is_wait, operands, waits_of
+from .list_ops import Entry, entry_of, is_taken_apart
 from .transport import NAMESPACE
 
 Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it
@@ -31,8 +32,16 @@ _UNDECLARED_VIEWS: set[Any] = {
 def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
     """For each node, the pieces of memory that its value may lie in."""
     found: dict[fx.Node, Storages] = {}
+    entries: dict[Entry, fx.Node] = {}
+    apart: dict[fx.Node, bool] = {}
     for node in graph.nodes:
-        found[node] = _storages_of(node, found)
+        entry = entry_of(node)
+        if entry is not None and entry.op not in apart:
+            apart[entry.op] = is_taken_apart(entry.op)
+        if entry is not None and apart[entry.op]:  # the results of an op over lists lie apart
+            found[node] = frozenset({entries.setdefault(entry, node)})
+        else:
+            found[node] = _storages_of(node, found)
     return found
 
 

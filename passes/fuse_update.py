@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,10 +13,11 @@ from torch import fx
 from .base import Numerics, Pass
 from .chains import Chain, groups
 from .collectives import is_wait
+from .dead_code import DeadCode
+from .foreach import Alike, alike, in_a_row, over_lists
+from .list_ops import call_before, replace_by_entries
 from .order import settle
 from .program import Program
-from .purity import is_pure
-from .roles import Phase
 
 aten = torch.ops.aten
 
@@ -37,26 +39,74 @@ class FuseUpdate(Pass):
     Counts are stepped as a list, too. Left alone are an update that is something else, the first step of an optimizer
     with state, which makes that state, and parameters or state that are not contiguous. A kernel rounds in another
     order, and its results are new lists: ``UpdateInPlace`` lets it write where state lies.
+
+    Any other update becomes ops over lists (``_foreach_mul``), each the same op on each entry, where parameters are
+    updated alike; what is computed from each one's count becomes the same op on all counts in a row. On a CPU, lists
+    pay for parameters of up to ``max_elements`` elements: the larger ones are quicker one after the other, while they
+    are in the cache.
     """
 
+    max_elements: int = 4096
     numerics: ClassVar[Numerics] = "reassociates"
 
     def rewrite(self, program: Program) -> int:
         """One op for each group, in the order in which their gradients come about; then what was read is dead."""
-        found = groups(program)
-        if not found:
-            return 0
-        position = {node: k for k, node in enumerate(program.graph.nodes)}
-        start = min((node for group in found for node in _replaced(group)), key=position.__getitem__)
-        for group in found:
-            _fuse(group, start)
-        settle(program.graph)
-        _erase_dead(program.graph, [node for group in found for node in _replaced(group)])
-        return len(found)
+        return _fuse_chains(program) + _fuse_the_rest(program, self.max_elements)
 
 
-def _replaced(group: list[Chain]) -> list[fx.Node]:
-    return [node for chain in group for node in chain.new.values()]
+def _fuse_chains(program: Program) -> int:
+    found = groups(program)
+    replaced = [node for group in found for chain in group for node in chain.new.values()]
+    start = _first(program, replaced)
+    for group in found:
+        _fuse(group, start)
+    return _clear(program, len(found))
+
+
+def _fuse_the_rest(program: Program, max_elements: int) -> int:
+    found = alike(program, max_elements)
+    replaced = [node for nodes in found for node in nodes]
+    start = _first(program, replaced)
+    kept = set(program.output_node.all_input_nodes)
+    for nodes in found:
+        _together(nodes, kept, start)
+    return _clear(program, len(found))
+
+
+def _first(program: Program, nodes: list[fx.Node]) -> fx.Node:
+    """The first of ``nodes`` in the graph; its end if there are none."""
+    wanted = set(nodes)
+    return next((node for node in program.graph.nodes if node in wanted), program.output_node)
+
+
+def _together(nodes: Alike, kept: set[fx.Node], start: fx.Node) -> None:
+    """One op for all ``nodes``: over lists, or over a row of numbers where none of them is kept."""
+    first = nodes[0]
+    row = in_a_row(first) and kept.isdisjoint(nodes)
+    gather: Callable[..., Any] = _row if row else _list
+    arguments = tuple(
+        gather([node.args[k] for node in nodes], start) if _is_tensor(given) else given
+        for k, given in enumerate(first.args)
+    )
+    results = call_before(start, first.target if row else over_lists(first), arguments, dict(first.kwargs))
+    replace_by_entries(nodes, call_before(start, aten.unbind.int, (results,)) if row else results, start)
+
+
+def _list(values: list[fx.Node], start: fx.Node) -> list[fx.Node]:
+    return values
+
+
+def _row(values: list[fx.Node], start: fx.Node) -> fx.Node:
+    """Numbers as a tensor of one dim: what they were cut out of, if they are all of it."""
+    cut = values[0].args[0] if values[0].target is operator.getitem else None
+    whole = all(value.args == (cut, k) for k, value in enumerate(values))
+    if isinstance(cut, fx.Node) and cut.target is aten.unbind.int and whole and len(cut.users) == len(values):
+        return cut.all_input_nodes[0]
+    return call_before(start, aten.stack.default, (values,))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
 def _fuse(group: list[Chain], start: fx.Node) -> None:
@@ -71,24 +121,17 @@ def _fuse(group: list[Chain], start: fx.Node) -> None:
         option: group[0].found[said] if isinstance(said, str) else said for option, said in kernel.options.items()
     }
     arguments = tuple(lists.get(name, []) for name in kernel.lists)
-    fused = _call(start, kernel.op, arguments, options)
+    fused = call_before(start, kernel.op, arguments, options)
     for k, name in enumerate(kernel.lists):
         if name in kernel.updates and name != kernel.counts:
-            _replace([chain.new[name] for chain in group], _call(start, operator.getitem, (fused, k)), start)
+            replace_by_entries(
+                [chain.new[name] for chain in group], call_before(start, operator.getitem, (fused, k)), start
+            )
 
 
 def _counted(counts: list[fx.Node], new: list[fx.Node], start: fx.Node) -> list[fx.Node]:
     """The counts of this step, one more than they were."""
-    return _replace(new, _call(start, aten._foreach_add.Scalar, (counts, 1)), start)
-
-
-def _replace(old: list[fx.Node], results: fx.Node, start: fx.Node) -> list[fx.Node]:
-    """Let readers of the old nodes read the entries of a list of results instead."""
-    entries = [_call(start, operator.getitem, (results, k)) for k in range(len(old))]
-    for node, entry in zip(old, entries, strict=True):
-        entry.meta = dict(node.meta)
-        node.replace_all_uses_with(entry)
-    return entries
+    return replace_by_entries(new, call_before(start, aten._foreach_add.Scalar, (counts, 1)), start)
 
 
 def _dense(gradient: fx.Node, start: fx.Node) -> fx.Node:
@@ -96,24 +139,13 @@ def _dense(gradient: fx.Node, start: fx.Node) -> fx.Node:
     node = gradient
     while node.target in _PARTS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return gradient if is_wait(node) else _call(start, aten.contiguous.default, (gradient,))
+    return gradient if is_wait(node) else call_before(start, aten.contiguous.default, (gradient,))
 
 
-def _call(start: fx.Node, op: Any, args: tuple[Any, ...], options: dict[str, Any] | None = None) -> fx.Node:
-    """A new node before ``start``, named as tracing names it."""
-    name = op._schema.name.split("::")[1] if hasattr(op, "_schema") else op.__name__
-    with start.graph.inserting_before(start):
-        node = start.graph.create_node("call_function", op, args, options, name=name)
-    node.meta["phase"] = Phase.UPDATE
-    return node
-
-
-def _erase_dead(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Erase the nodes that nobody reads any more, and then what only they read."""
-    gone: set[fx.Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node not in gone and not node.users and is_pure(node):
-            gone.add(node)
-            nodes += node.all_input_nodes
-            graph.erase_node(node)
+def _clear(program: Program, edits: int) -> int:
+    """After edits, bring the graph into order, and erase what nobody reads any more."""
+    if not edits:
+        return 0
+    settle(program.graph)
+    DeadCode().rewrite(program)
+    return edits

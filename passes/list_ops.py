@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ._torch import OpOverload
+from .roles import Phase
 
 aten = torch.ops.aten
 
@@ -49,6 +50,14 @@ def entry_of(node: fx.Node) -> Entry | None:
     return Entry(results.args[0], written[results.args[1]], index) if written else None  # type: ignore[index, arg-type]
 
 
+def is_taken_apart(op: fx.Node) -> bool:
+    """Whether whoever reads an op over lists reads entries, and never a list as a whole."""
+    lists = [op] if len(_written(op)) == 1 else list(op.users)
+    return all(user.target is operator.getitem for user in op.users) and all(
+        user.target is operator.getitem for each in lists for user in each.users
+    )
+
+
 def write_lists_in_place(graph: fx.Graph, overwriting: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Replace ops over lists by their twins; returns what each entry became.
 
@@ -64,6 +73,24 @@ def write_lists_in_place(graph: fx.Graph, overwriting: Collection[fx.Node]) -> d
         if _clones_all(op) or any(node in overwriting for node, _ in those):
             became |= _write_in_place(op, those, overwriting)
     return became
+
+
+def replace_by_entries(old: list[fx.Node], results: fx.Node, start: fx.Node) -> list[fx.Node]:
+    """Let readers of the old nodes read the entries of a list of results instead."""
+    entries = [call_before(start, operator.getitem, (results, k)) for k in range(len(old))]
+    for node, entry in zip(old, entries, strict=True):
+        entry.meta = dict(node.meta)
+        node.replace_all_uses_with(entry)
+    return entries
+
+
+def call_before(start: fx.Node, op: Any, args: tuple[Any, ...], options: dict[str, Any] | None = None) -> fx.Node:
+    """A new node before ``start``, named as tracing names it."""
+    name = op._schema.name.split("::")[1] if hasattr(op, "_schema") else op.__name__
+    with start.graph.inserting_before(start):
+        node = start.graph.create_node("call_function", op, args, options, name=name)
+    node.meta["phase"] = Phase.UPDATE
+    return node
 
 
 def _write_in_place(
