@@ -15,7 +15,7 @@ def live_bytes() -> int:
     """The bytes of every storage that a tensor in this process holds; gradients included."""
     gc.collect()
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-    tensors += [gradient for value in tensors if (gradient := _gradient(value)) is not None]
+    tensors += [value.grad for value in tensors if value.is_leaf and value.grad is not None]
     storages = {}
     for value in tensors:
         wrapper = isinstance(value, (FakeTensor, DTensor)) or is_functorch_wrapped_tensor(value)
@@ -34,11 +34,3 @@ def still_alive(storages: dict[str, StorageWeakRef]) -> list[str]:
     """The names of those that something still holds."""
     gc.collect()
     return [name for name, storage in storages.items() if not storage.expired()]
-
-
-def _gradient(value: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a tensor. A view of a parameter that was made without gradients, and written to since, raises."""
-    try:
-        return value.grad if value.is_leaf else None
-    except RuntimeError:
-        return None
