@@ -51,9 +51,10 @@ class Realise(Pass):
     of each part, a large all_reduce both: exchange, wait, sum, start of the gather, wait. Each element is added up on
     one rank, so all ranks get the same bits. The middle of one such all_reduce stands where the next one's operand is
     ready: its exchange runs beside what is computed before that, its gather beside what follows. Other backends keep
-    their ops. A collective keeps its meaning in ``meta["collective"]``, and is counted once.
+    their ops, and so do tensors on a GPU. What is meant stays in ``meta["collective"]``, and is counted once.
 
-    ``backend`` takes the place of the axes' own backend, to see on fake ranks what gloo would do.
+    ``backend`` takes the place of the axes' own backend, to see on fake ranks what gloo would do. A compiler that plans
+    memory by itself must know that operands are read until the wait; without this pass it sees torch's own ops only.
     """
 
     table: Table = BUILT_IN
@@ -80,7 +81,7 @@ class Realise(Pass):
             return None
         backend = self.backend or axis.backend
         link = self.table.link(axis, backend) if backend in _BACKENDS else None
-        if link is None or not _can_reduce(node):
+        if link is None or not _on_cpu(node) or not _can_reduce(node):
             return None
         way = link.cheapest(kind_of(node), max(input_bytes(node), output_bytes(node)))
         return None if way is Way.NATIVE else _Chosen(node, way, axis, link)
@@ -114,6 +115,11 @@ def _can_reduce(node: fx.Node) -> bool:
     """Whether rows can be reduced as ``node`` reduces, if it does."""
     reduction, val = reduction_of(node), node.meta["val"]
     return reduction is None or (reduction in _ROWS and val.dtype is not torch.bool)
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    """What gloo was measured with; it copies what lies on a GPU."""
+    return bool(operands(node)[0].meta["val"].device.type == "cpu")
 
 
 def _meeting(program: Program, reduces: list[fx.Node]) -> dict[fx.Node, fx.Node]:
