@@ -15,18 +15,25 @@ from .kernels import Kernel, kernels
 from .program import Input, OutputKind, Program
 from .roles import Role
 
+aten = torch.ops.aten
+
 _KERNELS = tuple(kernels())
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One parameter's update: what computes it, from which values (``found``), and the nodes of its new values."""
+    """One parameter's update: what computes it, from which values (``found``), and the nodes of its new values.
+
+    Where ``unless`` holds, a tensor without dims, all but the count stays as it was (a skipped step); the new count in
+    ``new`` is the one before that is decided.
+    """
 
     parameter: Input
     kernel: Kernel
     found: Found
     new: dict[str, fx.Node]  # by the name of the list
+    unless: fx.Node | None = None
 
 
 def groups(program: Program) -> list[list[Chain]]:
@@ -83,7 +90,8 @@ class _Reader:
             if declared.role is Role.OPTIMIZER_STATE and declared.of is not None and declared.name in self.new:
                 self.state[declared.of].append(declared)
         self.names = {node: name for name, node in self.nodes.items()}
-        self.computed = set(self.new.values())
+        self.selected = {name: _selected(value, self.nodes[name]) for name, value in self.new.items()}
+        self.computed = {computed for _, computed in self.selected.values()}
         self.order = list(_KERNELS)
 
     def chain(self, declared: Input) -> Chain | None:
@@ -104,16 +112,24 @@ class _Reader:
         def admits(name: str, value: Any) -> bool:
             return _admits(kernel, name, value, node, own)
 
-        for found in solutions(kernel.updates["p"], self.new[declared.name], {"p": node}, admits, self.computed):
-            new = {"p": self.new[declared.name]} | {
-                name: self.new[self.names[found[name]]] for name in kernel.state if name in found
-            }
-            if all(
-                next(solutions(kernel.updates[name], value, found, _nothing, self.computed), None)
-                for name, value in new.items()
-            ):
-                return Chain(declared, kernel, found, new)
+        unless, computed = self.selected[declared.name]
+        for found in solutions(kernel.updates["p"], computed, {"p": node}, admits, self.computed):
+            names = {"p": declared.name} | {name: self.names[found[name]] for name in kernel.state}
+            if all(self._is(kernel, name, self.selected[own], found, unless) for name, own in names.items()):
+                new = {name: self.new[own] for name, own in names.items()}
+                if kernel.counts is not None:
+                    new[kernel.counts] = self.selected[names[kernel.counts]][1]
+                return Chain(declared, kernel, found, new, unless)
         return None
+
+    def _is(
+        self, kernel: Kernel, name: str, new: tuple[fx.Node | None, fx.Node], found: Found, unless: fx.Node | None
+    ) -> bool:
+        """Whether a new value is the kernel's, and selected as the parameter is."""
+        selected, computed = new
+        if selected is not unless and name != kernel.counts:
+            return False
+        return any(True for _ in solutions(kernel.updates[name], computed, found, _nothing, self.computed))
 
 
 def _admits(kernel: Kernel, name: str, value: Any, parameter: fx.Node, own: set[fx.Node]) -> bool:
@@ -126,6 +142,21 @@ def _admits(kernel: Kernel, name: str, value: Any, parameter: fx.Node, own: set[
     if name == "g":
         return _alike(val, parameter.meta["val"])
     return isinstance(val, (float, int, torch.SymFloat)) and not isinstance(val, bool)
+
+
+def _selected(value: fx.Node, old: fx.Node) -> tuple[fx.Node | None, fx.Node]:
+    """(where the old value is kept, the new value elsewhere); None if it is new everywhere."""
+    chosen = value
+    while chosen.target is aten.copy.default:
+        chosen = chosen.all_input_nodes[-1]
+    if chosen.target is not aten.where.self:
+        return None, value
+    condition, kept, new = chosen.args
+    while isinstance(kept, fx.Node) and kept.target is aten.clone.default:
+        kept = kept.args[0]
+    if kept is not old or not isinstance(condition, fx.Node) or not isinstance(new, fx.Node):
+        return None, value
+    return (condition, new) if condition.meta["val"].ndim == 0 else (None, value)
 
 
 def _nothing(name: str, value: Any) -> bool:
@@ -143,7 +174,7 @@ def _fits(node: fx.Node) -> bool:
 
     Rows of what is dense are dense, on all ranks alike; of columns that depends on how many a rank has.
     """
-    if node.target is torch.ops.aten.slice.Tensor:
+    if node.target is aten.slice.Tensor:
         whole, dim = node.args[:2]
         return isinstance(whole, fx.Node) and isinstance(dim, int) and dim == 0 and _fits(whole)
     val = node.meta.get("val")
@@ -162,7 +193,7 @@ def _key(chain: Chain) -> tuple[Hashable, ...]:
     val = chain.found["p"].meta["val"]
     numbers = tuple(_number(chain.found, said) for said in chain.kernel.options.values())
     kernel = (chain.kernel.op, tuple(chain.new))
-    return val.dtype, val.device, tuple(map(str, chain.parameter.placement)), kernel, numbers
+    return chain.unless, val.dtype, val.device, tuple(map(str, chain.parameter.placement)), kernel, numbers
 
 
 def _number(found: Found, said: Any) -> Hashable:

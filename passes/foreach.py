@@ -112,6 +112,8 @@ class _Reader:
         return self.depth[node], self.unit.get(owner), self.computed[node]
 
     def _may(self, node: fx.Node) -> bool:
+        if any(map(_is_tensor, node.kwargs.values())):
+            return False  # each may have its own
         return over_lists(node) is not None or (in_a_row(node) and node not in self.kept)
 
     def _said(self, value: Any) -> Hashable:

@@ -35,10 +35,11 @@ class FuseUpdate(Pass):
     """Where a parameter's update is what Adam, AdamW, SGD or Adagrad computes, one op does it for all of a unit.
 
     It is found by its arithmetic, never by an optimizer's name; so is what users write themselves in the same words.
-    What stands around it stays: clipping before it, a select between old and new after it, averages of what it made.
-    Counts are stepped as a list, too. Left alone are an update that is something else, the first step of an optimizer
-    with state, which makes that state, and parameters or state that are not contiguous. A kernel rounds in another
-    order, and its results are new lists: ``UpdateInPlace`` lets it write where state lies.
+    What stands around it stays: clipping before it, averages of what it made. Where all new values are selected or
+    none, as under a scaler, the kernel skips the step itself. Counts are stepped as a list, too. Left alone are an
+    update that is something else, the first step of an optimizer with state, which makes that state, and parameters
+    or state that are not contiguous. A kernel rounds in another order, and its results are new lists:
+    ``UpdateInPlace`` lets it write where state lies.
 
     Any other update becomes ops over lists (``_foreach_mul``), each the same op on each entry, where parameters are
     updated alike; what is computed from each one's count becomes the same op on all counts in a row. On a CPU, lists
@@ -120,6 +121,8 @@ def _fuse(group: list[Chain], start: fx.Node) -> None:
     options = {
         option: group[0].found[said] if isinstance(said, str) else said for option, said in kernel.options.items()
     }
+    if (unless := group[0].unless) is not None:
+        options["found_inf"] = call_before(start, aten._to_copy.default, (unless,), {"dtype": torch.float32})
     arguments = tuple(lists.get(name, []) for name in kernel.lists)
     fused = call_before(start, kernel.op, arguments, options)
     for k, name in enumerate(kernel.lists):

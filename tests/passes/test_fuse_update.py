@@ -57,7 +57,7 @@ def described(program: Program) -> Program:
 
 
 def adamw_program(body: Callable[..., Any], dtype: torch.dtype = torch.float64, **others: Any) -> Program:
-    """``body(update, w, b, grad_w, grad_b, others)`` returns the eight new values of both parameters, and results."""
+    """``body(update, w, b, grad_w, grad_b, *state)`` returns the eight new values of both parameters, and results."""
 
     def step(
         w: Any, m_w: Any, v_w: Any, n_w: Any, b: Any, m_b: Any, v_b: Any, n_b: Any, x: Any, y: Any,
@@ -67,7 +67,7 @@ def adamw_program(body: Callable[..., Any], dtype: torch.dtype = torch.float64, 
             state = (m_w, v_w, n_w) if p is w else (m_b, v_b, n_b)
             return adamw(p, g, *state, rate, beta1, beta2, eps, decay, rounded)
 
-        return body(update, w, b, x, y)
+        return body(update, w, b, x, y, m_w, v_w, n_w, m_b, v_b, n_b)
 
     sizes = {"w": (3, 2), "b": (2,)}
     inputs: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def adamw_program(body: Callable[..., Any], dtype: torch.dtype = torch.float64, 
     return described(make_program(step, updates, [Role.GRADIENT], **inputs, **NUMBERS))
 
 
-def both(update: Any, w: Any, b: Any, x: Any, y: Any) -> Any:
+def both(update: Any, w: Any, b: Any, x: Any, y: Any, *state: Any) -> Any:
     return *update(w, all_reduce(x)), *update(b, all_reduce(y))
 
 
@@ -123,7 +123,7 @@ def test_what_is_fused_is_written_in_place() -> None:
 
 
 def test_an_old_value_that_is_read_later_is_kept() -> None:
-    def body(update: Any, w: Any, b: Any, x: Any, y: Any) -> Any:
+    def body(update: Any, w: Any, b: Any, x: Any, y: Any, *state: Any) -> Any:
         new = both(update, w, b, x, y)
         return *new, aten.sub.Tensor(new[0], w)
 
@@ -132,7 +132,7 @@ def test_an_old_value_that_is_read_later_is_kept() -> None:
 
 
 def test_a_clipped_gradient() -> None:
-    def body(update: Any, w: Any, b: Any, x: Any, y: Any) -> Any:
+    def body(update: Any, w: Any, b: Any, x: Any, y: Any, *state: Any) -> Any:
         norm = aten.reciprocal.default(aten.sum.default(aten.mul.Tensor(x, x)))
         return *update(w, aten.mul.Tensor(x, norm)), *update(b, aten.mul.Tensor(y, norm))
 
@@ -140,7 +140,7 @@ def test_a_clipped_gradient() -> None:
 
 
 def test_an_update_that_is_selected_or_averaged_afterwards() -> None:
-    def body(update: Any, w: Any, b: Any, x: Any, y: Any) -> Any:
+    def body(update: Any, w: Any, b: Any, x: Any, y: Any, *state: Any) -> Any:
         infinite = aten.gt.Scalar(aten.sum.default(x), 0.0)
         old = aten.clone.default(w)
         new = both(update, w, b, x, y)
@@ -150,9 +150,25 @@ def test_an_update_that_is_selected_or_averaged_afterwards() -> None:
     assert fused(program, UpdateInPlace()) == 1, "of the other parameter"
 
 
+@pytest.mark.parametrize("limit", [-100.0, 100.0])
+def test_a_step_that_is_skipped(limit: float) -> None:
+    """As under a scaler: the kernel itself keeps what was, and can still write in place."""
+
+    def body(update: Any, w: Any, b: Any, x: Any, y: Any, *state: Any) -> Any:
+        skip = aten.gt.Scalar(aten.sum.default(x), limit)
+        new = both(update, w, b, x, y)
+        old = (w, *state[:3], b, *state[3:])
+        chosen = [aten.where.self(skip, aten.clone.default(a), z) for a, z in zip(old, new, strict=True)]
+        return tuple(aten.copy.default(z, kept) for z, kept in zip(new, chosen, strict=True))
+
+    after = assert_close(adamw_program(body), FuseUpdate(), UpdateInPlace())
+    assert targets(after).count("_fused_adamw_.default") == 1
+    assert targets(after).count("where.self") == 2, "the counts"
+
+
 @pytest.mark.parametrize("wrong", ["rate", "count", "state", "rounded"])
 def test_what_is_nearly_adamw_is_left_alone(wrong: str) -> None:
-    def body(update: Any, w: Any, b: Any, x: Any, y: Any) -> Any:
+    def body(update: Any, w: Any, b: Any, x: Any, y: Any, *state: Any) -> Any:
         new, mean, square, count = update(b, y, rounded=wrong == "rounded")
         if wrong == "rate":
             new = aten.mul.Tensor(new, 0.5)
@@ -169,7 +185,7 @@ def test_what_is_nearly_adamw_is_left_alone(wrong: str) -> None:
 def test_memory_that_is_not_laid_out_alike() -> None:
     """The kernels go through memory, whatever the strides."""
 
-    def body(update: Any, w: Any, b: Any, x: Any, y: Any) -> Any:
+    def body(update: Any, w: Any, b: Any, x: Any, y: Any, *state: Any) -> Any:
         turned = aten.t.default(aten.clone.default(aten.t.default(x), memory_format=torch.contiguous_format))
         return *update(w, turned), *update(b, aten.expand.default(aten.sum.default(y), [2]))
 
@@ -179,7 +195,7 @@ def test_memory_that_is_not_laid_out_alike() -> None:
 
 
 def test_units_and_numbers_keep_updates_apart() -> None:
-    assert fused(adamw_program(lambda up, w, b, x, y: (*up(w, x), *up(b, y, 0.5)))) == 2
+    assert fused(adamw_program(lambda up, w, b, x, y, *_: (*up(w, x), *up(b, y, 0.5)))) == 2
     program = adamw_program(both)
     program.units = (("b",), ("w",))
     after = run(program, [FuseUpdate()])
@@ -187,7 +203,7 @@ def test_units_and_numbers_keep_updates_apart() -> None:
 
 
 def test_an_update_that_another_leads_to() -> None:
-    def body(update: Any, w: Any, b: Any, x: Any, y: Any) -> Any:
+    def body(update: Any, w: Any, b: Any, x: Any, y: Any, *state: Any) -> Any:
         first = update(w, x)
         return *first, *update(b, aten.sum.dim_IntList(first[0], [0]))
 
