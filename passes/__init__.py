@@ -28,6 +28,7 @@ from .realise import Realise
 from .report import Report
 from .roles import Phase, Role
 from .runner import run
+from .split_update import SplitUpdate
 from .start_early import StartEarly
 from .update_in_place import UpdateInPlace
 from .wait_late import WaitLate
@@ -62,6 +63,7 @@ __all__ = [
     "Realise",
     "Report",
     "Role",
+    "SplitUpdate",
     "SpmdError",
     "StartEarly",
     "Table",

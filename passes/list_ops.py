@@ -58,18 +58,23 @@ def is_taken_apart(op: fx.Node) -> bool:
     )
 
 
+def entries_by_op(graph: fx.Graph) -> dict[fx.Node, list[tuple[fx.Node, Entry]]]:
+    """The ops over lists in the order of the graph, each with its entries: a node, and which entry it is."""
+    found: dict[fx.Node, list[tuple[fx.Node, Entry]]] = {}
+    for node in graph.nodes:
+        if (entry := entry_of(node)) is not None:
+            found.setdefault(entry.op, []).append((node, entry))
+    return found
+
+
 def write_lists_in_place(graph: fx.Graph, overwriting: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Replace ops over lists by their twins; returns what each entry became.
 
     The entries in ``overwriting`` may write where their sources lie, all others write to clones. An op none of whose
     entries may stays as it is, unless its functional form would clone all of its arguments.
     """
-    entries: dict[fx.Node, list[tuple[fx.Node, Entry]]] = {}
-    for node in graph.nodes:
-        if (entry := entry_of(node)) is not None:
-            entries.setdefault(entry.op, []).append((node, entry))
     became: dict[fx.Node, fx.Node] = {}
-    for op, those in entries.items():
+    for op, those in entries_by_op(graph).items():
         if _clones_all(op) or any(node in overwriting for node, _ in those):
             became |= _write_in_place(op, those, overwriting)
     return became
@@ -107,14 +112,15 @@ def _write_in_place(
     became = {node: entry.source for node, entry in entries}
     for node, source in became.items():
         node.replace_all_uses_with(source)
-    _erase_results(op)
+    erase_results(op)
     op.target, op.meta["val"] = _twin(op), None
     return became
 
 
-def _erase_results(node: fx.Node) -> None:
+def erase_results(node: fx.Node) -> None:
+    """Erase the ``getitem``s of an op that nobody reads any more."""
     for user in list(node.users):
-        _erase_results(user)
+        erase_results(user)
         node.graph.erase_node(user)
 
 
