@@ -20,9 +20,10 @@ from .fuse_update import FuseUpdate
 from .infer import fill_vals
 from .interpret import interpret
 from .merge_equal import MergeEqual
+from .one_storage import OneStorage
 from .pipeline import default
 from .printer import print_program
-from .program import Axis, Input, Mesh, Output, OutputKind, Program
+from .program import Axis, Input, Mesh, Output, OutputKind, Part, Program
 from .purity import PURE_FUNCTIONS
 from .realise import Realise
 from .report import Report
@@ -51,8 +52,10 @@ __all__ = [
     "Kind",
     "MergeEqual",
     "Mesh",
+    "OneStorage",
     "Output",
     "OutputKind",
+    "Part",
     "PartitionError",
     "Pass",
     "PassError",

@@ -30,8 +30,15 @@ _UNDECLARED_VIEWS: set[Any] = {
 
 
 def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
-    """For each node, the pieces of memory that its value may lie in."""
+    """For each node, the pieces of memory that its value may lie in.
+
+    The parts of a flat input are pieces of their own: what is written into one of them leaves the others as they are.
+    """
     found: dict[fx.Node, Storages] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        parts = _parts_of(node)
+        found |= {part: frozenset({part}) for part in parts}
+        found[node] = frozenset({node, *parts})
     entries: dict[Entry, fx.Node] = {}
     apart: dict[fx.Node, bool] = {}
     for node in graph.nodes:
@@ -40,14 +47,23 @@ def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
             apart[entry.op] = is_taken_apart(entry.op)
         if entry is not None and apart[entry.op]:  # the results of an op over lists lie apart
             found[node] = frozenset({entries.setdefault(entry, node)})
-        else:
+        elif node not in found:
             found[node] = _storages_of(node, found)
     return found
 
 
+def _parts_of(placeholder: fx.Node) -> list[fx.Node]:
+    """The nodes that take a flat input apart, if that is done once."""
+    splits = [user for user in placeholder.users if user.target is torch.ops.aten.split_with_sizes.default]
+    if len(splits) != 1 or len(splits[0].args) > 2:
+        return []
+    parts = [user for user in splits[0].users if user.target is operator.getitem]
+    return parts if len({part.args[1] for part in parts}) == len(splits[0].users) else []
+
+
 def escaping(graph: fx.Graph, found: dict[fx.Node, Storages]) -> set[fx.Node]:
     """The pieces of memory that live on after the call: those of inputs, constants and outputs."""
-    kept = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+    kept = {piece for node in graph.nodes if node.op in ("placeholder", "get_attr") for piece in found[node]}
     for output in graph.output_node().all_input_nodes:
         kept |= found[output]
     return kept
@@ -84,7 +100,7 @@ def _read(node: fx.Node, found: dict[fx.Node, Storages]) -> set[fx.Node]:
 
 
 def _storages_of(node: fx.Node, found: dict[fx.Node, Storages]) -> Storages:
-    if node.op in ("placeholder", "get_attr"):
+    if node.op == "get_attr":
         return frozenset({node})
     if node.op == "output":
         return _NONE

@@ -54,7 +54,7 @@ def groups(program: Program) -> list[list[Chain]]:
 def chains(program: Program) -> list[Chain]:
     """The update of each parameter that a kernel computes."""
     reader = _Reader(program)
-    return [chain for declared in program.inputs if (chain := reader.chain(declared)) is not None]
+    return [chain for declared in reader.declared if (chain := reader.chain(declared)) is not None]
 
 
 def _turns(graph: fx.Graph, everything: list[Chain]) -> dict[str, int]:
@@ -76,7 +76,9 @@ class _Reader:
     """Looks for the kernel of one parameter after the other; the one that fitted last is tried first."""
 
     def __init__(self, program: Program) -> None:
-        self.nodes = {each.name: node for each, node in zip(program.inputs, program.placeholders, strict=True)}
+        values = program.values()
+        self.declared = [declared for declared, _ in values.values()]
+        self.nodes = {name: node for name, (_, node) in values.items()}
         self.new = {
             output.name: value
             for output, value in zip(program.outputs, program.output_values(), strict=True)
@@ -86,7 +88,7 @@ class _Reader:
         self.nodes |= _by_name(program.graph, "part_of")
         self.new |= _by_name(program.graph, "update_of")
         self.state: dict[str, list[Input]] = defaultdict(list)
-        for declared in program.inputs:
+        for declared in self.declared:
             if declared.role is Role.OPTIMIZER_STATE and declared.of is not None and declared.name in self.new:
                 self.state[declared.of].append(declared)
         self.names = {node: name for name, node in self.nodes.items()}

@@ -44,7 +44,22 @@ def _inputs_match(program: Program) -> None:
             f"{program.name} describes {len(program.inputs)} inputs, "
             f"but its graph has {len(names)} placeholders: {', '.join(names)}"
         )
-    _unique("inputs", [declared.name for declared in program.inputs])
+    _unique("inputs", [declared.name for each in program.inputs for declared in (each, *_parts(each))])
+    _parts_are_shown(program)
+
+
+def _parts(declared: Input) -> list[Input]:
+    return [part.input for part in declared.parts]
+
+
+def _parts_are_shown(program: Program) -> None:
+    updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+    parts = {each.name for declared in program.inputs for each in _parts(declared)}
+    lost = sorted(updated & parts - program.values().keys())
+    if lost:
+        raise PassError(
+            f"a flat input of {program.name} holds {lost}, but its graph does not show where they lie in it"
+        )
 
 
 def _outputs_match(program: Program) -> None:
@@ -55,7 +70,7 @@ def _outputs_match(program: Program) -> None:
         )
     for kind in (OutputKind.UPDATE, OutputKind.NEW):
         _unique(f"{kind} outputs", [output.name for output in program.outputs if output.kind is kind])
-    inputs = {i.name: (i, node) for i, node in zip(program.inputs, program.placeholders, strict=True)}
+    inputs = program.values()
     for value, output in zip(values, program.outputs, strict=True):
         if output.kind is OutputKind.UPDATE:
             if output.name not in inputs:
@@ -147,7 +162,8 @@ def _returned(program: Program, kind: OutputKind) -> list[tuple[str, str]]:
 
 
 def _updated(program: Program) -> set[str]:
-    written = {declared.name for declared in program.inputs if declared.in_place}
+    declared = [inside for each in program.inputs for inside in (_parts(each) or [each])]
+    written = {each.name for each in declared if each.in_place}
     return written | {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
 
 

@@ -88,7 +88,7 @@ class _Reader:
         self.computed: dict[fx.Node, int] = {}
         self.owner = _owners(program)
         self.unit = {name: k for k, names in enumerate(program.units) for name in names}
-        self.elements = {each.name: math.prod(each.shape) for each in program.inputs}
+        self.elements = {name: math.prod(declared.shape) for name, (declared, _) in program.values().items()}
 
     def key(self, node: fx.Node) -> Hashable:
         """Equal for nodes that go together; None for a node that goes with no other."""
@@ -130,10 +130,10 @@ class _Reader:
 def _owners(program: Program) -> dict[fx.Node, str]:
     """Whose update a tensor belongs to, by parameter: what it is computed from, or else what it is computed for."""
     owner: dict[fx.Node, str] = {}
-    names = {declared.name for declared in program.inputs}
-    for declared, node in zip(program.inputs, program.placeholders, strict=True):
+    values = program.values()
+    for declared, node in values.values():
         name = declared.name if declared.role is Role.PARAMETER else declared.of
-        if name in names and name is not None:
+        if name in values and name is not None:
             owner[node] = name
     updates = [node for node in program.graph.nodes if node.meta.get("phase") == Phase.UPDATE]
     updates = [node for node in updates if is_pure(node) and _is_tensor(node)]

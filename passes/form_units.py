@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import fx
 from .base import Pass
 from .blocks import blocks_of
 from .collectives import input_bytes, output_bytes
-from .program import Input, OutputKind, Program
+from .program import Input, Mesh, OutputKind, Program, is_even
 from .roles import Role
 
 
@@ -23,8 +24,9 @@ class FormUnits(Pass):
     Parameters are walked from the last registered to the first, as their gradients come about: first those that the
     step trains, then the others that it communicates. A unit closes once its communication reaches ``max_bytes``, the
     first one at ``first_bytes``, so that it can start early; and where a repeated block begins or ends, once it has
-    ``first_bytes``. Parameters of one unit agree in dtype, device, module argument, and in the kinds, axes and roles of
-    their collectives; inside of it they stand in the order of registration. Sizes are bytes, equal on all ranks.
+    ``first_bytes``. Parameters of one unit agree in dtype, device, module argument, in whether ranks have equal parts,
+    and in the kinds, axes and roles of their collectives; inside of it they stand in the order of registration. Sizes
+    are bytes, equal on all ranks.
     """
 
     max_bytes: int = 25_000_000
@@ -34,7 +36,7 @@ class FormUnits(Pass):
         """Walk once over the parameters; the graph stays as it is."""
         if program.units:
             return 0
-        parameters = [_Parameter.of(*each) for each in _described(program)]
+        parameters = [_Parameter.of(*each, program.mesh) for each in _described(program)]
         trained = _trained(program)
         groups = [[p for p in parameters if p.name in trained]]
         groups += [[p for p in parameters if p.name not in trained and p.served]]
@@ -71,13 +73,20 @@ class _Parameter:
 
     @classmethod
     def of(
-        cls, declared: Input, val: torch.Tensor, collectives: Sequence[fx.Node], blocks: tuple[str, ...]
+        cls, declared: Input, val: torch.Tensor, collectives: Sequence[fx.Node], blocks: tuple[str, ...], mesh: Mesh
     ) -> _Parameter:
         said = [node.meta["collective"] for node in collectives]
-        whole = torch.Size(declared.shape).numel() * val.element_size()
+        whole = math.prod(declared.shape) * val.element_size()
         size = max((max(input_bytes(node), output_bytes(node)) for node in collectives), default=whole)
         served = frozenset((each.kind, each.axis, each.role) for each in said)
-        return cls(declared.name, size, blocks, served, (declared.dtype, val.device, declared.name.split(".")[0]))
+        even = is_even(declared.shape, declared.placement, mesh)
+        return cls(
+            declared.name,
+            size,
+            blocks,
+            served,
+            (declared.dtype, val.device, declared.name.rpartition(".")[0].partition(".")[0], even),
+        )
 
     @property
     def key(self) -> Hashable:

@@ -14,6 +14,7 @@ from .fold_views import FoldViews
 from .form_units import FormUnits
 from .fuse_update import FuseUpdate
 from .merge_equal import MergeEqual
+from .one_storage import OneStorage
 from .realise import Realise
 from .start_early import StartEarly
 from .update_in_place import UpdateInPlace
@@ -39,6 +40,8 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         BucketAllGather(max_bytes=bucket_bytes),
         BucketReduceScatter(max_bytes=bucket_bytes),
         BucketAllReduce(max_bytes=bucket_bytes),
+        # What a bucket concatenates is known now, and can lie so from the start.
+        OneStorage(),
         # A unit is updated by one op; the op needs all of its gradients, so these are merged first.
         FuseUpdate(),
         # What is meant is final; which ops perform it decides what can be moved.

@@ -6,6 +6,7 @@ A graph of flat tensors in and flat tensors out, with a role, a name and a place
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -64,6 +65,7 @@ class Input:
 
     ``shape`` is the global shape; a hyper-parameter is a plain float and has no ``dtype``. ``of`` names the parameter
     that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
+    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several.
     """
 
     role: Role
@@ -73,6 +75,24 @@ class Input:
     placement: Placements = ()
     of: str | None = None
     in_place: bool = False
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """An input that lies in a flat one: ``numel`` elements from ``offset`` on, in the local ``shape``.
+
+    A graph shows it as ``view(split_with_sizes(flat, sizes)[k], shape)``, once it is read or updated.
+    """
+
+    input: Input
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements on this rank."""
+        return math.prod(self.shape)
 
 
 class OutputKind(StrEnum):
@@ -116,6 +136,8 @@ class Program:
     name: str = "program"
     notes: list[str] = field(default_factory=list)  # sentences for the report: what ran whole, and what it cost
     units: tuple[tuple[str, ...], ...] = ()  # parameters by name that are communicated and stored together
+    stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
+    fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
 
     @classmethod
     def from_graph(
@@ -167,6 +189,13 @@ class Program:
         """The position of every input, by name. Made anew at each call, from what ``inputs`` is then: ask once."""
         return {declared.name: position for position, declared in enumerate(self.inputs)}
 
+    def values(self) -> dict[str, tuple[Input, fx.Node]]:
+        """Every input that is no flat storage, and in the place of one the parts that are read; each with its node."""
+        found: dict[str, tuple[Input, fx.Node]] = {}
+        for declared, node in zip(self.inputs, self.placeholders, strict=True):
+            found |= _shown(declared.parts, node) if declared.parts else {declared.name: (declared, node)}
+        return found
+
     def collectives(self) -> list[fx.Node]:
         """The nodes that start a collective, in order."""
         return [node for node in self.graph.nodes if is_collective(node)]
@@ -209,6 +238,31 @@ def replicated(mesh: Mesh) -> Placements:
 def is_sharded(placement: Placements) -> bool:
     """Whether some axis splits the tensor."""
     return any(isinstance(p, Shard) for p in placement)
+
+
+def _shown(parts: Sequence[Part], flat: fx.Node) -> dict[str, tuple[Input, fx.Node]]:
+    """The parts that the graph shows, each with the first node that does."""
+    splits = (user for user in flat.users if user.target is torch.ops.aten.split_with_sizes.default)
+    pieces = {piece.args[1]: piece for split in splits for piece in split.users}
+    found = {}
+    for k, part in enumerate(parts):
+        users = pieces[k].users if k in pieces else ()
+        views = [user for user in users if user.target is torch.ops.aten.view.default]
+        views = [view for view in views if tuple(cast(Any, view.args[1])) == part.shape]
+        if views:
+            found[part.input.name] = (part.input, min(views))
+    return found
+
+
+def is_even(shape: Sequence[int], placement: Placements, mesh: Mesh) -> bool:
+    """Whether all ranks have equally much of a tensor of this global shape, and none of them nothing."""
+    if math.prod(shape) == 0:
+        return False
+    ranks = [1] * len(shape)
+    for entry, axis in zip(placement, mesh.axes, strict=False):
+        if isinstance(entry, Shard):
+            ranks[entry.dim] *= axis.size
+    return all(size % count == 0 for size, count in zip(shape, ranks, strict=True))
 
 
 def _roles_by_name(names: list[str], roles: Mapping[str, Role] | Sequence[Role] | None) -> dict[str, Role]:

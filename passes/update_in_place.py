@@ -13,7 +13,7 @@ from ._torch import OpOverload
 from .aliases import Storages, last_reads, storages
 from .base import Pass
 from .list_ops import entry_of, write_lists_in_place
-from .program import OutputKind, Program
+from .program import Input, OutputKind, Program
 from .purity import is_pure
 
 aten = torch.ops.aten
@@ -34,7 +34,8 @@ class UpdateInPlace(Pass):
 
     def rewrite(self, program: Program) -> int:
         """Decide for all updates on the functional graph, then write."""
-        updates = list(_updates(program))
+        named = {name: (old, new) for name, old, new in _updates(program)}
+        updates = list(named.values())
         memory = _Memory(program.graph)
         chains = {old: chain for old, new in updates if (chain := memory.chain(old, new))}
         overwriting = {node for chain in chains.values() for node in chain}
@@ -44,8 +45,9 @@ class UpdateInPlace(Pass):
         became = write_lists_in_place(program.graph, overwriting)
         memory.found.update({new: frozenset({new}) for new in became.values() if new not in memory.found})
         copied = [(old, became.get(new, new)) for old, new in updates if old not in chains and old is not new]
-        _drop_outputs(program, {program.inputs[memory.position[old]].name for old, _ in updates})
-        written = {old for old, _ in copied}.union(*({old, *chain} for old, chain in chains.items()))
+        _drop_outputs(program, set(named))
+        written = set[fx.Node]().union(*(memory.found[old] for old, _ in copied))
+        written = written.union(*({*memory.found[old], *chain} for old, chain in chains.items()))
         _write(program, copied, memory.found, written)
         return len(updates)
 
@@ -75,18 +77,20 @@ class _Memory:
         if (entry is None and _in_place(node) is None) or not _looks_the_same(node, old):
             return False
         source, op = _overwritten(node), entry.op if entry else node
-        if not isinstance(source, fx.Node) or self.found[source] != {source}:
+        if not isinstance(source, fx.Node) or len(self.found[source]) != 1:
             return False
-        readers = [argument for argument in _nodes((op.args, op.kwargs)) if source in self.found[argument]]
-        return len(readers) == 1 and self.last_read.get(source, 0) <= self.position[op]
+        (piece,) = self.found[source]
+        readers = [argument for argument in _nodes((op.args, op.kwargs)) if piece in self.found[argument]]
+        owns = source is old or source is piece
+        return owns and len(readers) == 1 and self.last_read.get(piece, 0) <= self.position[op]
 
 
-def _updates(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each input that is updated and can be written to, with its new value."""
-    placeholders, positions = program.placeholders, program.positions()
+def _updates(program: Program) -> Iterator[tuple[str, fx.Node, fx.Node]]:
+    """Each input, or part of a flat one, that is updated and can be written to: name, value, new value."""
+    values = program.values()
     for value, output in zip(program.output_values(), program.outputs, strict=True):
         if output.kind is OutputKind.UPDATE and _is_tensor(value):
-            yield placeholders[positions[output.name]], value
+            yield output.name, values[output.name][1], value
 
 
 def _is_tensor(value: Any) -> bool:
@@ -136,10 +140,17 @@ def _nodes(value: Any) -> Iterable[fx.Node]:
 
 def _drop_outputs(program: Program, updated: set[str]) -> None:
     """The inputs of these names take their updates in place."""
-    program.inputs = [replace(each, in_place=each.in_place or each.name in updated) for each in program.inputs]
+    program.inputs = [_marked(each, updated) for each in program.inputs]
     pairs = zip(program.output_values(), program.outputs, strict=True)
     kept = [(value, out) for value, out in pairs if out.kind is not OutputKind.UPDATE or out.name not in updated]
     program.set_outputs([value for value, _ in kept], [out for _, out in kept])
+
+
+def _marked(declared: Input, updated: set[str]) -> Input:
+    """A flat input is written to if one of its parts is."""
+    parts = tuple(replace(part, input=_marked(part.input, updated)) for part in declared.parts)
+    in_place = declared.in_place or declared.name in updated or any(part.input.in_place for part in parts)
+    return replace(declared, in_place=in_place, parts=parts)
 
 
 def _write(
@@ -150,7 +161,7 @@ def _write(
     with graph.inserting_before(end):
         kept = {value: _clone(value) for value in end.all_input_nodes if found[value] & written}
         end.args = fx.map_arg(end.args, lambda value: kept.get(value, value))
-        targets = {old for old, _ in copied}
+        targets = {piece for old, _ in copied for piece in found[old]}
         sources = [_clone(new) if found[new] & targets else new for _, new in copied]
         for (old, _), source in zip(copied, sources, strict=True):
             write = graph.call_function(aten.copy_.default, (old, source))

@@ -226,6 +226,15 @@ def storage_number(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def owners(tensor: torch.Tensor) -> int:
+    """How many tensors, Python's or not, share the memory of ``tensor``, itself included.
+
+    ``_storage_Use_Count`` is private; seen in 2.11 to 2.15. The storage object made for asking counts, too.
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
 def newest_sequence_number() -> int:
     """The number of the autograd node that was made last."""
     return int(next_sequence_number()) - 1
@@ -270,6 +279,7 @@ __all__ = [
     "make_fx",
     "newest_sequence_number",
     "nn_bindings",
+    "owners",
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
     "register_pytree_node",

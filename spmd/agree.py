@@ -111,9 +111,9 @@ class Ranks:
 
 @contextmanager
 def together(what: str, ranks: Ranks) -> Iterator[Agreement]:
-    """Compile ``what`` on all ranks or on none: each attempt is one exchange, whether it goes well or not.
+    """Compile ``what`` on all ranks or on none.
 
-    Inside, ``agree`` waits for the others. A rank that fails before it tells them, so that none waits for it.
+    Inside, ``share`` and ``agree`` wait for the others. A rank that fails before tells them, so that none waits for it.
     """
     agreement = Agreement(what, ranks)
     try:
@@ -130,6 +130,14 @@ class Agreement:
         self.what, self.ranks, self._told = what, ranks, False
         self._begun = time.monotonic()
 
+    def share(self, text: str) -> list[str]:
+        """Every rank's ``text``, in the order of the mesh. Raises ``RankMismatchError`` as ``agree`` does."""
+        if not self.ranks.groups:
+            return [text]
+        theirs = [told for _, told in self._everyone(["so far", text])]
+        self._told = False
+        return theirs
+
     def agree(self, text: str, proposed: list[int]) -> list[int]:
         """Wait for all ranks and return what rank 0 ``proposed``.
 
@@ -138,14 +146,8 @@ class Agreement:
         """
         if not self.ranks.groups:
             return proposed
-        self._told = True
         digest = hashlib.sha256(text.encode()).hexdigest()
-        patience = self.ranks.timeout + 2 * (time.monotonic() - self._begun)
-        everyone = self.ranks.exchange(self.what, json.dumps(["ready", proposed, digest, text[:_SHOWN]]), patience)
-        theirs = [json.loads(told) for told in everyone]
-        for rank, (state, told, *_) in zip(self.ranks.members, theirs, strict=True):
-            if state == "failed":
-                raise RankMismatchError(f"{self.what} was not compiled on any rank, since rank {rank} failed: {told}")
+        theirs = self._everyone(["ready", proposed, digest, text[:_SHOWN]])
         different = [k for k, other in enumerate(theirs) if other[2] != theirs[0][2]]
         if different:
             one, other = self.ranks.members[0], self.ranks.members[different[0]]
@@ -154,6 +156,16 @@ class Agreement:
                 f"{_first_difference(theirs[0][3], theirs[different[0]][3])}"
             )
         return list(theirs[0][1])
+
+    def _everyone(self, said: list[Any]) -> list[list[Any]]:
+        """What each rank says, once all have come to say it."""
+        self._told = True
+        patience = self.ranks.timeout + 2 * (time.monotonic() - self._begun)
+        theirs = [json.loads(told) for told in self.ranks.exchange(self.what, json.dumps(said), patience)]
+        for rank, (state, told, *_) in zip(self.ranks.members, theirs, strict=True):
+            if state == "failed":
+                raise RankMismatchError(f"{self.what} was not compiled on any rank, since rank {rank} failed: {told}")
+        return theirs
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank does not come."""

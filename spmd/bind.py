@@ -19,6 +19,7 @@ from __future__ import annotations
 import linecache
 import math
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from operator import is_
@@ -37,6 +38,7 @@ from .direct import direct
 aten = torch.ops.aten
 
 _number = count()
+_all: weakref.WeakSet[Bound] = weakref.WeakSet()
 _pointer = torch.Tensor.data_ptr
 
 
@@ -51,6 +53,7 @@ class Bound:
         self._given = [k for k, each in enumerate(stays) if not each]
         self._bind = _Writer(program, self._fixed, self._given).function()
         self.release()
+        _all.add(self)
 
     def release(self) -> None:
         """Hold on to no state; the next call binds anew."""
@@ -67,6 +70,12 @@ class Bound:
             self._run, self._state, self._lies = self._bind(*state), state, lies
         assert self._run is not None
         return self._run(*[inputs[k] for k in self._given])
+
+
+def release_all() -> None:
+    """Let every program bind anew at its next call: views that they hold keep storages from being given up."""
+    for each in _all:
+        each.release()
 
 
 def is_fixed(node: fx.Node, role: Role) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from passes import OutputKind, PassError, Program
+from passes import OutputKind, Part, PassError, Program
 
 from ._torch import DisableAutocast
 from .bind import Bound
@@ -16,12 +16,27 @@ from .bind import Bound
 Backend = Literal["aten"] | Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class Place:
+    """An input, or a part of a flat one."""
+
+    position: int
+    part: Part | None = None
+
+    def of(self, inputs: Sequence[Any]) -> torch.Tensor:
+        """The tensor there."""
+        tensor: torch.Tensor = inputs[self.position]
+        return (
+            tensor if self.part is None else tensor.narrow(0, self.part.offset, self.part.numel).view(self.part.shape)
+        )
+
+
 @dataclass
 class Executable:
     """Runs a program: results and new state come back, updates are written into the inputs they belong to."""
 
     function: Callable[..., Any]
-    updates: list[tuple[int, int]]  # (output, input) for each update that the graph itself does not write
+    updates: list[tuple[int, Place]]  # each output that is an update, and which the graph itself does not write
     returned: list[int]  # the outputs that are results or new state
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -42,8 +57,8 @@ class Executable:
         # An update may be another input (buffers that swap places): take those out before anything is written.
         storages = {_storage(x) for x in inputs if isinstance(x, torch.Tensor)}
         values = [outputs[k].clone() if _storage(outputs[k]) in storages else outputs[k] for k, _ in self.updates]
-        for value, (_, position) in zip(values, self.updates, strict=True):
-            inputs[position].copy_(value)
+        for value, (_, place) in zip(values, self.updates, strict=True):
+            place.of(inputs).copy_(value)
 
 
 def lower(program: Program, backend: Backend) -> Executable:
@@ -55,12 +70,16 @@ def lower(program: Program, backend: Backend) -> Executable:
         function = backend(program.graph_module, examples)
         if not callable(function):
             raise PassError(f"expected the backend to return a callable, got {function!r}")
-    positions = program.positions()
-    updates = [
-        (k, positions[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE
-    ]
+    places = _places(program)
+    updates = [(k, places[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
     returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
     return Executable(function, updates, returned)
+
+
+def _places(program: Program) -> dict[str, Place]:
+    """Where each input is among those of a call, by name."""
+    places = {declared.name: Place(k) for k, declared in enumerate(program.inputs)}
+    return places | {p.input.name: Place(k, p) for k, i in enumerate(program.inputs) for p in i.parts}
 
 
 def _storage(tensor: torch.Tensor) -> int:

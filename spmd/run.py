@@ -14,6 +14,7 @@ from passes.program import is_sharded
 
 from .agree import Ranks, identity_of
 from .capture import Captured, FromOutput
+from .flats import Flats
 from .guards import Guards
 from .live import as_dtensor
 from .lower import Executable
@@ -35,11 +36,18 @@ class Compiled:
     identity: int  # by which ranks know that they run the same
     ranks: Ranks
     guards: Guards
+    _flats: Flats = field(init=False)
     _pool: Pool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._pool = Pool(self)
-        self.guards.on_release = self.executable.release
+        self._flats = Flats(self.program.inputs, self.guards.layout.names)
+        self._pool = Pool(self, self._flats.names)
+        self.guards.on_release = self._release
+
+    def _release(self) -> None:
+        """Hold on to no state between calls: the model is gone."""
+        self.executable.release()
+        self._flats.release()
 
     def intent(self) -> int:
         """What this rank tells the others it is about to run: the program and, if it draws, with which seed."""
@@ -52,7 +60,10 @@ class Compiled:
         """
         given = self.guards.leaves.tensors(arguments)
         contiguous = [tensor.contiguous() for tensor in given]
-        returned = self.executable(self._pool.inputs(arguments, tensors, contiguous))
+        state = self.guards.layout.locals(tensors)
+        state = [*state, *self._flats.enter(state)]
+        returned = self.executable(self._pool.inputs(arguments, state, contiguous))
+        self._flats.leave()
         for k in self._pool.written:
             if contiguous[k] is not given[k]:
                 given[k].copy_(contiguous[k])
@@ -88,13 +99,14 @@ class Compiled:
 class Pool:
     """All values of a call in one list, and where in it each input of the program is: found out once, not per call."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, flats: Sequence[str]) -> None:
         self.compiled = compiled
         names = compiled.guards.leaves.tensor_names()
         constants = [f"constant.{k}" for k in range(len(compiled.captured.constants))]
         self.draws = any(declared.role is Role.SEED for declared in compiled.program.inputs)
         order = [
             *compiled.guards.layout.names,
+            *flats,
             *compiled.guards.groups.names,
             *names,
             *compiled.fixed,
@@ -107,11 +119,11 @@ class Pool:
         writes = {o.name for o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_state}
         self.written = [k for k, name in enumerate(names) if name in writes]
 
-    def inputs(self, arguments: Arguments, tensors: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Any]:
-        """The program's inputs."""
+    def inputs(self, arguments: Arguments, state: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Any]:
+        """The program's inputs; ``state`` is this rank's, each tensor by itself, then the flat ones."""
         compiled = self.compiled
         values = [
-            *compiled.guards.layout.locals(tensors),
+            *state,
             *compiled.guards.groups.values(arguments),
             *given,
             *compiled.fixed.values(),

@@ -27,6 +27,7 @@ from .capture import Captured, capture
 from .capture.reads import Reads
 from .data_parallel import DataParallel
 from .dump import Dump, dump_stages
+from .flats import surveyed
 from .guards import Guards, Leaves, check_leaves, torch_modes
 from .inputs import place_inputs
 from .live import check_memory, commit, follow_split, on_mesh, prepare
@@ -212,7 +213,7 @@ class CompiledStep:
             if dump:
                 dump.stage(0, "capture", captured.program)
         with clock.stage("partition"), DisableAutocast():
-            program = mode.partition(captured.program)
+            program = surveyed(mode.partition(captured.program), slots, options.pipeline, agreement.share)
             prepared = prepare(slots, program.inputs, mesh, device_mesh)
             flat_state = list(prepared.locals)
             program, flat_state = transform(program, options.overrides, flat_state)
@@ -234,7 +235,7 @@ class CompiledStep:
         known = {id(local) for local in prepared.locals}
         fixed = {
             declared.name: tensor
-            for declared, tensor in zip(program.inputs, flat_state, strict=False)
+            for declared, tensor in zip(partitioned.inputs, flat_state, strict=False)
             if id(tensor) not in known
         }
         return Compiled(

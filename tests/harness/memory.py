@@ -12,17 +12,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def live_bytes() -> int:
-    """The bytes of every storage that a tensor in this process holds; gradients included."""
+    """The bytes that tensors in this process hold, gradients included; what several storages show counts once."""
     gc.collect()
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     tensors += [value.grad for value in tensors if value.is_leaf and value.grad is not None]
-    storages = {}
+    spans = set[tuple[int, int]]()
     for value in tensors:
         wrapper = isinstance(value, (FakeTensor, DTensor)) or is_functorch_wrapped_tensor(value)
         if not wrapper and value.device.type != "meta":  # what is wrapped is listed, too
             storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    return _covered(spans)
+
+
+def _covered(spans: set[tuple[int, int]]) -> int:
+    """How many addresses lie in some span."""
+    total, reached = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def storages_of(module: torch.nn.Module) -> dict[str, StorageWeakRef]:

@@ -141,7 +141,7 @@ class _Rank(fx.Interpreter):
             self.env[node] = self.run_node(node)
 
     def finish(self) -> Step:
-        values = dict(zip([declared.name for declared in self.program.inputs], self.inputs, strict=True))
+        values = _unfolded(self.program, self.inputs)
         pairs = list(zip(self.program.outputs, self.returned, strict=True))
         results = {output.name: value for output, value in pairs if output.kind is not OutputKind.UPDATE}
         values |= {output.name: value for output, value in pairs if output.kind is OutputKind.UPDATE}
@@ -166,7 +166,8 @@ def random_inputs(program: Program, ranks: int = 2, seed: int = 0) -> list[list[
 def assert_same_bits(before: Program, after: Program, ranks: int = 2) -> None:
     """Both programs leave the same bits on each of two ranks with different inputs; ``after`` shares no more memory."""
     inputs = random_inputs(before, ranks)
-    for one, other in zip(simulate(before, inputs), simulate(after, inputs), strict=True):
+    same = [stored_flat(before, after, each) for each in inputs]
+    for one, other in zip(simulate(before, inputs), simulate(after, same), strict=True):
         _assert_equal(one.results, other.results)
         _assert_equal(one.inputs, other.inputs)
         assert _overlaps(other) <= _overlaps(one)
@@ -203,6 +204,26 @@ def _assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert value.dtype == other[name].dtype
         else:
             assert value == other[name]
+
+
+def stored_flat(before: Program, after: Program, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of ``before`` as ``after`` takes them, which may store some of them flat."""
+    given = {declared.name: value for declared, value in zip(before.inputs, inputs, strict=True)}
+    return [
+        torch.cat([given[part.input.name].reshape(-1) for part in declared.parts])
+        if declared.parts
+        else given[declared.name]
+        for declared in after.inputs
+    ]
+
+
+def _unfolded(program: Program, inputs: Sequence[Any]) -> dict[str, Any]:
+    """The inputs by name, parts in the place of flat ones."""
+    values: dict[str, Any] = {}
+    for declared, value in zip(program.inputs, inputs, strict=True):
+        parts = {p.input.name: value[p.offset : p.offset + p.numel].view(p.shape) for p in declared.parts}
+        values |= parts or {declared.name: value}
+    return values
 
 
 def targets(program: Program) -> list[str]:
