@@ -98,7 +98,9 @@ class DataParallel(PlannedMode):
         return Plan(self.mesh, state_placements(program, parameters, updates), options=options, updates=updates)
 
     def __repr__(self) -> str:
-        return f"DataParallel({self.parallel_style!r})"
+        options = {name: getattr(self, name) for name in ("shard_optimizer", "reduce_dtype", "gather_dtype")}
+        said = "".join(f", {name}={value}" for name, value in options.items() if value)
+        return f"DataParallel({self.parallel_style!r}{said})"
 
 
 def _split(declared: Input, given: Placements, mesh: Mesh, style: Style) -> Placements:

@@ -249,6 +249,12 @@ def test_what_is_no_wider_is_sent_as_it_is() -> None:
     assert asked.traffic == plain.traffic and asked.notes == plain.notes
 
 
+def test_a_mode_says_what_it_was_made_with() -> None:
+    assert repr(spmd.DataParallel()) == "DataParallel('replicate')"
+    mode = spmd.DataParallel(**IN_PARTS, gather_dtype=BF16)
+    assert repr(mode) == "DataParallel('replicate', shard_optimizer=True, gather_dtype=torch.bfloat16)"
+
+
 @pytest.mark.parametrize("options, told", [
     ({"reduce_dtype": torch.int8}, r"expected reduce_dtype to be one of torch.bfloat16, .* or None, got torch.int8"),
     ({"gather_dtype": "bf16", "parallel_style": "fully_shard"}, "expected gather_dtype .* got 'bf16'"),
