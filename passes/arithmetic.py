@@ -103,9 +103,18 @@ def solutions(formula: Any, value: Any, found: Found, admits: Admits, rounded: C
     if not isinstance(formula, Term):
         if _same(formula, said):
             yield found
+    elif isinstance(said, (int, float)) and (inverse := _inverse(formula, said)) is not None:
+        yield from solutions(*inverse, found, admits, rounded)
     elif isinstance(said, Term) and said.word == formula.word:
         for operands in permutations(said.of) if said.word in _COMMUTE else [said.of]:
             yield from _all(formula.of, operands, found, admits, rounded)
+
+
+def _inverse(formula: Term, value: float) -> tuple[Any, float] | None:
+    """A number that was computed while tracing, as what it was computed from: of ``-x`` and ``1 - x``."""
+    if formula.word == "neg":
+        return formula.of[0], -value
+    return (formula.of[1], 1 - value) if formula.word == "sub" and _same(formula.of[0], 1) else None
 
 
 def _all(

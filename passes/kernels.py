@@ -100,16 +100,17 @@ def _sgd() -> Iterator[Kernel]:
         gradient = _decayed(-g if maximize else g, decay if decays else None)
         moving = buffer * momentum + (gradient * (1 - dampening) if dampens else gradient)
         along = (gradient + moving * momentum if nesterov else moving) if moves else gradient
-        yield Kernel(
-            aten._fused_sgd.default,
-            {"p": p + along * -lr} | ({"buffer": moving} if moves else {}),
-            ("p", "g", "buffer"),
-            {
-                **{"weight_decay": "decay" if decays else 0.0, "momentum": "momentum" if moves else 0.0, "lr": "lr"},
-                **{"dampening": "dampening" if dampens else 0.0, "nesterov": nesterov, "maximize": maximize},
-                "is_first_step": False,
-            },
-        )
+        for new in (p + along * -lr, p - along * lr):
+            yield Kernel(
+                aten._fused_sgd.default,
+                {"p": new} | ({"buffer": moving} if moves else {}),
+                ("p", "g", "buffer"),
+                {
+                    **{"weight_decay": "decay" if decays else 0.0, "momentum": "momentum" if moves else 0.0},
+                    **{"dampening": "dampening" if dampens else 0.0, "nesterov": nesterov, "maximize": maximize},
+                    **{"lr": "lr", "is_first_step": False},
+                },
+            )
 
 
 def _adagrad() -> Iterator[Kernel]:

@@ -247,6 +247,29 @@ def test_plain_descent_with_momentum() -> None:
     assert [each for each in targets(after) if each.startswith(("_", "copy", "clone"))] == ["_fused_sgd_.default"]
 
 
+@pytest.mark.parametrize("new", [
+    lambda w, x: aten.sub.Tensor(w, aten.mul.Tensor(x, 0.1)),
+    lambda w, x: aten.sub.Tensor(w, x, alpha=0.1),
+    lambda w, x: aten.add.Tensor(w, x, alpha=-0.1),
+    lambda w, x: aten.add.Tensor(w, aten.mul.Tensor(-0.1, x)),
+])  # fmt: skip
+def test_plain_descent_by_hand(new: Any) -> None:
+    program = described(make_program(lambda w, x: (new(w, x),), {0: "w"}, w=f64(3), x=f64(3)))
+    assert fused(program) == 1
+
+
+def test_numbers_that_were_computed_before() -> None:
+    """``1 - 0.9`` is a number by the time that a graph sees it."""
+
+    def step(w: Any, m_w: Any, v_w: Any, n_w: Any, x: Any, lr: Any, decay: Any) -> Any:
+        return adamw(w, x, m_w, v_w, n_w, lr, 0.9, 0.99, 1e-8, decay)
+
+    tensors = {"w": f64(3), "m_w": f64(3), "v_w": f64(3), "n_w": torch.empty(()), "x": f64(3)}
+    updates = dict(enumerate(["w", "m_w", "v_w", "n_w"]))
+    program = described(make_program(step, updates, **tensors, lr=0.1, decay=0.01))
+    assert fused(program) == 1
+
+
 def test_nothing_to_fuse() -> None:
     program = make_program(lambda p, g: (aten.sub.Tensor(p, g),), {0: "p"}, p=f64(3), g=f64(3))
     assert targets(assert_close(program, FuseUpdate())) == ["sub.Tensor"]
