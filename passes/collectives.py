@@ -63,6 +63,7 @@ _KINDS: dict[Any, Kind] = {
     c10d.all_to_all_single.default: Kind.ALL_TO_ALL,
     c10d.broadcast.default: Kind.BROADCAST,
     transport.exchange.default: Kind.ALL_TO_ALL,
+    transport.swap.default: Kind.ALL_TO_ALL,
     transport.gather_by_broadcast.default: Kind.ALL_GATHER,
     transport.gather_by_sending.default: Kind.ALL_GATHER,
 }

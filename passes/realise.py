@@ -41,6 +41,11 @@ _GATHERS: dict[Way, Any] = {
     Way.SENDING: transport.gather_by_sending.default,
 }
 _ROWS: dict[str | None, Any] = {"sum": aten.sum.dim_IntList, "max": aten.amax.default, "min": aten.amin.default}
+_PAIRS: dict[str | None, Any] = {
+    "sum": aten.add.Tensor,
+    "max": aten.maximum.default,
+    "min": aten.minimum.default,
+}
 
 
 @dataclass(frozen=True)
@@ -158,16 +163,17 @@ def _flat(chosen: _Chosen) -> fx.Node:
 
 def _reduced(chosen: _Chosen) -> list[fx.Node]:
     """Exchange, and what reduces this rank's part; without the node that starts it."""
+    flat, ranks, reduction = _flat(chosen), chosen.axis.size, reduction_of(chosen.node)
     val = operands(chosen.node)[0].meta["val"]
-    ranks, reduction = chosen.axis.size, reduction_of(chosen.node)
     size = transport.part(val.numel(), ranks, chosen.axis.coordinate)
-    started = chosen.start(
-        f"an exchange of parts, then their {reduction}", transport.exchange.default, _flat(chosen), ranks, size
-    )
-    rows = chosen.call(WAIT, started)  # [ranks, size]
-    if ranks == 2 and reduction == "sum":
-        halves = [chosen.call(aten.select.int, rows, 0, rank) for rank in range(2)]
-        return [rows, *halves, chosen.call(aten.add.Tensor, *halves)]  # one pass, and quicker than a sum
+    if ranks == 2:
+        started = chosen.start(f"a swap of halves, then their {reduction}", transport.swap.default, flat, size)
+        begin = transport.bounds(val.numel(), ranks)[chosen.axis.coordinate]
+        own = chosen.call(aten.slice.Tensor, flat, 0, begin, begin + size)
+        other = chosen.call(WAIT, started)  # [size]
+        return [own, other, chosen.call(_PAIRS[reduction], own, other)]
+    by = f"an exchange of parts, then their {reduction}"
+    rows = chosen.call(WAIT, chosen.start(by, transport.exchange.default, flat, ranks, size))  # [ranks, size]
     total = chosen.call(_ROWS[reduction], rows, [0])  # [size]
     if reduction == "sum":
         total.kwargs = {"dtype": val.dtype}  # else integers become int64

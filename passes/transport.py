@@ -6,8 +6,9 @@ dtype goes.
 
 - ``exchange(x, ranks, size, group)``: x (total,) is cut into one part a rank, by ``bounds``. This rank gets its part of
   every rank's x, as rows in the order of ranks: (ranks, size), where ``size`` is the length of its part.
+- ``swap(x, size, group)``, for two ranks: only the row of the other, (size,), with no copy of this rank's own part.
 - ``gather_by_broadcast(x, total, ranks, group)``: x (length of this rank's part,) to the whole (total,); each rank
-  broadcasts its part, all at once.
+  broadcasts its part, all at once. Where x lies in its part of ``out`` already, it is not copied.
 - ``gather_by_sending(x, total, ranks, group)``: the same; each rank sends its part to each other.
 
 Every op has an overload ``out``, which writes where it is told; ``OUT_FORMS`` has one for every functional collective.
@@ -55,10 +56,21 @@ def _exchange(x: Tensor, ranks: int, size: int, group_name: str, *, out: Tensor)
     return out
 
 
+def _swap(x: Tensor, size: int, group_name: str, *, out: Tensor) -> Tensor:
+    group = group_named(group_name)
+    other = 1 - group.rank()
+    sent = _parts(x.contiguous(), 2)[other]
+    received = _bytes(out)
+    incoming, outgoing = [0, 0], [0, 0]  # nothing from and to oneself
+    incoming[other], outgoing[other] = len(received), len(sent)
+    register_work(out, dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True))
+    return out
+
+
 def _gather_by_broadcast(x: Tensor, total: int, ranks: int, group_name: str, *, out: Tensor) -> Tensor:
     group = group_named(group_name)
     parts = _parts(out, ranks)
-    parts[group.rank()].copy_(_bytes(x.contiguous()))
+    _fill(parts[group.rank()], _bytes(x.contiguous()))
     for rank, each in enumerate(parts):
         if each.numel():
             register_work(out, dist.broadcast(each, group_src=rank, group=group, async_op=True))
@@ -74,7 +86,7 @@ def _gather_by_sending(x: Tensor, total: int, ranks: int, group_name: str, *, ou
             register_work(out, dist.irecv(parts[source], group_src=source, group=group, tag=_TAG))
         if mine.numel():
             register_work(out, dist.isend(mine, group_dst=target, group=group, tag=_TAG))
-    parts[rank].copy_(mine)
+    _fill(parts[rank], mine)
     return out
 
 
@@ -100,14 +112,24 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _parts(out: Tensor, ranks: int) -> list[Tensor]:
-    ends = [end * out.element_size() for end in bounds(out.numel(), ranks)]
-    whole = _bytes(out)
+def _fill(part: Tensor, x: Tensor) -> None:
+    """Copy, unless ``x`` was made where it belongs."""
+    if part.data_ptr() != x.data_ptr():
+        part.copy_(x)
+
+
+def _parts(x: Tensor, ranks: int) -> list[Tensor]:
+    ends = [end * x.element_size() for end in bounds(x.numel(), ranks)]
+    whole = _bytes(x)
     return [whole[start:stop] for start, stop in pairwise(ends)]
 
 
 def _exchanged(x: Tensor, ranks: int, size: int, group_name: str) -> Tensor:
     return x.new_empty([ranks, size])
+
+
+def _swapped(x: Tensor, size: int, group_name: str) -> Tensor:
+    return x.new_empty([size])
 
 
 def _gathered(x: Tensor, total: int, ranks: int, group_name: str) -> Tensor:
@@ -131,13 +153,15 @@ def _define(arguments: str, into: Callable[..., Tensor], empty: Callable[..., Te
 
 
 _define("Tensor x, int ranks, int size, str group_name", _exchange, _exchanged)
+_define("Tensor x, int size, str group_name", _swap, _swapped)
 _define("Tensor x, int total, int ranks, str group_name", _gather_by_broadcast, _gathered)
 _define("Tensor x, int total, int ranks, str group_name", _gather_by_sending, _gathered)
 _define("Tensor x, str reduce_op, str group_name", _all_reduce, None)
 _define("Tensor x, int[] output_split_sizes, int[] input_split_sizes, str group_name", _all_to_all_single, None)
 
 ops = getattr(torch.ops, NAMESPACE)
-exchange, gather_by_broadcast, gather_by_sending = ops.exchange, ops.gather_by_broadcast, ops.gather_by_sending
+exchange, swap = ops.exchange, ops.swap
+gather_by_broadcast, gather_by_sending = ops.gather_by_broadcast, ops.gather_by_sending
 
 OUT_FORMS: dict[Any, Any] = {
     c10d.all_reduce.default: ops.all_reduce.out,  # in place where out is the operand
@@ -145,6 +169,7 @@ OUT_FORMS: dict[Any, Any] = {
     c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_out.default,
     c10d.all_to_all_single.default: ops.all_to_all_single.out,
     exchange.default: exchange.out,
+    swap.default: swap.out,
     gather_by_broadcast.default: gather_by_broadcast.out,
     gather_by_sending.default: gather_by_sending.out,
 }

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Axis, Kind, Table
 from passes.collectives import WAIT, c10d
 from passes.costs import WAYS, Link, Point, Way
-from passes.transport import OUT_FORMS, exchange, gather_by_broadcast, gather_by_sending
+from passes.transport import OUT_FORMS, exchange, gather_by_broadcast, gather_by_sending, swap
 
 from .world import describe
 
@@ -150,11 +150,14 @@ class _Buffers:
         return lambda: WAIT(reduce(self.whole, "sum", group, out=self.whole))
 
     def _reduce(self) -> None:
-        WAIT(exchange.out(self.whole, self.axis.size, len(self.part), self.axis.group, out=self.rows))
+        length = len(self.part)
         if self.axis.size == 2:
-            torch.add(self.rows[0], self.rows[1], out=self.part)
+            own = self.whole[self.axis.coordinate * length :][:length]
+            other = WAIT(swap.out(self.whole, length, self.axis.group, out=self.rows[0]))
+            torch.add(own, other, out=self.part)
         else:
-            torch.sum(self.rows, 0, out=self.part)
+            rows = WAIT(exchange.out(self.whole, self.axis.size, length, self.axis.group, out=self.rows))
+            torch.sum(rows, 0, out=self.part)
 
     def _reduce_and_gather(self) -> None:
         self._reduce()

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes import Axis, Kind, Mesh, OutputKind, Pass, Program, Role, check, fill_vals, print_program, run
 from passes.collectives import WAIT, c10d, group_of, is_collective, is_wait, kind_of, operands, reduction_of
+from passes.transport import swap
 
 GROUP = "0"
 MESH = Mesh((Axis("dp", 2, GROUP),))
@@ -92,25 +93,27 @@ class Step:
     inputs: dict[str, Any]
 
 
-def simulate(program: Program, inputs: Sequence[Sequence[Any]]) -> list[Step]:
-    """Run ``program`` on a list of inputs per rank, and apply its updates. The inputs are not touched.
+def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[Any]]) -> list[Step]:
+    """Run one program, or one for each rank, on a list of inputs per rank, and apply updates. Inputs are not touched.
 
     A collective other than all_reduce, which copies first, reads its operands only when somebody waits for it: the
     latest that a backend may.
     """
-    ranks = [_Rank(program, [x.clone() if isinstance(x, torch.Tensor) else x for x in each]) for each in inputs]
-    for node in program.graph.nodes:
-        if is_collective(node):
-            pending = [[rank.env[operand] for operand in operands(node)] for rank in ranks]
-            early = kind_of(node) is Kind.ALL_REDUCE
-            for rank in ranks:
+    each_its = [programs] * len(inputs) if isinstance(programs, Program) else programs
+    copies = [[x.clone() if isinstance(x, torch.Tensor) else x for x in each] for each in inputs]
+    ranks = [_Rank(program, each) for program, each in zip(each_its, copies, strict=True)]
+    for nodes in zip(*(program.graph.nodes for program in each_its), strict=True):
+        everyone = list(zip(ranks, nodes, strict=True))
+        if is_collective(nodes[0]):
+            pending = [[rank.env[operand] for operand in operands(node)] for rank, node in everyone]
+            early = kind_of(nodes[0]) is Kind.ALL_REDUCE
+            for rank, node in everyone:
                 rank.env[node] = [[x.clone() for x in each] for each in pending] if early else pending
-        elif is_wait(node):
-            started = node.args[0]
-            for k, rank in enumerate(ranks):
-                rank.env[node] = _collect(started, rank.env[started], k)
+        elif is_wait(nodes[0]):
+            for k, (rank, node) in enumerate(everyone):
+                rank.env[node] = _collect(node.args[0], rank.env[node.args[0]], k)
         else:
-            for rank in ranks:
+            for rank, node in everyone:
                 rank.step(node)
     return [rank.finish() for rank in ranks]
 
@@ -120,6 +123,8 @@ def _collect(node: fx.Node, sent: list[list[torch.Tensor]], rank: int) -> torch.
     assert group_of(node) == GROUP and all(t.is_contiguous() for t in tensors if kind_of(node) is not Kind.ALL_REDUCE)
     if kind_of(node) is Kind.ALL_GATHER:
         return torch.cat(tensors)
+    if node.target is swap.default:
+        return tensors[1 - rank].chunk(2)[rank]
     if kind_of(node) is Kind.ALL_TO_ALL:
         return torch.stack([t.chunk(len(sent))[rank] for t in tensors])
     total = torch.stack([t.contiguous() for t in tensors])
@@ -163,8 +168,10 @@ def random_inputs(program: Program, ranks: int = 2, seed: int = 0) -> list[list[
     ]
 
 
-def assert_same_bits(before: Program, after: Program, ranks: int = 2) -> None:
-    """Both programs leave the same bits on each of two ranks with different inputs; ``after`` shares no more memory."""
+def assert_same_bits(before: Program, after: Program | Sequence[Program], ranks: int = 2) -> None:
+    """Both leave the same bits on each of two ranks with different inputs; ``after``, of one for all ranks or one for
+    each, shares no more memory.
+    """
     inputs = random_inputs(before, ranks)
     same = [stored_flat(before, after, each) for each in inputs]
     for one, other in zip(simulate(before, inputs), simulate(after, same), strict=True):

@@ -45,7 +45,9 @@ def moves(rank: int, world: int, shape: tuple[int, ...]) -> list[str]:
             ends = transport.bounds(length, ranks)
             rows, whole = expected(ranks, length, mine, dtype)
             part = x[ends[mine] : ends[mine + 1]]
+            swaps = _both(transport.swap, rows[1 - mine], x, len(part), group.group_name) if ranks == 2 else []
             for got, want, name in (
+                *swaps,
                 *_both(transport.exchange, rows, x, ranks, len(part), group.group_name),
                 *_both(transport.gather_by_broadcast, whole, part, length, ranks, group.group_name),
                 *_both(transport.gather_by_sending, whole, part, length, ranks, group.group_name),
@@ -120,11 +122,11 @@ def leaves(rank: int, world: int, name: str) -> None:
     if rank == 1:
         os._exit(3)
     x = torch.zeros(1_000_000)
-    sizes = (2, 500_000) if name == "exchange" else (2_000_000, 2)
+    sizes = {"exchange": (2, 500_000), "swap": (500_000,)}.get(name, (2_000_000, 2))
     WAIT(getattr(transport, name)(x, *sizes, group))
 
 
-@pytest.mark.parametrize("name", ["exchange", "gather_by_broadcast", "gather_by_sending"])
+@pytest.mark.parametrize("name", ["exchange", "swap", "gather_by_broadcast", "gather_by_sending"])
 def test_a_rank_that_died_is_not_waited_for(ranks: Ranks, name: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"Connection|closed|reset") as raised:

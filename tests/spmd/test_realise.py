@@ -52,12 +52,12 @@ def ways_taken(rank: int, world: int, style: Any) -> tuple[list[str], dict[str, 
 
 
 def test_the_ranks_take_the_ways_of_the_table_and_count_what_is_meant(ranks: Ranks) -> None:
-    gather, exchange = "gather_by_broadcast", "exchange"
+    gather, swap = "gather_by_broadcast", "swap"
     (replicate, counted), _ = ranks.run(2, ways_taken, "replicate")
-    assert replicate == [exchange, exchange, gather, gather]
+    assert replicate == [gather, gather, swap, swap]
     assert counted == {"all_reduce": 2}  # the loss and the gradients
     (sharded, counted), _ = ranks.run(2, ways_taken, "fully_shard")
-    assert sharded == [exchange, exchange, gather, gather]
+    assert sharded == [gather, gather, swap, swap]
     assert counted == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
 
 
@@ -120,4 +120,4 @@ def with_its_own_table(rank: int, world: int) -> str:
 
 def test_ranks_with_other_tables_are_told(ranks: Ranks) -> None:
     for said in ranks.run(2, with_its_own_table):
-        assert "spmd_transport.exchange" in said
+        assert "spmd_transport.swap" in said
