@@ -173,7 +173,8 @@ def assert_same_bits(before: Program, after: Program | Sequence[Program], ranks:
     each, shares no more memory.
     """
     inputs = random_inputs(before, ranks)
-    same = [stored_flat(before, after, each) for each in inputs]
+    stored = after if isinstance(after, Program) else after[0]
+    same = [stored_flat(before, stored, each) for each in inputs]
     for one, other in zip(simulate(before, inputs), simulate(after, same), strict=True):
         _assert_equal(one.results, other.results)
         _assert_equal(one.inputs, other.inputs)
