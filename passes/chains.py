@@ -138,7 +138,8 @@ def _admits(kernel: Kernel, name: str, value: Any, parameter: fx.Node, own: set[
     """Whether an unknown of a kernel may stand for ``value`` in the update of ``parameter``."""
     val: Any = value.meta.get("val") if isinstance(value, fx.Node) else value
     if name == kernel.counts:
-        return value in own and val.ndim == 0 and val.dtype is torch.float32
+        here = parameter.meta["val"].device  # the kernels of a GPU cannot read counts that the CPU keeps
+        return value in own and val.ndim == 0 and val.dtype is torch.float32 and val.device == here
     if name in kernel.state:
         return value in own and _alike(val, parameter.meta["val"]) and val.is_contiguous()
     if name == "g":
@@ -158,7 +159,8 @@ def _selected(value: fx.Node, old: fx.Node) -> tuple[fx.Node | None, fx.Node]:
         kept = kept.args[0]
     if kept is not old or not isinstance(condition, fx.Node) or not isinstance(new, fx.Node):
         return None, value
-    return (condition, new) if condition.meta["val"].ndim == 0 else (None, value)
+    said, val = condition.meta["val"], value.meta["val"]
+    return (condition, new) if said.ndim == 0 and said.device == val.device else (None, value)
 
 
 def _nothing(name: str, value: Any) -> bool:

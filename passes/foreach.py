@@ -43,9 +43,11 @@ _OVER_LISTS: dict[Any, tuple[Any, Any]] = {
 
 
 def over_lists(node: fx.Node) -> Any:
-    """The op that does to lists what ``node`` does to tensors; None if there is none."""
+    """The op that does to lists what ``node`` does to tensors of one device; None if there is none."""
     among_tensors, with_number = _OVER_LISTS.get(node.target, (None, None))
     if not node.args or not _is_tensor(node.args[0]):
+        return None
+    if len({each.meta["val"].device for each in node.all_input_nodes if _is_tensor(each)}) > 1:
         return None
     if len(node.args) < 2 or _is_tensor(node.args[1]):
         return among_tensors
