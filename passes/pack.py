@@ -1,0 +1,92 @@
+"""Where blocks of memory lie in one arena, so that no two which live at the same time overlap: the planner alone.
+
+Large blocks are placed greedily by size, as in Pisarchyk and Lee, "Efficient memory management for deep neural net
+inference" (2020): the largest first, each into the smallest gap that holds it between the blocks placed already that
+live when it lives. That looks at all pairs, so the small ones, which are many and weigh little, lie in a part of their
+own, where a block takes over the place of a dead one of its size.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+ALIGNMENT = 64  # bytes: a cache line, and as wide as any vector
+SMALL = 16_384  # bytes
+
+_Taken = tuple[int, int, int, int, int]  # start, end, number, first, last
+
+
+@dataclass(frozen=True)
+class Block:
+    """``size`` bytes that are needed from position ``first`` to ``last``, both included."""
+
+    size: int
+    first: int
+    last: int
+
+
+def pack(blocks: Sequence[Block]) -> list[int]:
+    """The offset of each block, in bytes. Depends on the blocks and their order alone."""
+    large = [k for k, block in enumerate(blocks) if aligned(block.size) > SMALL]
+    small = [k for k, block in enumerate(blocks) if aligned(block.size) <= SMALL]
+    offsets = _by_size(blocks, large)
+    end = max((offset + aligned(blocks[k].size) for k, offset in offsets.items()), default=0)
+    offsets |= _by_time(blocks, small, end)
+    return [offsets[k] for k in range(len(blocks))]
+
+
+def total(blocks: Sequence[Block], offsets: Sequence[int]) -> int:
+    """The bytes of an arena in which the blocks lie there."""
+    return max((aligned(block.size) + offset for block, offset in zip(blocks, offsets, strict=True)), default=0)
+
+
+def live_bytes(blocks: Iterable[Block]) -> int:
+    """The most bytes that are needed at one position: no arena can be smaller."""
+    changes: list[tuple[int, int]] = []
+    for block in blocks:
+        changes += [(block.first, aligned(block.size)), (block.last + 1, -aligned(block.size))]
+    return max(accumulate(change for _, change in sorted(changes)), default=0)
+
+
+def aligned(size: int) -> int:
+    """``size`` bytes, up to the next multiple of ``ALIGNMENT``."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _by_size(blocks: Sequence[Block], chosen: Sequence[int]) -> dict[int, int]:
+    """The offsets of the chosen blocks, largest first."""
+    taken: list[_Taken] = []
+    for k in sorted(chosen, key=lambda k: (-blocks[k].size, blocks[k].first, k)):
+        block, size = blocks[k], aligned(blocks[k].size)
+        offset = _gap((each for each in taken if each[3] <= block.last and block.first <= each[4]), size)
+        insort(taken, (offset, offset + size, k, block.first, block.last))
+    return {number: start for start, _, number, *_ in taken}
+
+
+def _gap(taken: Iterable[_Taken], size: int) -> int:
+    """The start of the smallest gap of at least ``size`` bytes between the taken ones, else the end of all."""
+    best: tuple[int, int] | None = None
+    free = 0
+    for start, end, *_ in taken:
+        if start - free >= size and (best is None or start - free < best[0]):
+            best = start - free, free
+        free = max(free, end)
+    return free if best is None else best[1]
+
+
+def _by_time(blocks: Sequence[Block], chosen: Sequence[int], end: int) -> dict[int, int]:
+    """The offsets of the chosen blocks from ``end`` on, in the order in which they come to live."""
+    offsets: dict[int, int] = {}
+    living: dict[int, list[tuple[int, int]]] = {}  # by size: until when, offset
+    for k in sorted(chosen, key=lambda k: (blocks[k].first, k)):
+        block, size = blocks[k], aligned(blocks[k].size)
+        same = living.setdefault(size, [])
+        if same and same[0][0] < block.first:
+            _, offsets[k] = same.pop(0)
+        else:
+            offsets[k], end = end, end + size
+        insort(same, (block.last, offsets[k]))
+    return offsets
