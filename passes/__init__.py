@@ -27,6 +27,7 @@ from .program import Axis, Input, Mesh, Output, OutputKind, Part, Program
 from .purity import PURE_FUNCTIONS
 from .realise import Realise
 from .report import Report
+from .reuse_memory import ReuseMemory
 from .roles import Phase, Role
 from .runner import run
 from .split_update import SplitUpdate
@@ -65,6 +66,7 @@ __all__ = [
     "RankMismatchError",
     "Realise",
     "Report",
+    "ReuseMemory",
     "Role",
     "SplitUpdate",
     "SpmdError",

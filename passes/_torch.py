@@ -43,3 +43,10 @@ def register_work(tensor: torch.Tensor, work: Any) -> None:
 def group_named(name: str) -> Any:
     """The process group that functional collectives call by this name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]  # since 2.13 a NewType of str
+
+
+def has_kernel(op: OpOverload, device: torch.device) -> bool:
+    """Whether ``op`` has a kernel of its own on ``device``; what torch generates for the others computes and copies."""
+    own = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.type.upper())
+    generated = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutograd")
+    return bool(own) and not generated

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch import OpOverload, is_composite
+from ._torch import OpOverload, c10d, is_composite
 from .collectives import is_collective, is_wait, operands, waits_of
 from .list_ops import Entry, entry_of, is_taken_apart
 from .transport import NAMESPACE
@@ -72,12 +72,14 @@ def escaping(graph: fx.Graph, found: dict[fx.Node, Storages]) -> set[fx.Node]:
 def last_reads(graph: fx.Graph, found: dict[fx.Node, Storages]) -> dict[fx.Node, int]:
     """For each piece of memory, the position of the last node that reads it.
 
-    A collective reads its operands until somebody has waited for it. What is returned is read at the very end.
+    A collective reads its operands until somebody has waited for it, but for an all_reduce, which copies first. What
+    is returned is read at the very end.
     """
     position = {node: k for k, node in enumerate(graph.nodes)}
     last: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        until = max([position[node], *(position[wait] for wait in waits_of(node))])
+        waits = [] if node.target is c10d.all_reduce.default else waits_of(node)
+        until = max([position[node], *(position[wait] for wait in waits)])
         for storage in _read(node, found):
             last[storage] = max(last.get(storage, 0), until)
     return last

@@ -20,13 +20,15 @@ class Pass(ABC):
     - ``numerics``: "exact" (same bits), "reassociates" (the same sums in another order) or "approximate".
     - ``after``: pass classes that must come earlier *if they are in the same pipeline*.
     - ``needs``: pass classes without which this one cannot work.
-    - ``last``: nothing may run after it, because it fixes the order of the nodes.
+    - ``last``: nothing may run after it, because it fixes the order of the nodes; but for passes with ``keeps_order``,
+      which change nodes where they stand.
     """
 
     numerics: ClassVar[Numerics] = "exact"
     after: ClassVar[tuple[type[Pass], ...]] = ()
     needs: ClassVar[tuple[type[Pass], ...]] = ()
     last: ClassVar[bool] = False
+    keeps_order: ClassVar[bool] = False
 
     @abstractmethod
     def rewrite(self, program: Program) -> int:

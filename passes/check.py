@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .arena import has_arena
 from .collectives import Collective, group_of, is_collective, is_wait
 from .errors import PassError
 from .program import Input, OutputKind, Program
@@ -104,7 +105,7 @@ def _node_is_described(node: fx.Node) -> None:
 
 
 def _is_functional(program: Program, node: fx.Node) -> None:
-    if mutates(node) and not any(declared.in_place for declared in program.inputs):
+    if mutates(node) and not any(declared.in_place for declared in program.inputs) and not has_arena(program.graph):
         raise PassError(
             f"{node.name} ({node.target}) writes to its argument, but the program is functional until its last pass: "
             "return the new value as an update output instead"

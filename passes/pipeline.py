@@ -16,6 +16,7 @@ from .fuse_update import FuseUpdate
 from .merge_equal import MergeEqual
 from .one_storage import OneStorage
 from .realise import Realise
+from .reuse_memory import ReuseMemory
 from .start_early import StartEarly
 from .update_in_place import UpdateInPlace
 from .wait_late import WaitLate
@@ -51,4 +52,6 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         WaitLate(),
         # Nothing below may reorder: from here on, values are overwritten.
         UpdateInPlace(),
+        # Lifetimes are final, so memory can be planned.
+        ReuseMemory(),
     )

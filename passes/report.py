@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
+from .arena import reserve
 from .collectives import Collective, Kind, input_bytes, is_meant, operands
 from .program import Program
 
@@ -42,6 +43,8 @@ class Report:
 
     ``seconds`` says how long each stage of compiling took, ``notes`` what a user should know: for example, which ops
     run replicated because they have no rule. ``every`` has each collective by itself, in the order in which they start.
+    ``memory`` has, by device, the bytes of the arena that the program computes in, which is kept between calls, and the
+    bytes of what lives in it at once: no arena can be smaller.
     """
 
     name: str
@@ -51,13 +54,15 @@ class Report:
     notes: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
     every: tuple[Traffic, ...] = ()
+    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, seconds: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> Report:
         """The report of ``program``; every collective in it must be described, as ``check`` demands."""
         mesh, history = str(program.mesh), tuple(program.history)
         every = tuple(_one(node) for node in program.collectives() if is_meant(node))
-        return cls(program.name, mesh, _traffic(every), dict(seconds or {}), tuple(notes), history, every)
+        traffic, memory = _traffic(every), _memory(program)
+        return cls(program.name, mesh, traffic, dict(seconds or {}), tuple(notes), history, every, memory)
 
     def count(self, kind: str) -> int:
         """The number of collectives of this kind in one step. Raises ``ValueError`` for any other word."""
@@ -82,6 +87,8 @@ class Report:
         if self.seconds:
             times = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
             parts.append(Text(f"seconds by stage: {times}"))
+        for device, (size, live) in self.memory.items():
+            parts.append(Text(f"computes in an arena of {size:,} bytes on {device}; {live:,} live in it at once"))
         return Group(*parts, *(Text(f"note: {note}") for note in self.notes))
 
     def _table(self) -> RenderableType:
@@ -98,6 +105,12 @@ class Report:
             why = Text(f"{row.why}; by {row.by}" if row.by else row.why)
             table.add_row(row.kind, row.axis, row.role, row.dtype, f"{row.count:,}", f"{row.bytes:,}", why)
         return table
+
+
+def _memory(program: Program) -> dict[str, tuple[int, int]]:
+    """The arenas, and the least that each could be."""
+    arenas = program.graph.find_nodes(op="call_function", target=reserve)
+    return {str(node.args[1]): (node.args[0], node.meta["live_bytes"]) for node in arenas}
 
 
 def _one(node: fx.Node) -> Traffic:

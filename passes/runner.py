@@ -90,8 +90,9 @@ def _validate(program: Program, passes: tuple[Pass, ...]) -> None:
         if isinstance(each, type) or not isinstance(each, Pass):
             hint = f"{each.__name__}() makes one" if isinstance(each, type) else "subclass passes.Pass"
             raise TypeError(f"expected instances of passes.Pass in the pipeline, got {each!r}; {hint}")
-    if passes and any(declared.in_place for declared in program.inputs):
-        raise ValueError(f"{program.name} already updates its inputs in place: no pass can follow, got {passes[0]}")
+    moving = [each for each in passes if not each.keeps_order]
+    if moving and any(declared.in_place for declared in program.inputs):
+        raise ValueError(f"{program.name} already updates its inputs in place: no pass can follow, got {moving[0]}")
     for k, each in enumerate(passes):
         _validate_place(each, passes[:k], passes[k + 1 :])
 
@@ -103,5 +104,6 @@ def _validate_place(each: Pass, earlier: tuple[Pass, ...], later: tuple[Pass, ..
     for other in later:
         if isinstance(other, each.after):
             raise ValueError(f"{each} must come after {type(other).__name__}, but stands before it")
-    if each.last and later:
-        raise ValueError(f"{each} must be the last pass, but {later[0]} comes after it")
+    moving = [other for other in later if not other.keeps_order]
+    if each.last and moving:
+        raise ValueError(f"{each} must be the last pass, but {moving[0]} comes after it")

@@ -29,11 +29,14 @@ import torch
 from torch import fx
 
 from passes import Program, Role
-from passes.aliases import is_view
+from passes.aliases import escaping, is_view, storages
+from passes.arena import place, reserve, whole
 from passes.collectives import is_wait
+from passes.out_forms import is_constant
 from passes.purity import mutates, written
 
 from .direct import direct
+from .memory import Memory
 
 aten = torch.ops.aten
 
@@ -43,15 +46,20 @@ _pointer = torch.Tensor.data_ptr
 
 
 class Bound:
-    """Runs a graph on the program's inputs. Bound to state at the first call; ``release`` lets go of all of it."""
+    """Runs a graph on the program's inputs. Bound to state at the first call; ``release`` lets go of all of it.
 
-    def __init__(self, program: Program) -> None:
+    What the program reserves is ``memory``'s, and stays reserved between calls.
+    """
+
+    def __init__(self, program: Program, memory: Memory | None = None) -> None:
+        self.memory = memory or Memory()
+        self.memory.users.add(self)
         stays = [
             is_fixed(node, declared.role) for node, declared in zip(program.placeholders, program.inputs, strict=True)
         ]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
-        self._bind = _Writer(program, self._fixed, self._given).function()
+        self._bind = _Writer(program, self._fixed, self._given, self.memory).function()
         self.release()
         _all.add(self)
 
@@ -86,8 +94,9 @@ def is_fixed(node: fx.Node, role: Role) -> bool:
 class _Writer:
     """Writes the two functions, node by node."""
 
-    def __init__(self, program: Program, fixed: Sequence[int], given: Sequence[int]) -> None:
-        self.program = program
+    def __init__(self, program: Program, fixed: Sequence[int], given: Sequence[int], memory: Memory) -> None:
+        self.program, self.memory = program, memory
+        self.constants = _constants(program.graph)
         self.scope: dict[str, Any] = {}  # what the text names that is not in it: functions, dtypes, modules
         self.known: dict[int, str] = {}
         placeholders = program.placeholders
@@ -122,7 +131,7 @@ class _Writer:
 
     def _write(self, node: fx.Node) -> None:
         line = f"{self.names[node]} = {self._call(node)}"
-        if is_view(node) and not is_wait(node) and not mutates(node) and self._all_fixed(node.all_input_nodes):
+        if self._is_fixed(node):
             self.fixed.add(node)
             self.done_once.append(line)
             return
@@ -132,6 +141,12 @@ class _Writer:
             self.done_once.append(f"{self.names[node]} = {self._value(target)}")
             line = self._call(node)
         self.each_call.append(line)
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        if node in self.constants or node.target is reserve:
+            return True
+        views = node.target in (place, whole) or (is_view(node) and not is_wait(node) and not mutates(node))
+        return views and self._all_fixed(node.all_input_nodes)
 
     def _all_fixed(self, nodes: Iterable[fx.Node]) -> bool:
         return all(node in self.fixed for node in nodes)
@@ -147,6 +162,8 @@ class _Writer:
         self.each_call.append(f"return {self._value(returned)}")
 
     def _call(self, node: fx.Node) -> str:
+        if node.target is reserve:
+            return f"{self._name(self.memory)}.reserve({self._arguments(node)})"
         if node.op == "get_attr":
             return f"{self._name(operator.attrgetter(str(node.target)))}({self._name(self.program.graph_module)})"
         if node.op == "call_module":
@@ -189,6 +206,16 @@ class _Writer:
         bound, given = [", ".join(self.names[node] for node in each) for each in self.arguments]
         inner = [f"def run({given}):", *(f"    {line}" for line in self.each_call), "return run"]
         return "\n".join([f"def bind({bound}):", *(f"    {line}" for line in [*self.done_once, *inner]), ""])
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """The small tensors that are the same at every call: made from nothing, never written to, and not handed out."""
+    found = storages(graph)
+    touched = escaping(graph, found)
+    for node in graph.nodes:
+        if mutates(node):
+            touched.update(*(found[each] for each in node.all_input_nodes))
+    return {node for node in graph.nodes if is_constant(node) and node not in touched}
 
 
 def _returned_argument(node: fx.Node) -> Any:

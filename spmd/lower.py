@@ -12,6 +12,7 @@ from passes import OutputKind, Part, PassError, Program
 
 from ._torch import DisableAutocast
 from .bind import Bound
+from .memory import Memory
 
 Backend = Literal["aten"] | Callable[..., Any]
 
@@ -49,7 +50,7 @@ class Executable:
     def release(self) -> None:
         """Hold on to no state between calls: the model is gone."""
         if isinstance(self.function, Bound):
-            self.function.release()
+            self.function.memory.release()
 
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if not self.updates:
@@ -61,10 +62,10 @@ class Executable:
             place.of(inputs).copy_(value)
 
 
-def lower(program: Program, backend: Backend) -> Executable:
-    """Make ``program`` run. ``"aten"`` runs the graph as Python (``bind.py``); else the backend's callable does."""
+def lower(program: Program, backend: Backend, memory: Memory | None = None) -> Executable:
+    """Make ``program`` run: ``"aten"`` as Python (``bind.py``), in ``memory``; else by the backend's callable."""
     if backend == "aten":
-        function: Callable[..., Any] = Bound(program)
+        function: Callable[..., Any] = Bound(program, memory)
     else:
         examples = [node.meta.get("val") for node in program.placeholders]
         function = backend(program.graph_module, examples)

@@ -32,6 +32,7 @@ from .guards import Guards, Leaves, check_leaves, torch_modes
 from .inputs import place_inputs
 from .live import check_memory, commit, follow_split, on_mesh, prepare
 from .lower import Backend, lower
+from .memory import Memory
 from .modes import ParallelMode, check_passes
 from .override import Override, replaced, transform
 from .randomness import adopt, proposed, told
@@ -80,6 +81,7 @@ class CompiledStep:
         self._compiled: list[Compiled] = []
         self._changes: list[str] = []  # why each program but the first was compiled
         self._last: Compiled | None = None
+        self._memory = Memory()
 
     @property
     def _name(self) -> str:
@@ -224,7 +226,7 @@ class CompiledStep:
             program = passes_package.run(program, options.pipeline, on_stage=dump.on_pass if dump else None)
         with clock.stage("lower"), DisableAutocast():
             program = _transformed(program, options.gm_transformation)
-            executable = lower(program, options.backend)
+            executable = lower(program, options.backend, self._memory)
         report = Report.of(program, clock.seconds, program.notes)
         if dump:
             dump.stage(99, "lowered", program)

@@ -6,8 +6,10 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import fx
 
 import spmd
+from passes.arena import place, reserve
 from passes.collectives import is_meant
 
 from .cases import mlp
@@ -34,10 +36,26 @@ def counts(compiled: spmd.CompiledStep) -> dict[str, int]:
 
 def shapes(program: Any, phase: str | None = None) -> set[tuple[int, ...]]:
     """The shapes of every tensor in the graph, or of those that one phase computes."""
-    nodes = [node for node in program.graph.nodes if phase in (None, node.meta.get("phase"))]
+    nodes = [node for node in program.graph.nodes if phase in (None, node.meta.get("phase")) and not is_memory(node)]
     values = [value for node in nodes for value in _tensors(node.meta.get("val"))]
     assert values
     return {tuple(value.shape) for value in values}
+
+
+def is_memory(node: fx.Node) -> bool:
+    """Whether a node finds memory, and computes nothing."""
+    return node.target in (reserve, place)
+
+
+def computes(node: fx.Node) -> Any:
+    """What a node computes, also where it writes that into planned memory."""
+    return node.meta.get("computes", node.target)
+
+
+def nodes_of(compiled: spmd.CompiledStep, *ops: Any) -> list[fx.Node]:
+    """The nodes of the last program that compute one of ``ops``, in order."""
+    assert compiled.program is not None
+    return [node for node in compiled.program.graph.nodes if computes(node) in ops]
 
 
 def regression(*sizes: int, rows: int = 7) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:

@@ -111,11 +111,19 @@ def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[An
                 rank.env[node] = [[x.clone() for x in each] for each in pending] if early else pending
         elif is_wait(nodes[0]):
             for k, (rank, node) in enumerate(everyone):
-                rank.env[node] = _collect(node.args[0], rank.env[node.args[0]], k)
+                started = node.args[0]
+                rank.env[node] = _written(started, rank, _collect(started, rank.env[started], k))
         else:
             for rank, node in everyone:
                 rank.step(node)
     return [rank.finish() for rank in ranks]
+
+
+def _written(started: fx.Node, rank: _Rank, value: torch.Tensor) -> torch.Tensor:
+    """The result, in the memory that a collective was given for it."""
+    in_place = started.target is c10d.all_reduce_.default
+    target = started.args[0] if in_place else started.kwargs.get("out")
+    return rank.env[target].copy_(value) if isinstance(target, fx.Node) else value
 
 
 def _collect(node: fx.Node, sent: list[list[torch.Tensor]], rank: int) -> torch.Tensor:

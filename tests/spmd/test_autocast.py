@@ -19,7 +19,7 @@ import spmd
 from tests.harness.cases import MLP
 from tests.harness.oracle import Case, snapshot
 from tests.harness.pool import Ranks
-from tests.harness.structure import compile_on_fake_ranks
+from tests.harness.structure import compile_on_fake_ranks, computes, nodes_of
 
 BF16 = torch.bfloat16
 ROUNDING = 2.0**-8  # of one number in bf16
@@ -156,10 +156,8 @@ def test_steps_under_autocast(ranks: Ranks, case: Case, request: pytest.FixtureR
 
 def dtypes_of_products(compiled: spmd.CompiledStep) -> list[torch.dtype]:
     """Of each matrix product, in order."""
-    assert compiled.program is not None
-    products = ("aten.mm.default", "aten.addmm.default")
-    nodes = [node for node in compiled.program.graph.nodes if str(node.target) in products]
-    return [node.meta["val"].dtype for node in nodes]
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return [node.meta["val"].dtype for node in nodes_of(compiled, *products)]
 
 
 def test_a_region_without_autocast_stays_in_fp32_where_the_call_is_under_autocast() -> None:
@@ -175,5 +173,5 @@ def test_a_weight_is_cast_once_for_all_that_read_it() -> None:
     case = Inside()
     compiled = compile_on_fake_ranks(2, case.step, case.build(), *case.part(0, 0))
     weight = next(node for node in compiled.program.placeholders if node.name == "model_0_weight")
-    casts = [user for user in weight.users if "_to_copy" in str(user.target)]
+    casts = [user for user in weight.users if computes(user) is torch.ops.aten._to_copy.default]
     assert len(casts) == 1

@@ -27,6 +27,7 @@ from tests.harness.cases import MLP, make_optimizer, mlp
 from tests.harness.fake import fake_world
 from tests.harness.oracle import Snapshot, all_unequal, assert_agrees, compiled_run, snapshot, unequal
 from tests.harness.pool import RankError, Ranks
+from tests.harness.structure import nodes_of
 
 F64 = torch.float64
 
@@ -298,7 +299,7 @@ def test_a_network_that_is_fed_noise_alone_runs_on_this_ranks_rows() -> None:
 
     with fake_world(4):
         step(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 6)), torch.randn(2, 6))
-    (tanh,) = step.program.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    (tanh,) = nodes_of(step, torch.ops.aten.tanh.default)
     assert tuple(tanh.meta["val"].shape) == (2, 5)
 
 

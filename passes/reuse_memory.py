@@ -1,0 +1,109 @@
+"""Compute in memory that was planned ahead, so that a step allocates next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from .arena import place, reserve, whole
+from .base import Pass
+from .lodgers import Lodger, Lodgers
+from .out_forms import out_form
+from .pack import Block, live_bytes, pack, total
+from .program import Program
+from .update_in_place import UpdateInPlace
+from .writable import make_writable
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ReuseMemory(Pass):
+    """Each value that dies within the call, and whose op can write where it is told, gets a place in one arena.
+
+    Places are planned ahead by lifetimes (``pack.py``). A pointwise op writes over an operand that dies there. What is
+    concatenated is written into its part of the whole at once. Ops without an out form of their own go on allocating,
+    and so do results, new state, and whatever may share memory with them. ``meta["computes"]`` says which op a node
+    was. Nothing may reorder the graph afterwards.
+    """
+
+    last: ClassVar[bool] = True
+    keeps_order: ClassVar[bool] = True
+    after: ClassVar[tuple[type[Pass], ...]] = (UpdateInPlace,)
+
+    def rewrite(self, program: Program) -> int:
+        """Plan for each device, then write."""
+        make_writable(program.graph)
+        lodgers = Lodgers(program.graph)
+        writer = _Writer(program.graph, _arenas(program, lodgers.all()))
+        for node, results in lodgers.of.items():
+            node.meta["computes"] = node.target
+            if node in lodgers.wholes:
+                writer.join(node, results[0], lodgers.wholes[node])
+            else:
+                writer.write(node, results)
+        return len(lodgers.all())
+
+
+_Arenas = dict[torch.device, tuple[fx.Node, dict[int, int]]]  # the arena of a device, and the offsets of blocks in it
+
+
+def _arenas(program: Program, lodgers: Sequence[Lodger]) -> _Arenas:
+    """Plan and reserve."""
+    placeholders = program.placeholders
+    arenas: _Arenas = {}
+    for device in dict.fromkeys(lodger.val.device for lodger in lodgers):
+        owners = [each for each in lodgers if each.host is None and each.val.device == device]
+        blocks = [Block(each.size, each.first, each.last) for each in owners]
+        offsets = pack(blocks)
+        with program.graph.inserting_after(placeholders[-1]) if placeholders else program.graph.inserting_before():
+            node = program.graph.create_node("call_function", reserve, (total(blocks, offsets), device), name="arena")
+        node.meta["live_bytes"] = live_bytes(blocks)
+        arenas[device] = node, {id(each): offset for each, offset in zip(owners, offsets, strict=True)}
+    return arenas
+
+
+@dataclass
+class _Writer:
+    """Puts places into the graph, and lets nodes write there."""
+
+    graph: fx.Graph
+    arenas: _Arenas
+
+    def place(self, before: fx.Node, lodger: Lodger, val: torch.Tensor, offset: int = 0) -> fx.Node:
+        """A place that looks like ``val``, ``offset`` bytes into a lodger's."""
+        block, within = lodger.block()
+        arena, offsets = self.arenas[block.val.device]
+        at = offsets[id(block)] + within + offset
+        return self._add(before, place, (arena, at, list(val.shape), list(val.stride()), val.dtype), val)
+
+    def write(self, node: fx.Node, results: Sequence[Lodger]) -> None:
+        """Let a node write into its places."""
+        form = out_form(node)
+        assert form is not None, f"{node} was given a place because it can write there"
+        node.args, node.kwargs = form.call([self.place(node, each, each.val) for each in results])
+        node.target = form.op
+
+    def join(self, node: fx.Node, result: Lodger, joined: Sequence[Lodger | None]) -> None:
+        """Copy what does not lie in the whole yet."""
+        offset, members = 0, node.args[0]
+        assert isinstance(members, (list, tuple))
+        parts: list[fx.Node] = []
+        for member, part in zip(members, joined, strict=True):
+            val: torch.Tensor = member.meta["val"]
+            if part is None:
+                like = val.new_empty(val.shape, dtype=result.val.dtype)
+                member = self._add(node, aten.copy_.default, (self.place(node, result, like, offset), member), like)
+            parts.append(member)
+            offset += val.numel() * result.val.element_size()
+        node.target, node.args, node.kwargs = whole, (self.place(node, result, result.val), parts), {}
+
+    def _add(self, before: fx.Node, function: Any, args: tuple[Any, ...], val: torch.Tensor) -> fx.Node:
+        with self.graph.inserting_before(before):
+            added = self.graph.call_function(function, args)
+        added.meta = {key: each for key, each in before.meta.items() if key in ("phase", "module")} | {"val": val}
+        return added

@@ -1,0 +1,44 @@
+"""The memory that the programs of one step compute in: one arena a device, kept from call to call.
+
+A step runs one program at a time, and nothing that lives on after a call is in an arena, so that all programs of a step
+share it. It is as large as the largest of them needs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+
+from passes.arena import reserve
+
+
+class User(Protocol):
+    """What is bound to an arena, and can be told to let go of it."""
+
+    def release(self) -> None:
+        """Let go; a later call binds anew."""
+
+
+class Memory:
+    """Arenas by device."""
+
+    def __init__(self) -> None:
+        self.users: WeakSet[User] = WeakSet()
+        self._arenas: dict[torch.device, torch.Tensor] = {}
+
+    def reserve(self, size: int, device: torch.device) -> torch.Tensor:
+        """At least ``size`` bytes. Where there are not so many yet, all users let go of the old arena first."""
+        if device not in self._arenas or self._arenas[device].numel() < size:
+            for user in list(self.users):
+                user.release()
+            self._arenas.pop(device, None)
+            self._arenas[device] = reserve(size, device)
+        return self._arenas[device]
+
+    def release(self) -> None:
+        """Free all of it; the next call reserves anew."""
+        for user in list(self.users):
+            user.release()
+        self._arenas.clear()
