@@ -31,21 +31,24 @@ def peak(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _tensors() -> int:
-    """Bytes of all storages on the CPU that Python objects refer to, each once."""
+    """Bytes on the CPU that tensors have which Python objects refer to, each once: storages may lie in one another."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     tensors += [found.grad for found in tensors if found.is_leaf and found.grad is not None]
-    sizes = dict(filter(None, map(_storage, tensors)))
-    return sum(sizes.values())
+    total = end = 0
+    for start, stop in sorted(filter(None, map(_storage, tensors))):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Where a tensor's memory is, and its bytes; None for one that has none, such as a fake one."""
+    """The first address of a tensor's memory and the one after its last; None for one that has none, as fakes."""
     try:
         storage = tensor.untyped_storage()
         if storage.device.type != "cpu" or not storage.data_ptr():
             return None
-        return storage.data_ptr(), storage.nbytes()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     except (RuntimeError, NotImplementedError):  # kinds of tensors without storage
         return None
 
