@@ -103,7 +103,8 @@ class _Machine:
 
 
 def _measured(machine: _Machine, axis: Axis, kind: Kind, size: int) -> Iterator[tuple[Way, Point]]:
-    ways = WAYS[kind] if axis.backend == "gloo" else (Way.NATIVE,)
+    # What an all_reduce in two halves costs shows only beside compute (passes/costs.py).
+    ways = WAYS[kind] if axis.backend == "gloo" and kind is not Kind.ALL_REDUCE else (Way.NATIVE,)
     buffers = _Buffers.of(axis, size, machine.device)
     times = machine.times([buffers.performing(kind, way) for way in ways])
     for way, each in zip(ways, times, strict=True):
@@ -134,9 +135,7 @@ class _Buffers:
             return self._natively(kind)
         if kind is Kind.ALL_GATHER:
             return lambda: self._gather(way, self.other)
-        if kind is Kind.REDUCE_SCATTER:
-            return self._reduce
-        return self._reduce_and_gather
+        return self._reduce
 
     def _natively(self, kind: Kind) -> Callable[[], object]:
         ranks, group = self.axis.size, self.axis.group
@@ -158,10 +157,6 @@ class _Buffers:
         else:
             rows = WAIT(exchange.out(self.whole, self.axis.size, length, self.axis.group, out=self.rows))
             torch.sum(rows, 0, out=self.part)
-
-    def _reduce_and_gather(self) -> None:
-        self._reduce()
-        self._gather(Way.BROADCAST, self.whole)
 
     def _gather(self, way: Way, out: torch.Tensor) -> None:
         gather = gather_by_broadcast if way is Way.BROADCAST else gather_by_sending

@@ -277,8 +277,9 @@ def compile(
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
-    Use it bare (``@spmd.compile``) or with arguments (``@spmd.compile(parallel_mode=...)``). The compiled step computes
-    what the plain step computes on one device that holds the whole batch.
+    Use it bare (``@spmd.compile``), with arguments (``@spmd.compile(parallel_mode=...)``), or as a function of the step
+    and arguments (``spmd.compile(step, parallel_mode=...)``). The compiled step computes what the plain step computes on
+    one device that holds the whole batch.
 
     - ``module_override``: a list of ``Override``.
     - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
@@ -292,10 +293,9 @@ def compile(
     ``PartitionError``, ``PassError`` or ``RankMismatchError`` while they compile, and leave model and optimizer as
     they were.
     """
-    if inspect.isfunction(module_override) or inspect.ismethod(module_override):
-        return compile()(module_override)
+    bare = inspect.isfunction(module_override) or inspect.ismethod(module_override)
     options = Options(
-        _check_overrides(module_override),
+        _check_overrides(None if bare else module_override),
         _check_callable("gm_transformation", gm_transformation),
         _check_mode(parallel_mode),
         check_passes("passes", passes),
@@ -309,7 +309,7 @@ def compile(
             raise TypeError(f"expected a function to compile, got {function!r}")
         return CompiledStep(function, options)
 
-    return decorate
+    return decorate(module_override) if bare else decorate
 
 
 def _check_overrides(given: Any) -> tuple[Override, ...]:

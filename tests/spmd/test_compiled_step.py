@@ -37,6 +37,14 @@ def test_it_looks_like_the_function() -> None:
         assert isinstance(compiled, spmd.CompiledStep)
 
 
+def test_a_function_given_first_is_compiled_with_the_other_arguments() -> None:
+    compiled = spmd.compile(train_step, passes=())
+    compiled(*regression(5, 3))
+    assert not any("Bucket" in line for line in compiled.program.history)
+    with pytest.raises(TypeError, match="parallel_mode"):
+        spmd.compile(train_step, parallel_mode="replicate")
+
+
 def test_programs_come_with_the_first_call() -> None:
     compiled = spmd.compile(train_step)
     assert (compiled.programs, compiled.program) == ((), None)
