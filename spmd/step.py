@@ -277,9 +277,9 @@ def compile(
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
-    Use it bare (``@spmd.compile``), with arguments (``@spmd.compile(parallel_mode=...)``), or as a function of the step
-    and arguments (``spmd.compile(step, parallel_mode=...)``). The compiled step computes what the plain step computes on
-    one device that holds the whole batch.
+    Use it bare (``@spmd.compile``), with arguments (``@spmd.compile(parallel_mode=...)``), or on a function
+    (``spmd.compile(step, parallel_mode=...)``). The compiled step computes what the plain step computes on one device
+    that holds the whole batch.
 
     - ``module_override``: a list of ``Override``.
     - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
