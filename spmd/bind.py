@@ -73,11 +73,12 @@ class Bound:
         """What the graph returns."""
         state = [inputs[k] for k in self._fixed]
         lies = list(map(_pointer, state))
-        if lies != self._lies or not all(map(is_, state, self._state)):
+        run = self._run  # another thread, whose step is compiled, may let go of it meanwhile
+        if run is None or lies != self._lies or not all(map(is_, state, self._state)):
             self.release()
-            self._run, self._state, self._lies = self._bind(*state), state, lies
-        assert self._run is not None
-        return self._run(*[inputs[k] for k in self._given])
+            run = self._bind(*state)
+            self._run, self._state, self._lies = run, state, lies
+        return run(*[inputs[k] for k in self._given])
 
 
 def release_all() -> None:

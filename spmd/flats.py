@@ -69,8 +69,7 @@ def _survey(tensors: dict[str, torch.Tensor]) -> tuple[list[tuple[str, ...]], se
     lying: dict[int, list[str]] = defaultdict(list)
     fixed = set[str]()
     for name, tensor in tensors.items():
-        start = _pointer(tensor)
-        flat = next((base for base, whole in _known.items() if base <= start < base + whole.nbytes), None)
+        flat = _flat_of(tensor)
         if flat is not None:
             lying[flat].append(name)
         elif not _is_movable(tensor):
@@ -80,11 +79,19 @@ def _survey(tensors: dict[str, torch.Tensor]) -> tuple[list[tuple[str, ...]], se
     return stored, fixed.union(*(names for names in groups if tuple(names) not in stored))
 
 
+def _flat_of(tensor: torch.Tensor) -> int | None:
+    """The first address of the flat tensor that ``tensor`` lies in, if it does."""
+    start = _pointer(tensor)
+    return next((base for base, whole in _known.items() if base <= start < base + whole.nbytes), None)
+
+
 def _is_movable(tensor: torch.Tensor) -> bool:
     """Whether nobody would notice if the data of ``tensor`` lay elsewhere."""
     if type(tensor) not in _PLAIN or tensor.dtype not in _DTYPES or tensor.is_inference() or tensor.is_conj():
         return False
     shared = tensor.is_neg() or (tensor.device.type == "cpu" and tensor.is_shared())
+    # Memory that torch did not allocate is somebody's, such as an array's; or a part of one of ours.
+    shared = shared or not (tensor.untyped_storage().resizable() or _flat_of(tensor) is not None)
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return whole and not shared and owners(tensor) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -65,6 +66,22 @@ class Options:
         return passes_package.default()
 
 
+class _Turn:
+    """One thread after the other: the programs of a step compute in the same memory. A copy of a step has its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[_Turn], tuple[()]]:
+        return _Turn, ()
+
+
 class CompiledStep:
     """A train step that runs compiled; it takes the arguments of the function it wraps.
 
@@ -82,6 +99,7 @@ class CompiledStep:
         self._changes: list[str] = []  # why each program but the first was compiled
         self._last: Compiled | None = None
         self._memory = Memory()
+        self._turn = _Turn()
 
     @property
     def _name(self) -> str:
@@ -108,16 +126,20 @@ class CompiledStep:
         """
         if get_proxy_mode() is not None:
             return self._function(*args, **kwargs)
+        with self._turn:
+            result = self._step(args, kwargs)
+        if last_train_step:
+            self.flush()
+        return result
+
+    def _step(self, args: Any, kwargs: Any) -> Any:
         arguments, compiled, tensors = self._arrive(args, kwargs)
         if compiled is None:
             compiled = self._compile_together(arguments)
             tensors = compiled.guards.layout.read(arguments)
         assert tensors is not None, "a program fits the call that it was compiled for"
         self._last = compiled
-        result = compiled.run(arguments, tensors)
-        if last_train_step:
-            self.flush()
-        return result
+        return compiled.run(arguments, tensors)
 
     def _arrive(self, args: Any, kwargs: Any) -> tuple[Arguments, Compiled | None, list[torch.Tensor] | None]:
         """The call, and the program that fits it if there is one, once all ranks have said that they do the same."""
@@ -170,7 +192,7 @@ class CompiledStep:
             warnings.warn(
                 f"{self._name} has compiled {_MANY} programs. What changed before the last ones: "
                 f"{'; '.join(self._changes[-3:])}. If it changes at every call, pass it as a tensor, or leave it out",
-                stacklevel=3,
+                stacklevel=4,
             )
         return compiled
 

@@ -167,6 +167,20 @@ def test_memory_that_somebody_looks_at_stays() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_array_that_is_a_parameter_s_memory_stays_so(at: int) -> None:
+    model, optimizer = Small().build()
+    step = spmd.compile(Small.step)
+    for k in range(4):
+        if k == at:
+            array = model[0].weight.detach().numpy().copy()
+            model[0].weight.data = torch.from_numpy(array)
+        step(model, optimizer, *Small().part(0, k))
+    assert array.ctypes.data == model[0].weight.data_ptr()
+    assert torch.equal(torch.from_numpy(array), model[0].weight)
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_is_looked_at_after_the_first_call_is_kept_up() -> None:
     model, optimizer = Small().build()
     step = spmd.compile(Small.step)

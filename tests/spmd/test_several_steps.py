@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import spmd
 from tests.harness.cases import MLP
+from tests.harness.fake import fake_world
 from tests.harness.oracle import Snapshot, all_unequal, snapshot
 from tests.harness.pool import Ranks
 
@@ -81,3 +83,26 @@ def loaded(rank: int, world: int, style: str, at: int) -> list[str]:
 @pytest.mark.parametrize("style, at", [("replicate", 2), ("fully_shard", 0), ("fully_shard", 2)])
 def test_optimizer_state_is_loaded_before_the_first_call_or_between_calls(ranks: Ranks, style: str, at: int) -> None:
     assert ranks.run(2, loaded, style, at) == [[], []]
+
+
+def _evaluate(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def test_threads_take_turns() -> None:
+    """Programs of one step compute in the same memory."""
+    models = [nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))) for _ in range(2)]
+    x = torch.rand(64, 128)
+    step = spmd.compile(_evaluate)
+    with fake_world(1), torch.no_grad(), ThreadPoolExecutor(2) as threads:
+        wanted = [step(model, x) for model in models]
+
+        def agrees(model: nn.Module, result: Tensor) -> bool:
+            with torch.no_grad():
+                return all(torch.equal(step(model, x), result) for _ in range(200))
+
+        assert all(threads.map(agrees, models, wanted))
+
+
+def test_a_step_that_was_not_called_yet_can_be_copied() -> None:
+    assert isinstance(deepcopy(spmd.compile(_evaluate)), spmd.CompiledStep)
