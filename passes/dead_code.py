@@ -13,14 +13,15 @@ from .purity import is_pure
 class DeadCode(Pass):
     """Pure nodes that no output needs are erased, collectives included. All ranks erase the same, as the graph tells.
 
-    Placeholders stay: the inputs of a program do not change. Impure nodes stay, with what they need.
+    Placeholders stay, and what shows the parts of flat ones: the inputs of a program do not change. Impure nodes stay,
+    with what they need.
     """
 
     def rewrite(self, program: Program) -> int:
         """Erase from the end, so that what only dead nodes read is dead when its turn comes."""
-        edits = 0
+        edits, inputs = 0, {node for _, node in program.values().values()}
         for node in reversed(program.graph.nodes):
-            if not node.users and is_pure(node):
+            if not node.users and node not in inputs and is_pure(node):
                 program.graph.erase_node(node)
                 edits += 1
         return edits

@@ -97,6 +97,17 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, out: Tensor) -> T
     return out
 
 
+def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
+    c10d.all_gather_into_tensor_out.default(_bytes(x.contiguous()), group_size, group_name, out=_bytes(out))
+    return out
+
+
+def _reduce_scatter_tensor(x: Tensor, reduce_op: str, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
+    x, into = (torch.view_as_real(each) if each.is_complex() else each for each in (x, out))
+    c10d.reduce_scatter_tensor_out.default(x, reduce_op, group_size, group_name, out=into)
+    return out
+
+
 def _all_to_all_single(
     x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group_name: str, *, out: Tensor
 ) -> Tensor:
@@ -157,6 +168,8 @@ _define("Tensor x, int size, str group_name", _swap, _swapped)
 _define("Tensor x, int total, int ranks, str group_name", _gather_by_broadcast, _gathered)
 _define("Tensor x, int total, int ranks, str group_name", _gather_by_sending, _gathered)
 _define("Tensor x, str reduce_op, str group_name", _all_reduce, None)
+_define("Tensor x, int group_size, str group_name", _all_gather_into_tensor, None)
+_define("Tensor x, str reduce_op, int group_size, str group_name", _reduce_scatter_tensor, None)
 _define("Tensor x, int[] output_split_sizes, int[] input_split_sizes, str group_name", _all_to_all_single, None)
 
 ops = getattr(torch.ops, NAMESPACE)
@@ -165,8 +178,8 @@ gather_by_broadcast, gather_by_sending = ops.gather_by_broadcast, ops.gather_by_
 
 OUT_FORMS: dict[Any, Any] = {
     c10d.all_reduce.default: ops.all_reduce.out,  # in place where out is the operand
-    c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_out.default,
-    c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_out.default,
+    c10d.all_gather_into_tensor.default: ops.all_gather_into_tensor.out,
+    c10d.reduce_scatter_tensor.default: ops.reduce_scatter_tensor.out,
     c10d.all_to_all_single.default: ops.all_to_all_single.out,
     exchange.default: exchange.out,
     swap.default: swap.out,

@@ -14,6 +14,7 @@ import argparse
 import collections
 import dis
 import enum
+import gc
 import os
 import sys
 import sysconfig
@@ -391,6 +392,9 @@ class Reads:
     def _tracer(self, before: Any) -> Any:
         """A trace function that looks at each function once, when it first starts."""
         seen = self._code
+        seen |= {
+            each.__code__ for each in gc.callbacks if isinstance(each, types.FunctionType)
+        }  # run whenever it suits
 
         def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
             if frame.f_code not in seen:

@@ -185,7 +185,7 @@ def test_collectives_write_into_places() -> None:
         return (aten.sum.default(all_gather(reduce_scatter(aten.mul.Tensor(x, 2)))),)
 
     ops = rewritten(make_program(step, x=f64(4, 3)))
-    assert ops[1].startswith("reduce_scatter_tensor_out") and ops[3].startswith("all_gather_into_tensor_out")
+    assert ops[1].startswith("spmd_transport.reduce_scatter") and ops[3].startswith("spmd_transport.all_gather")
 
 
 def test_an_arena_is_no_larger_than_what_lives_at_once() -> None:

@@ -172,6 +172,6 @@ def test_a_region_without_autocast_stays_in_fp32_where_the_call_is_under_autocas
 def test_a_weight_is_cast_once_for_all_that_read_it() -> None:
     case = Inside()
     compiled = compile_on_fake_ranks(2, case.step, case.build(), *case.part(0, 0))
-    weight = next(node for node in compiled.program.placeholders if node.name == "model_0_weight")
+    _, weight = compiled.program.values()["model.0.weight"]
     casts = [user for user in weight.users if computes(user) is torch.ops.aten._to_copy.default]
     assert len(casts) == 1

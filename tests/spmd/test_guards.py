@@ -219,6 +219,30 @@ def test_a_changed_global_compiles_anew(monkeypatch: pytest.MonkeyPatch, name: s
     twins.check(0)
 
 
+COLLECTIONS = 0
+
+
+def count_collections(phase: str, info: dict[str, int]) -> None:
+    """What runs whenever Python collects garbage, such as a tool's clock."""
+    global COLLECTIONS
+    COLLECTIONS += 1
+
+
+def test_what_runs_when_garbage_is_collected_is_not_the_step() -> None:
+    def collecting(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        gc.collect()
+        return step(model, optimizer, x, y)
+
+    twins = Twins(collecting)
+    gc.callbacks.append(count_collections)
+    try:
+        for added in (1, 1, 0):
+            twins.check(added)
+    finally:
+        gc.callbacks.remove(count_collections)
+    assert COLLECTIONS
+
+
 @pytest.mark.parametrize("holder", [SETTINGS, ARGS, criterion], ids=["SimpleNamespace", "Namespace", "module"])
 def test_a_changed_attribute_of_a_global_compiles_anew(monkeypatch: pytest.MonkeyPatch, holder: Any) -> None:
     twins = Twins()
