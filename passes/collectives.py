@@ -38,8 +38,7 @@ class Collective:
     ``axis`` is the name of the mesh axis, ``reduction`` is ``"sum"``, ``"max"``, ... or None, ``role`` says what is
     communicated, ``why`` is a sentence for reports, ``of`` names the values (parameters, results) it serves.
 
-    ``by`` says how it is performed, where that is not by the op that means it. Of several ops that perform one
-    together, those after the first have ``continues``.
+    ``by`` says how it is performed, where that is not by the op that means it.
     """
 
     kind: Kind
@@ -49,7 +48,6 @@ class Collective:
     why: str = ""
     of: tuple[str, ...] = ()
     by: str = ""
-    continues: bool = False
 
 
 _KINDS: dict[Any, Kind] = {
@@ -80,12 +78,6 @@ def is_collective(node: fx.Node) -> bool:
 def is_wait(node: fx.Node) -> bool:
     """Whether ``node`` waits for a collective."""
     return node.op == "call_function" and node.target is WAIT
-
-
-def is_meant(node: fx.Node) -> bool:
-    """Whether a collective node is one that is meant: of the ops that perform one together, the first."""
-    said = node.meta.get("collective")
-    return not (isinstance(said, Collective) and said.continues)
 
 
 def kind_of(node: fx.Node) -> Kind:

@@ -22,15 +22,13 @@ class Way(StrEnum):
     """How a collective is performed."""
 
     NATIVE = "native"  # the op of the backend that means it
-    EXCHANGE = (
-        "exchange"  # each rank gets its part of every rank's operand and adds them up; an all_reduce also gathers
-    )
+    EXCHANGE = "exchange"  # each rank gets its part of every rank's operand and adds them up
     BROADCAST = "broadcast"  # each rank broadcasts its part, all at once
     SENDING = "sending"  # each rank sends its part to each other
 
 
 WAYS: dict[Kind, tuple[Way, ...]] = {
-    Kind.ALL_REDUCE: (Way.NATIVE, Way.EXCHANGE),
+    Kind.ALL_REDUCE: (Way.NATIVE,),
     Kind.REDUCE_SCATTER: (Way.NATIVE, Way.EXCHANGE),
     Kind.ALL_GATHER: (Way.NATIVE, Way.BROADCAST, Way.SENDING),
 }
@@ -140,8 +138,6 @@ _SIZES = tuple(4096 * 4**k for k in range(7))
 
 # (milliseconds, milliseconds of CPU) at those sizes, as `python -m spmd calibrate` measures them: 2 ranks on loopback,
 # a core each, torch 2.13; the least of six runs beside other work, four of which were before two ranks swapped halves.
-# An all_reduce in two halves is missing: alone it wins between 256 KiB and 4 MiB, but the thread that computes has to
-# wait in its middle, and beside the compute of a step of 110 ms it was 3 ms slower.
 _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
     (Kind.ALL_REDUCE, Way.NATIVE): (
         (0.28, 0.24),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -27,10 +26,9 @@ from .collectives import (
     output_bytes,
     reduction_of,
 )
-from .costs import BUILT_IN, Link, Table, Way
+from .costs import BUILT_IN, Table, Way
 from .order import settle
 from .program import Axis, Program
-from .start_early import readiness
 
 aten = torch.ops.aten
 
@@ -53,10 +51,8 @@ class Realise(Pass):
     """Each collective is performed in the way that ``table`` says is cheapest for its axis and size.
 
     On gloo a reduce_scatter becomes an exchange of parts and their sum in the order of ranks, an all_gather a broadcast
-    of each part, a large all_reduce both: exchange, wait, sum, start of the gather, wait. Each element is added up on
-    one rank, so all ranks get the same bits. The middle of one such all_reduce stands where the next one's operand is
-    ready: its exchange runs beside what is computed before that, its gather beside what follows. Other backends keep
-    their ops, and so do tensors on a GPU. What is meant stays in ``meta["collective"]``, and is counted once.
+    of each part. Other backends keep their ops, and so do tensors on a GPU. What is meant stays in
+    ``meta["collective"]``.
 
     ``backend`` takes the place of the axes' own backend, to see on fake ranks what gloo would do. A compiler that plans
     memory by itself must know that operands are read until the wait; without this pass it sees torch's own ops only.
@@ -70,10 +66,7 @@ class Realise(Pass):
     def rewrite(self, program: Program) -> int:
         """Choose for all, then rewrite; returns how many collectives are no longer performed by their own op."""
         chosen = [each for node in program.collectives() if (each := self._choose(program, node))]
-        meeting = _meeting(program, [each.node for each in chosen if each.kind is Kind.ALL_REDUCE])
-        late: set[fx.Node] = set()
-        for each in chosen:
-            late |= _rewritten(each, meeting.get(each.node))
+        late = set[fx.Node]().union(*map(_rewritten, chosen))
         for each in chosen:
             for node in (*each.node.users, each.node):
                 program.graph.erase_node(node)
@@ -89,7 +82,7 @@ class Realise(Pass):
         if link is None or not _on_cpu(node) or not _can_reduce(node):
             return None
         way = link.cheapest(kind_of(node), max(input_bytes(node), output_bytes(node)))
-        return None if way is Way.NATIVE else _Chosen(node, way, axis, link)
+        return None if way is Way.NATIVE else _Chosen(node, way, axis)
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,6 @@ class _Chosen:
     node: fx.Node
     way: Way
     axis: Axis
-    link: Link
 
     @property
     def kind(self) -> Kind:
@@ -109,10 +101,10 @@ class _Chosen:
         """A node in the old one's place and phase."""
         return caller([self.node])(op, *args)
 
-    def start(self, by: str, op: Any, *args: Any, continues: bool = False) -> fx.Node:
+    def start(self, by: str, op: Any, *args: Any) -> fx.Node:
         """A node that starts communication for the old one."""
         node = self.call(op, *args, group_of(self.node))
-        node.meta["collective"] = replace(self.node.meta["collective"], by=by, continues=continues)
+        node.meta["collective"] = replace(self.node.meta["collective"], by=by)
         return node
 
 
@@ -127,30 +119,12 @@ def _on_cpu(node: fx.Node) -> bool:
     return bool(operands(node)[0].meta["val"].device.type == "cpu")
 
 
-def _meeting(program: Program, reduces: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each all_reduce but the last to start, the node after which the next one can start."""
-    ready, nodes = readiness(program), list(program.graph.nodes)
-    in_order = sorted(reduces, key=ready.__getitem__)
-    return {one: nodes[ready[other]] for one, other in pairwise(in_order)}
-
-
-def _rewritten(chosen: _Chosen, meeting: fx.Node | None) -> set[fx.Node]:
-    """Let other ops do it, for all readers. Returns the nodes that shall stand right before their first reader.
-
-    ``meeting``: after which node the middle of an all_reduce stands, if not there.
-    """
+def _rewritten(chosen: _Chosen) -> set[fx.Node]:
+    """Let other ops do it, for all readers. Returns the nodes that shall stand right before their first reader."""
     if chosen.kind is Kind.ALL_GATHER:
-        return _finished(chosen, _gathered(chosen, _flat(chosen), chosen.way))
-    middle = _reduced(chosen)
-    if chosen.kind is Kind.REDUCE_SCATTER:
-        return {*middle, *_finished(chosen, middle[-1])}
-    way = chosen.link.cheapest(Kind.ALL_GATHER, input_bytes(chosen.node), tuple(_GATHERS))
-    middle.append(_gathered(chosen, middle[-1], way))
-    if meeting is None:
-        return {*middle, *_finished(chosen, middle[-1])}
-    for node in reversed(middle):
-        meeting.append(node)
-    return _finished(chosen, middle[-1])
+        return _finished(chosen, _gathered(chosen))
+    reduced = _reduced(chosen)
+    return {*reduced, *_finished(chosen, reduced[-1])}
 
 
 def _flat(chosen: _Chosen) -> fx.Node:
@@ -180,11 +154,11 @@ def _reduced(chosen: _Chosen) -> list[fx.Node]:
     return [rows, total]
 
 
-def _gathered(chosen: _Chosen, part: fx.Node, way: Way) -> fx.Node:
+def _gathered(chosen: _Chosen) -> fx.Node:
     """The start of a gather of every rank's part."""
-    total, continues = chosen.node.meta["val"].numel(), chosen.kind is not Kind.ALL_GATHER
-    by = "a broadcast of each part" if way is Way.BROADCAST else "sending each part to each rank"
-    return chosen.start(by, _GATHERS[way], part, total, chosen.axis.size, continues=continues)
+    by = "a broadcast of each part" if chosen.way is Way.BROADCAST else "sending each part to each rank"
+    total = chosen.node.meta["val"].numel()
+    return chosen.start(by, _GATHERS[chosen.way], _flat(chosen), total, chosen.axis.size)
 
 
 def _finished(chosen: _Chosen, last: fx.Node) -> set[fx.Node]:

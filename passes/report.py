@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import fx
 
 from .arena import reserve
-from .collectives import Collective, Kind, input_bytes, is_meant, operands
+from .collectives import Collective, Kind, input_bytes, operands
 from .program import Program
 
 _PLACES = 4  # that a row names
@@ -60,7 +60,7 @@ class Report:
     def of(cls, program: Program, seconds: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> Report:
         """The report of ``program``; every collective in it must be described, as ``check`` demands."""
         mesh, history = str(program.mesh), tuple(program.history)
-        every = tuple(_one(node) for node in program.collectives() if is_meant(node))
+        every = tuple(_one(node) for node in program.collectives())
         traffic, memory = _traffic(every), _memory(program)
         return cls(program.name, mesh, traffic, dict(seconds or {}), tuple(notes), history, every, memory)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from .base import Pass
 from .check import check as check_program
-from .collectives import is_meant
 from .errors import PassError
 from .infer import fill_vals
 from .program import Program
@@ -45,7 +44,7 @@ def run(
 
 def _stage(number: int, each: Pass, program: Program, promised: Program | None) -> float:
     """Run one pass, checked against what was promised, and recorded; returns the seconds that the pass itself took."""
-    communicated = _meant(program)
+    communicated = len(program.collectives())
     start = time.perf_counter()
     try:
         edits = each.rewrite(program)
@@ -55,12 +54,8 @@ def _stage(number: int, each: Pass, program: Program, promised: Program | None) 
             check_program(program, promised)
     except Exception as error:
         raise _failure(number, each, program, error) from error
-    program.history.append(f"{number:02} {each}: {_outcome(edits, communicated, _meant(program))}")
+    program.history.append(f"{number:02} {each}: {_outcome(edits, communicated, len(program.collectives()))}")
     return seconds
-
-
-def _meant(program: Program) -> int:
-    return sum(map(is_meant, program.collectives()))
 
 
 def _complete(program: Program, edits: object) -> None:

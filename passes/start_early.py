@@ -50,25 +50,13 @@ class StartEarly(Pass):
         return sum(before[node] != after[node] for node in program.collectives())
 
 
-def readiness(program: Program) -> dict[fx.Node, int]:
-    """The position after which each node can stand; of a node that does not move, its own.
-
-    What moves are the collectives, and what only they read and only packs their operands.
-    """
-    return _readiness(program, _moving(program.graph))
-
-
-def _readiness(program: Program, moving: set[fx.Node]) -> dict[fx.Node, int]:
+def _by_readiness(program: Program, moving: set[fx.Node]) -> list[fx.Node]:
+    """The nodes by the position after which each can stand; of a node that does not move, its own."""
     first = len(program.placeholders) - 1
     ready: dict[fx.Node, int] = {}
     for position, node in enumerate(program.graph.nodes):
         needed = (ready[argument] for argument in node.all_input_nodes)
         ready[node] = max((first, *needed)) if node in moving else position
-    return ready
-
-
-def _by_readiness(program: Program, moving: set[fx.Node]) -> list[fx.Node]:
-    ready = _readiness(program, moving)
     return sorted(ready, key=lambda node: (ready[node], node in moving))  # sorted keeps the order of equals
 
 

@@ -103,8 +103,7 @@ class _Machine:
 
 
 def _measured(machine: _Machine, axis: Axis, kind: Kind, size: int) -> Iterator[tuple[Way, Point]]:
-    # What an all_reduce in two halves costs shows only beside compute (passes/costs.py).
-    ways = WAYS[kind] if axis.backend == "gloo" and kind is not Kind.ALL_REDUCE else (Way.NATIVE,)
+    ways = WAYS[kind] if axis.backend == "gloo" else (Way.NATIVE,)
     buffers = _Buffers.of(axis, size, machine.device)
     times = machine.times([buffers.performing(kind, way) for way in ways])
     for way, each in zip(ways, times, strict=True):

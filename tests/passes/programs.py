@@ -27,8 +27,8 @@ def all_gather(x: Any) -> Any:
     return WAIT(c10d.all_gather_into_tensor.default(x, MESH.size, GROUP))
 
 
-def reduce_scatter(x: Any) -> Any:
-    return WAIT(c10d.reduce_scatter_tensor.default(x, "sum", MESH.size, GROUP))
+def reduce_scatter(x: Any, reduction: str = "sum", ranks: int = MESH.size) -> Any:
+    return WAIT(c10d.reduce_scatter_tensor.default(x, reduction, ranks, GROUP))
 
 
 def f64(*shape: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import passes
 from passes import Kind, Table
-from passes.costs import WAYS, Way
+from passes.costs import WAYS
 from spmd.calibrate import calibrate
 from spmd.command import main
 from tests.harness.pool import Ranks
@@ -30,8 +30,7 @@ def test_every_way_of_every_axis_is_measured_and_all_ranks_know_the_same(ranks: 
     assert all(other == (table, told) for other in others)
     assert [(link.axis, link.ranks, link.backend) for link in table.links] == [("dp", 2, "gloo"), ("tp", 2, "gloo")]
     for link in table.links:
-        halves = (Kind.ALL_REDUCE, Way.EXCHANGE)  # costs what only a step shows
-        assert set(link.curves) == {(kind, way) for kind, ways in WAYS.items() for way in ways} - {halves}
+        assert set(link.curves) == {(kind, way) for kind, ways in WAYS.items() for way in ways}
         for points in link.curves.values():
             assert [point.bytes for point in points] == list(SIZES)
             assert all(point.seconds > 0 for point in points)
