@@ -21,6 +21,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 # The base of Shard, Replicate and Partial; ``torch.distributed.tensor`` exports the three but not their base.
 from torch.distributed.tensor.placement_types import Placement as Placement
 
+# A GraphModule that writes its Python code when somebody asks for it. The public class does so whenever it is made:
+# for six modules on the way of a step, of which two are ever asked, that was a twelfth of a compile.
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+LazyGraphModule = _LazyGraphModule
+
 # The functional collectives: private by name, the only ones that make_fx and DTensor emit.
 c10d = torch.ops._c10d_functional
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from ._torch import Placement
+from ._torch import LazyGraphModule, Placement
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
 from .roles import Role
 
@@ -213,7 +213,7 @@ class Program:
         graph = fx.Graph()
         returned, _ = cast(tuple[Any, fx.Node], graph.graph_copy(self.graph, {}, return_output_node=True))
         graph.output(returned)
-        module = fx.GraphModule(self.graph_module, graph)
+        module = LazyGraphModule(self.graph_module, graph)
         return replace(
             self,
             graph_module=module,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from torch import fx
+
 from .base import Pass
 from .check import check as check_program
 from .errors import PassError
@@ -38,7 +40,7 @@ def run(
         seconds = _stage(number, each, done, program if check else None)
         if on_stage is not None:
             on_stage(number, each, done, seconds)
-    done.graph_module.recompile()
+    done.graph_module = fx.GraphModule(done.graph_module, done.graph)
     return done
 
 

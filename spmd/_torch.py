@@ -37,6 +37,11 @@ from torch.utils._sympy import functions as _sympy_functions
 # The tracer, and from a traced tensor to the node that made it. 2.11 to 2.15.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
+# A GraphModule that writes its Python code when somebody asks for it: of most that a compile makes, nobody does.
+# 2.11 to 2.15.
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
+
 # Hooks on every module call while tracing, to know the module of a node; and whether the user has some. 2.11 to 2.15.
 from torch.nn.modules import module as _module
 from torch.nn.modules import transformer as _transformer
@@ -257,6 +262,7 @@ __all__ = [
     "FakeTensorMode",
     "GetAttrKey",
     "GuardOnDataDependentSymNode",
+    "LazyGraphModule",
     "MappingKey",
     "OpOverload",
     "OpOverloadPacket",
@@ -292,4 +298,5 @@ __all__ = [
     "tree_flatten_with_path",
     "tree_map",
     "tree_unflatten",
+    "use_lazy_graph_module",
 ]

@@ -35,6 +35,7 @@ from .._torch import (
     make_fx,
     rename,
     tree_unflatten,
+    use_lazy_graph_module,
 )
 from ..constrain import constraints_on
 from ..inputs import BatchInput
@@ -327,7 +328,7 @@ def _functional(first: fx.GraphModule, fakes: Fakes) -> tuple[fx.GraphModule, li
         return interpreter.run(*flat[:count])
 
     functional = torch.func.functionalize(run, remove="mutations")
-    with torch.no_grad(), DisableAutocast():
+    with torch.no_grad(), DisableAutocast(), use_lazy_graph_module(True):
         second = make_fx(functional, decomposition_table=table(), tracing_mode="fake")(*fakes.flat, *stand_ins)
     return second, constants
 

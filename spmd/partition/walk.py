@@ -21,7 +21,7 @@ from passes import Input, Mesh, Output, PartitionError, Phase, Program, Role
 from passes.program import Placements, is_sharded, output_values
 from passes.purity import is_pure
 
-from .._torch import OpOverload
+from .._torch import LazyGraphModule, OpOverload
 from ..constrain import CONSTRAIN, constrained_to
 from ..placements import local_shape
 from ..plan import Plan
@@ -77,7 +77,7 @@ class _Walk:
         self.notes.rounded(self.emitter.graph)
         return replace(
             self.program,
-            graph_module=fx.GraphModule(torch.nn.Module(), self.emitter.graph),
+            graph_module=LazyGraphModule(torch.nn.Module(), self.emitter.graph),
             inputs=[*inputs, *self.emitter.seed_input()],
             outputs=outputs,
             history=list(self.program.history),
