@@ -10,6 +10,9 @@ ARGS   ?=
 CORES   := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 THREADS := $(shell t=$$(( $(CORES) / $(NPROC) )); echo $$(( t < 1 ? 1 : t > 8 ? 8 : t )))
 
+# Many tests keep one core busy. Four workers at most: each has ranks of its own, up to four of 0.5 GB.
+WORKERS ?= $(shell n=$(CORES); echo $$(( n > 4 ? 4 : n )))
+
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
@@ -30,7 +33,7 @@ train: $(READY)
 		--standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 models: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.models $(ARGS)
