@@ -1,15 +1,14 @@
 """A compiled step computes what the plain step computes on the whole batch: every optimizer, style and world.
 
-Both MLPs, three styles, with and without passes, SGD, SGD with momentum, Adam and AdamW: all combinations. The worlds
-and the forms of an optimizer (plain, foreach, fused) take turns over them, so that each world and form of each
-optimizer meets each MLP, style and set of passes; ``pytest --exhaustive`` runs every form in every world in every
-combination.
+Both MLPs with three styles and SGD, SGD with momentum, Adam and AdamW: all combinations. Passes or none, the worlds
+and the forms of an optimizer (plain, foreach, fused) take turns over them, so that every two options meet;
+``pytest --exhaustive`` runs all combinations.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -23,20 +22,35 @@ WORLDS = (2, 4)
 PASSES: dict[str, Any] = {"default passes": None, "no passes": ()}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    exhaustive = metafunc.config.getoption("--exhaustive")
-    grid = [
-        (case, world, style, passes, kind + form)
-        for (i, case), (k, style), (m, passes), (n, kind) in product(
-            enumerate(CASES), enumerate(STYLES), enumerate(PASSES), enumerate(KINDS)
-        )
-        for world in (WORLDS if exhaustive else [WORLDS[(i + k + m + n) % 2]])
-        for form in (FORMS if exhaustive else [FORMS[(i + k + m + n // 2) % 3]])
+Combination = tuple[str, int, str, str, str, str]  # case, world, style, passes, kind and form of the optimizer
+
+
+def everything() -> list[Combination]:
+    """All combinations."""
+    return list(product(CASES, WORLDS, STYLES, PASSES, KINDS, FORMS))
+
+
+def usual() -> list[Combination]:
+    """Each case with each style and kind of optimizer; the rest takes turns."""
+    cases, styles, kinds = (list(enumerate(options)) for options in (CASES, STYLES, KINDS))
+    return [
+        (case, WORLDS[(i + k + n // 2) % 2], style, list(PASSES)[(i + n + n // 2) % 2], kind, FORMS[(k + n) % 3])
+        for (i, case), (k, style), (n, kind) in product(cases, styles, kinds)
     ]
-    metafunc.parametrize("case, world, style, passes, optimizer", grid)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        grid = everything() if metafunc.config.getoption("--exhaustive") else usual()
+        metafunc.parametrize("case, world, style, passes, optimizer", [(*rest, k + form) for *rest, k, form in grid])
 
 
 def test_five_steps_equal_the_plain_ones(
     ranks: Ranks, case: str, world: int, style: str, passes: str, optimizer: str
 ) -> None:
     assert_agrees(ranks, world, replace(CASES[case], optimizer=optimizer), style, PASSES[passes])
+
+
+def test_every_two_options_meet() -> None:
+    for one, other in combinations(range(6), 2):
+        assert {(c[one], c[other]) for c in usual()} == {(c[one], c[other]) for c in everything()}
