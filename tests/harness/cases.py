@@ -13,11 +13,8 @@ from torch.nn import functional as F
 from .oracle import Case, random_generator
 
 STYLES = ("replicate", "fully_shard", "default")
-STYLES_ON_RANKS = (
-    ("replicate", 2),
-    ("fully_shard", 4),
-    ("default", 2),
-)  # where not every combination pays
+STYLES_ON_RANKS = (("replicate", 2), ("fully_shard", 3))  # by three, hardly anything divides
+STYLES_IN_TURN = (("fully_shard", 4), ("replicate", 2), ("fully_shard", 2))  # more ranks are the same to "replicate"
 
 _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),

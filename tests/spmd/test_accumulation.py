@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from tests.harness.cases import MLP
+from tests.harness.cases import MLP, STYLES_IN_TURN
 from tests.harness.oracle import Case, all_unequal, assert_agrees, snapshot
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts, shapes
@@ -145,9 +145,8 @@ CASES: list[tuple[Case, dict[str, Any]]] = [
 def test_accumulated_gradients_are_those_of_the_plain_step(
     ranks: Ranks, case: Case, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    worlds = [("fully_shard", 4), ("fully_shard", 2), ("replicate", 2), ("replicate", 4)]
-    which = 0 if "reduce_gradients" in options else CASES.index((case, options)) % len(worlds)
-    for style, world in worlds if request.config.getoption("--exhaustive") else [worlds[which]]:
+    which = 0 if "reduce_gradients" in options else CASES.index((case, options)) % len(STYLES_IN_TURN)
+    for style, world in STYLES_IN_TURN if request.config.getoption("--exhaustive") else [STYLES_IN_TURN[which]]:
         assert_agrees(ranks, world, case, {"parallel_style": style, **options}, steps=7)
 
 

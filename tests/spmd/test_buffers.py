@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import spmd
 from passes import Role
 from passes.program import is_sharded
+from tests.harness.cases import STYLES_IN_TURN
 from tests.harness.oracle import Case, all_unequal, assert_agrees, compiled_run, plain_run, random_generator
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks
@@ -212,9 +213,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_buffers_are_those_of_the_plain_step(ranks: Ranks, case: Buffered, request: pytest.FixtureRequest) -> None:
-    worlds = [("replicate", 2), ("replicate", 4), ("fully_shard", 2), ("fully_shard", 4)]
-    which = CASES.index(case) % len(worlds)
-    for style, world in worlds if request.config.getoption("--exhaustive") else [worlds[which]]:
+    which = CASES.index(case) % len(STYLES_IN_TURN)
+    for style, world in STYLES_IN_TURN if request.config.getoption("--exhaustive") else [STYLES_IN_TURN[which]]:
         assert_agrees(ranks, world, case, style)
 
 

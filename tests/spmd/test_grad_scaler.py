@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from tests.harness.cases import MLP
+from tests.harness.cases import MLP, STYLES_IN_TURN
 from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, assert_agrees
 from tests.harness.pool import Ranks
@@ -128,9 +128,8 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{type(case).__name__} {case.optimizer} {case.overflow}")
 def test_scaled_steps_agree_with_the_plain_step(ranks: Ranks, case: Case, request: pytest.FixtureRequest) -> None:
-    worlds = [("fully_shard", 4), ("replicate", 2), ("fully_shard", 2), ("replicate", 4)]
-    which = CASES.index(case) % len(worlds)
-    for style, world in worlds if request.config.getoption("--exhaustive") else [worlds[which]]:
+    which = CASES.index(case) % len(STYLES_IN_TURN)
+    for style, world in STYLES_IN_TURN if request.config.getoption("--exhaustive") else [STYLES_IN_TURN[which]]:
         assert_agrees(ranks, world, case, style, steps=6)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 import spmd
-from tests.harness.cases import MLP
+from tests.harness.cases import MLP, STYLES_IN_TURN
 from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run, snapshot
 from tests.harness.pool import Ranks
 
@@ -39,7 +39,6 @@ _KINDS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "Muon": (optim.Muon, {"lr": 0.05}, ()),
 }
 _RATES = {"float32": torch.float32, "float64": torch.float64}
-_TAKING_TURNS = (("replicate", 2), ("fully_shard", 4), ("replicate", 4), ("fully_shard", 2))
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     forms = [(kind, form) for kind, (_, _, forms) in _KINDS.items() for form in ("", *forms)]
     if metafunc.config.getoption("--exhaustive"):
-        grid = [(*each, *where) for each in forms for where in _TAKING_TURNS]
+        grid = [(*each, *where) for each in forms for where in STYLES_IN_TURN]
     else:
-        grid = [(*each, *_TAKING_TURNS[k % 4]) for k, each in enumerate(forms)]
+        grid = [(*each, *STYLES_IN_TURN[k % 3]) for k, each in enumerate(forms)]
     metafunc.parametrize("kind, form, style, world", grid)
 
 

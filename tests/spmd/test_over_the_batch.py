@@ -160,7 +160,7 @@ class OverTheBatch(MLP):
 def cases() -> Iterator[Any]:
     """Worlds and styles in turn."""
     for index, name in enumerate(GROUPS):
-        style, world = (("fully_shard", 2), ("replicate", 4))[index % 2]
+        style, world = (("fully_shard", 2), ("replicate", 2), ("replicate", 3))[index % 3]
         yield pytest.param(OverTheBatch(group=name), style, world, id=name)
 
 

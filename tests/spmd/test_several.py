@@ -153,7 +153,7 @@ class WithinTheModule(TwoOptimizers):
         return OneWithinAnother.step(model.net, model.optimizer, None, x, y)
 
 
-@pytest.mark.parametrize("style, world", STYLES_ON_RANKS[:2])
+@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 @pytest.mark.parametrize("case", [OneWithinAnother(), WithinTheModule()], ids=lambda case: type(case).__name__)
 def test_optimizers_held_by_others_and_by_modules(ranks: Ranks, case: Case, world: int, style: str) -> None:
     assert_agrees(ranks, world, case, style)
