@@ -58,8 +58,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "SGD momentum", "AdamW"])
+@pytest.mark.parametrize("world, optimizer", [(2, "SGD"), (4, "SGD momentum"), (2, "AdamW")])
 @pytest.mark.parametrize("style", PEERS)
-@pytest.mark.parametrize("world", [2, 4])
 def test_the_same_as_ddp_and_fsdp2(ranks: Ranks, world: int, style: str, optimizer: str) -> None:
     ranks.run(world, run, style, optimizer)
