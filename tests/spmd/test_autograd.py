@@ -33,7 +33,7 @@ class Trained(MLP):
     def build(self) -> tuple[Any, ...]:
         model, optimizer = super().build()
         MODELS[self.model](model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         return model, optimizer, self.loss
 
     @staticmethod

@@ -69,7 +69,7 @@ class TimeFirst(MLP):
     def build(self) -> tuple[Any, ...]:
         layers = [LAYERS[name](False) for name in ("linear", "attention")]
         model = nn.Sequential(*layers, nn.LSTM(WIDTH, WIDTH)).to(F64)
-        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         random = random_generator(rank, step)

@@ -44,7 +44,7 @@ class SequenceCase(MLP):
 
     def build(self) -> tuple[Any, ...]:
         model = Sequences().double()
-        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         random = random_generator(rank, step)

@@ -142,7 +142,7 @@ class OverTheBatch(MLP):
 
     def build(self) -> tuple[Any, ...]:
         model = mlp(*self.sizes)
-        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), self.group
+        return model, torch.optim.SGD(model.parameters(), lr=0.01), self.group
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         x, y = super().part(rank, step)  # type: ignore[misc]
