@@ -62,7 +62,12 @@ def test_the_graphs_of_every_stage_are_where_it_says(alone: tuple[str, Path]) ->
     assert {"00_capture.py", "01_partition.py", "report.json"} <= names
 
 
-@pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "mode" in metafunc.fixturenames:
+        more = ["replicate", "default"] if metafunc.config.getoption("--exhaustive") else []
+        metafunc.parametrize("mode", ["fully_shard", *more])
+
+
 def test_two_ranks_and_one_with_twice_the_batch_print_the_same_losses(
     mode: str, alone: tuple[str, Path], tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ def run_with_a_batch_over_both_axes(rank: int, world: int, case: Case, params: M
     (UNEVEN, "AdamW", None),
     (replace(EVEN, blocks=2), "SGD", None),
     (replace(EVEN, blocks=2), "AdamW", ()),
-], ids=str)  # fmt: skip
+], ids=lambda each: f"{each.blocks} x {each.sizes}" if isinstance(each, Blocks) else str(each))  # fmt: skip
 def test_megatron(ranks: Ranks, case: Blocks, optimizer: str, passes: Any) -> None:
     assert ranks.run(4, run_on_two_axes, replace(case, optimizer=optimizer), MEGATRON, BATCH, passes) == [[]] * 4
 
@@ -121,7 +121,7 @@ def test_inputs_that_are_not_named_are_split_over_the_first_axis(ranks: Ranks) -
     (UNEVEN, 0, 3),
     (UNEVEN, 1, 2),
     (UNEVEN, -1, 3),
-], ids=str)  # fmt: skip
+], ids=lambda each: str(each.sizes) if isinstance(each, Blocks) else str(each))  # fmt: skip
 def test_parameters_split_over_the_axis_of_the_batch(ranks: Ranks, case: Blocks, dim: int, world: int) -> None:
     params = {"*.weight": Shard(dim), "*.bias": Shard(0)}
     assert ranks.run(world, run_on_one_axis, replace(case, optimizer="AdamW"), params) == [[]] * world

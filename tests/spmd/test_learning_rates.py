@@ -89,8 +89,12 @@ def run(rank: int, world: int, case: MLP, style: str) -> tuple[list[str], int]:
     return all_unequal(plain_run(case, world, 6), got, rank, world), len(compiled.programs)
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-@pytest.mark.parametrize("optimizer, programs", [("SGD", 1), ("SGD momentum", 2), ("Adam", 2), ("AdamW fused", 2)])
+@pytest.mark.parametrize("optimizer, programs, style", [
+    ("SGD", 1, "replicate"),
+    ("SGD momentum", 2, "fully_shard"),
+    ("Adam", 2, "replicate"),
+    ("AdamW fused", 2, "fully_shard"),
+])  # fmt: skip
 def test_a_scheduler_works_and_compiles_nothing(ranks: Ranks, optimizer: str, programs: int, style: str) -> None:
     assert ranks.run(2, run, Scheduled(optimizer=optimizer), style) == [([], programs)] * 2
 
