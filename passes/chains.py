@@ -12,6 +12,7 @@ from torch import fx
 
 from .arithmetic import Found, solutions
 from .kernels import Kernel, kernels
+from .layouts import Layouts
 from .program import Input, OutputKind, Program
 from .roles import Role
 
@@ -77,6 +78,7 @@ class _Reader:
 
     def __init__(self, program: Program) -> None:
         values = program.values()
+        self.layouts = Layouts(program.graph)
         self.declared = [declared for declared, _ in values.values()]
         self.nodes = {name: node for name, (_, node) in values.items()}
         self.new = {
@@ -98,7 +100,7 @@ class _Reader:
 
     def chain(self, declared: Input) -> Chain | None:
         node, new = self.nodes[declared.name], self.new.get(declared.name)
-        if declared.role is not Role.PARAMETER or new is None or not _fits(node):
+        if declared.role is not Role.PARAMETER or new is None or not _fits(node, self.layouts):
             return None
         for kernel in self.order:
             chain = self._chain_of(declared, kernel)
@@ -112,7 +114,7 @@ class _Reader:
         node = self.nodes[declared.name]
 
         def admits(name: str, value: Any) -> bool:
-            return _admits(kernel, name, value, node, own)
+            return _admits(kernel, name, value, node, own, self.layouts)
 
         unless, computed = self.selected[declared.name]
         for found in solutions(kernel.updates["p"], computed, {"p": node}, admits, self.computed):
@@ -134,14 +136,14 @@ class _Reader:
         return any(True for _ in solutions(kernel.updates[name], computed, found, _nothing, self.computed))
 
 
-def _admits(kernel: Kernel, name: str, value: Any, parameter: fx.Node, own: set[fx.Node]) -> bool:
+def _admits(kernel: Kernel, name: str, value: Any, parameter: fx.Node, own: set[fx.Node], layouts: Layouts) -> bool:
     """Whether an unknown of a kernel may stand for ``value`` in the update of ``parameter``."""
     val: Any = value.meta.get("val") if isinstance(value, fx.Node) else value
     if name == kernel.counts:
         here = parameter.meta["val"].device  # the kernels of a GPU cannot read counts that the CPU keeps
         return value in own and val.ndim == 0 and val.dtype is torch.float32 and val.device == here
     if name in kernel.state:
-        return value in own and _alike(val, parameter.meta["val"]) and val.is_contiguous()
+        return value in own and _alike(val, parameter.meta["val"]) and layouts.is_contiguous(value)
     if name == "g":
         return _alike(val, parameter.meta["val"])
     return isinstance(val, (float, int, torch.SymFloat)) and not isinstance(val, bool)
@@ -173,16 +175,9 @@ def _by_name(graph: fx.Graph, key: str) -> dict[str, fx.Node]:
     return {node.meta[key]: node for node in graph.nodes if key in node.meta}
 
 
-def _fits(node: fx.Node) -> bool:
-    """Whether the kernels take this parameter: they know only dense memory.
-
-    Rows of what is dense are dense, on all ranks alike; of columns that depends on how many a rank has.
-    """
-    if node.target is aten.slice.Tensor:
-        whole, dim = node.args[:2]
-        return isinstance(whole, fx.Node) and isinstance(dim, int) and dim == 0 and _fits(whole)
-    val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) and val.dtype in _DTYPES and val.is_contiguous()
+def _fits(node: fx.Node, layouts: Layouts) -> bool:
+    """Whether the kernels take this parameter, or a rank's part of it: they know only dense memory."""
+    return layouts.is_contiguous(node) and node.meta["val"].dtype in _DTYPES
 
 
 def _alike(val: Any, other: torch.Tensor) -> bool:

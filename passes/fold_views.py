@@ -11,6 +11,7 @@ from torch import fx
 
 from .aliases import escaping, storages
 from .base import Pass
+from .layouts import Layouts, overlaps
 from .program import Program
 
 aten = torch.ops.aten
@@ -43,39 +44,39 @@ class FoldViews(Pass):
 
     def rewrite(self, program: Program) -> int:
         """Visit nodes in order, so that a chain is folded from its start."""
-        kept = escaping(program.graph, storages(program.graph))
+        kept, layouts = escaping(program.graph, storages(program.graph)), Layouts(program.graph)
         edits = 0
         for node in program.graph.nodes:
             if node.target is aten._to_copy.default:
-                edits += _drop_copy(node, kept)
+                edits += _drop_copy(node, kept, layouts)
             if node.target in _VIEWS and node.users:
-                edits += _fold(node, kept)
+                edits += _fold(node, kept, layouts)
         return edits
 
 
-def _drop_copy(node: fx.Node, kept: set[fx.Node]) -> int:
+def _drop_copy(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
     source = node.args[0]
-    if node in kept or not isinstance(source, fx.Node) or not _looks_the_same(source, node):
+    if node in kept or not isinstance(source, fx.Node) or not _looks_the_same(source, node, layouts):
         return 0
     node.replace_all_uses_with(source)
     return 1
 
 
-def _fold(node: fx.Node, kept: set[fx.Node]) -> int:
-    start = next((above for above in _above(node) if _looks_the_same(above, node)), None)
+def _fold(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
+    start = next((above for above in _above(node, layouts) if _looks_the_same(above, node, layouts)), None)
     if start is not None:
         node.replace_all_uses_with(start)
         return 1
     source = node.args[0]
     if isinstance(source, fx.Node) and node.target in _RESHAPES and source.target in _RESHAPES:
-        return _shorten(node, source, kept)
+        return _shorten(node, source, kept, layouts)
     return 0
 
 
-def _shorten(node: fx.Node, source: fx.Node, kept: set[fx.Node]) -> int:
+def _shorten(node: fx.Node, source: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
     """One view instead of two. Where the first copies, the one must copy too, unless others want that copy as well."""
     may_copy = source.target is aten.reshape.default
-    if not _is_contiguous(source.args[0]) and (not may_copy or len(source.users) > 1 or node in kept):
+    if not layouts.is_contiguous(source.args[0]) and (not may_copy or len(source.users) > 1 or node in kept):
         return 0
     if may_copy:
         node.target = aten.reshape.default
@@ -83,31 +84,18 @@ def _shorten(node: fx.Node, source: fx.Node, kept: set[fx.Node]) -> int:
     return 1
 
 
-def _above(node: fx.Node) -> Iterator[fx.Node]:
+def _above(node: fx.Node, layouts: Layouts) -> Iterator[fx.Node]:
     """The tensors that ``node`` is a view of, nearest first; strides tell nothing across a reshape that copies."""
     while node.target in _VIEWS and isinstance(node.args[0], fx.Node):
-        if node.target is aten.reshape.default and not _is_contiguous(node.args[0]):
+        if node.target is aten.reshape.default and not layouts.is_contiguous(node.args[0]):
             return
         node = node.args[0]
         yield node
 
 
-def _looks_the_same(one: fx.Node, other: fx.Node) -> bool:
-    a, b = one.meta.get("val"), other.meta.get("val")
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or not _is_dense(a):
+def _looks_the_same(one: fx.Node, other: fx.Node, layouts: Layouts) -> bool:
+    if not layouts.are_alike(one, other) or overlaps(one.meta["val"]):
         return False
     if one.meta.get("placement") != other.meta.get("placement"):
         return False
-    layouts = [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in (a, b)]
-    return layouts[0] == layouts[1]
-
-
-def _is_dense(val: torch.Tensor) -> bool:
-    """Whether no two elements share a place. Of an expanded tensor, strides do not tell one dim from another."""
-    return all(stride > 0 or size < 2 for size, stride in zip(val.shape, val.stride(), strict=True))
-
-
-def _is_contiguous(value: Any) -> bool:
-    """Whether any view of ``value`` is possible, hence also the last of a chain."""
-    val = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return isinstance(val, torch.Tensor) and val.is_contiguous()
+    return bool(one.meta["val"].storage_offset() == other.meta["val"].storage_offset())

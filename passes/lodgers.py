@@ -10,6 +10,7 @@ from torch import fx
 from ._torch import OpOverload, c10d
 from .aliases import escaping, last_reads, storages
 from .arena import extent
+from .layouts import Layouts, is_dense
 from .out_forms import is_constant, out_form, results_of
 
 aten = torch.ops.aten
@@ -52,6 +53,7 @@ class Lodgers:
     """All of them, by the node that makes them; a node with several results has several."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        self.layouts = Layouts(graph)
         self.found = storages(graph)
         self.position = {node: k for k, node in enumerate(graph.nodes)}
         self.of: dict[fx.Node, list[Lodger]] = {}
@@ -70,22 +72,22 @@ class Lodgers:
         return [lodger for each in self.of.values() for lodger in each]
 
     def _take_in(self, node: fx.Node, last: int) -> None:
-        if self.found[node] != {node} or is_constant(node):
+        if self.found[node] != {node} or (is_constant(node) and self.layouts.is_even(node)):
             return
         vals = results_of(node)
-        if out_form(node) is not None and all(map(_is_dense, vals)):
+        if out_form(node) is not None and all(map(_is_plain, vals)):
             first = self.position[node]
             self.of[node] = [Lodger(val, first, max(first, last)) for val in vals]
 
     def _join_parts(self, node: fx.Node) -> None:
         """Let what ``node`` concatenates lie in its part of the whole, so that nothing is left to do for it."""
-        if node not in self.of or not _concatenates(node):
+        if node not in self.of or not _concatenates(node) or not self.layouts.is_contiguous(node):
             return
         (whole,), offset = self.of[node], 0
         joined: list[Lodger | None] = []
         for member in node.args[0]:  # type: ignore[union-attr]
             val: torch.Tensor = member.meta["val"]  # type: ignore[union-attr]
-            part = self._shown(member) if val.is_contiguous() and val.dtype is whole.val.dtype else None  # type: ignore[arg-type]
+            part = self._shown(member) if self.layouts.is_contiguous(member) and val.dtype is whole.val.dtype else None  # type: ignore[arg-type]
             if part is whole or (part is not None and part.host is not None):
                 part = None
             if part is not None:
@@ -103,11 +105,11 @@ class Lodgers:
         mine = self.of[node][0]
         for operand in node.all_input_nodes:
             host = self._shown(operand)
-            if host is None or not _lies_as(operand, mine.val):
+            if host is None or not self.layouts.are_alike(operand, node):
                 continue
             block, _ = host.block()
             sharing = [other for other in node.all_input_nodes if block in self._blocks(other)]
-            if block.last <= self.position[node] and all(_lies_as(other, mine.val) for other in sharing):
+            if block.last <= self.position[node] and all(self.layouts.are_alike(other, node) for other in sharing):
                 mine.move_into(host, 0)
                 return
 
@@ -119,7 +121,7 @@ class Lodgers:
         lodgers = self.of.get(storage, [])
         val = node.meta["val"]
         same = len(lodgers) == 1 and (lodgers[0].val.numel(), lodgers[0].val.dtype) == (val.numel(), val.dtype)
-        return lodgers[0] if same and _is_dense(val) else None
+        return lodgers[0] if same and self.layouts.is_known(node) and is_dense(val) else None
 
     def _blocks(self, node: fx.Node) -> list[Lodger]:
         """The blocks that ``node`` may lie in."""
@@ -128,7 +130,7 @@ class Lodgers:
 
 def _concatenates(node: fx.Node) -> bool:
     """Whether ``node`` puts whole tensors one after the other."""
-    if node.target not in (aten.cat.default, aten.stack.default) or not node.meta["val"].is_contiguous():
+    if node.target not in (aten.cat.default, aten.stack.default):
         return False
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     members = node.args[0]
@@ -142,24 +144,8 @@ def _is_elementwise(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def _lies_as(node: fx.Node, val: torch.Tensor) -> bool:
-    other = node.meta.get("val")
-    if not isinstance(other, torch.Tensor):
-        return False
-    return bool((other.shape, other.stride(), other.dtype) == (val.shape, val.stride(), val.dtype))
-
-
-def _is_dense(val: torch.Tensor) -> bool:
-    """Whether the elements of a plain tensor fill its memory, each at a place of its own."""
+def _is_plain(val: torch.Tensor) -> bool:
+    """Whether shape and strides are all there is to know of a tensor. What an op writes as it likes has no gaps."""
     if val.layout is not torch.strided or bool(val.is_conj()) or bool(val.is_neg()):
         return False
-    if not all(isinstance(each, int) for each in (*val.shape, *val.stride())):
-        return False
-    filled = 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(val.shape, val.stride(), strict=True) if size > 1
-    ):
-        if stride != filled:
-            return False
-        filled *= size
-    return True
+    return all(isinstance(each, int) for each in (*val.shape, *val.stride()))

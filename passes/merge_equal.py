@@ -95,8 +95,9 @@ def _join_meta(original: fx.Node, node: fx.Node) -> None:
 
 
 def _key(node: fx.Node) -> Hashable:
-    """Equal for nodes that compute the same."""
-    return node.op, node.target, _frozen(node.args), _frozen(dict(node.kwargs)), str(node.meta.get("recompute_of"))
+    """Equal for nodes that compute the same on all ranks, not just on one whose numbers happen to be equal."""
+    told = tuple(str(node.meta.get(key)) for key in ("recompute_of", "placement", "uneven", "numbers"))
+    return node.op, node.target, _frozen(node.args), _frozen(dict(node.kwargs)), *told
 
 
 def _frozen(value: Any) -> Hashable:

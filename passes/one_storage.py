@@ -18,6 +18,7 @@ from .bucket_all_gather import BucketAllGather
 from .bucket_all_reduce import BucketAllReduce
 from .bucket_reduce_scatter import BucketReduceScatter
 from .form_units import FormUnits
+from .layouts import Layouts
 from .program import Input, Part, Program, is_even
 from .roles import Role
 
@@ -59,17 +60,23 @@ def _chosen(program: Program) -> dict[str, Group]:
     values = program.values()
     stored = {name: group for group in program.stored for name in group}
     chosen: dict[str, Group] = {}
+    layouts = Layouts(program.graph)
     taken: set[str] = set()
-    for name, group in _wanted(program):
+    for name, group in _wanted(program, layouts):
         apart = [values[member] for member in group]
         as_it_lies = all(stored.get(member, group) == group for member in group)
-        if len(set(group)) == len(group) > 1 and as_it_lies and taken.isdisjoint(group) and _can_join(program, apart):
+        if (
+            len(set(group)) == len(group) > 1
+            and as_it_lies
+            and taken.isdisjoint(group)
+            and _can_join(program, layouts, apart)
+        ):
             chosen[name] = group
             taken.update(group)
     return chosen
 
 
-def _wanted(program: Program) -> Iterator[tuple[str, Group]]:
+def _wanted(program: Program, layouts: Layouts) -> Iterator[tuple[str, Group]]:
     """What is used together: units first, so that all state of a unit lies alike."""
     state = _state_by_kind(program)
     shapes = {declared.name: declared.shape for declared in program.inputs}
@@ -80,7 +87,7 @@ def _wanted(program: Program) -> Iterator[tuple[str, Group]]:
                 yield f"{kind} of unit {k}", tuple(of[name] for name in unit)
     names = {node: declared.name for declared, node in program.values().values()}
     for k, node in enumerate(program.graph.find_nodes(op="call_function", target=aten.cat.default)):
-        yield f"concatenation {k}", tuple(names[operand] for operand in _concatenated(node, names))
+        yield f"concatenation {k}", tuple(names[operand] for operand in _concatenated(node, names, layouts))
 
 
 def _state_by_kind(program: Program) -> dict[str, dict[str, str]]:
@@ -92,18 +99,20 @@ def _state_by_kind(program: Program) -> dict[str, dict[str, str]]:
     return found
 
 
-def _can_join(program: Program, members: Sequence[tuple[Input, fx.Node]]) -> bool:
+def _can_join(program: Program, layouts: Layouts, members: Sequence[tuple[Input, fx.Node]]) -> bool:
     vals = [node.meta["val"] for _, node in members]
-    return all(_is_free(program, *member) for member in members) and len({(v.dtype, v.device) for v in vals}) == 1
+    return (
+        all(_is_free(program, layouts, *member) for member in members) and len({(v.dtype, v.device) for v in vals}) == 1
+    )
 
 
-def _is_free(program: Program, declared: Input, node: fx.Node) -> bool:
+def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node) -> bool:
     """Whether an input may lie in a flat one. Asks nothing that differs from rank to rank."""
     return (
         declared.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
         and declared.name not in program.fixed
         and node.op == "placeholder"
-        and node.meta["val"].is_contiguous()
+        and layouts.is_contiguous(node)
         and is_even(declared.shape, declared.placement, program.mesh)
     )
 
@@ -160,9 +169,9 @@ def _drop_concatenations(program: Program) -> None:
     values = program.values()
     whole = {tuple(values[part.input.name][1] for part in i.parts): flat for flat, i in flats.items()}
     parts = {node for nodes in whole for node in nodes}
-    kept = escaping(program.graph, storages(program.graph))
+    kept, layouts = escaping(program.graph, storages(program.graph)), Layouts(program.graph)
     for node in program.graph.find_nodes(op="call_function", target=aten.cat.default):
-        flat = whole.get(tuple(_concatenated(node, parts)))
+        flat = whole.get(tuple(_concatenated(node, parts, layouts)))
         if flat is not None and node not in kept:  # what is returned must not come to share memory with state
             node.replace_all_uses_with(flat)
             _erase(node, parts)
@@ -177,23 +186,23 @@ def _erase(node: fx.Node, parts: Container[fx.Node]) -> None:
             _erase(operand, parts)
 
 
-def _concatenated(cat: fx.Node, known: Container[fx.Node]) -> list[fx.Node]:
+def _concatenated(cat: fx.Node, known: Container[fx.Node], layouts: Layouts) -> list[fx.Node]:
     """The values among ``known`` that ``cat`` puts one after the other, each whole; nothing if it does not."""
     given = cat.args[0]
     assert isinstance(given, (list, tuple))
-    sources = [_flattened(operand, known) for operand in given]
+    sources = [_flattened(operand, known, layouts) for operand in given]
     found = [source for source in sources if source is not None]
     return found if len(found) == len(given) else []
 
 
-def _flattened(value: Any, known: Container[fx.Node]) -> fx.Node | None:
+def _flattened(value: Any, known: Container[fx.Node], layouts: Layouts) -> fx.Node | None:
     """What of ``known`` a one-dimensional value shows, in order."""
     if not isinstance(value, fx.Node) or value.meta["val"].dim() != 1:
         return None
     node = value
     while node not in known:
         source = node.args[0] if node.target in _FLATTENING else None
-        if not isinstance(source, fx.Node) or not source.meta["val"].is_contiguous():
+        if not isinstance(source, fx.Node) or not layouts.is_contiguous(source):
             return None
         node = source
     return node

@@ -12,6 +12,7 @@ from torch import fx
 from ._torch import OpOverload
 from .aliases import Storages, last_reads, storages
 from .base import Pass
+from .layouts import Layouts
 from .list_ops import entry_of, write_lists_in_place
 from .program import Input, OutputKind, Program
 from .purity import is_pure
@@ -59,6 +60,7 @@ class _Memory:
         self.found = storages(graph)
         self.position = {node: k for k, node in enumerate(graph.nodes)}
         self.last_read = last_reads(graph, self.found)
+        self.layouts = Layouts(graph)
 
     def chain(self, old: fx.Node, new: fx.Node) -> list[fx.Node]:
         """The ops from ``old`` to ``new``, first to last, if all of them can write to the memory of ``old``."""
@@ -74,7 +76,7 @@ class _Memory:
     def _can_write(self, node: fx.Node, old: fx.Node) -> bool:
         """Whether ``node`` may overwrite its first argument, which is or will be in the memory of ``old``."""
         entry = entry_of(node)
-        if (entry is None and _in_place(node) is None) or not _looks_the_same(node, old):
+        if (entry is None and _in_place(node) is None) or not self.layouts.are_alike(node, old):
             return False
         source, op = _overwritten(node), entry.op if entry else node
         if not isinstance(source, fx.Node) or len(self.found[source]) != 1:
@@ -123,13 +125,6 @@ def _is_twin(op: OpOverload, other: OpOverload) -> bool:
         return False
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in its]
     return writes[0] and not any(writes[1:])
-
-
-def _looks_the_same(one: fx.Node, other: fx.Node) -> bool:
-    a, b = one.meta["val"], other.meta["val"]
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return False
-    return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 
 def _nodes(value: Any) -> Iterable[fx.Node]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from .aliases import is_view
+from .layouts import Layouts
 from .out_forms import FILLS, out_form
 
 aten = torch.ops.aten
@@ -23,25 +24,26 @@ def make_writable(graph: fx.Graph) -> None:
     filled in the likeness of a tensor no longer reads that tensor; and what will lie in a place is as contiguous as its
     ``val`` says.
     """
+    layouts = Layouts(graph)
     for node in list(graph.nodes):
         if node.target is aten.embedding.default:
-            _select_rows(node)
+            _select_rows(node, layouts)
         elif node.target is aten.reshape.default:
-            _view(node)
+            _view(node, layouts)
         elif node.target is aten.relu.default:
             node.target, node.args = aten.clamp_min.default, (node.args[0], 0)  # which torch's own does
         elif node.target is aten.contiguous.default:
-            _drop_copy(node)
+            _drop_copy(node, layouts)
         elif node.target in FILLS and node.all_input_nodes:
-            _fill(node)
+            _fill(node, layouts)
 
 
-def _select_rows(node: fx.Node) -> None:
+def _select_rows(node: fx.Node, layouts: Layouts) -> None:
     table, rows = node.args[:2]
     val: torch.Tensor = node.meta["val"]
     if val.device.type != "cpu" or not isinstance(rows, fx.Node) or not isinstance(table, fx.Node):
         return
-    if not rows.meta["val"].is_contiguous() or not _is_laid_out_as_told(rows):
+    if not layouts.is_contiguous(rows) or not _is_laid_out_as_told(rows):
         return
     with node.graph.inserting_before(node):
         flat = _add(node, aten.view.default, (rows, [-1]), rows.meta["val"].reshape(-1))
@@ -50,25 +52,22 @@ def _select_rows(node: fx.Node) -> None:
     node.target, node.args, node.kwargs = aten.view.default, (picked, list(val.shape)), {}
 
 
-def _view(node: fx.Node) -> None:
-    """The reshape of what is not laid out for it copies; the view of a copy that is made beforehand does not."""
+def _view(node: fx.Node, layouts: Layouts) -> None:
+    """The reshape of what is not laid out for it copies; the view of a copy that is made beforehand does not.
+
+    Where some ranks may have to copy and others not, it stays a reshape.
+    """
     source, val = node.args[0], node.meta["val"]
     assert isinstance(source, fx.Node)
-    if not _is_viewable(source.meta["val"], val.shape):
+    if not layouts.is_known(source):
+        return
+    if not layouts.is_viewable(source, val.shape):
         copy = source.meta["val"].clone(memory_format=torch.contiguous_format)
         options = {"memory_format": torch.contiguous_format}
         with node.graph.inserting_before(node):
             source = _add(node, aten.clone.default, (source,), copy, options)
     if _is_laid_out_as_told(source):
         node.target, node.args, node.kwargs = aten.view.default, (source, list(val.shape)), {}
-
-
-def _is_viewable(val: torch.Tensor, shape: torch.Size) -> bool:
-    try:
-        val.view(shape)
-    except (RuntimeError, ValueError):  # a fake tensor raises the one or the other
-        return False
-    return True
 
 
 def _is_laid_out_as_told(node: fx.Node) -> bool:
@@ -78,19 +77,19 @@ def _is_laid_out_as_told(node: fx.Node) -> bool:
     return node.op == "placeholder" or out_form(node) is not None
 
 
-def _drop_copy(node: fx.Node) -> None:
+def _drop_copy(node: fx.Node, layouts: Layouts) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    if out_form(source) is not None and source.meta["val"].is_contiguous():
+    if out_form(source) is not None and layouts.is_contiguous(source):
         node.replace_all_uses_with(source)
         node.graph.erase_node(node)
 
 
-def _fill(node: fx.Node) -> None:
+def _fill(node: fx.Node, layouts: Layouts) -> None:
     position, value = FILLS[node.target]
     val: torch.Tensor = node.meta["val"]
     number = value if position is None else node.args[position]
-    if val.is_contiguous() and not isinstance(number, fx.Node):
+    if layouts.is_contiguous(node) and not isinstance(number, fx.Node):
         node.target, node.args = aten.full.default, (list(val.shape), number)
         node.kwargs = {"dtype": val.dtype, "device": val.device}
 

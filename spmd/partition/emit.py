@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from passes import Mesh, PartitionError, Program, Role
-from passes.program import Input, Placements
+from passes.layouts import Layouts
+from passes.program import Input, Placements, is_even
 from passes.random import draw, draws
 
 from .._torch import OpOverload, make_fx
@@ -36,6 +37,7 @@ class Emitter:
         self.seed: fx.Node | None = None
         self._unnumbered = 0
         self._shapes = Shapes(_fake_mode(program))
+        self._layouts = Layouts()
         self._unsure: set[fx.Node] = set()  # laid out in memory otherwise than their fakes, perhaps
 
     def placeholder(self, node: fx.Node, val: Any) -> fx.Node:
@@ -44,6 +46,16 @@ class Emitter:
         new.meta.update(node.meta)
         new.meta["val"] = val
         return new
+
+    def mark(self, node: fx.Node, *values: tuple[Sequence[int], Placements]) -> None:
+        """Say whether all ranks have equal parts of what ``node`` holds: values of these global shapes, placed so."""
+        node.meta["uneven"] = self.uneven(*values)
+        self._layouts.see(node)
+
+    def uneven(self, *values: tuple[Sequence[int], Placements]) -> str:
+        """Those of the values that ranks have unequal parts of; nothing if there are none."""
+        found = [(tuple(shape), placement) for shape, placement in values if not is_even(shape, placement, self.mesh)]
+        return str(found) if found else ""
 
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         """A call whose value is found by running it on fake tensors, with the provenance of ``like``."""
@@ -65,8 +77,8 @@ class Emitter:
         self._shapes.learn(node)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
-        if target in _VIEWS and (args[0] in self._unsure or not _is_viewable(args)):
-            target = aten.reshape.default  # the whole could be viewed so; this rank's part is laid out otherwise
+        if target in _VIEWS and (args[0] in self._unsure or not self._layouts.is_viewable(*args[:2])):
+            target = aten.reshape.default  # the whole could be viewed so; some rank's part is laid out otherwise
         return self.call(target, args, kwargs, like=node)
 
     def check(self, node: fx.Node, new: fx.Node, shapes: Sequence[tuple[int, ...] | None]) -> None:
@@ -91,7 +103,7 @@ class Emitter:
                 new.meta["collective"] = collective
             return new
 
-        node = Redistribution(emit, self.mesh, held.shape, reason).run(start, source, placement)
+        node = Redistribution(emit, self.mark, self.mesh, held.shape, reason).run(start, source, placement)
         if node is not start:
             node.meta["placement"] = placement
             if "grad_of" in start.meta:
@@ -125,9 +137,17 @@ class Emitter:
     def _described(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
         new.meta.update((key, like.meta[key]) for key in CARRIED if key in like.meta)
         new.meta["val"] = val
-        if _keeps_layout(new) and any(n in self._unsure or _is_mixed(new, n) for n in new.all_input_nodes):
+        self._layouts.see(new)
+        if _keeps_layout(new) and any(n in self._unsure or self._is_mixed(new, n) for n in new.all_input_nodes):
             self._unsure.add(new)
         return new
+
+    def _is_mixed(self, node: fx.Node, operand: fx.Node) -> bool:
+        """Whether kernel and fake may choose differently: where an elementwise op's operand is not contiguous."""
+        target: Any = node.target
+        elementwise = isinstance(target, OpOverload) and _is_elementwise(target)
+        tensor = isinstance(operand.meta.get("val"), torch.Tensor)
+        return elementwise and tensor and not self._layouts.is_contiguous(operand)
 
 
 def traced(function: Callable[..., Any], args: Sequence[Any]) -> fx.Graph:
@@ -170,20 +190,3 @@ def _keeps_layout(node: fx.Node) -> bool:
 
 def _is_elementwise(target: OpOverload) -> bool:
     return is_pointwise(target) or target in _COPIES
-
-
-def _is_mixed(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether kernel and fake may choose differently: where an elementwise op's operand is not contiguous."""
-    val = operand.meta.get("val")
-    target: Any = node.target
-    elementwise = isinstance(target, OpOverload) and _is_elementwise(target)
-    return elementwise and isinstance(val, torch.Tensor) and not val.is_contiguous()
-
-
-def _is_viewable(args: Any) -> bool:
-    tensor, shape = args[0].meta["val"], args[1]
-    try:
-        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(shape)
-    except RuntimeError:
-        return False
-    return True

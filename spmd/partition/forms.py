@@ -133,6 +133,7 @@ class Forms:
         arguments = (self.want(held, uncut, reason), held.counts, 0, length)
         node = self.emitter.call(torch.ops.aten.slice.Tensor, arguments, {}, like=held.source)
         node.meta["placement"] = placement
+        self.emitter.mark(node, (held.shape, placement))
         return node
 
     def _again(self, held: Value, placement: Placements) -> fx.Node | None:

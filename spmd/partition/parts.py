@@ -66,6 +66,7 @@ class OnParts:
                 args = localize(self.call, args, kwargs, shapes)
             new = self.emitter.op(self.node, args, kwargs, self.results)
         self.emitter.check(self.node, new, shapes)
+        self._mark(new, *zip(self.call.results, self.results, strict=True))
         return new
 
     def values(self, new: fx.Node, batch: frozenset[int], weights: bool) -> Any:
@@ -76,14 +77,29 @@ class OnParts:
             if makes_zeros(self.call):
                 held.forms |= dict.fromkeys(_as_sums(self.results[0]), new)
             return held
-        items = [self.emitter.item(new, index) for index in range(len(val))]
+        items = [self._item(new, index) for index in range(len(val))]
         return tuple(
             Value.of(self.node, whole, place, item, batch, weights=weights) if isinstance(whole, torch.Tensor) else item
             for whole, place, item in zip(val, self.results, items, strict=True)
         )
 
+    def _item(self, new: fx.Node, index: int) -> fx.Node:
+        item = self.emitter.item(new, index)
+        self._mark(item, (self.call.results[index], self.results[index]))
+        return item
+
+    def _mark(self, node: fx.Node, *held: tuple[Info | None, Any]) -> None:
+        self.emitter.mark(node, *[(info.shape, place) for info, place in held if info is not None])
+
     def _run(self, target: Any, args: Any) -> fx.Node:
-        return self.emitter.call(target, args, {}, like=self.node)
+        node = self.emitter.call(target, args, {}, like=self.node)
+        held = [
+            *zip(self.call.operands, self.operands, strict=True),
+            *zip(self.call.results, self.results, strict=True),
+        ]
+        if uneven := self.emitter.uneven(*[(info.shape, place) for info, place in held if info is not None]):
+            node.meta["numbers"] = f"of {self.call.target} on {uneven}"  # such as how many rows this rank has
+        return node
 
     def _part(self, info: Info | None, place: Placements) -> Part | None:
         if info is None:

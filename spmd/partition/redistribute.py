@@ -128,12 +128,13 @@ class _Cut:
     """What one axis cuts: ``size`` is what the axes before leave of ``dim`` on this rank.
 
     ``even``: whether all ranks of the mesh have equal parts. Ranks agree on that, though some of them may have nothing
-    to pad: so they emit the same nodes.
+    to pad: so they emit the same nodes. ``before``: what the value is where this axis cuts nothing.
     """
 
     dim: int
     size: int
     even: bool
+    before: Placements = ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class Redistribution:
     """Emits the nodes that take one value from a placement to another."""
 
     emit: Emit
+    mark: Callable[[fx.Node, tuple[Sequence[int], Placements]], None]
     mesh: Mesh
     shape: tuple[int, ...]  # global
     reason: Reason
@@ -155,6 +157,7 @@ class Redistribution:
         """One step. A cut that takes nothing off on this rank may do so on others: its placement tells passes so."""
         node = self._step(goal, node, current, index)
         node.meta["placement"] = _with(current, index, goal)
+        self.mark(node, (self.shape, node.meta["placement"]))
         return node
 
     def _step(self, goal: Placement, node: fx.Node, current: Placements, index: int) -> fx.Node:
@@ -198,7 +201,7 @@ class Redistribution:
             if splits(placement, dim):
                 size = chunk(size, axis.size, axis.coordinate)[1]
                 ranks *= axis.size
-        return _Cut(dim, size, even=self.shape[dim] % ranks == 0)
+        return _Cut(dim, size, even=self.shape[dim] % ranks == 0, before=_with(current, index, Replicate()))
 
     def _in_runs(
         self,
@@ -279,7 +282,10 @@ class Redistribution:
             return node
         shape = node.meta["val"].shape
         pad = [0, 0] * (len(shape) - cut.dim - 1) + [0, size - shape[cut.dim]]
-        return self.emit(aten.constant_pad_nd.default, (node, pad))
+        node = self.emit(aten.constant_pad_nd.default, (node, pad))
+        self.mark(node, (self.shape, cut.before))  # as even as what is cut, since all parts are padded alike
+        node.meta["numbers"] = f"a pad of dim {cut.dim} of {self.shape} to {size}, from {cut.before}"
+        return node
 
     def _collective(
         self, kind: Kind, axis: Axis, op: Any, arguments: tuple[Any, ...], reduction: str | None = None

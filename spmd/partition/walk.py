@@ -94,6 +94,7 @@ class _Walk:
             return declared
         placement = self.facts.placements[declared.name]
         new = self.emitter.placeholder(node, _local(val, placement, self.facts.mesh))
+        self.emitter.mark(new, (val.shape, placement))
         batch = frozenset(range(len(placement))) if declared.role is Role.BATCH else frozenset[int]()
         self.values[node] = Value.of(node, val, placement, new, batch, weights=declared.role is Role.PARAMETER)
         return replace(declared, placement=placement)

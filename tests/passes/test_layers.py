@@ -33,3 +33,22 @@ def test_private_torch_modules_are_imported_in_one_file() -> None:
 def test_public_names_are_there() -> None:
     assert sorted(passes.__all__) == sorted(set(passes.__all__))
     assert all(hasattr(passes, name) for name in passes.__all__)
+
+
+def test_passes_ask_for_strides_in_one_file() -> None:
+    """Elsewhere a decision by this rank's strides would be another one on the next rank."""
+    no_decision = {
+        "arena.py",  # makes tensors
+        "lodgers.py",  # counts bytes
+        "reuse_memory.py",  # says where they lie, which may differ
+        "transport.py",  # runs
+        "realise.py",  # operands that the partitioner made contiguous
+    }
+    asking = {
+        path.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("is_contiguous", "stride")
+        if not ast.unparse(node.value).endswith("layouts")
+    }
+    assert asking - no_decision == {"layouts.py"}

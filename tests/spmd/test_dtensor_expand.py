@@ -201,8 +201,7 @@ def test_a_gradient_is_reduced_once_over_the_axis_of_the_batch() -> None:
     assert {each.kind for each in said if each.axis == "dp"} == {Kind.ALL_REDUCE}
 
 
-# The last pass places values in memory, by the strides that they have on a rank: a copy of a single row is none.
-@pytest.mark.parametrize("passes", [default()[:-1], ()], ids=["default passes", "no passes"])
+@pytest.mark.parametrize("passes", [default(), ()], ids=["default passes", "no passes"])
 @pytest.mark.parametrize("params", [MEGATRON, {"*": {"dp": Shard(0), "tp": Shard(0)}}], ids=["megatron", "one dim"])
 def test_every_rank_has_the_same_ops_where_nothing_divides(params: Any, passes: Any) -> None:
     programs = [compiled_on_fakes(UNEVEN, params, rank=rank, passes=passes)[0].program for rank in range(4)]
