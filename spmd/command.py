@@ -59,8 +59,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.shape = tuple(int(part) for part in (arguments.mesh or str(ranks)).split("x"))
     except ValueError:
         command.error(f"expected --mesh as numbers of ranks, such as 2x8, got {arguments.mesh!r}")
-    names = arguments.axes.split(",") if arguments.axes else ["dp", *(f"axis{k}" for k in range(1, 9))]
-    arguments.names = tuple(names[: len(arguments.shape)])
+    unnamed = ("dp", *(f"axis{k}" for k in range(1, len(arguments.shape))))
+    arguments.names = tuple(arguments.axes.split(",")) if arguments.axes else unnamed
     if ranks < 2 or math.prod(arguments.shape) != ranks:
         command.error(f"expected a mesh of all ranks, two at least, but {arguments.shape} is not one of {ranks}")
     if len(arguments.names) != len(arguments.shape):

@@ -54,6 +54,7 @@ def test_the_command_starts_ranks_and_writes_a_table(tmp_path: Path, capfd: Any)
     (["--ranks", "4", "--mesh", "2x3"], "(2, 3) is not one of 4"),
     (["--mesh", "two"], "expected --mesh as numbers of ranks, such as 2x8, got 'two'"),
     (["--ranks", "4", "--mesh", "2x2", "--axes", "dp"], "expected a name for each of 2 axes, got 'dp'"),
+    (["--axes", "dp,tp"], "expected a name for each of 1 axes, got 'dp,tp'"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
