@@ -1,8 +1,8 @@
 """A step of ours beside the same step without communication, under DDP and under FSDP2.
 
 In the order in which a run goes through them: ``models`` (what is trained), ``systems`` (who trains it), ``network``
-(what joins the ranks), ``team`` (the processes of one system), ``rank`` (what each of them does), ``memory`` and
-``wire`` (what it measures beside time), ``race`` (rounds in turn), ``table``. The command is ``python -m
+(what joins the ranks), ``team`` (the processes of one system), ``rank`` (what each of them does), ``memory``, ``wire``
+and ``spent`` (what it measures beside time), ``race`` (rounds in turn), ``table``. The command is ``python -m
 benchmarks.peers``.
 """
 

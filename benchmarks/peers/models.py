@@ -36,7 +36,7 @@ def build(workload: Workload, device: torch.device) -> GPT:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """The step that all systems train by."""
+    """The step that all systems train by. It is also in ``examples/train_gpt.py``, a script with imports of its own."""
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     loss.backward()
     optimizer.step()
