@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import transport
+from . import through_memory, transport
 from ._torch import c10d as c10d
 from .roles import Role
 
@@ -64,8 +64,17 @@ _KINDS: dict[Any, Kind] = {
     transport.swap.default: Kind.ALL_TO_ALL,
     transport.gather_by_broadcast.default: Kind.ALL_GATHER,
     transport.gather_by_sending.default: Kind.ALL_GATHER,
+    through_memory.shared_all_reduce.default: Kind.ALL_REDUCE,
+    through_memory.shared_all_gather.default: Kind.ALL_GATHER,
+    through_memory.shared_reduce_scatter.default: Kind.REDUCE_SCATTER,
 }
-_KINDS |= {out: _KINDS[op] for op, out in transport.OUT_FORMS.items()}
+
+OUT_FORMS: dict[Any, Any] = transport.OUT_FORMS | through_memory.OUT_FORMS
+"""For each functional collective, the op with the same arguments and ``out=``, which allocates nothing."""
+
+_KINDS |= {out: _KINDS[op] for op, out in OUT_FORMS.items()}
+
+_SHARED = through_memory.OUT_FORMS
 
 WAIT = c10d.wait_tensor.default
 
@@ -96,6 +105,11 @@ def reduction_of(node: fx.Node) -> str | None:
     """``"sum"``, ``"max"``, ... or None for a collective that reduces nothing."""
     reduction = _argument(node, "reduce_op")
     return None if reduction is None else str(reduction)
+
+
+def is_shared(node: fx.Node) -> bool:
+    """Whether other ranks look at the operand of ``node`` where it lies, if it starts a collective."""
+    return node.op == "call_function" and (node.target in _SHARED or node.target in _SHARED.values())
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

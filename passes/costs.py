@@ -25,14 +25,20 @@ class Way(StrEnum):
     EXCHANGE = "exchange"  # each rank gets its part of every rank's operand and adds them up
     BROADCAST = "broadcast"  # each rank broadcasts its part, all at once
     SENDING = "sending"  # each rank sends its part to each other
+    SHARED = "shared"  # the ranks of one host read each other's memory
 
 
 WAYS: dict[Kind, tuple[Way, ...]] = {
-    Kind.ALL_REDUCE: (Way.NATIVE,),
-    Kind.REDUCE_SCATTER: (Way.NATIVE, Way.EXCHANGE),
-    Kind.ALL_GATHER: (Way.NATIVE, Way.BROADCAST, Way.SENDING),
+    Kind.ALL_REDUCE: (Way.NATIVE, Way.SHARED),
+    Kind.REDUCE_SCATTER: (Way.NATIVE, Way.EXCHANGE, Way.SHARED),
+    Kind.ALL_GATHER: (Way.NATIVE, Way.BROADCAST, Way.SENDING, Way.SHARED),
 }
 """What is measured and chosen from. Of equal ones the first is taken."""
+
+
+def ways_along(axis: Axis, kind: Kind) -> tuple[Way, ...]:
+    """The ways in which the ranks of ``axis`` can perform a collective."""
+    return tuple(way for way in WAYS[kind] if axis.shared or way is not Way.SHARED)
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,8 @@ class Link:
                 return one.cost + (other.cost - one.cost) * (size - one.bytes) / (other.bytes - one.bytes)
         return points[-1].cost * size / points[-1].bytes
 
-    def cheapest(self, kind: Kind, size: int, ways: Sequence[Way] = ()) -> Way:
-        """The way of the least cost of ``ways``, by default of all; the first one if none was measured."""
-        ways = ways or WAYS[kind]
+    def cheapest(self, kind: Kind, size: int, ways: Sequence[Way]) -> Way:
+        """The way of the least cost of ``ways``; the first one if none was measured."""
         costs = {way: cost for way in ways if (cost := self.cost(kind, way, size)) is not None}
         return min(costs, key=costs.__getitem__, default=ways[0])
 
@@ -148,6 +153,9 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (4.55, 3.04),
         (13.89, 11.25),
     ),
+    (Kind.ALL_REDUCE, Way.SHARED): ((0.05, 0.04),) * 6 + ((2.0, 2.0),),
+    (Kind.REDUCE_SCATTER, Way.SHARED): ((0.05, 0.04),) * 6 + ((2.0, 2.0),),
+    (Kind.ALL_GATHER, Way.SHARED): ((0.05, 0.04),) * 6 + ((2.0, 2.0),),
     (Kind.REDUCE_SCATTER, Way.NATIVE): (
         (0.26, 0.25),
         (0.25, 0.24),

@@ -10,6 +10,7 @@ from torch import fx
 from ._torch import OpOverload, c10d
 from .aliases import escaping, last_reads, storages
 from .arena import extent
+from .collectives import is_shared, operands
 from .layouts import Layouts, is_dense
 from .out_forms import is_constant, out_form, results_of
 
@@ -29,6 +30,7 @@ class Lodger:
     host: Lodger | None = None
     offset: int = 0
     settled: bool = False  # it cannot move any more: it is part of a whole, or has parts itself
+    shared: bool = False  # of a block: other ranks look at it, until all ranks meet at the next call
 
     @property
     def size(self) -> int:
@@ -65,6 +67,9 @@ class Lodgers:
         for node in graph.nodes:
             self._join_parts(node)
         for node in graph.nodes:
+            if is_shared(node):
+                self._share(operands(node)[0])
+        for node in graph.nodes:
             self._take_over(node)
 
     def all(self) -> list[Lodger]:
@@ -98,6 +103,11 @@ class Lodgers:
         if any(joined):
             self.wholes[node] = joined
 
+    def _share(self, operand: fx.Node) -> None:
+        """Let ``operand`` lie where others can look at it, and nothing else ever."""
+        for block in self._blocks(operand):
+            block.shared = block.settled = True
+
     def _take_over(self, node: fx.Node) -> None:
         """Let ``node`` write over an operand that nobody reads afterwards."""
         if node not in self.of or self.of[node][0].settled or not _is_elementwise(node):
@@ -108,6 +118,8 @@ class Lodgers:
             if host is None or not self.layouts.are_alike(operand, node):
                 continue
             block, _ = host.block()
+            if block.shared:
+                continue
             sharing = [other for other in node.all_input_nodes if block in self._blocks(other)]
             if block.last <= self.position[node] and all(self.layouts.are_alike(other, node) for other in sharing):
                 mine.move_into(host, 0)

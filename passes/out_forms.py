@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from ._torch import OpOverload, has_kernel
+from .collectives import OUT_FORMS
 from .purity import is_pure
-from .transport import OUT_FORMS
 
 aten = torch.ops.aten
 

@@ -27,7 +27,8 @@ Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 class Axis:
     """One axis of the mesh as this rank sees it: ``group`` is the process group's name in collectives.
 
-    ``backend`` is what moves the data: "gloo", "nccl", "fake", or nothing where nobody said.
+    ``backend`` is what moves the data: "gloo", "nccl", "fake", or nothing where nobody said. ``shared``: the ranks
+    of each group along this axis are connected, and see each other's memory (``shared_memory.py``).
     """
 
     name: str
@@ -35,6 +36,7 @@ class Axis:
     group: str
     coordinate: int = 0
     backend: str = ""
+    shared: bool = False
 
 
 @dataclass(frozen=True)

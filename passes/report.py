@@ -110,7 +110,11 @@ class Report:
 def _memory(program: Program) -> dict[str, tuple[int, int]]:
     """The arenas, and the least that each could be."""
     arenas = program.graph.find_nodes(op="call_function", target=reserve)
-    return {str(node.args[1]): (node.args[0], node.meta["live_bytes"]) for node in arenas}
+    return {_name(*node.args): (node.args[0], node.meta["live_bytes"]) for node in arenas}
+
+
+def _name(size: int, device: torch.device, shared: bool = False) -> str:
+    return f"{device}, seen by other ranks" if shared else str(device)
 
 
 def _one(node: fx.Node) -> Traffic:

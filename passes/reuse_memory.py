@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,9 +27,10 @@ class ReuseMemory(Pass):
     """Each value that dies within the call, and whose op can write where it is told, gets a place in one arena.
 
     Places are planned ahead by lifetimes (``pack.py``). A pointwise op writes over an operand that dies there. What is
-    concatenated is written into its part of the whole at once. Ops without an out form of their own go on allocating,
-    and so do results, new state, and whatever may share memory with them. ``meta["computes"]`` says which op a node
-    was. Nothing may reorder the graph afterwards.
+    concatenated is written into its part of the whole at once. What other ranks of the host look at (``Realise``) lies
+    in an arena of its own, where nothing is written twice in a call. Ops without an out form of their own go on
+    allocating, and so do results, new state, and whatever may share memory with them. ``meta["computes"]`` says which
+    op a node was. Nothing may reorder the graph afterwards.
     """
 
     last: ClassVar[bool] = True
@@ -49,22 +51,36 @@ class ReuseMemory(Pass):
         return len(lodgers.all())
 
 
-_Arenas = dict[torch.device, tuple[fx.Node, dict[int, int]]]  # the arena of a device, and the offsets of blocks in it
+_Kind = tuple[torch.device, bool]  # where an arena is, and whether other ranks look at it
+_Arenas = dict[_Kind, tuple[fx.Node, dict[int, int]]]  # each arena, and the offsets of blocks in it
 
 
 def _arenas(program: Program, lodgers: Sequence[Lodger]) -> _Arenas:
     """Plan and reserve."""
-    placeholders = program.placeholders
-    arenas: _Arenas = {}
-    for device in dict.fromkeys(lodger.val.device for lodger in lodgers):
-        owners = [each for each in lodgers if each.host is None and each.val.device == device]
-        blocks = [Block(each.size, each.first, each.last) for each in owners]
-        offsets = pack(blocks)
-        with program.graph.inserting_after(placeholders[-1]) if placeholders else program.graph.inserting_before():
-            node = program.graph.create_node("call_function", reserve, (total(blocks, offsets), device), name="arena")
-        node.meta["live_bytes"] = live_bytes(blocks)
-        arenas[device] = node, {id(each): offset for each, offset in zip(owners, offsets, strict=True)}
-    return arenas
+    owners: dict[_Kind, list[Lodger]] = defaultdict(list)
+    for each in lodgers:
+        if each.host is None:
+            owners[_kind(each)].append(each)
+    return {kind: _arena(program, kind, blocks) for kind, blocks in owners.items()}
+
+
+def _kind(block: Lodger) -> _Kind:
+    return block.val.device, block.shared
+
+
+def _arena(program: Program, kind: _Kind, owners: Sequence[Lodger]) -> tuple[fx.Node, dict[int, int]]:
+    device, shared = kind
+    # Nobody tells when the other ranks have read what they look at, so there each block lives as long as the call.
+    end = len(program.graph.nodes)
+    blocks = [Block(each.size, 0, end) if shared else Block(each.size, each.first, each.last) for each in owners]
+    offsets, placeholders = pack(blocks), program.placeholders
+    size = total(blocks, offsets)
+    args = (size, device, True) if shared else (size, device)
+    with program.graph.inserting_after(placeholders[-1]) if placeholders else program.graph.inserting_before():
+        node = program.graph.create_node("call_function", reserve, args, name="shared" if shared else "arena")
+    node.meta["live_bytes"] = live_bytes(blocks)
+    node.meta["val"] = owners[0].val.new_empty(size, dtype=torch.uint8)
+    return node, {id(each): offset for each, offset in zip(owners, offsets, strict=True)}
 
 
 @dataclass
@@ -77,7 +93,7 @@ class _Writer:
     def place(self, before: fx.Node, lodger: Lodger, val: torch.Tensor, offset: int = 0) -> fx.Node:
         """A place that looks like ``val``, ``offset`` bytes into a lodger's."""
         block, within = lodger.block()
-        arena, offsets = self.arenas[block.val.device]
+        arena, offsets = self.arenas[_kind(block)]
         at = offsets[id(block)] + within + offset
         return self._add(before, place, (arena, at, list(val.shape), list(val.stride()), val.dtype), val)
 

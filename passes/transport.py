@@ -150,7 +150,7 @@ def _gathered(x: Tensor, total: int, ranks: int, group_name: str) -> Tensor:
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _define(arguments: str, into: Callable[..., Tensor], empty: Callable[..., Tensor] | None) -> None:
+def define(arguments: str, into: Callable[..., Tensor], empty: Callable[..., Tensor] | None) -> None:
     """Make an op of ``into``, which writes into its ``out``, and one that first makes what ``empty`` returns."""
     name = into.__name__.removeprefix("_")
     _library.define(f"{name}.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)")
@@ -163,14 +163,14 @@ def _define(arguments: str, into: Callable[..., Tensor], empty: Callable[..., Te
     torch.library.register_fake(f"{NAMESPACE}::{name}", empty, lib=_library)
 
 
-_define("Tensor x, int ranks, int size, str group_name", _exchange, _exchanged)
-_define("Tensor x, int size, str group_name", _swap, _swapped)
-_define("Tensor x, int total, int ranks, str group_name", _gather_by_broadcast, _gathered)
-_define("Tensor x, int total, int ranks, str group_name", _gather_by_sending, _gathered)
-_define("Tensor x, str reduce_op, str group_name", _all_reduce, None)
-_define("Tensor x, int group_size, str group_name", _all_gather_into_tensor, None)
-_define("Tensor x, str reduce_op, int group_size, str group_name", _reduce_scatter_tensor, None)
-_define("Tensor x, int[] output_split_sizes, int[] input_split_sizes, str group_name", _all_to_all_single, None)
+define("Tensor x, int ranks, int size, str group_name", _exchange, _exchanged)
+define("Tensor x, int size, str group_name", _swap, _swapped)
+define("Tensor x, int total, int ranks, str group_name", _gather_by_broadcast, _gathered)
+define("Tensor x, int total, int ranks, str group_name", _gather_by_sending, _gathered)
+define("Tensor x, str reduce_op, str group_name", _all_reduce, None)
+define("Tensor x, int group_size, str group_name", _all_gather_into_tensor, None)
+define("Tensor x, str reduce_op, int group_size, str group_name", _reduce_scatter_tensor, None)
+define("Tensor x, int[] output_split_sizes, int[] input_split_sizes, str group_name", _all_to_all_single, None)
 
 ops = getattr(torch.ops, NAMESPACE)
 exchange, swap = ops.exchange, ops.swap

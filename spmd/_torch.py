@@ -245,6 +245,12 @@ def newest_sequence_number() -> int:
     return int(next_sequence_number()) - 1
 
 
+def timeout_of(group: Any) -> float:
+    """Seconds after which a collective of gloo's group gives up. Only settable in public. 2.11 to 2.15."""
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
 __all__ = [
     "SCALER_LAZY_START",
     "SCALER_OPTIMIZERS",
@@ -294,6 +300,7 @@ __all__ = [
     "selecting",
     "storage_number",
     "symbolic_functions",
+    "timeout_of",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",

@@ -17,16 +17,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Axis, Kind, Table
-from passes.collectives import WAIT, c10d
-from passes.costs import WAYS, Link, Point, Way
-from passes.transport import OUT_FORMS, exchange, gather_by_broadcast, gather_by_sending, swap
+from passes.collectives import OUT_FORMS, WAIT, c10d
+from passes.costs import WAYS, Link, Point, Way, ways_along
+from passes.shared_memory import segment
+from passes.through_memory import shared_all_gather, shared_all_reduce, shared_reduce_scatter
+from passes.transport import exchange, gather_by_broadcast, gather_by_sending, swap
 
+from .neighbours import introduce
 from .world import describe
 
 SIZES = tuple(4096 * 4**k for k in range(7))  # bytes: 4 KiB to 16 MiB
 _WARM_UP = 3
 _MATRIX = 1024  # rows and columns of the matrices that are multiplied
 _COPIED = 1 << 26  # bytes
+_PATIENCE = 60.0  # seconds in which the ranks of a host connect
 
 Progress = Callable[[str, int, int], None]  # what is measured, how many are done, how many there are
 
@@ -39,7 +43,7 @@ def calibrate(
     ``sizes``: in bytes, of the longer of operand and result. ``rounds``: how often each is measured.
     """
     machine = _Machine(mesh.device_type, rounds)
-    axes = [axis for axis in describe(mesh).axes if axis.size > 1]
+    axes = [axis for axis in introduce(describe(mesh), mesh, _share, _PATIENCE).axes if axis.size > 1]
     todo = [(axis, kind, size) for axis, kind, size in product(axes, WAYS, sizes)]
     curves: dict[str, dict[tuple[Kind, Way], tuple[Point, ...]]] = {axis.name: {} for axis in axes}
     for done, (axis, kind, size) in enumerate(todo):
@@ -54,6 +58,13 @@ def calibrate(
     if progress:
         progress("done", len(todo) + 1, len(todo) + 1)
     return Table("measured", tuple(Link(a.backend, a.name, a.size, curves[a.name]) for a in axes), compute)
+
+
+def _share(text: str) -> list[str]:
+    """Every rank's ``text``: the mesh has all of them."""
+    told = [""] * dist.get_world_size()
+    dist.all_gather_object(told, text)
+    return told
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class _Machine:
 
 
 def _measured(machine: _Machine, axis: Axis, kind: Kind, size: int) -> Iterator[tuple[Way, Point]]:
-    ways = WAYS[kind] if axis.backend == "gloo" else (Way.NATIVE,)
+    ways = ways_along(axis, kind) if axis.backend == "gloo" else (Way.NATIVE,)
     buffers = _Buffers.of(axis, size, machine.device)
     times = machine.times([buffers.performing(kind, way) for way in ways])
     for way, each in zip(ways, times, strict=True):
@@ -132,6 +143,8 @@ class _Buffers:
         """What performs a collective of this kind in this way, and waits for it."""
         if way is Way.NATIVE:
             return self._natively(kind)
+        if way is Way.SHARED:
+            return self._through_memory(kind)
         if kind is Kind.ALL_GATHER:
             return lambda: self._gather(way, self.other)
         return self._reduce
@@ -147,6 +160,16 @@ class _Buffers:
         reduce = OUT_FORMS[c10d.all_reduce.default]
         return lambda: WAIT(reduce(self.whole, "sum", group, out=self.whole))
 
+    def _through_memory(self, kind: Kind) -> Callable[[], object]:
+        ranks, group, length = self.axis.size, self.axis.group, len(self.part)
+        if kind is Kind.ALL_GATHER:
+            part = _seen(self.part)
+            return lambda: WAIT(shared_all_gather.out(part, [length], ranks, group, out=self.other))
+        whole = _seen(self.whole)
+        if kind is Kind.REDUCE_SCATTER:
+            return lambda: WAIT(shared_reduce_scatter.out(whole, "sum", [length], ranks, group, out=self.part))
+        return lambda: WAIT(shared_all_reduce.out(whole, "sum", group, out=self.other))
+
     def _reduce(self) -> None:
         length = len(self.part)
         if self.axis.size == 2:
@@ -160,3 +183,8 @@ class _Buffers:
     def _gather(self, way: Way, out: torch.Tensor) -> None:
         gather = gather_by_broadcast if way is Way.BROADCAST else gather_by_sending
         WAIT(gather.out(self.part, len(out), self.axis.size, self.axis.group, out=out))
+
+
+def _seen(like: torch.Tensor) -> torch.Tensor:
+    """Memory for ``like`` that the other ranks of this host can look at."""
+    return segment(like.nbytes).view(like.dtype)

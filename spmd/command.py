@@ -141,7 +141,7 @@ def _cell(link: Link, kind: Kind, way: Way, point: Point | None) -> str:
     if point is None:
         return ""
     text = f"{_milliseconds(point.seconds)} / {_milliseconds(point.cpu)}"
-    return f"[bold]{text}[/bold]" if link.cheapest(kind, point.bytes) is way else text
+    return f"[bold]{text}[/bold]" if link.cheapest(kind, point.bytes, WAYS[kind]) is way else text
 
 
 def _milliseconds(seconds: float) -> str:

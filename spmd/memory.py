@@ -1,5 +1,8 @@
 """The memory that the programs of one step compute in: one arena a device, kept from call to call.
 
+What other ranks of the host look at lies in an arena of its own. It is written to again in the next call only, which
+begins with an exchange among all ranks (``agree.py``): by then all have read what they wanted.
+
 A step runs one program at a time, and nothing that lives on after a call is in an arena, so that all programs of a step
 share it. It is as large as the largest of them needs.
 """
@@ -26,16 +29,17 @@ class Memory:
 
     def __init__(self) -> None:
         self.users: WeakSet[User] = WeakSet()
-        self._arenas: dict[torch.device, torch.Tensor] = {}
+        self._arenas: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
-    def reserve(self, size: int, device: torch.device) -> torch.Tensor:
+    def reserve(self, size: int, device: torch.device, shared: bool = False) -> torch.Tensor:
         """At least ``size`` bytes. Where there are not so many yet, all users let go of the old arena first."""
-        if device not in self._arenas or self._arenas[device].numel() < size:
+        kind = device, shared
+        if kind not in self._arenas or self._arenas[kind].numel() < size:
             for user in list(self.users):
                 user.release()
-            self._arenas.pop(device, None)
-            self._arenas[device] = reserve(size, device)
-        return self._arenas[device]
+            self._arenas.pop(kind, None)
+            self._arenas[kind] = reserve(size, device, shared)
+        return self._arenas[kind]
 
     def release(self) -> None:
         """Free all of it; the next call reserves anew."""

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import passes as passes_package
-from passes import Pass, PassError, Program, RankMismatchError, Report, SpmdError
+from passes import Mesh, Pass, PassError, Program, RankMismatchError, Realise, Report, SpmdError
 
 from ._torch import DisableAutocast, get_proxy_mode
 from .agree import COMPILE, FAILED, Agreement, Ranks, identity_of, together
@@ -35,6 +35,7 @@ from .live import check_memory, commit, follow_split, on_mesh, prepare
 from .lower import Backend, lower
 from .memory import Memory
 from .modes import ParallelMode, check_passes
+from .neighbours import introduce
 from .override import Override, replaced, transform
 from .randomness import adopt, proposed, told
 from .run import Compiled
@@ -224,7 +225,7 @@ class CompiledStep:
         arguments = arguments.naming_state(slots)
         device_mesh = self._mesh_for(arguments)
         slots = on_mesh(slots, device_mesh)
-        mesh, reads, modes = describe(device_mesh), Reads(), torch_modes()
+        mesh, reads, modes = self._described(device_mesh, agreement), Reads(), torch_modes()
         clock = _Clock()
         dump = self._dump()
         with clock.stage("capture"):
@@ -274,6 +275,13 @@ class CompiledStep:
             agreement.ranks,
             Guards.of(arguments, slots_of(arguments), reads, captured.guards, modes),
         )
+
+    def _described(self, device_mesh: DeviceMesh, agreement: Agreement) -> Mesh:
+        """The mesh as programs carry it. Ranks of one host are introduced to each other if a pass asks for it."""
+        mesh, timeout = describe(device_mesh), self._options.timeout
+        if not any(isinstance(each, Realise) for each in self._options.pipeline):
+            return mesh
+        return introduce(mesh, device_mesh, agreement.share, timeout)
 
     def _mesh_for(self, arguments: Arguments) -> DeviceMesh:
         """The mode's mesh, else that of all ranks for the model's device; with the axes that parameters live on."""

@@ -12,7 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes import Axis, Kind, Mesh, OutputKind, Pass, Program, Role, check, fill_vals, print_program, run
-from passes.collectives import WAIT, c10d, group_of, is_collective, is_wait, kind_of, operands, reduction_of
+from passes.collectives import WAIT, c10d, group_of, is_collective, is_shared, is_wait, kind_of, operands, reduction_of
 from passes.transport import swap
 
 GROUP = "0"
@@ -97,15 +97,17 @@ def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[An
     """Run one program, or one for each rank, on a list of inputs per rank, and apply updates. Inputs are not touched.
 
     A collective other than all_reduce, which copies first, reads its operands only when somebody waits for it: the
-    latest that a backend may.
+    latest that a backend may. Ranks that read each other's memory may do so until the end.
     """
     each_its = [programs] * len(inputs) if isinstance(programs, Program) else programs
     copies = [[x.clone() if isinstance(x, torch.Tensor) else x for x in each] for each in inputs]
     ranks = [_Rank(program, each) for program, each in zip(each_its, copies, strict=True)]
+    posted: list[tuple[torch.Tensor, torch.Tensor]] = []  # what others may look at, and what they must find
     for nodes in zip(*(program.graph.nodes for program in each_its), strict=True):
         everyone = list(zip(ranks, nodes, strict=True))
         if is_collective(nodes[0]):
             pending = [[rank.env[operand] for operand in operands(node)] for rank, node in everyone]
+            posted += [(x, x.clone()) for each in pending for x in each if is_shared(nodes[0])]
             early = kind_of(nodes[0]) is Kind.ALL_REDUCE
             for rank, node in everyone:
                 rank.env[node] = [[x.clone() for x in each] for each in pending] if early else pending
@@ -116,6 +118,7 @@ def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[An
         else:
             for rank, node in everyone:
                 rank.step(node)
+    assert all(torch.equal(now, then) for now, then in posted)
     return [rank.finish() for rank in ranks]
 
 
@@ -129,6 +132,8 @@ def _written(started: fx.Node, rank: _Rank, value: torch.Tensor) -> torch.Tensor
 def _collect(node: fx.Node, sent: list[list[torch.Tensor]], rank: int) -> torch.Tensor:
     tensors = [each[0] for each in sent]
     assert group_of(node) == GROUP and all(t.is_contiguous() for t in tensors if kind_of(node) is not Kind.ALL_REDUCE)
+    if is_shared(node) and kind_of(node) is not Kind.ALL_REDUCE:
+        return _member_by_member(node, tensors, rank)
     if kind_of(node) is Kind.ALL_GATHER:
         return torch.cat(tensors)
     if node.target is swap.default:
@@ -138,6 +143,15 @@ def _collect(node: fx.Node, sent: list[list[torch.Tensor]], rank: int) -> torch.
     total = torch.stack([t.contiguous() for t in tensors])
     total = {"sum": total.sum(0, dtype=total.dtype), "max": total.amax(0)}[str(reduction_of(node))]
     return total if kind_of(node) is Kind.ALL_REDUCE else total.chunk(len(sent))[rank].clone()
+
+
+def _member_by_member(node: fx.Node, tensors: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """What reading each other's memory gives for a bucket, whose members lie one after the other."""
+    if kind_of(node) is Kind.ALL_GATHER:
+        pieces = [each.split(node.args[1]) for each in tensors]
+        return torch.cat([piece for member in zip(*pieces, strict=True) for piece in member])
+    members = sum(tensors).split([len(tensors) * length for length in node.args[2]])  # type: ignore[union-attr]
+    return torch.cat([member.chunk(len(tensors))[rank] for member in members])
 
 
 class _Rank(fx.Interpreter):

@@ -158,7 +158,8 @@ def test_costs_lie_on_straight_lines_between_what_was_measured() -> None:
     link = Link("gloo", "dp", 2, {key: (Point(100, 1.0, 1.0), Point(300, 3.0, 3.0))})
     assert [link.cost(*key, size) for size in (10, 100, 200, 300, 600)] == [2.0, 2.0, 4.0, 6.0, 12.0]
     assert link.cost(Kind.ALL_GATHER, Way.SENDING, 10) is None
-    assert link.cheapest(Kind.ALL_REDUCE, 10) is Way.NATIVE
+    assert link.cheapest(Kind.ALL_REDUCE, 10, WAYS[Kind.ALL_REDUCE]) is Way.NATIVE
+    assert link.cheapest(Kind.ALL_GATHER, 10, (Way.SENDING, Way.NATIVE)) is Way.NATIVE
 
 
 def test_the_nearest_link_is_taken() -> None:

@@ -1,0 +1,229 @@
+"""Memory that the ranks of one host see together, and how they tell each other what lies where.
+
+Each rank writes into *segments* of its own (``segment``), which are files in memory without a name. The ranks of a
+process group that are on one host are ``Neighbours``: each has a Unix socket to each other. To *post* a tensor is to
+tell all neighbours where it lies, along with the file the first time; to *receive* is to look at what all have posted,
+as tensors over the same memory. What one wrote before it posted is seen by who has received, since a message goes
+through the kernel. Nothing says when a reader is done: what was posted must not be written to before all ranks have met
+again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from itertools import count
+from mmap import mmap
+from typing import Any
+
+import torch
+
+_MESSAGE = struct.Struct("<qqq")  # a segment's number, an offset and a length in bytes
+_GONE = -1  # in the place of a length: the segment is there no more
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_numbers = count()
+_segments: dict[int, _Segment] = {}  # by address
+
+
+class _Segment:
+    """A file in memory that this process has mapped; it closes when nothing lies in it any more."""
+
+    def __init__(self, size: int) -> None:
+        self.number, self.size = next(_numbers), max(size, 1)
+        self.file = os.memfd_create("spmd")
+        os.ftruncate(self.file, self.size)
+
+
+def segment(size: int) -> torch.Tensor:
+    """``size`` bytes that neighbours can look at, all zero, (size,) in uint8. Raises ``OSError`` without memory."""
+    made = _Segment(size)
+    memory = mmap(made.file, made.size)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the map
+    _segments[tensor.data_ptr()] = made
+    weakref.finalize(memory, _close, tensor.data_ptr()).atexit = False
+    return tensor[:size]
+
+
+def _close(address: int) -> None:
+    gone = _segments.pop(address)
+    os.close(gone.file)
+    for each in _all:
+        each.forget(gone.number)
+
+
+def _holder(tensor: torch.Tensor) -> tuple[_Segment, int] | None:
+    """The segment that ``tensor`` lies in, and how many bytes into it."""
+    start = tensor.data_ptr()
+    for address, each in _segments.items():
+        if address <= start and start + tensor.nbytes <= address + each.size:
+            return each, start - address
+    return None
+
+
+class Neighbours:
+    """The other ranks of a process group as one of them sees it: ``sockets`` by rank, one to each other.
+
+    ``timeout``: seconds that a rank waits for another at most.
+    """
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout: float) -> None:
+        self.rank, self.ranks, self.timeout = rank, len(sockets) + 1, timeout
+        self._peers = {each: _Peer(each, sockets[each]) for each in sorted(sockets)}
+        self._posted = 0
+        self._own: dict[int, torch.Tensor] = {}  # by number, until all of that number are received
+        self._gone: list[int] = []
+        _all.add(self)
+
+    def post(self, tensor: torch.Tensor) -> int:
+        """Let all neighbours see a contiguous ``tensor``; returns its number, under which theirs is received.
+
+        What does not lie in a segment is copied into one.
+        """
+        while self._gone:
+            self._tell(_MESSAGE.pack(self._gone.pop(), 0, _GONE), None)
+        posted = tensor.view(-1).view(torch.uint8) if tensor.nbytes else _NOTHING
+        if tensor.nbytes and _holder(posted) is None:
+            posted = segment(tensor.nbytes).copy_(posted)
+        lies, offset = _holder(posted) or (None, 0)
+        self._tell(_MESSAGE.pack(lies.number if lies else 0, offset, posted.nbytes), lies)
+        self._own[self._posted] = posted
+        self._posted += 1
+        return self._posted - 1
+
+    def receive(self, number: int) -> list[torch.Tensor]:
+        """What each rank has posted as its ``number``-th, in the order of ranks: flat tensors of bytes.
+
+        Waits for them. Raises ``RuntimeError`` if a rank has gone, or does not come within the timeout.
+        """
+        theirs = {rank: peer.take(number, self._waiting(peer)) for rank, peer in self._peers.items()}
+        theirs[self.rank] = self._own.pop(number)
+        return [theirs[rank] for rank in range(self.ranks)]
+
+    def forget(self, segment_number: int) -> None:
+        """Tell the others, with the next message, that a segment of this rank is there no more."""
+        self._gone.append(segment_number)
+
+    def close(self) -> None:
+        """Have nothing to do with them any more."""
+        for peer in self._peers.values():
+            peer.socket.close()
+
+    def _tell(self, message: bytes, lies: _Segment | None) -> None:
+        for peer in self._peers.values():
+            wait = self._waiting(peer)
+            while not peer.send(message, lies):
+                for each in self._peers.values():  # one that cannot take more may wait for us to take its messages
+                    each.drain()
+                wait(select.POLLOUT | select.POLLIN)
+
+    def _waiting(self, peer: _Peer) -> Callable[[int], None]:
+        """A function that waits until something can be done with a peer, and raises when the time is over."""
+        deadline = time.monotonic() + self.timeout
+
+        def wait(events: int) -> None:
+            left = deadline - time.monotonic()
+            if left <= 0 or not peer.wait(events, left):
+                raise RuntimeError(
+                    f"rank {self.rank} of a process group waited {self.timeout:g} s for its rank {peer.rank}, which "
+                    "did not come: look at the output of that rank"
+                )
+
+        return wait
+
+
+class _Peer:
+    """One neighbour: the socket to it, the segments of it that are mapped here, and what it has posted."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.socket = rank, connection
+        connection.setblocking(False)
+        self._sent: set[int] = set()  # segments of ours that it knows
+        self._mapped: dict[int, torch.Tensor] = {}
+        self._posted: dict[int, torch.Tensor] = {}
+        self._arrived = 0
+        self._poll = select.poll()
+
+    def send(self, message: bytes, lies: _Segment | None) -> bool:
+        """Whether there was room for it. ``lies``: the segment that it is about, sent along where it is new."""
+        try:
+            if lies is None or lies.number in self._sent:
+                self.socket.send(message)
+            else:
+                socket.send_fds(self.socket, [message], [lies.file])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._lost() from error
+        if lies is not None:
+            self._sent.add(lies.number)
+        return True
+
+    def take(self, number: int, wait: Callable[[int], None]) -> torch.Tensor:
+        """What it posted as its ``number``-th, in bytes."""
+        while number not in self._posted:
+            if not self._read():
+                wait(select.POLLIN)
+        return self._posted.pop(number)
+
+    def drain(self) -> None:
+        """Take in all that has come."""
+        while self._read():
+            pass
+
+    def wait(self, events: int, seconds: float) -> bool:
+        """Whether any of the events came in time."""
+        self._poll.register(self.socket, events)
+        return bool(self._poll.poll(seconds * 1000))
+
+    def _read(self) -> bool:
+        """Take in one message, if one has come."""
+        try:
+            message, files, _, _ = socket.recv_fds(self.socket, _MESSAGE.size, 1)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._lost() from error
+        if not message:
+            raise self._lost()
+        number, offset, size = _MESSAGE.unpack(message)
+        if files:
+            self._mapped[number] = _mapped(files[0])
+        if size == _GONE:
+            self._mapped.pop(number, None)
+        else:
+            self._posted[self._arrived] = self._mapped[number][offset : offset + size] if size else _NOTHING
+            self._arrived += 1
+        return True
+
+    def _lost(self) -> RuntimeError:
+        return RuntimeError(f"rank {self.rank} of the group has ended or left it, while this rank still needs it")
+
+
+def _mapped(file: int) -> torch.Tensor:
+    try:
+        return torch.frombuffer(mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
+    finally:
+        os.close(file)
+
+
+_all: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+# By the name of the group, and with it: names come again, groups do not.
+_neighbours: dict[str, tuple[weakref.ref[Any], Neighbours]] = {}
+
+
+def connect(name: str, group: Any, neighbours: Neighbours) -> None:
+    """From now on these are the neighbours of the process group that functional collectives know by ``name``."""
+    if name in _neighbours:
+        _neighbours[name][1].close()
+    _neighbours[name] = weakref.ref(group), neighbours
+
+
+def neighbours_of(name: str, group: Any) -> Neighbours | None:
+    """The neighbours in a process group, if its ranks were connected."""
+    found = _neighbours.get(name)
+    return found[1] if found is not None and found[0]() is group else None

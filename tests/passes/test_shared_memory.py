@@ -1,0 +1,184 @@
+"""What ranks of one host see of each other, with all ranks in this process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from passes import shared_memory, through_memory
+from passes.collectives import WAIT
+from passes.shared_memory import Neighbours, connect, neighbours_of, segment
+
+
+class Group:
+    """Stands for a process group."""
+
+
+def connected(ranks: int, timeout: float = 5.0) -> list[Neighbours]:
+    """All ranks of a group."""
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(ranks)]
+    for one, other in combinations(range(ranks), 2):
+        sockets[one][other], sockets[other][one] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return [Neighbours(rank, each, timeout) for rank, each in enumerate(sockets)]
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Neighbours]]:
+    """Three ranks, whose groups functional collectives know as "0", "1" and "2"."""
+    ranks = connected(3)
+    groups = {str(k): Group() for k in range(3)}
+    monkeypatch.setattr(through_memory, "group_named", groups.__getitem__)
+    monkeypatch.setattr(shared_memory, "_neighbours", {})
+    for name, each in zip(groups, ranks, strict=True):
+        connect(name, groups[name], each)
+    yield ranks
+    for each in ranks:
+        each.close()
+
+
+def shared(x: Tensor) -> Tensor:
+    """A copy that others can look at."""
+    return segment(x.nbytes).view(x.dtype).view(x.shape).copy_(x)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Posting and receiving
+
+
+def test_all_see_what_all_posted_in_whatever_order_they_look() -> None:
+    ranks = connected(3)
+    for number in range(2):
+        for k, each in enumerate(ranks):
+            assert each.post(shared(torch.tensor([10 * number + k]))) == number
+    for number in (1, 0):
+        for each in ranks:
+            assert [x.view(torch.int64).item() for x in each.receive(number)] == [10 * number + k for k in range(3)]
+
+
+def test_what_lies_in_a_segment_is_seen_where_it_lies() -> None:
+    one, other = connected(2)
+    mine = segment(1 << 12)
+    part = mine[64:72].view(torch.int64)
+    one.post(part)
+    other.post(torch.zeros(1))
+    (seen, _), _ = other.receive(0), one.receive(0)
+    part.fill_(7)
+    assert seen.view(torch.int64).item() == 7
+
+
+def test_what_lies_elsewhere_is_copied() -> None:
+    one, other = connected(2)
+    mine = torch.tensor([1.0])
+    one.post(mine)
+    other.post(mine)
+    mine.fill_(2.0)
+    assert [x.view(torch.float32).item() for x in other.receive(0)] == [1.0, 1.0]
+
+
+def test_more_may_be_posted_than_a_socket_holds() -> None:
+    x = shared(torch.arange(3000))
+
+    def use(rank: Neighbours) -> list[int]:
+        for k in range(3000):
+            rank.post(x[k : k + 1])
+        return [each.view(torch.int64).item() for k in (2999, 0) for each in rank.receive(k)]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(use, connected(2))) == [[2999, 2999, 0, 0]] * 2
+
+
+def test_a_segment_goes_with_the_last_who_looks() -> None:
+    one, other = connected(2)
+    before = open_files()
+    x = shared(torch.tensor([5]))
+    one.post(x)
+    other.post(x)
+    seen = other.receive(0)[0]
+    one.receive(0)
+    del x
+    gc.collect()
+    one.post(torch.zeros(0))  # tells that it is gone
+    other.post(torch.zeros(0))
+    other.receive(1), one.receive(1)
+    assert seen.view(torch.int64).item() == 5
+    assert not any(peer._mapped for each in (one, other) for peer in each._peers.values())
+    del seen
+    assert open_files() == before
+
+
+def test_a_rank_that_has_gone_is_told_of() -> None:
+    one, other = connected(2)
+    one.post(torch.zeros(1))
+    other.close()
+    with pytest.raises(RuntimeError, match="rank 1 of the group has ended"):
+        one.receive(0)
+
+
+def test_a_rank_that_does_not_come_is_told_of() -> None:
+    one, _ = connected(2, timeout=0.05)
+    one.post(torch.zeros(1))
+    with pytest.raises(RuntimeError, match=r"rank 0 .* waited 0.05 s for its rank 1"):
+        one.receive(0)
+
+
+def test_a_group_with_an_old_name_is_another_group(group: list[Neighbours]) -> None:
+    assert neighbours_of("0", through_memory.group_named("0")) is group[0]
+    assert neighbours_of("0", Group()) is None
+
+
+# The collectives
+
+
+def on_all(start: Any) -> list[Tensor]:
+    """What each rank gets: all start, then all wait."""
+    pending = [start(str(rank), rank) for rank in range(3)]
+    return [WAIT(each) for each in pending]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16])
+@pytest.mark.parametrize("reduction", ["sum", "max", "min", "product"])
+def test_reductions(group: list[Neighbours], reduction: str, dtype: torch.dtype) -> None:
+    xs = [(torch.arange(6).reshape(2, 3) + 2 * rank + 1).to(dtype) for rank in range(3)]
+    combine = through_memory.REDUCTIONS[reduction]
+    want = combine(combine(xs[0], xs[1]), xs[2])
+    got = on_all(lambda name, rank: through_memory.shared_all_reduce(shared(xs[rank]), reduction, name))
+    assert all(torch.equal(each, want) for each in got)
+    parts = on_all(lambda name, rank: through_memory.shared_reduce_scatter(xs[rank].view(-1), reduction, [2], 3, name))
+    assert torch.equal(torch.cat(parts), want.view(-1))
+
+
+def test_members_lie_one_after_the_other(group: list[Neighbours]) -> None:
+    members = [torch.arange(6.0), torch.arange(10.0, 13.0)]  # lengths of a rank's part: 2, 1
+    whole = torch.cat(members)
+    parts = [torch.cat([member.chunk(3)[rank] for member in members]) for rank in range(3)]
+    gathered = on_all(lambda name, rank: through_memory.shared_all_gather(parts[rank], [2, 1], 3, name))
+    assert all(torch.equal(each, whole) for each in gathered)
+    scattered = on_all(lambda name, rank: through_memory.shared_reduce_scatter(whole, "sum", [2, 1], 3, name))
+    assert all(torch.equal(each, 3 * part) for each, part in zip(scattered, parts, strict=True))
+
+
+def test_results_are_written_where_they_are_wanted(group: list[Neighbours]) -> None:
+    outs = [torch.zeros(2) for _ in range(3)]
+    x = shared(torch.ones(2))
+    got = on_all(lambda name, rank: through_memory.shared_all_reduce.out(x, "sum", name, out=outs[rank]))
+    assert all(
+        each.data_ptr() == out.data_ptr() and out.tolist() == [3, 3] for each, out in zip(got, outs, strict=True)
+    )
+
+
+def test_ranks_that_are_not_connected_are_told(group: list[Neighbours], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(through_memory, "group_named", lambda name: None)
+    with pytest.raises(RuntimeError, match="process group '0' are not connected through memory"):
+        through_memory.shared_all_reduce(torch.ones(1), "sum", "0")

@@ -1,0 +1,153 @@
+"""Ranks of one host read each other's memory: who does, that the numbers stay, and what is said when one has gone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import passes
+import spmd
+from passes import Program, ReuseMemory, shared_memory
+from passes.collectives import is_shared
+from passes.costs import Way
+from spmd import neighbours
+from spmd.world import describe
+from tests.harness.cases import MLP, NARROW
+from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run
+from tests.harness.pool import RankError, Ranks
+
+from .test_realise import Split, only
+
+SHARED = passes.default(table=only(Way.SHARED))
+
+
+def reads_memory(program: Program | None) -> list[bool]:
+    """Of each collective, whether ranks read each other's memory for it."""
+    assert program is not None
+    return [is_shared(node) for node in program.collectives()]
+
+
+@pytest.mark.parametrize("style, world, optimizer", [
+    ("replicate", 2, "SGD"),
+    ("replicate", 3, "AdamW"),
+    ("fully_shard", 2, "AdamW"),
+    ("fully_shard", 3, "SGD"),
+    ("default", 2, "Adam"),
+])  # fmt: skip
+def test_numbers_stay(ranks: Ranks, style: str, world: int, optimizer: str) -> None:
+    case = MLP(NARROW.sizes, NARROW.rows, optimizer)
+    assert_agrees(ranks, world, case, style, SHARED)
+
+
+def test_numbers_stay_without_planned_memory(ranks: Ranks) -> None:
+    pipeline = [each for each in SHARED if not isinstance(each, ReuseMemory)]
+    assert_agrees(ranks, 2, MLP(NARROW.sizes, NARROW.rows, "SGD"), "fully_shard", pipeline, 3)
+
+
+def test_numbers_stay_where_each_rank_updates_a_part(ranks: Ranks) -> None:
+    mode = {"parallel_style": "replicate", "shard_optimizer": True}
+    assert_agrees(ranks, 2, MLP(NARROW.sizes, NARROW.rows, "AdamW"), mode, SHARED, 3)
+
+
+def who_reads(rank: int, world: int) -> tuple[list[bool], list[bool], bool]:
+    """With the default passes, without any, and whether ranks were connected for those."""
+    bare, _ = compiled_run(rank, NARROW, 1, passes=())
+    group = dist.group.WORLD
+    connected = shared_memory.neighbours_of(group.group_name, group) is not None  # type: ignore[union-attr]
+    compiled, _ = compiled_run(rank, NARROW, 2)
+    return reads_memory(compiled.program), reads_memory(bare.program), connected
+
+
+def test_by_default_ranks_of_one_host_read_each_others_memory(ranks: Ranks) -> None:
+    for default, bare, connected in ranks.run(2, who_reads):
+        assert default == [True, True]
+        assert bare and not any(bare) and not connected
+
+
+def as_other_hosts(rank: int, world: int) -> list[bool]:
+    """2 x 2 ranks, of which the first two and the last two are on one host each: what reads along which axis."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(neighbours, "_host", lambda: f"host {rank // 2}")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        params = {"*.0.weight": {"tp": Shard(0)}, "*.0.bias": {"tp": Shard(0)}, "*.2.weight": {"tp": Shard(1)}}
+        mode = spmd.DataParallel("fully_shard", mesh=mesh, params=params)
+        case = Split(optimizer="AdamW")
+        compiled, got = compiled_run(rank // 2, case, 3, parallel_mode=mode, passes=SHARED)
+        assert compiled.program is not None
+        axes = {(node.meta["collective"].axis, is_shared(node)) for node in compiled.program.collectives()}
+        assert axes == {("dp", False), ("tp", True)}
+        return all_unequal(plain_run(case, 2, 3), got, rank // 2, 2)
+
+
+def test_each_axis_for_itself(ranks: Ranks) -> None:
+    assert [line for lines in ranks.run(4, as_other_hosts) for line in lines] == []
+
+
+def after_another_group(rank: int, world: int) -> list[bool]:
+    """What reads memory in a process group that was made anew, under the old one's name."""
+    compiled_run(rank, NARROW, 1)
+    name, store = dist.group.WORLD.group_name, dist.distributed_c10d._get_default_store()  # type: ignore[union-attr]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    assert dist.group.WORLD.group_name == name  # type: ignore[union-attr]
+    compiled, _ = compiled_run(rank, NARROW, 2)
+    return reads_memory(compiled.program)
+
+
+def test_a_new_process_group_is_connected_anew(ranks: Ranks) -> None:
+    assert ranks.run(2, after_another_group) == [[True, True]] * 2
+
+
+def one_goes(rank: int, world: int) -> None:
+    """Rank 1 ends while rank 0 is about to read its memory."""
+    mesh = neighbours.introduce(*_meshes(), _share, 5.0)
+    assert mesh.axes[0].shared
+    x = torch.ones(4)
+    started = torch.ops.spmd_transport.shared_all_reduce(x, "sum", mesh.axes[0].group)
+    assert torch.ops._c10d_functional.wait_tensor(started).tolist() == [2.0] * 4
+    if rank == 1:
+        os._exit(1)
+    torch.ops._c10d_functional.wait_tensor(torch.ops.spmd_transport.shared_all_reduce(x, "sum", mesh.axes[0].group))
+
+
+def _meshes() -> tuple[passes.Mesh, Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return describe(mesh), mesh
+
+
+def _share(text: str) -> list[str]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, text)
+    return told
+
+
+def test_a_rank_that_ends_is_told_of(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="rank 1 of the group has ended or left it"):
+        ranks.run(2, one_goes)
+
+
+def one_hides(rank: int, world: int) -> str:
+    """What the ranks hear if one of them cannot be reached."""
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr(neighbours, "_knock", _refuse)
+        try:
+            compiled_run(rank, NARROW, 1, timeout=2.0)
+        except passes.RankMismatchError as error:
+            return str(error)
+    return ""
+
+
+def _refuse(*_: object) -> None:
+    raise ConnectionRefusedError("nobody is there")
+
+
+def test_ranks_that_cannot_connect_say_so(ranks: Ranks) -> None:
+    said = ranks.run(2, one_hides)
+    assert all("could not connect to the others on its host" in each or "was not compiled" in each for each in said)
