@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-_MESSAGE = struct.Struct("<qqq")  # a segment's number, an offset and a length in bytes
+_MESSAGE = struct.Struct("<qqqq")  # the number of what is posted; its segment's, an offset and a length in bytes
 _GONE = -1  # in the place of a length: the segment is there no more
+_PER_CALL = 1 << 32  # more than anybody posts in one call
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _numbers = count()
 _segments: dict[int, _Segment] = {}  # by address
@@ -74,10 +75,20 @@ class Neighbours:
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout: float) -> None:
         self.rank, self.ranks, self.timeout = rank, len(sockets) + 1, timeout
         self._peers = {each: _Peer(each, sockets[each]) for each in sorted(sockets)}
-        self._posted = 0
+        self._next = 0  # the number of what is posted next
         self._own: dict[int, torch.Tensor] = {}  # by number, until all of that number are received
         self._gone: list[int] = []
         _all.add(self)
+
+    def begin(self, call: int) -> None:
+        """Count anew, in a call that all ranks number alike, and higher than those before.
+
+        So what a rank missed when it failed in an earlier call is never taken for what is posted in this one.
+        """
+        self._next = call * _PER_CALL
+        self._own.clear()
+        for peer in self._peers.values():
+            peer.drop_before(self._next)
 
     def post(self, tensor: torch.Tensor) -> int:
         """Let all neighbours see a contiguous ``tensor``; returns its number, under which theirs is received.
@@ -85,18 +96,18 @@ class Neighbours:
         What does not lie in a segment is copied into one.
         """
         while self._gone:
-            self._tell(_MESSAGE.pack(self._gone.pop(), 0, _GONE), None)
+            self._tell(_MESSAGE.pack(0, self._gone.pop(), 0, _GONE), None)
         posted = tensor.view(-1).view(torch.uint8) if tensor.nbytes else _NOTHING
         if tensor.nbytes and _holder(posted) is None:
             posted = segment(tensor.nbytes).copy_(posted)
         lies, offset = _holder(posted) or (None, 0)
-        self._tell(_MESSAGE.pack(lies.number if lies else 0, offset, posted.nbytes), lies)
-        self._own[self._posted] = posted
-        self._posted += 1
-        return self._posted - 1
+        number, self._next = self._next, self._next + 1
+        self._tell(_MESSAGE.pack(number, lies.number if lies else 0, offset, posted.nbytes), lies)
+        self._own[number] = posted
+        return number
 
     def receive(self, number: int) -> list[torch.Tensor]:
-        """What each rank has posted as its ``number``-th, in the order of ranks: flat tensors of bytes.
+        """What each rank has posted under ``number``, in the order of ranks: flat tensors of bytes.
 
         Waits for them. Raises ``RuntimeError`` if a rank has gone, or does not come within the timeout.
         """
@@ -145,7 +156,6 @@ class _Peer:
         self._sent: set[int] = set()  # segments of ours that it knows
         self._mapped: dict[int, torch.Tensor] = {}
         self._posted: dict[int, torch.Tensor] = {}
-        self._arrived = 0
         self._poll = select.poll()
 
     def send(self, message: bytes, lies: _Segment | None) -> bool:
@@ -163,8 +173,12 @@ class _Peer:
             self._sent.add(lies.number)
         return True
 
+    def drop_before(self, number: int) -> None:
+        """Forget what it posted under smaller numbers."""
+        self._posted = {each: posted for each, posted in self._posted.items() if each >= number}
+
     def take(self, number: int, wait: Callable[[int], None]) -> torch.Tensor:
-        """What it posted as its ``number``-th, in bytes."""
+        """What it posted under ``number``, in bytes."""
         while number not in self._posted:
             if not self._read():
                 wait(select.POLLIN)
@@ -190,14 +204,13 @@ class _Peer:
             raise self._lost() from error
         if not message:
             raise self._lost()
-        number, offset, size = _MESSAGE.unpack(message)
+        number, lies, offset, size = _MESSAGE.unpack(message)
         if files:
-            self._mapped[number] = _mapped(files[0])
+            self._mapped[lies] = _mapped(files[0])
         if size == _GONE:
-            self._mapped.pop(number, None)
+            self._mapped.pop(lies, None)
         else:
-            self._posted[self._arrived] = self._mapped[number][offset : offset + size] if size else _NOTHING
-            self._arrived += 1
+            self._posted[number] = self._mapped[lies][offset : offset + size] if size else _NOTHING
         return True
 
     def _lost(self) -> RuntimeError:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import RankMismatchError
+from passes.shared_memory import neighbours_of
 
 from ._torch import default_store
 
@@ -59,9 +60,10 @@ class Ranks:
         """
         if not self.groups:
             return
-        said = torch.tensor([intent, -intent])
+        said = torch.tensor([intent, -intent, _calls + 1])
         for group in self.groups:
             self._reduce(what, said, group, patient=intent > FAILED)
+        self._begin(int(said[2]))
         if int(said[0]) != -int(said[1]):
             everyone = self.exchange(what, "\n".join([what, *told()]), self.timeout)
             other = next(k for k, text in enumerate(everyone) if text != everyone[0])
@@ -69,6 +71,15 @@ class Ranks:
                 f"expected all ranks to run the same program of {what} in one call, but rank {self.members[other]} "
                 f"differs from rank {self.members[0]}:\n{_first_difference(everyone[0], everyone[other])}"
             )
+
+    def _begin(self, call: int) -> None:
+        """Number the call alike on all ranks, whatever calls each had before, for those who talk through memory."""
+        global _calls
+        _calls = call
+        for group in self.groups:
+            neighbours = neighbours_of(group.group_name, group)
+            if neighbours is not None:
+                neighbours.begin(call)
 
     def _reduce(self, what: str, said: torch.Tensor, group: Any, patient: bool) -> None:
         """The maximum over a group. Who runs a program waits as long as for any collective; others wait less."""
@@ -174,6 +185,7 @@ class Agreement:
             self.ranks.tell(json.dumps(["failed", f"{type(error).__name__}: {error}"[:_SHOWN]]))
 
 
+_calls = 0  # the number of the last call, of any step
 _cpu_groups: dict[Any, Any] = {}
 
 

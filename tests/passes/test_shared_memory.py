@@ -87,6 +87,19 @@ def test_what_lies_elsewhere_is_copied() -> None:
     assert [x.view(torch.float32).item() for x in other.receive(0)] == [1.0, 1.0]
 
 
+def test_what_a_rank_missed_in_one_call_is_not_seen_in_the_next() -> None:
+    one, other = connected(2)
+    for call, value in ((1, 5), (2, 7)):
+        for each in (one, other):
+            each.begin(call)
+            each.post(shared(torch.tensor([value])))
+        if call == 1:
+            one.post(shared(torch.tensor([6])))  # the other has failed by now
+            one.receive(1 << 32)
+    assert [x.view(torch.int64).item() for x in one.receive(2 << 32)] == [7, 7]
+    assert [x.view(torch.int64).item() for x in other.receive(2 << 32)] == [7, 7]
+
+
 def test_more_may_be_posted_than_a_socket_holds() -> None:
     x = shared(torch.arange(3000))
 
