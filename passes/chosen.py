@@ -46,10 +46,7 @@ class Chosen:
 
     def flat(self, tensor: fx.Node) -> fx.Node:
         """All elements of an old node's value in one dim."""
-        val = tensor.meta["val"]
-        if val.ndim == 1:
-            return tensor
-        return self.call(aten.view.default if val.is_contiguous() else aten.reshape.default, tensor, [-1])
+        return tensor if tensor.meta["val"].ndim == 1 else self.call(aten.reshape.default, tensor, [-1])
 
     def finish(self, last: fx.Node) -> set[fx.Node]:
         """Wait for ``last`` if that is pending, give it the old shape, and let all readers read that.

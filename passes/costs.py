@@ -142,7 +142,8 @@ def _link(content: Mapping[str, Any]) -> Link:
 _SIZES = tuple(4096 * 4**k for k in range(7))
 
 # (milliseconds, milliseconds of CPU) at those sizes, as `python -m spmd calibrate` measures them: 2 ranks on loopback,
-# a core each, torch 2.13; the least of six runs beside other work, four of which were before two ranks swapped halves.
+# a core each, torch 2.13. By messages, the least of six runs beside other work, four of which were before two ranks
+# swapped halves; by memory, of three.
 _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
     (Kind.ALL_REDUCE, Way.NATIVE): (
         (0.28, 0.24),
@@ -153,9 +154,6 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (4.55, 3.04),
         (13.89, 11.25),
     ),
-    (Kind.ALL_REDUCE, Way.SHARED): ((0.05, 0.04),) * 6 + ((2.0, 2.0),),
-    (Kind.REDUCE_SCATTER, Way.SHARED): ((0.05, 0.04),) * 6 + ((2.0, 2.0),),
-    (Kind.ALL_GATHER, Way.SHARED): ((0.05, 0.04),) * 6 + ((2.0, 2.0),),
     (Kind.REDUCE_SCATTER, Way.NATIVE): (
         (0.26, 0.25),
         (0.25, 0.24),
@@ -200,6 +198,33 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (2.36, 1.38),
         (3.23, 1.78),
         (7.00, 6.04),
+    ),
+    (Kind.ALL_REDUCE, Way.SHARED): (
+        (0.11, 0.11),
+        (0.12, 0.12),
+        (0.12, 0.13),
+        (0.16, 0.16),
+        (0.25, 0.25),
+        (0.56, 0.56),
+        (3.19, 3.2),
+    ),
+    (Kind.REDUCE_SCATTER, Way.SHARED): (
+        (0.14, 0.14),
+        (0.15, 0.15),
+        (0.15, 0.15),
+        (0.17, 0.18),
+        (0.23, 0.24),
+        (0.45, 0.45),
+        (1.73, 1.73),
+    ),
+    (Kind.ALL_GATHER, Way.SHARED): (
+        (0.14, 0.14),
+        (0.14, 0.14),
+        (0.14, 0.14),
+        (0.18, 0.18),
+        (0.24, 0.24),
+        (0.45, 0.45),
+        (2.02, 2.02),
     ),
 }
 

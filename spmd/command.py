@@ -123,7 +123,7 @@ def _show(table: Table, out: Path) -> None:
 
 def _shown(link: Link) -> Shown:
     """Milliseconds by kind, size and way; what a compiled step would take is bold."""
-    shown = Shown(title=f"{link.axis}: {link.ranks} ranks by {link.backend}; ms to the result / ms of CPU")
+    shown = Shown(title=f"{link.axis}: {link.ranks} ranks by {link.backend}; ms to the result/ms of CPU")
     for heading in ("", *Way):
         shown.add_column(heading, justify="right", no_wrap=True)
     for kind in WAYS:
@@ -140,7 +140,7 @@ def _shown(link: Link) -> Shown:
 def _cell(link: Link, kind: Kind, way: Way, point: Point | None) -> str:
     if point is None:
         return ""
-    text = f"{_milliseconds(point.seconds)} / {_milliseconds(point.cpu)}"
+    text = f"{_milliseconds(point.seconds)}/{_milliseconds(point.cpu)}"
     return f"[bold]{text}[/bold]" if link.cheapest(kind, point.bytes, WAYS[kind]) is way else text
 
 

@@ -42,7 +42,6 @@ def test_passes_ask_for_strides_in_one_file() -> None:
         "lodgers.py",  # counts bytes
         "reuse_memory.py",  # says where they lie, which may differ
         "transport.py",  # runs
-        "realise.py",  # operands that the partitioner made contiguous
     }
     asking = {
         path.name
