@@ -81,8 +81,12 @@ class Lodgers:
             return
         vals = results_of(node)
         if out_form(node) is not None and all(map(_is_plain, vals)):
-            first = self.position[node]
+            first = self._written(node)
             self.of[node] = [Lodger(val, first, max(first, last)) for val in vals]
+
+    def _written(self, node: fx.Node) -> int:
+        """When the first of its results is written: of what ranks read from each other, at the wait."""
+        return min(self.position[user] for user in node.users) if is_shared(node) else self.position[node]
 
     def _join_parts(self, node: fx.Node) -> None:
         """Let what ``node`` concatenates lie in its part of the whole, so that nothing is left to do for it."""

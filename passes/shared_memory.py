@@ -154,7 +154,7 @@ class _Peer:
         self.rank, self.socket = rank, connection
         connection.setblocking(False)
         self._sent: set[int] = set()  # segments of ours that it knows
-        self._mapped: dict[int, torch.Tensor] = {}
+        self._mapped: dict[int, mmap] = {}
         self._posted: dict[int, torch.Tensor] = {}
         self._poll = select.poll()
 
@@ -210,18 +210,22 @@ class _Peer:
         if size == _GONE:
             self._mapped.pop(lies, None)
         else:
-            self._posted[number] = self._mapped[lies][offset : offset + size] if size else _NOTHING
+            self._posted[number] = _seen(self._mapped[lies], offset, size) if size else _NOTHING
         return True
 
     def _lost(self) -> RuntimeError:
         return RuntimeError(f"rank {self.rank} of the group has ended or left it, while this rank still needs it")
 
 
-def _mapped(file: int) -> torch.Tensor:
+def _mapped(file: int) -> mmap:
     try:
-        return torch.frombuffer(mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
+        return mmap(file, os.fstat(file).st_size)
     finally:
         os.close(file)
+
+
+def _seen(memory: mmap, offset: int, size: int) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=size)
 
 
 _all: weakref.WeakSet[Neighbours] = weakref.WeakSet()
