@@ -67,7 +67,8 @@ class Input:
 
     ``shape`` is the global shape; a hyper-parameter is a plain float and has no ``dtype``. ``of`` names the parameter
     that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
-    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several.
+    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several. ``shared``:
+    other ranks of the host read it where it lies, so it should lie where they can (``shared_memory.py``).
     """
 
     role: Role
@@ -77,6 +78,7 @@ class Input:
     placement: Placements = ()
     of: str | None = None
     in_place: bool = False
+    shared: bool = False
     parts: tuple[Part, ...] = ()
 
 

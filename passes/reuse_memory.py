@@ -15,6 +15,7 @@ from .base import Pass
 from .lodgers import Lodger, Lodgers
 from .out_forms import out_form
 from .pack import Block, live_bytes, pack, total
+from .posted_state import post_state
 from .program import Program
 from .update_in_place import UpdateInPlace
 from .writable import make_writable
@@ -40,6 +41,7 @@ class ReuseMemory(Pass):
     def rewrite(self, program: Program) -> int:
         """Plan for each device, then write."""
         make_writable(program.graph)
+        post_state(program)
         lodgers = Lodgers(program.graph)
         writer = _Writer(program.graph, _arenas(program, lodgers.all()))
         for node, results in lodgers.of.items():

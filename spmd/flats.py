@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
 from passes import Input, OneStorage, Pass, Program
+from passes.arena import place
+from passes.shared_memory import segment
 
 from ._torch import local_tensor, owners
 from .bind import release_all
@@ -109,9 +111,14 @@ def as_it_lies(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return flat if [*map(_pointer, tensors), ends[0] + flat.nbytes] == starts else None
 
 
-def copied(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new flat tensor with the values of ``tensors``."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+def copied(tensors: Sequence[torch.Tensor], shared: bool) -> torch.Tensor:
+    """A new flat tensor with the values of ``tensors``. ``shared``: where other ranks of the host can read it."""
+    rows = [tensor.detach().reshape(-1) for tensor in tensors]
+    if not shared:
+        return torch.cat(rows)
+    size = sum(row.nbytes for row in rows)
+    flat = place(segment(size), 0, [size // rows[0].itemsize], [1], rows[0].dtype)
+    return torch.cat(rows, out=flat)
 
 
 def parts_of(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -126,6 +133,7 @@ class _Flat:
 
     name: str
     positions: list[int]
+    shared: bool
     tensor: torch.Tensor | None = None
     lies: list[int] | None = None
 
@@ -136,7 +144,7 @@ class Flats:
     def __init__(self, inputs: Sequence[Input], names: Sequence[str]) -> None:
         """``names``: of the local state tensors that calls hand in, in order."""
         at = {name: k for k, name in enumerate(names)}
-        self._flats = [_Flat(i.name, [at[part.input.name] for part in i.parts]) for i in inputs if i.parts]
+        self._flats = [_Flat(i.name, [at[part.input.name] for part in i.parts], i.shared) for i in inputs if i.parts]
         self._guests: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -178,13 +186,13 @@ class Flats:
         if there is not None:
             flat.tensor = there  # as another program has left it
         elif flat.tensor is None:
-            flat.tensor = copied(members)  # the first call: what may move was asked before the passes
+            flat.tensor = copied(members, flat.shared)  # the first call: what may move was asked before the passes
             _put(members, flat.tensor)
         elif _may_return(flat, members):
-            flat.tensor.copy_(copied(members))
+            flat.tensor.copy_(copied(members, shared=False))
             _put(members, flat.tensor)
         else:
-            visited = copied(members)
+            visited = copied(members, flat.shared)
             self._guests += zip(parts_of(visited, members), members, strict=True)
             return visited
         flat.lies = list(map(_pointer, members))

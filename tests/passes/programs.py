@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,17 +97,18 @@ def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[An
     """Run one program, or one for each rank, on a list of inputs per rank, and apply updates. Inputs are not touched.
 
     A collective other than all_reduce, which copies first, reads its operands only when somebody waits for it: the
-    latest that a backend may. Ranks that read each other's memory may do so until the end.
+    latest that a backend may. Ranks that read each other's memory may do so until all know that all have (``_Posted``).
     """
     each_its = [programs] * len(inputs) if isinstance(programs, Program) else programs
     copies = [[x.clone() if isinstance(x, torch.Tensor) else x for x in each] for each in inputs]
     ranks = [_Rank(program, each) for program, each in zip(each_its, copies, strict=True)]
-    posted: list[tuple[torch.Tensor, torch.Tensor]] = []  # what others may look at, and what they must find
+    posted = _Posted()
     for nodes in zip(*(program.graph.nodes for program in each_its), strict=True):
         everyone = list(zip(ranks, nodes, strict=True))
         if is_collective(nodes[0]):
             pending = [[rank.env[operand] for operand in operands(node)] for rank, node in everyone]
-            posted += [(x, x.clone()) for each in pending for x in each if is_shared(nodes[0])]
+            if is_shared(nodes[0]):
+                posted.start(nodes[0], [x for each in pending for x in each])
             early = kind_of(nodes[0]) is Kind.ALL_REDUCE
             for rank, node in everyone:
                 rank.env[node] = [[x.clone() for x in each] for each in pending] if early else pending
@@ -115,11 +116,37 @@ def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[An
             for k, (rank, node) in enumerate(everyone):
                 started = node.args[0]
                 rank.env[node] = _written(started, rank, _collect(started, rank.env[started], k))
+            posted.wait(nodes[0].args[0])
         else:
             for rank, node in everyone:
                 rank.step(node)
-    assert all(torch.equal(now, then) for now, then in posted)
+    posted.check(posted.all)
     return [rank.finish() for rank in ranks]
+
+
+class _Posted:
+    """What other ranks may look at, and must find unchanged.
+
+    Who waits for a collective knows that all ranks have waited for those that were waited for before it started.
+    """
+
+    def __init__(self) -> None:
+        self.all: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.waited: list[Any] = []
+        self.before: dict[Any, list[Any]] = {}
+
+    def start(self, node: fx.Node, tensors: list[torch.Tensor]) -> None:
+        self.all[node] = [(x, x.clone()) for x in tensors]
+        self.before[node] = list(self.waited)
+
+    def wait(self, node: Any) -> None:
+        if node in self.all:
+            self.waited.append(node)
+            self.check(self.before[node])
+
+    def check(self, nodes: Iterable[Any]) -> None:
+        for node in list(nodes):
+            assert all(torch.equal(now, then) for now, then in self.all.pop(node, ()))
 
 
 def _written(started: fx.Node, rank: _Rank, value: torch.Tensor) -> torch.Tensor:

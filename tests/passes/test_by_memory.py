@@ -13,7 +13,9 @@ from passes import (
     BucketAllGather,
     BucketAllReduce,
     BucketReduceScatter,
+    Kind,
     Mesh,
+    OneStorage,
     Pass,
     Program,
     Realise,
@@ -135,4 +137,48 @@ def test_whole_numbers_and_other_reductions(reduction: str) -> None:
     before = on_one_host(make_program(reduce, {}, [Role.RESULT], x=torch.zeros(4, 2, dtype=torch.int32)))
     after = run(before, [SHARED])
     assert "spmd_transport.shared_all_reduce.default" in targets(after)
+    assert_same_bits(before, after)
+
+
+# State that is read where it lies
+
+
+def gathered_and_updated(w: Any, v: Any, x: Any) -> Any:
+    """Two split parameters, a forward and a backward."""
+    whole, other = all_gather(w), all_gather(v)
+    h = aten.mm.default(x, whole)
+    y = aten.mm.default(h, other)
+    grad_w = reduce_scatter(aten.mm.default(aten.t.default(x), h))
+    grad_v = reduce_scatter(aten.mm.default(aten.t.default(h), y))
+    return aten.sub.Tensor(w, grad_w), aten.sub.Tensor(v, grad_v)
+
+
+def evaluated(w: Any, v: Any, x: Any) -> Any:
+    """A forward only, and an update that does not ask what others do."""
+    y = aten.mm.default(aten.mm.default(x, all_gather(w)), all_gather(v))
+    return aten.mul.Tensor(w, 0.5), aten.mul.Tensor(v, 0.5), y
+
+
+def stored(function: Any) -> tuple[Program, Program]:
+    roles = [Role.PARAMETER, Role.PARAMETER, Role.GRADIENT, Role.GRADIENT]
+    inputs = {"w": f64(2, 4), "v": f64(2, 4), "x": f64(3, 4)}
+    before = on_one_host(make_program(function, {0: "w", 1: "v"}, roles, **inputs))
+    before.inputs = [replace(each, role=Role.PARAMETER) if each.name in ("w", "v") else each for each in before.inputs]
+    before.units = (("w", "v"),)
+    last: list[Pass] = [OneStorage(), SHARED, StartEarly(), WaitLate(), UpdateInPlace(), ReuseMemory()]
+    return before, run(before, [*BUCKETS, *last])
+
+
+def test_state_is_read_where_it_lies() -> None:
+    before, after = stored(gathered_and_updated)
+    gather = next(node for node in after.collectives() if node.meta["collective"].kind is Kind.ALL_GATHER)
+    (flat,) = [i for i in after.inputs if i.parts]
+    assert flat.shared and operands(gather)[0] is after.placeholders[after.inputs.index(flat)]
+    assert_same_bits(before, after)
+
+
+def test_state_that_may_be_written_to_before_all_have_read_it_is_copied() -> None:
+    before, after = stored(evaluated)
+    assert not any(i.shared for i in after.inputs)
+    assert all(operands(node)[0].op != "placeholder" for node in after.collectives())
     assert_same_bits(before, after)
