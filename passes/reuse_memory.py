@@ -12,6 +12,7 @@ from torch import fx
 
 from .arena import place, reserve, whole
 from .base import Pass
+from .lay_out import lay_out
 from .lodgers import Lodger, Lodgers
 from .out_forms import out_form
 from .pack import Block, live_bytes, pack, total
@@ -41,6 +42,7 @@ class ReuseMemory(Pass):
     def rewrite(self, program: Program) -> int:
         """Plan for each device, then write."""
         make_writable(program.graph)
+        lay_out(program.graph)
         post_state(program)
         lodgers = Lodgers(program.graph)
         writer = _Writer(program.graph, _arenas(program, lodgers.all()))

@@ -72,15 +72,25 @@ def _view(node: fx.Node, layouts: Layouts) -> None:
 
 def _is_laid_out_as_told(node: fx.Node) -> bool:
     """Whether ``val`` surely has the strides. What a kernel allocates may be laid out otherwise than a fake."""
+    return _shown(node).op == "placeholder" or _is_made_as_told(node)
+
+
+def _is_made_as_told(node: fx.Node) -> bool:
+    """The same of what is, or shows, a value that will have a place."""
+    return out_form(_shown(node)) is not None
+
+
+def _shown(node: fx.Node) -> fx.Node:
+    """What a view shows."""
     while is_view(node) and node.target is not operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node.op == "placeholder" or out_form(node) is not None
+    return node
 
 
 def _drop_copy(node: fx.Node, layouts: Layouts) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    if out_form(source) is not None and layouts.is_contiguous(source):
+    if _is_made_as_told(source) and layouts.is_contiguous(source):
         node.replace_all_uses_with(source)
         node.graph.erase_node(node)
 

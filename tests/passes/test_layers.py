@@ -39,6 +39,7 @@ def test_passes_ask_for_strides_in_one_file() -> None:
     """Elsewhere a decision by this rank's strides would be another one on the next rank."""
     no_decision = {
         "arena.py",  # makes tensors
+        "lay_out.py",  # of what is the same on all ranks
         "lodgers.py",  # counts bytes
         "reuse_memory.py",  # says where they lie, which may differ
         "transport.py",  # runs

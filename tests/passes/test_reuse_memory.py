@@ -237,3 +237,35 @@ def test_a_second_time_nothing_is_left_to_do() -> None:
     program = make_program(lambda x: (aten.sum.default(aten.mm.default(x, x)),), x=f64(3, 3))
     once = run(program, [ReuseMemory()])
     assert targets(run(once, [ReuseMemory()])) == targets(once)
+
+
+def stacked(x: Any, y: Any) -> Any:
+    """As the gradients of query, key and value come to the product before them."""
+    both = aten.stack.default([aten.exp.default(x), aten.sin.default(x)], 1)
+    turned = aten.permute.default(aten.transpose.int(both, 1, 2), [0, 2, 1, 3])
+    turned = aten.transpose.int(turned, -1, 1)
+    return aten.clone.default(turned, memory_format=torch.contiguous_format)
+
+
+def test_a_stack_is_made_in_the_layout_that_its_reader_wants() -> None:
+    def read(x: Any, y: Any) -> Any:
+        return (aten.mm.default(aten.view.default(stacked(x, y), [-1, 2]), y),)
+
+    program = make_program(read, x=f64(3, 4, 5), y=f64(2, 6))
+    ops = rewritten(program)
+    assert "stack.out" in ops and "copy_.default" not in ops
+
+
+def test_a_stack_that_lives_on_is_copied() -> None:
+    program = make_program(lambda x, y: (stacked(x, y),), x=f64(3, 4, 5), y=f64(2, 6))
+    assert "clone.default" in rewritten(program)
+
+
+def test_a_stack_that_others_read_is_copied() -> None:
+    def read(x: Any, y: Any) -> Any:
+        both = aten.stack.default([x, aten.sin.default(x)], 1)
+        copy = aten.clone.default(aten.transpose.int(both, 1, 2), memory_format=torch.contiguous_format)
+        return aten.mm.default(aten.view.default(copy, [-1, 5]), y), aten.exp.default(both)
+
+    program = make_program(read, x=f64(3, 4, 5), y=f64(5, 6))
+    assert "copy_.default" in rewritten(program)
