@@ -12,9 +12,11 @@ from torch import fx
 
 from .base import Pass
 from .blocks import blocks_of
-from .collectives import input_bytes, output_bytes
+from .collectives import Kind, input_bytes, output_bytes
 from .program import Input, Mesh, OutputKind, Program, is_even
 from .roles import Role
+
+_EXPOSED = 4  # units of ``first_bytes`` that are communicated while there is little else to do
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,11 @@ class FormUnits(Pass):
     Parameters are walked from the last registered to the first, as their gradients come about: first those that the
     step trains, then the others that it communicates. A unit closes once its communication reaches ``max_bytes``, the
     first one at ``first_bytes``, so that it can start early; and where a repeated block begins or ends, once it has
-    ``first_bytes``. Parameters of one unit agree in dtype, device, module argument, in whether ranks have equal parts,
-    and in the kinds, axes and roles of their collectives; inside of it they stand in the order of registration. Sizes
-    are bytes, equal on all ranks.
+    ``first_bytes``. Of parameters that are gathered, the last to be walked over, some four times ``first_bytes``, are
+    in units of ``first_bytes``, too: forward begins with them and backward ends, so nothing hides them. Parameters of
+    one unit agree in dtype, device, module argument, in whether ranks have equal parts, and in the kinds, axes and
+    roles of their collectives; inside of it they stand in the order of registration. Sizes are bytes, equal on all
+    ranks.
     """
 
     max_bytes: int = 25_000_000
@@ -47,18 +51,24 @@ class FormUnits(Pass):
         """The units of these parameters, given in reverse order of registration; in the order in which they close."""
         closed: list[tuple[str, ...]] = []
         unfinished: dict[Hashable, list[_Parameter]] = {}
+        left = sum(parameter.size for parameter in parameters)
         for parameter in parameters:
             unit = unfinished.setdefault(parameter.key, [])
-            if unit and self._ends(unit, parameter, first=not closed):
+            if unit and self._ends(unit, parameter, not closed or self._is_exposed(unit, left)):
                 closed.append(_names(unit))
                 unit.clear()
             unit.append(parameter)
+            left -= parameter.size
         return closed + [_names(unit) for unit in unfinished.values()]
 
-    def _ends(self, unit: list[_Parameter], following: _Parameter, first: bool) -> bool:
+    def _is_exposed(self, unit: list[_Parameter], left: int) -> bool:
+        """Whether so little is ``left`` that what is gathered next has little to hide behind."""
+        return left <= _EXPOSED * self.first_bytes and any(kind is Kind.ALL_GATHER for kind, _, _ in unit[0].served)
+
+    def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool) -> bool:
         size = sum(parameter.size for parameter in unit)
         at_boundary = unit[-1].blocks != following.blocks
-        return size >= (min(self.first_bytes, self.max_bytes) if first or at_boundary else self.max_bytes)
+        return size >= (min(self.first_bytes, self.max_bytes) if small or at_boundary else self.max_bytes)
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class _Parameter:
     name: str
     size: int
     blocks: tuple[str, ...]
-    served: frozenset[Hashable]
+    served: frozenset[tuple[Kind, str, Role]]
     kind: Hashable
 
     @classmethod

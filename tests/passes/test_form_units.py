@@ -146,3 +146,10 @@ def test_repeated_blocks() -> None:
     assert found["m.h.1.b"] == ("m.h.1",)
     assert found["m.h.3.1.a"] == ("m.h.3.1",)
     assert not any(found[name] for name in ("m.h.2.a", "m.layers.0.a", "m.layers.1.a"))
+
+
+def test_what_nothing_hides_is_gathered_in_small_units() -> None:
+    names = {f"m.{name}": (10,) for name in "abcdefghij"}  # 40 bytes each, 80 gathered
+    assert units(training(names), 1000, 80) == ["m.i m.j", "m.a m.b m.c m.d m.e m.f m.g m.h"]
+    gathered = units(training(names, gathered=names), 1000, 80)
+    assert gathered == ["m.j", "m.e m.f m.g m.h m.i", "m.d", "m.c", "m.b", "m.a"]
