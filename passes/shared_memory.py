@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from itertools import count
 from mmap import mmap
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -154,7 +154,7 @@ class _Peer:
         self.rank, self.socket = rank, connection
         connection.setblocking(False)
         self._sent: set[int] = set()  # segments of ours that it knows
-        self._mapped: dict[int, mmap] = {}
+        self._mapped: dict[int, torch.UntypedStorage] = {}
         self._posted: dict[int, torch.Tensor] = {}
         self._poll = select.poll()
 
@@ -217,15 +217,18 @@ class _Peer:
         return RuntimeError(f"rank {self.rank} of the group has ended or left it, while this rank still needs it")
 
 
-def _mapped(file: int) -> mmap:
+def _mapped(file: int) -> torch.UntypedStorage:
+    """What lies in a file, which is closed: a process may map many segments, but not have many files open."""
     try:
-        return mmap(file, os.fstat(file).st_size)
+        size = os.fstat(file).st_size
+        memory = torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", shared=True, nbytes=size)
+        return cast(torch.UntypedStorage, memory)
     finally:
         os.close(file)
 
 
-def _seen(memory: mmap, offset: int, size: int) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=size)
+def _seen(memory: torch.UntypedStorage, offset: int, size: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(memory, offset, (size,), (1,))
 
 
 _all: weakref.WeakSet[Neighbours] = weakref.WeakSet()
