@@ -16,6 +16,7 @@ from torch import fx
 from . import through_memory
 from .chosen import Chosen, take_over
 from .collectives import WAIT, Kind, is_wait, reduction_of
+from .out_forms import CONSTANT_BYTES
 
 aten = torch.ops.aten
 
@@ -29,8 +30,19 @@ def write(chosen: Chosen) -> set[fx.Node]:
         return _gathered(chosen)
     if chosen.kind is Kind.REDUCE_SCATTER:
         return _scattered(chosen)
-    posted = _posted(chosen, [chosen.operand])
-    return chosen.finish(chosen.start(_BY, through_memory.shared_all_reduce.default, posted, reduction_of(chosen.node)))
+    posted, op = _posted(chosen, [chosen.operand]), through_memory.shared_all_reduce.default
+    return chosen.finish(chosen.start(_BY, op, posted, _scratch(chosen), reduction_of(chosen.node)))
+
+
+def _scratch(chosen: Chosen) -> fx.Node | None:
+    """Memory for a part, where it takes less to read that of each rank than all that all have."""
+    val, ranks = chosen.operand.meta["val"], chosen.axis.size
+    longest = -(-val.numel() // ranks)
+    if ranks == 2 or longest * val.element_size() <= CONSTANT_BYTES:
+        return None
+    scratch = chosen.call(aten.zeros.default, [longest])
+    scratch.kwargs = {"dtype": val.dtype, "device": val.device}
+    return scratch
 
 
 def _gathered(chosen: Chosen) -> set[fx.Node]:

@@ -10,7 +10,7 @@ from torch import fx
 from ._torch import OpOverload, c10d
 from .aliases import escaping, last_reads, storages
 from .arena import extent
-from .collectives import is_shared, operands
+from .collectives import is_shared
 from .layouts import Layouts, is_dense
 from .out_forms import is_constant, out_form, results_of
 
@@ -68,7 +68,7 @@ class Lodgers:
             self._join_parts(node)
         for node in graph.nodes:
             if is_shared(node):
-                self._share(operands(node)[0])
+                self._share(node)
         for node in graph.nodes:
             self._take_over(node)
 
@@ -107,10 +107,11 @@ class Lodgers:
         if any(joined):
             self.wholes[node] = joined
 
-    def _share(self, operand: fx.Node) -> None:
-        """Let ``operand`` lie where others can look at it, and nothing else ever."""
-        for block in self._blocks(operand):
-            block.shared = block.settled = True
+    def _share(self, start: fx.Node) -> None:
+        """Let operand and scratch of a collective lie where others can look at them, and nothing else ever."""
+        for read in (each for each in start.args if isinstance(each, fx.Node)):
+            for block in self._blocks(read):
+                block.shared = block.settled = True
 
     def _take_over(self, node: fx.Node) -> None:
         """Let ``node`` write over an operand that nobody reads afterwards."""

@@ -5,7 +5,9 @@ wait does the work, on the thread that computes: it reads what all ranks have, i
 the same bits. Members of a bucket lie one after the other, each as it is, so nobody has to pack or unpack them:
 ``lengths`` counts the elements that one rank's part has of each.
 
-- ``shared_all_reduce(x, reduce_op, group)``: x of any shape to the same shape.
+- ``shared_all_reduce(x, scratch, reduce_op, group)``: x of any shape to the same shape. Without ``scratch`` each rank
+  reads all that the others have, which is quickest for two ranks, or for little. With it, as long as the longest part
+  by ``transport.bounds``, each reduces its part into it, and reads the other parts from the others' scratch.
 - ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: x (ranks * sum of lengths,), of each member the part
   of rank 0, then that of rank 1, ...; to (sum of lengths,).
 - ``shared_all_gather(x, lengths, ranks, group)``: the way back, from (sum of lengths,) to (ranks * sum of lengths,).
@@ -17,6 +19,7 @@ what lies elsewhere is copied into a new segment, which is slow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._torch import group_named, register_work
-from .shared_memory import neighbours_of
-from .transport import define, ops
+from .shared_memory import Neighbours, neighbours_of
+from .transport import bounds, define, ops
 
-_Finish = Callable[[list[Tensor], int], None]  # what all ranks have, and which one this is
+_Finish = Callable[[list[Tensor], int], object]  # given what all ranks have, and which one this is
 
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -52,24 +55,46 @@ class _Reading(dist.Work):
 
 def _start(x: Tensor, group_name: str, out: Tensor, finish: _Finish) -> Tensor:
     """Post ``x``, and let who waits for ``out`` finish it."""
-    neighbours = neighbours_of(group_name, group_named(group_name))
-    if neighbours is None:
+    neighbours = _neighbours(group_name)
+    number = neighbours.post(x.contiguous())
+    register_work(out, _Reading(lambda: _finish(neighbours, number, x.dtype, finish)))
+    return out
+
+
+def _perform(x: Tensor, group_name: str, finish: _Finish) -> None:
+    """Post ``x`` and finish at once."""
+    neighbours = _neighbours(group_name)
+    _finish(neighbours, neighbours.post(x), x.dtype, finish)
+
+
+def _finish(neighbours: Neighbours, number: int, dtype: torch.dtype, finish: _Finish) -> None:
+    finish([each.view(dtype) for each in neighbours.receive(number)], neighbours.rank)
+
+
+def _neighbours(group_name: str) -> Neighbours:
+    found = neighbours_of(group_name, group_named(group_name))
+    if found is None:
         raise RuntimeError(
             f"the ranks of process group {group_name!r} are not connected through memory: a program that was compiled "
             "for ranks of one host runs on those only, and as long as their process group"
         )
-    number = neighbours.post(x.contiguous())
-
-    def perform() -> None:
-        finish([each.view(x.dtype) for each in neighbours.receive(number)], neighbours.rank)
-
-    register_work(out, _Reading(perform))
-    return out
+    return found
 
 
-def _shared_all_reduce(x: Tensor, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:
+def _shared_all_reduce(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:
     into = out.view(-1)
-    return _start(x, group_name, out, lambda operands, rank: _reduce(operands, reduce_op, into))
+    if scratch is None:
+        return _start(x, group_name, out, lambda operands, rank: _reduce(operands, reduce_op, into))
+    ends = bounds(x.numel(), _neighbours(group_name).ranks)
+    sizes = [end - begin for begin, end in pairwise(ends)]
+
+    def finish(operands: list[Tensor], rank: int) -> None:
+        parts = [operand.split(sizes)[rank] for operand in operands]
+        reduced = scratch[: sizes[rank]]
+        _reduce(parts, reduce_op, reduced)
+        _perform(reduced, group_name, lambda parts, rank: torch.cat(parts, out=into))
+
+    return _start(x, group_name, out, finish)
 
 
 def _shared_reduce_scatter(
@@ -100,7 +125,7 @@ def _reduce(operands: Sequence[Tensor], reduction: str, out: Tensor) -> None:
         so_far = combine(so_far, other, out=out)
 
 
-def _reduced(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+def _reduced(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -112,7 +137,7 @@ def _gathered(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str) ->
     return x.new_empty([ranks * sum(lengths)])
 
 
-define("Tensor x, str reduce_op, str group_name", _shared_all_reduce, _reduced)
+define("Tensor x, Tensor? scratch, str reduce_op, str group_name", _shared_all_reduce, _reduced)
 define("Tensor x, str reduce_op, int[] lengths, int ranks, str group_name", _shared_reduce_scatter, _scattered)
 define("Tensor x, int[] lengths, int ranks, str group_name", _shared_all_gather, _gathered)
 

@@ -168,7 +168,8 @@ class _Buffers:
         whole = _seen(self.whole)
         if kind is Kind.REDUCE_SCATTER:
             return lambda: WAIT(shared_reduce_scatter.out(whole, "sum", [length], ranks, group, out=self.part))
-        return lambda: WAIT(shared_all_reduce.out(whole, "sum", group, out=self.other))
+        scratch = _seen(self.part) if ranks > 2 else None
+        return lambda: WAIT(shared_all_reduce.out(whole, scratch, "sum", group, out=self.other))
 
     def _reduce(self) -> None:
         length = len(self.part)

@@ -30,6 +30,7 @@ from passes import (
 from passes.arena import place, reserve
 from passes.collectives import is_shared, operands
 from passes.costs import Way
+from passes.pack import aligned
 
 from .programs import (
     GROUP,
@@ -182,3 +183,16 @@ def test_state_that_may_be_written_to_before_all_have_read_it_is_copied() -> Non
     assert not any(i.shared for i in after.inputs)
     assert all(operands(node)[0].op != "placeholder" for node in after.collectives())
     assert_same_bits(before, after)
+
+
+@pytest.mark.parametrize("rows, scratch", [(512, 0), (513, 1)])
+def test_of_many_ranks_each_reduces_a_part_where_that_is_less(rows: int, scratch: int) -> None:
+    program = make_program(lambda x: (all_reduce(x),), {}, [Role.GRADIENT], x=f64(rows, 4))
+    program.mesh = Mesh((Axis("dp", 4, GROUP, 1, "gloo", True),))
+    after = run(program, [SHARED, ReuseMemory()])
+    assert len(after.graph.find_nodes(op="call_function", target=aten.fill_.Scalar)) == scratch
+    (started,) = after.collectives()
+    places = [node for node in started.args if isinstance(node, torch.fx.Node)]
+    assert len(places) == 1 + scratch
+    arenas = [node for node in after.graph.find_nodes(op="call_function", target=reserve) if node.args[2:]]
+    assert arenas[0].args[0] == aligned(rows * 4 * 8) + scratch * aligned(rows * 8)

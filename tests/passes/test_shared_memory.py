@@ -166,10 +166,18 @@ def test_reductions(group: list[Neighbours], reduction: str, dtype: torch.dtype)
     xs = [(torch.arange(6).reshape(2, 3) + 2 * rank + 1).to(dtype) for rank in range(3)]
     combine = through_memory.REDUCTIONS[reduction]
     want = combine(combine(xs[0], xs[1]), xs[2])
-    got = on_all(lambda name, rank: through_memory.shared_all_reduce(shared(xs[rank]), reduction, name))
+    got = on_all(lambda name, rank: through_memory.shared_all_reduce(shared(xs[rank]), None, reduction, name))
     assert all(torch.equal(each, want) for each in got)
     parts = on_all(lambda name, rank: through_memory.shared_reduce_scatter(xs[rank].view(-1), reduction, [2], 3, name))
     assert torch.equal(torch.cat(parts), want.view(-1))
+
+
+def test_each_rank_reduces_a_part_and_reads_the_others(group: list[Neighbours]) -> None:
+    x, scratch = [torch.arange(7.0) + rank for rank in range(3)], [shared(torch.zeros(3)) for _ in range(3)]
+    started = [through_memory.shared_all_reduce(x[k], scratch[k], "sum", str(k)) for k in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        got = list(threads.map(WAIT, started))
+    assert all(torch.equal(each, x[0] + x[1] + x[2]) for each in got)
 
 
 def test_members_lie_one_after_the_other(group: list[Neighbours]) -> None:
@@ -185,7 +193,7 @@ def test_members_lie_one_after_the_other(group: list[Neighbours]) -> None:
 def test_results_are_written_where_they_are_wanted(group: list[Neighbours]) -> None:
     outs = [torch.zeros(2) for _ in range(3)]
     x = shared(torch.ones(2))
-    got = on_all(lambda name, rank: through_memory.shared_all_reduce.out(x, "sum", name, out=outs[rank]))
+    got = on_all(lambda name, rank: through_memory.shared_all_reduce.out(x, None, "sum", name, out=outs[rank]))
     assert all(
         each.data_ptr() == out.data_ptr() and out.tolist() == [3, 3] for each, out in zip(got, outs, strict=True)
     )
@@ -194,4 +202,4 @@ def test_results_are_written_where_they_are_wanted(group: list[Neighbours]) -> N
 def test_ranks_that_are_not_connected_are_told(group: list[Neighbours], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(through_memory, "group_named", lambda name: None)
     with pytest.raises(RuntimeError, match="process group '0' are not connected through memory"):
-        through_memory.shared_all_reduce(torch.ones(1), "sum", "0")
+        through_memory.shared_all_reduce(torch.ones(1), None, "sum", "0")

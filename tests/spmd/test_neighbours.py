@@ -45,6 +45,10 @@ def test_numbers_stay(ranks: Ranks, style: str, world: int, optimizer: str) -> N
     assert_agrees(ranks, world, case, style, SHARED)
 
 
+def test_numbers_stay_where_each_of_three_ranks_reduces_a_part(ranks: Ranks) -> None:
+    assert_agrees(ranks, 3, MLP((48, 64, 32), NARROW.rows, "SGD"), "replicate", SHARED, 3)
+
+
 def test_numbers_stay_without_planned_memory(ranks: Ranks) -> None:
     pipeline = [each for each in SHARED if not isinstance(each, ReuseMemory)]
     assert_agrees(ranks, 2, MLP(NARROW.sizes, NARROW.rows, "SGD"), "fully_shard", pipeline, 3)
@@ -108,12 +112,13 @@ def one_goes(rank: int, world: int) -> None:
     """Rank 1 ends while rank 0 is about to read its memory."""
     mesh = neighbours.introduce(*_meshes(), _share, 5.0)
     assert mesh.axes[0].shared
+    group = mesh.axes[0].group
     x = torch.ones(4)
-    started = torch.ops.spmd_transport.shared_all_reduce(x, "sum", mesh.axes[0].group)
+    started = torch.ops.spmd_transport.shared_all_reduce(x, None, "sum", group)
     assert torch.ops._c10d_functional.wait_tensor(started).tolist() == [2.0] * 4
     if rank == 1:
         os._exit(1)
-    torch.ops._c10d_functional.wait_tensor(torch.ops.spmd_transport.shared_all_reduce(x, "sum", mesh.axes[0].group))
+    torch.ops._c10d_functional.wait_tensor(torch.ops.spmd_transport.shared_all_reduce(x, None, "sum", group))
 
 
 def _meshes() -> tuple[passes.Mesh, Any]:
