@@ -67,4 +67,5 @@ class _Order:
         return max(self.position[wait] for wait in waits_of(start))
 
     def _may_write(self, node: fx.Node, state: fx.Node) -> bool:
-        return any(state in self.found[argument] for argument in node.all_input_nodes)
+        """Whether ``node`` writes to ``state`` or to a part of it, which is a piece of memory of its own."""
+        return any(self.found[state] & self.found[argument] for argument in node.all_input_nodes)

@@ -160,6 +160,12 @@ def evaluated(w: Any, v: Any, x: Any) -> Any:
     return aten.mul.Tensor(w, 0.5), aten.mul.Tensor(v, 0.5), y
 
 
+def updated_early(w: Any, v: Any, x: Any) -> Any:
+    """The same, and a sum over ranks: what tells that all have read the parameters comes after their updates."""
+    a, b, y = evaluated(w, v, x)
+    return a, b, all_reduce(aten.sum.dim_IntList(y, [0]))
+
+
 def stored(function: Any) -> tuple[Program, Program]:
     roles = [Role.PARAMETER, Role.PARAMETER, Role.GRADIENT, Role.GRADIENT]
     inputs = {"w": f64(2, 4), "v": f64(2, 4), "x": f64(3, 4)}
@@ -178,8 +184,9 @@ def test_state_is_read_where_it_lies() -> None:
     assert_same_bits(before, after)
 
 
-def test_state_that_may_be_written_to_before_all_have_read_it_is_copied() -> None:
-    before, after = stored(evaluated)
+@pytest.mark.parametrize("function", [evaluated, updated_early])
+def test_state_that_may_be_written_to_before_all_have_read_it_is_copied(function: Any) -> None:
+    before, after = stored(function)
     assert not any(i.shared for i in after.inputs)
     assert all(operands(node)[0].op != "placeholder" for node in after.collectives())
     assert_same_bits(before, after)
