@@ -106,6 +106,10 @@ class Neighbours:
         self._own[number] = posted
         return number
 
+    def awaits(self, number: int) -> bool:
+        """Whether what was posted under ``number`` in this call is still to be received."""
+        return number in self._own
+
     def receive(self, number: int) -> list[torch.Tensor]:
         """What each rank has posted under ``number``, in the order of ranks: flat tensors of bytes.
 

@@ -41,7 +41,10 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class _Reading(dist.Work):
-    """A collective under way: to wait for it is to perform it."""
+    """A collective under way: to wait for it is to perform it, if the call that started it goes on.
+
+    What a call leaves behind that fails, torch keeps by the memory of its result, and waits for in the next call.
+    """
 
     def __init__(self, perform: Callable[[], None]) -> None:
         super().__init__()
@@ -68,7 +71,8 @@ def _perform(x: Tensor, group_name: str, finish: _Finish) -> None:
 
 
 def _finish(neighbours: Neighbours, number: int, dtype: torch.dtype, finish: _Finish) -> None:
-    finish([each.view(dtype) for each in neighbours.receive(number)], neighbours.rank)
+    if neighbours.awaits(number):
+        finish([each.view(dtype) for each in neighbours.receive(number)], neighbours.rank)
 
 
 def _neighbours(group_name: str) -> Neighbours:

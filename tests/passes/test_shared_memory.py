@@ -199,6 +199,18 @@ def test_results_are_written_where_they_are_wanted(group: list[Neighbours]) -> N
     )
 
 
+def test_what_a_failed_call_started_is_not_waited_for(group: list[Neighbours]) -> None:
+    outs, x = [torch.zeros(2) for _ in range(3)], shared(torch.ones(2))
+
+    def start(name: str, rank: int) -> Tensor:
+        return through_memory.shared_all_reduce.out(x, None, "sum", name, out=outs[rank])
+
+    start("0", 0), start("1", 1)  # which fail before they wait, and rank 2 before it starts
+    for each in group:
+        each.begin(1)
+    assert [each.tolist() for each in on_all(start)] == [[3, 3]] * 3
+
+
 def test_ranks_that_are_not_connected_are_told(group: list[Neighbours], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(through_memory, "group_named", lambda name: None)
     with pytest.raises(RuntimeError, match="process group '0' are not connected through memory"):
