@@ -31,13 +31,15 @@ from typing import Any
 import torch
 from torch import nn
 
+import passes
+
 from .kept import holds_traced
 from .namespaces import Namespaces
 
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = ("site-packages", "dist-packages")
 _FOREIGN = {"torch", "spmd", "passes", "sympy", "mpmath", "numpy", "networkx"}  # torch traces with these
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OURS = tuple(os.path.dirname(os.path.abspath(each)) + os.sep for each in (os.path.dirname(__file__), passes.__file__))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Held apart: state tensors and the tree of modules are guarded as a whole; `training` of every module always is.
 _ELSEWHERE = {
@@ -492,7 +494,7 @@ def _apart(kind: type) -> set[str]:
 
 def _is_foreign(filename: str) -> bool:
     """Whether a file is Python's, torch's or ours: its globals are no settings of the user's."""
-    if filename.startswith((_TORCH, _OURS, "<")):
+    if filename.startswith((_TORCH, *_OURS, "<")):
         return not filename.startswith(("<stdin", "<ipython"))
     for site in _SITE:
         if site in filename:

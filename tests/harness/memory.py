@@ -10,6 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import spmd
+from passes import Report
+
 
 def live_bytes() -> int:
     """The bytes that tensors in this process hold, gradients included; what several storages show counts once."""
@@ -23,6 +26,12 @@ def live_bytes() -> int:
             storage = value.untyped_storage()
             spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return _covered(spans)
+
+
+def arena_bytes(compiled: spmd.CompiledStep) -> int:
+    """The bytes of the arenas that the programs of a step compute in: of each kind the largest, as they share it."""
+    memory = [Report.of(program).memory for program in compiled.programs]
+    return sum(max(each.get(kind, (0, 0))[0] for each in memory) for kind in {kind for each in memory for kind in each})
 
 
 def _covered(spans: set[tuple[int, int]]) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
+from passes.shared_memory import segment
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -228,11 +229,12 @@ def count_collections(phase: str, info: dict[str, int]) -> None:
     COLLECTIONS += 1
 
 
-def test_what_runs_when_garbage_is_collected_is_not_the_step() -> None:
-    def collecting(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        gc.collect()
-        return step(model, optimizer, x, y)
+def collecting(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    gc.collect()
+    return step(model, optimizer, x, y)
 
+
+def test_what_runs_when_garbage_is_collected_is_not_the_step() -> None:
     twins = Twins(collecting)
     gc.callbacks.append(count_collections)
     try:
@@ -241,6 +243,19 @@ def test_what_runs_when_garbage_is_collected_is_not_the_step() -> None:
     finally:
         gc.callbacks.remove(count_collections)
     assert COLLECTIONS
+
+
+def test_what_closes_memory_that_ranks_share_is_not_the_step() -> None:
+    twins = Twins(collecting)
+    gc.disable()  # so that it is collected in the step
+    try:
+        for added in (1, 1, 0):
+            garbage: list[Any] = [segment(8)]
+            garbage.append(garbage)
+            del garbage
+            twins.check(added)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("holder", [SETTINGS, ARGS, criterion], ids=["SimpleNamespace", "Namespace", "module"])

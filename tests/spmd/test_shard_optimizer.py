@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import spmd
-from passes import Report
 from tests.harness.cases import MLP, NARROW
-from tests.harness.memory import live_bytes
+from tests.harness.memory import arena_bytes, live_bytes
 from tests.harness.oracle import Case, all_unequal, assert_agrees, compiled_run, plain_run, snapshot, unequal
 from tests.harness.pool import Ranks
 from tests.spmd.test_accumulation import EveryThird, EveryThirdToZero, Listed
@@ -130,8 +129,7 @@ def memory(rank: int, world: int) -> tuple[int, int]:
     step = spmd.compile(parallel_mode=spmd.DataParallel(**MODE))(case.step)
     for k in range(3):
         step(model, optimizer, *case.part(rank, k))
-    arena = max(Report.of(program).memory.get("cpu", (0, 0))[0] for program in step.programs)
-    return live_bytes() - before - arena, sum(p.numel() * 8 for p in model.parameters())
+    return live_bytes() - before - arena_bytes(step), sum(p.numel() * 8 for p in model.parameters())
 
 
 def test_a_rank_has_its_part_of_the_state(ranks: Ranks) -> None:

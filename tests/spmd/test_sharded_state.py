@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import spmd
-from passes import Report
 from tests.harness.cases import MLP, make_optimizer, mlp
-from tests.harness.memory import live_bytes, still_alive, storages_of
+from tests.harness.memory import arena_bytes, live_bytes, still_alive, storages_of
 from tests.harness.pool import Ranks
 from tests.spmd.test_modules import Tied, TiedWeights
 
@@ -54,14 +53,13 @@ def test_parameters_and_optimizer_state_are_dtensors_under_their_old_names(ranks
 def memory(rank: int, world: int, passes: Any) -> tuple[int, int, list[str]]:
     """Bytes that came to be alive, bytes of three shards (parameter and two averages), full storages still alive.
 
-    The arena that programs compute in stays, too; the largest is counted apart.
+    The arenas that programs compute in stay, too; they are counted apart.
     """
     before = live_bytes()
     model, optimizer = CASE.build()
     full, storages = sum(p.numel() * 8 for p in model.parameters()), storages_of(model)
     compiled = train(CASE, rank, model, optimizer, passes=passes)
-    arenas = [Report.of(program).memory.get("cpu", (0, 0))[0] for program in compiled.programs]
-    grown = live_bytes() - before - max(arenas)
+    grown = live_bytes() - before - arena_bytes(compiled)
     assert compiled.program is not None  # alive while counting
     return grown, 3 * full // world, still_alive(storages)
 
