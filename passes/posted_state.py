@@ -23,16 +23,18 @@ aten = torch.ops.aten
 def post_state(program: Program) -> None:
     """Let flat state be posted itself where only its copy was, if nobody writes to it before all ranks have read it.
 
-    Somebody has to have read all before the call ends: then state is the user's again.
+    Somebody has to have read all before the call ends: then state is the user's again. It is ``shared`` in any case:
+    the first program of a model, which may evaluate it, decides where state lies for all that follow.
     """
     order = _Order(program.graph)
     flats = {node: i for node, i in zip(program.placeholders, program.inputs, strict=True) if i.parts}
     shared: set[str] = set()
     for start in order.starts:
         flat = _copied(operands(start)[0])
-        if flat in flats and order.is_read_in_time(start, flat):
-            start.replace_input_with(operands(start)[0], flat)
+        if flat in flats:
             shared.add(flats[flat].name)
+            if order.is_read_in_time(start, flat):
+                start.replace_input_with(operands(start)[0], flat)
     program.inputs = [replace(i, shared=True) if i.name in shared else i for i in program.inputs]
     for node in list(program.graph.nodes):
         if _copied(node) in flats and not node.users:

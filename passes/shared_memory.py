@@ -60,7 +60,7 @@ def _close(address: int) -> None:
 def _holder(tensor: torch.Tensor) -> tuple[_Segment, int] | None:
     """The segment that ``tensor`` lies in, and how many bytes into it."""
     start = tensor.data_ptr()
-    for address, each in _segments.items():
+    for address, each in list(_segments.items()):  # one may close while we look
         if address <= start and start + tensor.nbytes <= address + each.size:
             return each, start - address
     return None
@@ -96,7 +96,10 @@ class Neighbours:
         What does not lie in a segment is copied into one.
         """
         while self._gone:
-            self._tell(_MESSAGE.pack(0, self._gone.pop(), 0, _GONE), None)
+            gone = self._gone.pop()
+            self._tell(_MESSAGE.pack(0, gone, 0, _GONE), None)
+            for peer in self._peers.values():
+                peer.known.discard(gone)
         posted = tensor.view(-1).view(torch.uint8) if tensor.nbytes else _NOTHING
         if tensor.nbytes and _holder(posted) is None:
             posted = segment(tensor.nbytes).copy_(posted)
@@ -120,8 +123,9 @@ class Neighbours:
         return [theirs[rank] for rank in range(self.ranks)]
 
     def forget(self, segment_number: int) -> None:
-        """Tell the others, with the next message, that a segment of this rank is there no more."""
-        self._gone.append(segment_number)
+        """Tell the others, with the next message, that a segment of this rank is there no more, if they know it."""
+        if any(segment_number in peer.known for peer in self._peers.values()):
+            self._gone.append(segment_number)
 
     def close(self) -> None:
         """Have nothing to do with them any more."""
@@ -157,7 +161,7 @@ class _Peer:
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.socket = rank, connection
         connection.setblocking(False)
-        self._sent: set[int] = set()  # segments of ours that it knows
+        self.known: set[int] = set()  # segments of ours that it has
         self._mapped: dict[int, torch.UntypedStorage] = {}
         self._posted: dict[int, torch.Tensor] = {}
         self._poll = select.poll()
@@ -165,7 +169,7 @@ class _Peer:
     def send(self, message: bytes, lies: _Segment | None) -> bool:
         """Whether there was room for it. ``lies``: the segment that it is about, sent along where it is new."""
         try:
-            if lies is None or lies.number in self._sent:
+            if lies is None or lies.number in self.known:
                 self.socket.send(message)
             else:
                 socket.send_fds(self.socket, [message], [lies.file])
@@ -174,7 +178,7 @@ class _Peer:
         except OSError as error:
             raise self._lost() from error
         if lies is not None:
-            self._sent.add(lies.number)
+            self.known.add(lies.number)
         return True
 
     def drop_before(self, number: int) -> None:

@@ -125,6 +125,7 @@ def test_a_segment_goes_with_the_last_who_looks() -> None:
     one.post(torch.zeros(0))  # tells that it is gone
     other.post(torch.zeros(0))
     other.receive(1), one.receive(1)
+    assert not any(peer.known for peer in one._peers.values()) and not one._gone
     assert seen.view(torch.int64).item() == 5
     assert not any(peer._mapped for each in (one, other) for peer in each._peers.values())
     del seen

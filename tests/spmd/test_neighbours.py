@@ -74,6 +74,34 @@ def test_by_default_ranks_of_one_host_read_each_others_memory(ranks: Ranks) -> N
         assert bare and not any(bare) and not connected
 
 
+def evaluated_first(rank: int, world: int) -> int:
+    """How often a step has to copy state to where others can read it, of a model that was evaluated before."""
+    model = torch.nn.Linear(4, 6, dtype=torch.float64)
+    optimizer, copies = torch.optim.SGD(model.parameters()), []
+    evaluate = spmd.compile(lambda model, x: model(x), None, spmd.DataParallel("fully_shard"), passes=SHARED)
+    train = spmd.compile(train_once, None, spmd.DataParallel("fully_shard"), passes=SHARED)
+    with pytest.MonkeyPatch.context() as patched:
+        segment = shared_memory.segment
+        patched.setattr(shared_memory, "segment", lambda size: copies.append(size) or segment(size))
+        for _ in range(2):
+            evaluate(model, torch.ones(2, 4, dtype=torch.float64))
+            train(model, optimizer, torch.ones(2, 4, dtype=torch.float64))
+    assert any(i.shared for i in train.program.inputs)
+    return len(copies)
+
+
+def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_state_lies_where_others_read_it_whatever_program_came_first(ranks: Ranks) -> None:
+    assert ranks.run(2, evaluated_first) == [0, 0]
+
+
 def as_other_hosts(rank: int, world: int) -> list[bool]:
     """2 x 2 ranks, of which the first two and the last two are on one host each: what reads along which axis."""
     with pytest.MonkeyPatch.context() as patched:
