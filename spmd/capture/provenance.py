@@ -83,7 +83,8 @@ class Recorder(TorchDispatchMode):
         self._hooked: set[int] = set()
         self._draws = Draws()
         self._recomputed = Recomputed()
-        self._kept: list[Any] = []  # autograd nodes with a hook of ours: kept alive so that ids stay unique
+        self._kept: list[Any] = []  # autograd nodes that were hooked: kept alive so that ids stay unique
+        self._hooks: list[Any] = []  # our hooks on them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The shapes of an op of the user's are told by a function of the user's.
@@ -106,6 +107,13 @@ class Recorder(TorchDispatchMode):
         for node in _added_since(None, get_proxy_mode().tracer.graph):  # type: ignore[union-attr]
             self._last = node  # what is there already is none of the step's
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:  # which hold on to all that the trace has seen, where Python's collector does not look
+            hook.remove()
+        self._hooks.clear()
+        self._kept.clear()
 
     def generators_kept(self) -> AbstractContextManager[None]:
         """Leave the default generators as they were."""
@@ -212,7 +220,7 @@ class Recorder(TorchDispatchMode):
             self._kept.append(child)
             if hasattr(child, "variable"):  # accumulates into a leaf; tagged by the leaf's own hook
                 continue
-            child.register_prehook(self._cotangent_hook(child._sequence_nr()))
+            self._hooks.append(child.register_prehook(self._cotangent_hook(child._sequence_nr())))
             pending += [grandchild for grandchild, _ in child.next_functions if grandchild is not None]
 
     def _cotangent_hook(self, sequence_number: int) -> Any:

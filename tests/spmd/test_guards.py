@@ -420,6 +420,16 @@ def test_another_model_has_programs_of_its_own_and_a_dead_one_is_let_go() -> Non
     torch.testing.assert_close(compiled(third, x), third(x).detach())
 
 
+def test_a_model_that_was_trained_is_let_go() -> None:
+    compiled, x = spmd.compile(step), torch.ones(4, 3)
+    model = nn.Linear(3, 2)
+    compiled(model, torch.optim.SGD(model.parameters()), x, torch.ones(4, 2))
+    gone = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
 def test_the_eighth_program_warns_and_names_what_changes() -> None:
     compiled = spmd.compile(lambda x, step_number: x + step_number)
     with warnings.catch_warnings():
