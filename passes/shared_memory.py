@@ -245,10 +245,17 @@ _neighbours: dict[str, tuple[weakref.ref[Any], Neighbours]] = {}
 
 
 def connect(name: str, group: Any, neighbours: Neighbours) -> None:
-    """From now on these are the neighbours of the process group that functional collectives know by ``name``."""
-    if name in _neighbours:
-        _neighbours[name][1].close()
-    _neighbours[name] = weakref.ref(group), neighbours
+    """From now on, and as long as there is ``group``, these are its neighbours; collectives know it by ``name``."""
+    _disconnect(name)
+    _neighbours[name] = weakref.ref(group, lambda gone: _disconnect(name, gone)), neighbours
+
+
+def _disconnect(name: str, group: weakref.ref[Any] | None = None) -> None:
+    """Let the neighbours of this name go, if they are those of ``group``, where that is said."""
+    found, neighbours = _neighbours.get(name, (None, None))
+    if neighbours is not None and group in (None, found):
+        neighbours.close()
+        del _neighbours[name]
 
 
 def neighbours_of(name: str, group: Any) -> Neighbours | None:

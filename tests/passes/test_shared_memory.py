@@ -152,6 +152,18 @@ def test_a_group_with_an_old_name_is_another_group(group: list[Neighbours]) -> N
     assert neighbours_of("0", Group()) is None
 
 
+def test_neighbours_go_with_their_group(group: list[Neighbours]) -> None:
+    one, other = connected(2)
+    mine = Group()
+    connect("0", mine, one)  # in the place of another group of this name
+    assert neighbours_of("0", mine) is one
+    one.post(torch.zeros(1)), other.post(torch.zeros(1))
+    other.receive(0)
+    del mine
+    with pytest.raises(RuntimeError, match="rank 0 of the group has ended or left it"):
+        other.post(torch.zeros(1))
+
+
 # The collectives
 
 
