@@ -30,7 +30,7 @@ class ReuseMemory(Pass):
 
     Places are planned ahead by lifetimes (``pack.py``). A pointwise op writes over an operand that dies there. What is
     concatenated is written into its part of the whole at once. What other ranks of the host look at (``Realise``) lies
-    in an arena of its own, where nothing is written twice in a call. Ops without an out form of their own go on
+    in an arena of its own, where no two values share a place. Ops without an out form of their own go on
     allocating, and so do results, new state, and whatever may share memory with them. ``meta["computes"]`` says which
     op a node was. Nothing may reorder the graph afterwards.
     """

@@ -17,6 +17,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from mmap import mmap
 from typing import Any, cast
@@ -31,23 +32,38 @@ _numbers = count()
 _segments: dict[int, _Segment] = {}  # by address
 
 
+@dataclass(frozen=True)
 class _Segment:
     """A file in memory that this process has mapped; it closes when nothing lies in it any more."""
 
-    def __init__(self, size: int) -> None:
-        self.number, self.size = next(_numbers), max(size, 1)
-        self.file = os.memfd_create("spmd")
-        os.ftruncate(self.file, self.size)
+    number: int
+    size: int
+    file: int
 
 
 def segment(size: int) -> torch.Tensor:
-    """``size`` bytes that neighbours can look at, all zero, (size,) in uint8. Raises ``OSError`` without memory."""
-    made = _Segment(size)
-    memory = mmap(made.file, made.size)
+    """``size`` bytes that neighbours can look at, all zero, (size,) in uint8. Raises ``OSError`` if there are none."""
+    try:
+        made, memory = _mapped_file(max(size, 1))
+    except OSError as error:
+        said = f"{size:,} bytes of memory that ranks of a host share could not be had: {error.strerror}"
+        raise OSError(
+            error.errno, f"{said}. They take two open files (ulimit -n) and count as shared memory"
+        ) from error
     tensor = torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the map
     _segments[tensor.data_ptr()] = made
     weakref.finalize(memory, _close, tensor.data_ptr()).atexit = False
     return tensor[:size]
+
+
+def _mapped_file(size: int) -> tuple[_Segment, mmap]:
+    file = os.memfd_create("spmd")
+    try:
+        os.ftruncate(file, size)
+        return _Segment(next(_numbers), size, file), mmap(file, size)
+    except BaseException:
+        os.close(file)
+        raise
 
 
 def _close(address: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
@@ -129,6 +130,17 @@ def test_a_segment_goes_with_the_last_who_looks() -> None:
     assert seen.view(torch.int64).item() == 5
     assert not any(peer._mapped for each in (one, other) for peer in each._peers.values())
     del seen
+    assert open_files() == before
+
+
+def test_memory_that_cannot_be_had_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = open_files()
+    monkeypatch.setattr(shared_memory, "mmap", refuse)
+    with pytest.raises(OSError, match=r"1,000 bytes of memory .* could not be had: Too many open files"):
+        segment(1000)
     assert open_files() == before
 
 
