@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,14 @@ def introduce(mesh: Mesh, device_mesh: DeviceMesh, share: Share, timeout: float)
     }
     if not groups:
         return mesh
-    with _Door() as door:
+    host = _host()
+    with _Door() if host else nullcontext() as door:
         known = {str(k): neighbours_of(mesh.axes[k].group, group) is not None for k, group in groups.items()}
-        told = share(json.dumps({"host": _host(), "door": door.address, "known": known}))
+        told = share(json.dumps({"host": host, "door": door.address if door else [], "known": known}))
         lines = _Lines(mesh, [json.loads(text) for text in told])
         shared = [k for k in groups if lines.are_on_one_host(k)]
         for k in shared:
-            if not lines.know_each_other(k):
+            if door and not lines.know_each_other(k):
                 sockets = door.sockets(k, mesh.axes[k].coordinate, lines.doors(k), timeout)
                 neighbours = Neighbours(mesh.axes[k].coordinate, sockets, timeout_of(groups[k]))
                 connect(mesh.axes[k].group, groups[k], neighbours)

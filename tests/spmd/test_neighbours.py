@@ -121,6 +121,19 @@ def test_each_axis_for_itself(ranks: Ranks) -> None:
     assert [line for lines in ranks.run(4, as_other_hosts) for line in lines] == []
 
 
+def without_such_memory(rank: int, world: int) -> list[bool]:
+    """What reads memory on a system that has none to share, nor sockets to tell of it."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(neighbours, "_host", lambda: "")
+        patched.setattr(neighbours, "_unix", None)
+        compiled, _ = compiled_run(rank, NARROW, 1)
+    return reads_memory(compiled.program)
+
+
+def test_on_another_system_the_backend_stays(ranks: Ranks) -> None:
+    assert ranks.run(2, without_such_memory) == [[False, False]] * 2
+
+
 def after_another_group(rank: int, world: int) -> list[bool]:
     """What reads memory in a process group that was made anew, under the old one's name."""
     compiled_run(rank, NARROW, 1)
