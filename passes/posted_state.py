@@ -69,5 +69,5 @@ class _Order:
         return max(self.position[wait] for wait in waits_of(start))
 
     def _may_write(self, node: fx.Node, state: fx.Node) -> bool:
-        """Whether ``node`` writes to ``state`` or to a part of it, which is a piece of memory of its own."""
+        """Whether a writer also touches ``state`` or a part of it, which is a piece of memory of its own."""
         return any(self.found[state] & self.found[argument] for argument in node.all_input_nodes)

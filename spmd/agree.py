@@ -26,6 +26,7 @@ from passes.shared_memory import neighbours_of
 
 from ._torch import default_store
 
+Share = Callable[[str], list[str]]  # hands every rank of a mesh the texts of all, in the order of the mesh
 COMPILE, FAILED = 1, 2  # what a rank says instead of a program's identity
 _SHOWN = 20_000  # characters of a text that are compared for the message; all of it is compared by hash
 

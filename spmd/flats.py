@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -27,6 +27,7 @@ from passes.arena import place
 from passes.shared_memory import segment
 
 from ._torch import local_tensor, owners
+from .agree import Share
 from .bind import release_all
 from .state import Slot
 
@@ -36,8 +37,6 @@ _pointer = torch.Tensor.data_ptr
 
 # The flat tensors there are, by their first address; alive as long as a part of them is.
 _known: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-
-Share = Callable[[str], list[str]]  # hands every rank the texts of all
 
 
 # Before the passes: what may move

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,8 @@ from passes import Mesh, RankMismatchError
 from passes.shared_memory import Neighbours, connect, neighbours_of
 
 from ._torch import timeout_of
+from .agree import Share
 
-Share = Callable[[str], list[str]]  # hands every rank of a mesh the texts of all, in the order of the mesh
 _Said = list[dict[str, Any]]
 
 
