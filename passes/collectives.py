@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import through_memory, transport
+from . import coalesced, through_memory, transport
 from ._torch import c10d as c10d
 from .roles import Role
 
@@ -67,9 +67,11 @@ _KINDS: dict[Any, Kind] = {
     through_memory.shared_all_reduce.default: Kind.ALL_REDUCE,
     through_memory.shared_all_gather.default: Kind.ALL_GATHER,
     through_memory.shared_reduce_scatter.default: Kind.REDUCE_SCATTER,
+    coalesced.coalesced_all_gather.default: Kind.ALL_GATHER,
+    coalesced.coalesced_reduce_scatter.default: Kind.REDUCE_SCATTER,
 }
 
-OUT_FORMS: dict[Any, Any] = transport.OUT_FORMS | through_memory.OUT_FORMS
+OUT_FORMS: dict[Any, Any] = transport.OUT_FORMS | through_memory.OUT_FORMS | coalesced.OUT_FORMS
 """For each functional collective, the op with the same arguments and ``out=``, which allocates nothing."""
 
 _KINDS |= {out: _KINDS[op] for op, out in OUT_FORMS.items()}

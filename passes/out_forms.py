@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import through_memory
 from ._torch import OpOverload, has_kernel
 from .collectives import OUT_FORMS
 from .purity import is_pure
@@ -37,6 +38,8 @@ FILLS: dict[Any, tuple[int | None, int]] = {
     aten.ones_like.default: (None, 1),
     aten.new_ones.default: (None, 1),
 }
+
+_OURS: dict[Any, Any] = OUT_FORMS | {through_memory.scratch.default: through_memory.scratch.out}
 
 CONSTANT_BYTES = 4096  # a constant of up to so many bytes is kept rather than made anew at each call
 
@@ -67,8 +70,8 @@ def out_form(node: fx.Node) -> OutForm | None:
     if node.target in FILLS:
         position, value = FILLS[node.target]
         return OutForm(aten.fill_.Scalar, (value if position is None else node.args[position],))
-    if node.target in OUT_FORMS:
-        return OutForm(OUT_FORMS[node.target], node.args, dict(node.kwargs), ("out",))
+    if node.target in _OURS:
+        return OutForm(_OURS[node.target], node.args, dict(node.kwargs), ("out",))
     found = _overload(node.target, vals[0].device)
     return OutForm(found[0], node.args, dict(node.kwargs), found[1]) if found else None
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from . import by_memory, by_messages
+from . import by_members, by_messages
 from .base import Numerics, Pass
 from .bucket_all_gather import BucketAllGather
 from .bucket_all_reduce import BucketAllReduce
@@ -26,12 +26,11 @@ from .collectives import (
 )
 from .costs import BUILT_IN, Table, Way, ways_along
 from .order import settle
-from .program import Program
+from .program import Axis, Program
 
 aten = torch.ops.aten
 
 _KINDS = {c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default}
-_BACKENDS = {"gloo"}  # whose own ops are not always the best; NCCL's are
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,14 @@ class Realise(Pass):
     """Each collective is performed in the way that ``table`` says is cheapest for its axis and size.
 
     On gloo a reduce_scatter becomes an exchange of parts and their sum in the order of ranks, an all_gather a broadcast
-    of each part. Where the ranks of an axis are on one host, they read each other's memory, member by member of a
-    bucket, which is neither packed nor unpacked then. Other backends keep their ops, and so do tensors on a GPU. What
+    of each part; where the ranks of an axis are on one host, they read each other's memory, member by member of a
+    bucket, which is neither packed nor unpacked then. On NCCL the members of a bucket are sent in one launch where that
+    costs less than to pack or unpack them. Other backends keep their ops, and so does gloo for tensors on a GPU. What
     is meant stays in ``meta["collective"]``.
 
-    ``backend`` takes the place of the axes' own backend, to see on fake ranks what gloo would do. A compiler that plans
-    memory by itself must know that operands are read until the wait; without this pass it sees torch's own ops only.
+    ``backend`` takes the place of the axes' own backend, to see on fake ranks what another one would do. A compiler
+    that plans memory by itself must know that operands are read until the wait; without this pass it sees torch's own
+    ops only.
     """
 
     table: Table = BUILT_IN
@@ -61,32 +62,32 @@ class Realise(Pass):
 
     def _choose(self, program: Program, node: fx.Node) -> Chosen | None:
         axis = program.mesh.axis_of_group(group_of(node))
-        if axis is None or node.target not in _KINDS or not all(map(is_wait, node.users)):
+        if axis is None or node.target not in _KINDS or not node.users or not all(map(is_wait, node.users)):
             return None
-        backend = self.backend or axis.backend
-        link = self.table.link(axis, backend) if backend in _BACKENDS else None
-        if link is None or not _on_cpu(node):
-            return None
-        ways = [way for way in ways_along(axis, kind_of(node)) if way is Way.NATIVE or _can_reduce(node, way)]
-        way = link.cheapest(kind_of(node), max(input_bytes(node), output_bytes(node)), ways)
+        way = self._cheapest(node, axis, self.backend or axis.backend)
         return None if way is Way.NATIVE else Chosen(node, way, axis)
 
+    def _cheapest(self, node: fx.Node, axis: Axis, backend: str) -> Way:
+        kind, link = kind_of(node), self.table.link(axis, backend)
+        ways = [way for way in ways_along(axis, kind, backend) if way is Way.NATIVE or _can_perform(way, node, axis)]
+        if Way.COALESCED in ways:
+            members = by_members.copied(node, axis.size)
+            return Way.COALESCED if self.table.coalesces(axis, backend, kind, members) else Way.NATIVE
+        return link.cheapest(kind, max(input_bytes(node), output_bytes(node)), ways) if link else Way.NATIVE
 
-def _can_reduce(node: fx.Node, way: Way) -> bool:
-    """Whether a way can reduce as ``node`` reduces, if it does."""
-    reduction = reduction_of(node)
-    known = by_memory.REDUCTIONS if way is Way.SHARED else by_messages.REDUCTIONS
-    return reduction is None or (reduction in known and node.meta["val"].dtype is not torch.bool)
 
-
-def _on_cpu(node: fx.Node) -> bool:
-    """What gloo was measured with; it copies what lies on a GPU."""
-    return bool(operands(node)[0].meta["val"].device.type == "cpu")
+def _can_perform(way: Way, node: fx.Node, axis: Axis) -> bool:
+    """Whether a way suits what ``node`` sends, and can reduce as it reduces, if it does."""
+    val, reduction = operands(node)[0].meta["val"], reduction_of(node)
+    # gloo was measured with what lies on the CPU; what lies on a GPU it copies there
+    suits = by_members.copied(node, axis.size) if way is Way.COALESCED else val.device.type == "cpu"
+    known = by_members.REDUCTIONS.get(way, by_messages.REDUCTIONS)
+    return bool(suits) and (reduction is None or (reduction in known and val.dtype is not torch.bool))
 
 
 def _written(chosen: Chosen) -> set[fx.Node]:
     """Let other ops do it, for all readers. Returns the nodes that shall stand right before their first reader."""
-    late = by_memory.write(chosen) if chosen.way is Way.SHARED else by_messages.write(chosen)
+    late = by_members.write(chosen) if chosen.way in by_members.REDUCTIONS else by_messages.write(chosen)
     operand = chosen.operand
     for node in (*chosen.node.users, chosen.node):
         node.graph.erase_node(node)

@@ -8,6 +8,7 @@ the same bits. Members of a bucket lie one after the other, each as it is, so no
 - ``shared_all_reduce(x, scratch, reduce_op, group)``: x of any shape to the same shape. Without ``scratch`` each rank
   reads all that the others have, which is quickest for two ranks, or for little. With it, as long as the longest part
   by ``transport.bounds``, each reduces its part into it, and reads the other parts from the others' scratch.
+- ``scratch(x, size, reduce_op, group)``: (size,) such memory, for the all_reduce of x alone.
 - ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: x (ranks * sum of lengths,), of each member the part
   of rank 0, then that of rank 1, ...; to (sum of lengths,).
 - ``shared_all_gather(x, lengths, ranks, group)``: the way back, from (sum of lengths,) to (ranks * sum of lengths,).
@@ -101,6 +102,10 @@ def _shared_all_reduce(x: Tensor, scratch: Tensor | None, reduce_op: str, group_
     return _start(x, group_name, out, finish)
 
 
+def _scratch(x: Tensor, size: int, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:
+    return out
+
+
 def _shared_reduce_scatter(
     x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor
 ) -> Tensor:
@@ -129,6 +134,10 @@ def _reduce(operands: Sequence[Tensor], reduction: str, out: Tensor) -> None:
         so_far = combine(so_far, other, out=out)
 
 
+def _unwritten(x: Tensor, size: int, reduce_op: str, group_name: str) -> Tensor:
+    return x.new_empty([size])
+
+
 def _reduced(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -141,15 +150,13 @@ def _gathered(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str) ->
     return x.new_empty([ranks * sum(lengths)])
 
 
+define("Tensor x, int size, str reduce_op, str group_name", _scratch, _unwritten)
 define("Tensor x, Tensor? scratch, str reduce_op, str group_name", _shared_all_reduce, _reduced)
 define("Tensor x, str reduce_op, int[] lengths, int ranks, str group_name", _shared_reduce_scatter, _scattered)
 define("Tensor x, int[] lengths, int ranks, str group_name", _shared_all_gather, _gathered)
 
-shared_all_reduce, shared_reduce_scatter, shared_all_gather = (
-    ops.shared_all_reduce,
-    ops.shared_reduce_scatter,
-    ops.shared_all_gather,
-)
+shared_all_reduce, scratch = ops.shared_all_reduce, ops.scratch
+shared_reduce_scatter, shared_all_gather = ops.shared_reduce_scatter, ops.shared_all_gather
 
 OUT_FORMS: dict[Any, Any] = {op.default: op.out for op in (shared_all_reduce, shared_reduce_scatter, shared_all_gather)}
 """For each of these ops, the one that writes where it is told."""

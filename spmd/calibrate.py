@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Axis, Kind, Table
+from passes.coalesced import coalesced_all_gather, coalesced_reduce_scatter
 from passes.collectives import OUT_FORMS, WAIT, c10d
-from passes.costs import WAYS, Link, Point, Way, ways_along
+from passes.costs import COALESCED, WAYS, Link, Point, Way, ways_along
 from passes.shared_memory import segment
 from passes.through_memory import shared_all_gather, shared_all_reduce, shared_reduce_scatter
-from passes.transport import exchange, gather_by_broadcast, gather_by_sending, swap
+from passes.transport import exchange, gather_by_broadcast, gather_by_sending, part, swap
 
 from .neighbours import introduce
 from .world import describe
@@ -114,7 +115,7 @@ class _Machine:
 
 
 def _measured(machine: _Machine, axis: Axis, kind: Kind, size: int) -> Iterator[tuple[Way, Point]]:
-    ways = ways_along(axis, kind) if axis.backend == "gloo" else (Way.NATIVE,)
+    ways = ways_along(axis, kind, axis.backend)
     buffers = _Buffers.of(axis, size, machine.device)
     times = machine.times([buffers.performing(kind, way) for way in ways])
     for way, each in zip(ways, times, strict=True):
@@ -145,6 +146,8 @@ class _Buffers:
             return self._natively(kind)
         if way is Way.SHARED:
             return self._through_memory(kind)
+        if way is Way.COALESCED:
+            return self._coalesced(kind)
         if kind is Kind.ALL_GATHER:
             return lambda: self._gather(way, self.other)
         return self._reduce
@@ -170,6 +173,13 @@ class _Buffers:
             return lambda: WAIT(shared_reduce_scatter.out(whole, "sum", [length], ranks, group, out=self.part))
         scratch = _seen(self.part) if ranks > 2 else None
         return lambda: WAIT(shared_all_reduce.out(whole, scratch, "sum", group, out=self.other))
+
+    def _coalesced(self, kind: Kind) -> Callable[[], object]:
+        ranks, group, length = self.axis.size, self.axis.group, len(self.part)
+        members = [part(length, COALESCED, k) for k in range(COALESCED)]
+        if kind is Kind.ALL_GATHER:
+            return lambda: WAIT(coalesced_all_gather.out(self.part, members, ranks, group, out=self.other))
+        return lambda: WAIT(coalesced_reduce_scatter.out(self.whole, "sum", members, ranks, group, out=self.part))
 
     def _reduce(self) -> None:
         length = len(self.part)

@@ -159,7 +159,7 @@ def _written(started: fx.Node, rank: _Rank, value: torch.Tensor) -> torch.Tensor
 def _collect(node: fx.Node, sent: list[list[torch.Tensor]], rank: int) -> torch.Tensor:
     tensors = [each[0] for each in sent]
     assert group_of(node) == GROUP and all(t.is_contiguous() for t in tensors if kind_of(node) is not Kind.ALL_REDUCE)
-    if is_shared(node) and kind_of(node) is not Kind.ALL_REDUCE:
+    if "lengths" in [argument.name for argument in node.target._schema.arguments]:
         return _member_by_member(node, tensors, rank)
     if kind_of(node) is Kind.ALL_GATHER:
         return torch.cat(tensors)
@@ -173,7 +173,7 @@ def _collect(node: fx.Node, sent: list[list[torch.Tensor]], rank: int) -> torch.
 
 
 def _member_by_member(node: fx.Node, tensors: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """What reading each other's memory gives for a bucket, whose members lie one after the other."""
+    """What a bucket gives whose members lie one after the other."""
     if kind_of(node) is Kind.ALL_GATHER:
         pieces = [each.split(node.args[1]) for each in tensors]
         return torch.cat([piece for member in zip(*pieces, strict=True) for piece in member])

@@ -14,6 +14,7 @@ from passes import (
     BucketAllReduce,
     BucketReduceScatter,
     Kind,
+    MergeEqual,
     Mesh,
     OneStorage,
     Pass,
@@ -197,9 +198,15 @@ def test_of_many_ranks_each_reduces_a_part_where_that_is_less(rows: int, scratch
     program = make_program(lambda x: (all_reduce(x),), {}, [Role.GRADIENT], x=f64(rows, 4))
     program.mesh = Mesh((Axis("dp", 4, GROUP, 1, "gloo", True),))
     after = run(program, [SHARED, ReuseMemory()])
-    assert len(after.graph.find_nodes(op="call_function", target=aten.fill_.Scalar)) == scratch
     (started,) = after.collectives()
     places = [node for node in started.args if isinstance(node, torch.fx.Node)]
     assert len(places) == 1 + scratch
     arenas = [node for node in after.graph.find_nodes(op="call_function", target=reserve) if node.args[2:]]
     assert arenas[0].args[0] == aligned(rows * 4 * 8) + scratch * aligned(rows * 8)
+
+
+def test_no_two_share_the_memory_for_a_part() -> None:
+    program = make_program(lambda x: (all_reduce(x), all_reduce(x, "max")), {}, [Role.RESULT], x=f64(513, 4))
+    program.mesh = Mesh((Axis("dp", 4, GROUP, 1, "gloo", True),))
+    one, other = run(program, [SHARED, MergeEqual(), ReuseMemory()]).collectives()
+    assert one.args[0] == other.args[0] and one.args[1] != other.args[1]

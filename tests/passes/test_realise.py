@@ -24,6 +24,7 @@ from passes import (
     print_program,
     run,
 )
+from passes.collectives import c10d
 from passes.costs import BUILT_IN, WAYS, Link, Point, Way
 
 from .programs import (
@@ -109,7 +110,7 @@ def test_four_ranks_are_summed_in_one_pass() -> None:
     assert tuple(exchange.meta["val"].shape) == (4, 3)
 
 
-@pytest.mark.parametrize("other", [Axis("dp", 2, GROUP, backend="nccl"), Axis("dp", 2, GROUP)])
+@pytest.mark.parametrize("other", [Axis("dp", 2, GROUP, backend="mpi"), Axis("dp", 2, GROUP)])
 def test_other_backends_keep_their_ops(other: Axis) -> None:
     program = make_program(lambda x: (reduce_scatter(x),), {}, [Role.GRADIENT], x=f64(4))
     program.mesh = Mesh((other,))
@@ -119,6 +120,15 @@ def test_other_backends_keep_their_ops(other: Axis) -> None:
     assert after.history == ["02 Realise(table=Table('only'), backend=None): nothing to do"]
     assert print_program(program) == before
     assert targets(run(program, [Realise(only(Way.EXCHANGE), backend="gloo")])) != targets(program)
+
+
+def test_what_nobody_waits_for_is_left_alone() -> None:
+    program = on_gloo(make_program(lambda x: (all_reduce(x),), {}, [Role.GRADIENT], x=f64(4)))
+    (started,) = program.collectives()
+    with program.graph.inserting_before(started):
+        program.graph.call_function(c10d.reduce_scatter_tensor.default, (started.args[0], "sum", 2, GROUP))
+    program = Program.from_graph(program.graph_module, mesh=program.mesh)
+    assert targets(run(program, [Realise(only(Way.EXCHANGE))])) == targets(program)
 
 
 def test_what_cannot_be_added_up_here_is_left_to_the_backend() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import passes
-from passes import Kind, Table
-from passes.costs import WAYS
+import spmd.calibrate
+from passes import Axis, Kind, Mesh, Table
+from passes.costs import WAYS, ways_along
 from spmd.calibrate import calibrate
 from spmd.command import main
 from tests.harness.pool import Ranks
 
 SIZES = (4096, 65536)
+SHARED = Axis("dp", 2, "0", shared=True)
 
 
 def measured(rank: int, world: int) -> tuple[Table, list[str]]:
@@ -30,12 +33,31 @@ def test_every_way_of_every_axis_is_measured_and_all_ranks_know_the_same(ranks: 
     assert all(other == (table, told) for other in others)
     assert [(link.axis, link.ranks, link.backend) for link in table.links] == [("dp", 2, "gloo"), ("tp", 2, "gloo")]
     for link in table.links:
-        assert set(link.curves) == {(kind, way) for kind, ways in WAYS.items() for way in ways}
+        assert set(link.curves) == {(kind, way) for kind in WAYS for way in ways_along(SHARED, kind, "gloo")}
         for points in link.curves.values():
             assert [point.bytes for point in points] == list(SIZES)
             assert all(point.seconds > 0 for point in points)
     assert all(rate > 0 for rate in table.compute.values())
     assert told[0] == "0/13 all_reduce over dp, 4,096 bytes" and told[-1] == "13/13 done"
+
+
+def measured_as_nccl(rank: int, world: int) -> Table:
+    """The table of two ranks whose backend is taken for NCCL."""
+    described = spmd.calibrate.describe
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    try:
+        spmd.calibrate.describe = lambda mesh: Mesh(tuple(replace(a, backend="nccl") for a in described(mesh).axes))
+        return calibrate(mesh, SIZES, 2)
+    finally:
+        spmd.calibrate.describe = described
+
+
+def test_on_nccl_buckets_sent_in_one_launch_are_measured(ranks: Ranks) -> None:
+    table, other = ranks.run(2, measured_as_nccl)
+    assert table == other
+    (link,) = table.links
+    assert set(link.curves) == {(kind, way) for kind in WAYS for way in ("native", "coalesced") if way in WAYS[kind]}
+    assert all(point.seconds > 0 for points in link.curves.values() for point in points)
 
 
 def test_the_command_starts_ranks_and_writes_a_table(tmp_path: Path, capfd: Any) -> None:

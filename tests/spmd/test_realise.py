@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import passes
 import spmd
-from passes import Kind, Program
+from passes import Kind, Pass, Program, Realise
 from passes.costs import WAYS, Link, Point, Table, Way
 from tests.harness.cases import MLP, NARROW
 from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run
@@ -38,15 +38,29 @@ def test_numbers_stay(ranks: Ranks, style: str, world: int, gather: Way, optimiz
     assert_agrees(ranks, world, case, style, passes.default(table=only(gather, Way.EXCHANGE)))
 
 
-def ways_taken(rank: int, world: int, style: Any) -> tuple[list[str], dict[str, int]]:
+def as_on_nccl() -> tuple[Pass, ...]:
+    """The default passes, which let the backend send all members of a bucket in one launch, as gloo can too."""
+    point = (Point(1, 0.0, 0.0),)
+    curves = {(kind, way): point for kind in WAYS for way in (Way.NATIVE, Way.COALESCED)}
+    free = Realise(Table("free", (Link("nccl", "dp", 2, curves),), {"memory": 1.0}), backend="nccl")
+    return tuple(free if isinstance(each, Realise) else each for each in passes.default())
+
+
+@pytest.mark.parametrize("style, world, optimizer", [
+    ("fully_shard", 2, "SGD"),
+    ("fully_shard", 4, "AdamW"),
+    ({"parallel_style": "replicate", "shard_optimizer": True}, 2, "AdamW"),
+])  # fmt: skip
+def test_numbers_stay_where_members_are_sent_in_one_launch(
+    ranks: Ranks, style: Any, world: int, optimizer: str
+) -> None:
+    assert_agrees(ranks, world, MLP(NARROW.sizes, NARROW.rows, optimizer), style, as_on_nccl())
+
+
+def ways_taken(rank: int, world: int, style: Any, nccl: bool = False) -> tuple[list[str], dict[str, int]]:
     """The ops that a compiled step communicates by, and what its report counts."""
-    compiled, _ = compiled_run(
-        rank,
-        NARROW,
-        1,
-        parallel_mode=spmd.DataParallel(style),
-        passes=passes.default(table=only(Way.BROADCAST, Way.EXCHANGE)),
-    )
+    pipeline = as_on_nccl() if nccl else passes.default(table=only(Way.BROADCAST, Way.EXCHANGE))
+    compiled, _ = compiled_run(rank, NARROW, 1, parallel_mode=spmd.DataParallel(style), passes=pipeline)
     ops = [node.target._schema.name.split("::")[1] for node in compiled.program.collectives()]
     return sorted(ops), {str(kind): compiled.report().count(kind) for kind in Kind if compiled.report().count(kind)}
 
@@ -58,6 +72,9 @@ def test_the_ranks_take_the_ways_of_the_table_and_count_what_is_meant(ranks: Ran
     assert counted == {"all_reduce": 2}  # the loss and the gradients
     (sharded, counted), _ = ranks.run(2, ways_taken, "fully_shard")
     assert sharded == ["all_reduce", gather, swap]
+    assert counted == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+    (coalesced, counted), _ = ranks.run(2, ways_taken, "fully_shard", True)
+    assert coalesced == ["all_reduce", "coalesced_all_gather", "coalesced_reduce_scatter"]
     assert counted == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
 
 

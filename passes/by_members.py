@@ -1,27 +1,46 @@
-"""Collectives among ranks of one host that read each other's memory (``through_memory.py``).
+"""Collectives on the members of a bucket, each where it lies: the ops that packed and unpacked them for a message go.
 
-What is posted is a concatenation, even of one tensor: ``ReuseMemory`` gives it a place that others can look at, and
-lets what is concatenated be computed there. Members of a bucket are read one by one, where they lie, so the ops that
-packed and unpacked them for a message go.
+Ranks of one host read each other's members (``through_memory.py``); NCCL sends them in one launch (``coalesced.py``).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from . import through_memory
+from . import coalesced, through_memory
 from .chosen import Chosen, take_over
-from .collectives import WAIT, Kind, is_wait, reduction_of
+from .collectives import WAIT, Kind, group_of, is_wait, kind_of, operands, reduction_of
+from .costs import Way
 from .out_forms import CONSTANT_BYTES
 
 aten = torch.ops.aten
 
-_BY = "reading each other's memory"
-REDUCTIONS = frozenset(through_memory.REDUCTIONS)
+REDUCTIONS = {Way.SHARED: frozenset(through_memory.REDUCTIONS), Way.COALESCED: frozenset(coalesced.REDUCTIONS)}
+_BY = {Way.SHARED: "reading each other's memory", Way.COALESCED: "one launch for all members"}
+_GATHER: dict[Way, Any] = {
+    Way.SHARED: through_memory.shared_all_gather.default,
+    Way.COALESCED: coalesced.coalesced_all_gather.default,
+}
+_SCATTER: dict[Way, Any] = {
+    Way.SHARED: through_memory.shared_reduce_scatter.default,
+    Way.COALESCED: coalesced.coalesced_reduce_scatter.default,
+}
+
+
+def copied(node: fx.Node, ranks: int) -> list[int]:
+    """The bytes, over all ranks, of each member that is copied for ``node`` to send or receive one message."""
+    operand = operands(node)[0]
+    if kind_of(node) is Kind.ALL_GATHER:
+        parts = _taken_apart(node)
+        lengths = [] if parts is None else [ranks * length for length in _lengths(parts)]
+    else:
+        lengths = [member.meta["val"].numel() for member in _columns(operand, ranks)]
+    return [length * operand.meta["val"].element_size() for length in lengths]
 
 
 def write(chosen: Chosen) -> set[fx.Node]:
@@ -31,27 +50,26 @@ def write(chosen: Chosen) -> set[fx.Node]:
     if chosen.kind is Kind.REDUCE_SCATTER:
         return _scattered(chosen)
     posted, op = _posted(chosen, [chosen.operand]), through_memory.shared_all_reduce.default
-    return chosen.finish(chosen.start(_BY, op, posted, _scratch(chosen), reduction_of(chosen.node)))
+    return chosen.finish(chosen.start(_BY[chosen.way], op, posted, _scratch(chosen, posted), reduction_of(chosen.node)))
 
 
-def _scratch(chosen: Chosen) -> fx.Node | None:
+def _scratch(chosen: Chosen, posted: fx.Node) -> fx.Node | None:
     """Memory for a part, where it takes less to read that of each rank than all that all have."""
     val, ranks = chosen.operand.meta["val"], chosen.axis.size
     longest = -(-val.numel() // ranks)
     if ranks == 2 or longest * val.element_size() <= CONSTANT_BYTES:
         return None
-    scratch = chosen.call(aten.zeros.default, [longest])
-    scratch.kwargs = {"dtype": val.dtype, "device": val.device}
-    return scratch
+    op = through_memory.scratch.default
+    return chosen.call(op, posted, longest, reduction_of(chosen.node), group_of(chosen.node))
 
 
 def _gathered(chosen: Chosen) -> set[fx.Node]:
-    op, ranks = through_memory.shared_all_gather.default, chosen.axis.size
-    posted, parts = _posted(chosen, [chosen.operand]), _taken_apart(chosen)
+    by, op, ranks = _BY[chosen.way], _GATHER[chosen.way], chosen.axis.size
+    posted, parts = _posted(chosen, [chosen.operand]), _taken_apart(chosen.node)
     if parts is None:
-        return chosen.finish(chosen.start(_BY, op, posted, [chosen.operand.meta["val"].numel()], ranks))
-    lengths = list(parts.args[1])  # type: ignore[arg-type]
-    whole = chosen.call(WAIT, chosen.start(_BY, op, posted, lengths, ranks))  # [ranks * total]
+        return chosen.finish(chosen.start(by, op, posted, [chosen.operand.meta["val"].numel()], ranks))
+    lengths = _lengths(parts)
+    whole = chosen.call(WAIT, chosen.start(by, op, posted, lengths, ranks))  # [ranks * total]
     members = chosen.call(aten.split_with_sizes.default, whole, [ranks * length for length in lengths])
     late = {whole, members}
     for part in list(parts.users):
@@ -65,14 +83,17 @@ def _gathered(chosen: Chosen) -> set[fx.Node]:
     return late
 
 
-def _taken_apart(chosen: Chosen) -> fx.Node | None:
+def _taken_apart(node: fx.Node) -> fx.Node | None:
     """The node that copies each member's columns out of the result's rows, as ``BucketAllGather`` leaves it."""
-    node = chosen.node
     for wanted in (is_wait, _is_rows, _is_copied_apart):
         if len(node.users) != 1 or not wanted(next(iter(node.users))):
             return None
         node = next(iter(node.users))
     return node if node.args[2] == 1 and all(user.target is operator.getitem for user in node.users) else None
+
+
+def _lengths(parts: fx.Node) -> list[int]:
+    return list(parts.args[1])  # type: ignore[arg-type]
 
 
 def _is_rows(node: fx.Node) -> bool:
@@ -88,8 +109,8 @@ def _scattered(chosen: Chosen) -> set[fx.Node]:
     members = _columns(packed, ranks) or [packed]
     lengths = [member.meta["val"].numel() // ranks for member in members]
     posted = _posted(chosen, members)
-    op = through_memory.shared_reduce_scatter.default
-    return chosen.finish(chosen.start(_BY, op, posted, reduction_of(chosen.node), lengths, ranks))
+    start = chosen.start(_BY[chosen.way], _SCATTER[chosen.way], posted, reduction_of(chosen.node), lengths, ranks)
+    return chosen.finish(start)
 
 
 def _columns(packed: fx.Node, ranks: int) -> Sequence[fx.Node]:
@@ -100,7 +121,13 @@ def _columns(packed: fx.Node, ranks: int) -> Sequence[fx.Node]:
 
 
 def _posted(chosen: Chosen, members: Sequence[fx.Node]) -> fx.Node:
-    """The members one after the other, in a tensor that nobody writes to."""
+    """The members one after the other, in a tensor that nobody writes to.
+
+    For others to look at it is a concatenation, even of one tensor: ``ReuseMemory`` gives that a place that others see,
+    and lets what is concatenated be computed there.
+    """
+    if len(members) == 1 and chosen.way is not Way.SHARED:
+        return chosen.flat(members[0])
     if len(members) == 1 and members[0].target is aten.cat.default and members[0].meta["val"].ndim == 1:
         return members[0]
     return chosen.call(aten.cat.default, [chosen.flat(member) for member in members])

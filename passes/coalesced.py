@@ -1,0 +1,70 @@
+"""Ops that let the backend perform its own collective on each member of a bucket, all in one launch.
+
+The members lie one after the other, each as it is, so nobody has to pack or unpack them, and NCCL reads and writes them
+there. ``lengths`` counts the elements that one rank's part has of each.
+
+- ``coalesced_reduce_scatter(x, reduce_op, lengths, ranks, group)``: x (ranks * sum of lengths,), of each member the
+  part of rank 0, then that of rank 1, ...; to (sum of lengths,).
+- ``coalesced_all_gather(x, lengths, ranks, group)``: the way back, (sum of lengths,) to (ranks * sum of lengths,).
+
+As torch's functional collectives they return what ``_c10d_functional.wait_tensor`` waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._torch import group_named, register_work
+from .transport import define, ops
+
+REDUCTIONS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
+def _coalesced_reduce_scatter(
+    x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor
+) -> Tensor:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = REDUCTIONS[reduce_op]
+    parts, wholes = _members(out, lengths, 1), _members(x.contiguous(), lengths, ranks)
+    register_work(out, group_named(group_name).reduce_scatter_tensor_coalesced(parts, wholes, options))
+    return out
+
+
+def _coalesced_all_gather(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor) -> Tensor:
+    parts, wholes = _members(x.contiguous(), lengths, 1), _members(out, lengths, ranks)
+    register_work(out, group_named(group_name).allgather_into_tensor_coalesced(wholes, parts))
+    return out
+
+
+def _members(x: Tensor, lengths: Sequence[int], ranks: int) -> list[Tensor]:
+    """What ``x`` has of each member, but those of no elements, in numbers that backends know."""
+    members = x.split([ranks * length for length in lengths])
+    return [torch.view_as_real(each) if each.is_complex() else each for each in members if each.numel()]
+
+
+def _scattered(x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
+    return x.new_empty([sum(lengths)])
+
+
+def _gathered(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
+    return x.new_empty([ranks * sum(lengths)])
+
+
+define("Tensor x, str reduce_op, int[] lengths, int ranks, str group_name", _coalesced_reduce_scatter, _scattered)
+define("Tensor x, int[] lengths, int ranks, str group_name", _coalesced_all_gather, _gathered)
+
+coalesced_reduce_scatter, coalesced_all_gather = ops.coalesced_reduce_scatter, ops.coalesced_all_gather
+
+OUT_FORMS: dict[Any, Any] = {op.default: op.out for op in (coalesced_reduce_scatter, coalesced_all_gather)}
+"""For each of these ops, the one that writes where it is told."""

@@ -1,0 +1,141 @@
+"""Realise on NCCL: the members of a bucket are sent in one launch, where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from passes import (
+    Axis,
+    BucketAllGather,
+    BucketAllReduce,
+    BucketReduceScatter,
+    Kind,
+    Mesh,
+    Pass,
+    Program,
+    Realise,
+    Report,
+    ReuseMemory,
+    Role,
+    StartEarly,
+    Table,
+    UpdateInPlace,
+    WaitLate,
+    run,
+)
+from passes.arena import place, reserve
+from passes.costs import COALESCED, Link, Point, Way
+
+from .programs import (
+    GROUP,
+    all_gather,
+    assert_same_bits,
+    before_and_after,
+    f64,
+    make_program,
+    reduce_scatter,
+    targets,
+)
+from .test_by_memory import ROLES, step
+
+aten = torch.ops.aten
+
+AXIS = Axis("dp", 2, GROUP, 0, "nccl")
+BUCKETS: tuple[Pass, ...] = (BucketAllGather(), BucketReduceScatter(), BucketAllReduce())
+
+
+def measured(native: float, coalesced: float) -> Table:
+    """Seconds for a message, and for a launch of eight; copies take a second for each byte read or written."""
+    kinds = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    curves = {(kind, Way.NATIVE): (Point(1 << 30, native, 0.0),) for kind in kinds}
+    curves |= {(kind, Way.COALESCED): (Point(1 << 30, coalesced, 0.0),) for kind in kinds}
+    return Table("measured", (Link("nccl", "dp", 2, curves),), {"memory": 1.0})
+
+
+CHEAP = Realise(measured(0.0, 0.0))
+
+
+def program() -> Program:
+    updates = {0: "w", 1: "v", 2: "b"}
+    made = make_program(step, updates, ROLES, w=f64(2, 4), v=f64(2, 6), b=f64(6), x=f64(3, 4))
+    return replace(made, mesh=Mesh((AXIS,)))
+
+
+def test_coalesced(golden: Any) -> None:
+    bucketed = run(program(), BUCKETS)
+    after, text = before_and_after(bucketed, CHEAP)
+    golden(text)
+    assert_same_bits(program(), after)
+
+
+def test_the_whole_pipeline_gives_the_same_bits() -> None:
+    after = run(program(), [*BUCKETS, CHEAP, StartEarly(), WaitLate(), UpdateInPlace(), ReuseMemory()])
+    names = [node.target._schema.name.split("::")[1] for node in after.collectives()]
+    assert sorted(names) == ["all_reduce", "coalesced_all_gather", "coalesced_reduce_scatter"]
+    assert_same_bits(program(), after)
+
+
+def test_it_is_counted_as_what_it_means() -> None:
+    before, after = Report.of(run(program(), BUCKETS)), Report.of(run(program(), [*BUCKETS, CHEAP]))
+    for kind in ("all_gather", "all_reduce", "reduce_scatter"):
+        assert (after.count(kind), after.bytes(kind)) == (before.count(kind), before.bytes(kind))
+
+
+def test_gradients_are_computed_where_they_are_sent_from_and_nothing_is_copied() -> None:
+    after = run(program(), [*BUCKETS, CHEAP, ReuseMemory()])
+    (scatter,) = [node for node in after.collectives() if "reduce_scatter" in str(node.target)]
+    (posted, *_) = scatter.args
+    assert isinstance(posted, torch.fx.Node)
+    (arena,) = after.graph.find_nodes(op="call_function", target=reserve)
+    written = [user for node in arena.users if node.target is place for user in node.users]
+    assert [str(node.target) for node in written].count("aten.mm.out") >= 2
+    after_gradients = [node for node in after.graph.nodes if node in posted.all_input_nodes]
+    assert not any(node.target is aten.copy_.default for node in after_gradients)
+    assert not any("split_with_sizes_copy" in target for target in targets(after))
+
+
+@pytest.mark.parametrize("table", [Table("none", ()), measured(0.0, 1e9)])
+def test_small_members_are_packed(table: Table) -> None:
+    bucketed = run(program(), BUCKETS)
+    assert targets(run(bucketed, [Realise(table)])) == targets(bucketed)
+
+
+def test_what_is_not_packed_keeps_its_op() -> None:
+    assert targets(run(program(), [CHEAP])) == targets(program())
+
+
+def test_fake_ranks_show_what_nccl_would_do() -> None:
+    elsewhere = replace(run(program(), BUCKETS), mesh=Mesh((replace(AXIS, backend="fake"),)))
+    assert targets(run(elsewhere, [CHEAP])) == targets(elsewhere)
+    shown = run(elsewhere, [replace(CHEAP, backend="nccl")])
+    assert targets(shown) == targets(run(replace(elsewhere, mesh=Mesh((AXIS,))), [CHEAP]))
+
+
+def test_a_member_without_elements() -> None:
+    def two(w: Any, v: Any) -> Any:
+        return reduce_scatter(all_gather(w)), reduce_scatter(all_gather(v))
+
+    before = make_program(two, {}, [Role.PARAMETER, Role.PARAMETER, Role.GRADIENT, Role.GRADIENT], w=f64(0), v=f64(3))
+    before.mesh = Mesh((AXIS,))
+    assert_same_bits(before, run(before, [*BUCKETS, CHEAP, ReuseMemory()]))
+
+
+def test_what_was_measured_decides_else_the_size() -> None:
+    """Of members of 100 and 300 bytes: 800 are read and written by a copy."""
+    curves = {
+        (Kind.ALL_GATHER, Way.NATIVE): (Point(100, 10.0, 0.0), Point(1000, 100.0, 0.0)),  # 40 for both
+        (Kind.ALL_GATHER, Way.COALESCED): (Point(100 * COALESCED, 160.0, 0.0), Point(300 * COALESCED, 480.0, 0.0)),
+    }  # 20 for the one, and 60 for the other
+    link = Link("nccl", "dp", 2, curves)
+
+    def coalesces(rate: float, members: list[int], kind: Kind = Kind.ALL_GATHER) -> bool:
+        return Table("", (link,), {"memory": rate}).coalesces(AXIS, "nccl", kind, members)
+
+    assert coalesces(800 / 41, [100, 300]) and not coalesces(800 / 39, [100, 300])
+    assert coalesces(1.0, [1 << 20, 1 << 20], Kind.REDUCE_SCATTER)
+    assert not coalesces(1.0, [1 << 20, 4], Kind.REDUCE_SCATTER)
+    assert Table("", ()).coalesces(AXIS, "nccl", Kind.ALL_GATHER, [1 << 21, 4])
