@@ -28,7 +28,7 @@ _MESSAGE = struct.Struct("<qqqq")  # the number of what is posted; its segment's
 _GONE = -1  # in the place of a length: the segment is there no more
 _PER_CALL = 1 << 32  # more than anybody posts in one call
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_numbers = count()
+_numbers = count(1)
 _segments: dict[int, _Segment] = {}  # by address
 
 
@@ -73,13 +73,32 @@ def _close(address: int) -> None:
         each.forget(gone.number)
 
 
-def _holder(tensor: torch.Tensor) -> tuple[_Segment, int] | None:
-    """The segment that ``tensor`` lies in, and how many bytes into it."""
+@dataclass(frozen=True)
+class Visible:
+    """What neighbours can look at: ``bytes`` (size,) in uint8, and where in a segment they lie, if there are any."""
+
+    bytes: torch.Tensor
+    segment: _Segment | None = None
+    offset: int = 0
+
+
+def visible(tensor: torch.Tensor) -> Visible | None:
+    """A contiguous ``tensor`` as neighbours can look at it; None if it does not lie in a segment."""
+    if not tensor.nbytes:
+        return Visible(_NOTHING)
     start = tensor.data_ptr()
     for address, each in list(_segments.items()):  # one may close while we look
         if address <= start and start + tensor.nbytes <= address + each.size:
-            return each, start - address
+            return Visible(tensor.view(-1).view(torch.uint8), each, start - address)
     return None
+
+
+def copied(tensor: torch.Tensor) -> Visible:
+    """A copy that neighbours can look at."""
+    bytes = tensor.contiguous().view(-1).view(torch.uint8)
+    copy = visible(segment(bytes.numel()).copy_(bytes))
+    assert copy is not None, "it lies in a segment that was just made"
+    return copy
 
 
 class Neighbours:
@@ -106,24 +125,20 @@ class Neighbours:
         for peer in self._peers.values():
             peer.drop_before(self._next)
 
-    def post(self, tensor: torch.Tensor) -> int:
-        """Let all neighbours see a contiguous ``tensor``; returns its number, under which theirs is received.
-
-        What does not lie in a segment is copied into one.
-        """
+    def post(self, seen: Visible) -> int:
+        """Tell all neighbours where something lies; returns its number, under which theirs is received."""
         while self._gone:
-            gone = self._gone.pop()
-            self._tell(_MESSAGE.pack(0, gone, 0, _GONE), None)
-            for peer in self._peers.values():
-                peer.known.discard(gone)
-        posted = tensor.view(-1).view(torch.uint8) if tensor.nbytes else _NOTHING
-        if tensor.nbytes and _holder(posted) is None:
-            posted = segment(tensor.nbytes).copy_(posted)
-        lies, offset = _holder(posted) or (None, 0)
+            self._retire(self._gone.pop())
         number, self._next = self._next, self._next + 1
-        self._tell(_MESSAGE.pack(number, lies.number if lies else 0, offset, posted.nbytes), lies)
-        self._own[number] = posted
+        lies = seen.segment.number if seen.segment else 0
+        self._tell(_MESSAGE.pack(number, lies, seen.offset, seen.bytes.numel()), seen.segment)
+        self._own[number] = seen.bytes
         return number
+
+    def _retire(self, segment_number: int) -> None:
+        self._tell(_MESSAGE.pack(0, segment_number, 0, _GONE), None)
+        for peer in self._peers.values():
+            peer.known.discard(segment_number)
 
     def awaits(self, number: int) -> bool:
         """Whether what was posted under ``number`` in this call is still to be received."""
@@ -132,11 +147,19 @@ class Neighbours:
     def receive(self, number: int) -> list[torch.Tensor]:
         """What each rank has posted under ``number``, in the order of ranks: flat tensors of bytes.
 
-        Waits for them. Raises ``RuntimeError`` if a rank has gone, or does not come within the timeout.
+        What lies where something lay before is the same object. Waits for them. Raises ``RuntimeError`` if a rank has
+        gone, or does not come within the timeout.
         """
-        theirs = {rank: peer.take(number, self._waiting(peer)) for rank, peer in self._peers.items()}
-        theirs[self.rank] = self._own.pop(number)
-        return [theirs[rank] for rank in range(self.ranks)]
+        own = self._own.pop(number)
+        return [self._taken(self._peers[rank], number) if rank != self.rank else own for rank in range(self.ranks)]
+
+    def _taken(self, peer: _Peer, number: int) -> torch.Tensor:
+        wait = None
+        while not peer.has(number):
+            if not peer.read():
+                wait = wait or self._waiting(peer)
+                wait(select.POLLIN)
+        return peer.take(number)
 
     def forget(self, segment_number: int) -> None:
         """Tell the others, with the next message, that a segment of this rank is there no more, if they know it."""
@@ -150,8 +173,9 @@ class Neighbours:
 
     def _tell(self, message: bytes, lies: _Segment | None) -> None:
         for peer in self._peers.values():
-            wait = self._waiting(peer)
+            wait = None
             while not peer.send(message, lies):
+                wait = wait or self._waiting(peer)
                 for each in self._peers.values():  # one that cannot take more may wait for us to take its messages
                     each.drain()
                 wait(select.POLLOUT | select.POLLIN)
@@ -178,7 +202,7 @@ class _Peer:
         self.rank, self.socket = rank, connection
         connection.setblocking(False)
         self.known: set[int] = set()  # segments of ours that it has
-        self._mapped: dict[int, torch.UntypedStorage] = {}
+        self._mapped: dict[int, _Mapped] = {}  # by the number of the segment
         self._posted: dict[int, torch.Tensor] = {}
         self._poll = select.poll()
 
@@ -201,16 +225,17 @@ class _Peer:
         """Forget what it posted under smaller numbers."""
         self._posted = {each: posted for each, posted in self._posted.items() if each >= number}
 
-    def take(self, number: int, wait: Callable[[int], None]) -> torch.Tensor:
+    def has(self, number: int) -> bool:
+        """Whether we know what it posted under ``number``."""
+        return number in self._posted
+
+    def take(self, number: int) -> torch.Tensor:
         """What it posted under ``number``, in bytes."""
-        while number not in self._posted:
-            if not self._read():
-                wait(select.POLLIN)
         return self._posted.pop(number)
 
     def drain(self) -> None:
         """Take in all that has come."""
-        while self._read():
+        while self.read():
             pass
 
     def wait(self, events: int, seconds: float) -> bool:
@@ -218,7 +243,7 @@ class _Peer:
         self._poll.register(self.socket, events)
         return bool(self._poll.poll(seconds * 1000))
 
-    def _read(self) -> bool:
+    def read(self) -> bool:
         """Take in one message, if one has come."""
         try:
             message, files, _, _ = socket.recv_fds(self.socket, _MESSAGE.size, 1)
@@ -230,18 +255,33 @@ class _Peer:
             raise self._lost()
         number, lies, offset, size = _MESSAGE.unpack(message)
         if files:
-            self._mapped[lies] = _mapped(files[0])
+            self._mapped[lies] = _Mapped(_storage(files[0]))
         if size == _GONE:
             self._mapped.pop(lies, None)
         else:
-            self._posted[number] = _seen(self._mapped[lies], offset, size) if size else _NOTHING
+            self._posted[number] = self._mapped[lies].at(offset, size) if size else _NOTHING
         return True
 
     def _lost(self) -> RuntimeError:
         return RuntimeError(f"rank {self.rank} of the group has ended or left it, while this rank still needs it")
 
 
-def _mapped(file: int) -> torch.UntypedStorage:
+class _Mapped:
+    """A segment of another rank, and what we look at in it: ranks post the same places in each call."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._seen: dict[tuple[int, int], torch.Tensor] = {}
+
+    def at(self, offset: int, size: int) -> torch.Tensor:
+        """The ``size`` bytes from ``offset`` on."""
+        if (offset, size) not in self._seen:
+            seen = torch.empty(0, dtype=torch.uint8).set_(self._storage, offset, (size,), (1,))
+            self._seen[offset, size] = seen
+        return self._seen[offset, size]
+
+
+def _storage(file: int) -> torch.UntypedStorage:
     """What lies in a file, which is closed: a process may map many segments, but not have many files open."""
     try:
         size = os.fstat(file).st_size
@@ -249,10 +289,6 @@ def _mapped(file: int) -> torch.UntypedStorage:
         return cast(torch.UntypedStorage, memory)
     finally:
         os.close(file)
-
-
-def _seen(memory: torch.UntypedStorage, offset: int, size: int) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(memory, offset, (size,), (1,))
 
 
 _all: weakref.WeakSet[Neighbours] = weakref.WeakSet()

@@ -20,7 +20,9 @@ what lies elsewhere is copied into a new segment, which is slow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from itertools import pairwise
+from operator import is_
 from typing import Any
 
 import torch
@@ -28,10 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._torch import group_named, register_work
-from .shared_memory import Neighbours, neighbours_of
+from .shared_memory import Neighbours, copied, neighbours_of, visible
 from .transport import bounds, define, ops
 
-_Finish = Callable[[list[Tensor], int], object]  # given what all ranks have, and which one this is
+_Perform = Callable[[], object]
+_Plan = Callable[[list[Tensor], int], _Perform]  # given what all ranks have, and which one this is
 
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -41,39 +44,35 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class _Reading(dist.Work):
-    """A collective under way: to wait for it is to perform it, if the call that started it goes on.
+class Reading(dist.Work):
+    """A collective on tensors that stay where they are, to be started any number of times; its wait performs it.
 
-    What a call leaves behind that fails, torch keeps by the memory of its result, and waits for in the next call.
+    ``plan`` is asked for what is to be done whenever a rank's operand lies elsewhere than the last time.
     """
 
-    def __init__(self, perform: Callable[[], None]) -> None:
+    def __init__(self, x: Tensor, group_name: str, plan: _Plan) -> None:
         super().__init__()
-        self._perform = perform
+        self._x, self._group_name, self._plan = x, group_name, plan
+        self._visible = visible(x) if x.contiguous() is x else None
+        self._seen: list[Tensor] = []  # what all ranks had
+
+    def start(self) -> None:
+        """Tell the others where the operand lies, or a copy of it that they can look at."""
+        self._neighbours = _neighbours(self._group_name)
+        self._number = self._neighbours.post(self._visible or copied(self._x))
 
     def wait(self, timeout: Any = None) -> bool:
-        """Perform it. Raises ``RuntimeError`` if a rank has gone."""
-        self._perform()
+        """Perform it, if the call that started it goes on. Raises ``RuntimeError`` if a rank has gone.
+
+        What a call leaves behind that fails, torch keeps by the memory of its result, and waits for in the next call.
+        """
+        if self._neighbours.awaits(self._number):
+            seen = self._neighbours.receive(self._number)
+            if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
+                self._seen = seen
+                self._perform = self._plan([each.view(self._x.dtype) for each in seen], self._neighbours.rank)
+            self._perform()
         return True
-
-
-def _start(x: Tensor, group_name: str, out: Tensor, finish: _Finish) -> Tensor:
-    """Post ``x``, and let who waits for ``out`` finish it."""
-    neighbours = _neighbours(group_name)
-    number = neighbours.post(x.contiguous())
-    register_work(out, _Reading(lambda: _finish(neighbours, number, x.dtype, finish)))
-    return out
-
-
-def _perform(x: Tensor, group_name: str, finish: _Finish) -> None:
-    """Post ``x`` and finish at once."""
-    neighbours = _neighbours(group_name)
-    _finish(neighbours, neighbours.post(x), x.dtype, finish)
-
-
-def _finish(neighbours: Neighbours, number: int, dtype: torch.dtype, finish: _Finish) -> None:
-    if neighbours.awaits(number):
-        finish([each.view(dtype) for each in neighbours.receive(number)], neighbours.rank)
 
 
 def _neighbours(group_name: str) -> Neighbours:
@@ -86,45 +85,50 @@ def _neighbours(group_name: str) -> Neighbours:
     return found
 
 
-def _shared_all_reduce(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:
+def _shared_all_reduce(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str, *, out: Tensor) -> Reading:
     into = out.view(-1)
     if scratch is None:
-        return _start(x, group_name, out, lambda operands, rank: _reduce(operands, reduce_op, into))
+        return Reading(x, group_name, lambda operands, rank: partial(_reduce, operands, reduce_op, into))
     ends = bounds(x.numel(), _neighbours(group_name).ranks)
     sizes = [end - begin for begin, end in pairwise(ends)]
 
-    def finish(operands: list[Tensor], rank: int) -> None:
-        parts = [operand.split(sizes)[rank] for operand in operands]
-        reduced = scratch[: sizes[rank]]
-        _reduce(parts, reduce_op, reduced)
-        _perform(reduced, group_name, lambda parts, rank: torch.cat(parts, out=into))
+    def plan(operands: list[Tensor], rank: int) -> _Perform:
+        parts, reduced = [operand.split(sizes)[rank] for operand in operands], scratch[: sizes[rank]]
+        others = Reading(reduced, group_name, lambda parts, rank: partial(torch.cat, parts, out=into))
 
-    return _start(x, group_name, out, finish)
+        def perform() -> None:
+            _reduce(parts, reduce_op, reduced)
+            others.start()
+            others.wait()
 
+        return perform
 
-def _scratch(x: Tensor, size: int, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:
-    return out
+    return Reading(x, group_name, plan)
 
 
 def _shared_reduce_scatter(
     x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor
-) -> Tensor:
-    def finish(operands: list[Tensor], rank: int) -> None:
-        mine = [
-            operand.split([length for length in lengths for _ in range(ranks)])[rank::ranks] for operand in operands
-        ]
-        for *parts, into in zip(*mine, out.split(lengths), strict=True):
-            _reduce(parts, reduce_op, into)
+) -> Reading:
+    def plan(operands: list[Tensor], rank: int) -> _Perform:
+        every = [length for length in lengths for _ in range(ranks)]
+        mine = zip(*(operand.split(every)[rank::ranks] for operand in operands), strict=True)
+        members = list(zip(mine, out.split(lengths), strict=True))
 
-    return _start(x, group_name, out, finish)
+        def perform() -> None:
+            for parts, into in members:
+                _reduce(parts, reduce_op, into)
+
+        return perform
+
+    return Reading(x, group_name, plan)
 
 
-def _shared_all_gather(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor) -> Tensor:
-    def finish(operands: list[Tensor], rank: int) -> None:
+def _shared_all_gather(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor) -> Reading:
+    def plan(operands: list[Tensor], rank: int) -> _Perform:
         members = zip(*(operand.split(lengths) for operand in operands), strict=True)
-        torch.cat([part for parts in members for part in parts], out=out)
+        return partial(torch.cat, [part for parts in members for part in parts], out=out)
 
-    return _start(x, group_name, out, finish)
+    return Reading(x, group_name, plan)
 
 
 def _reduce(operands: Sequence[Tensor], reduction: str, out: Tensor) -> None:
@@ -134,8 +138,21 @@ def _reduce(operands: Sequence[Tensor], reduction: str, out: Tensor) -> None:
         so_far = combine(so_far, other, out=out)
 
 
-def _unwritten(x: Tensor, size: int, reduce_op: str, group_name: str) -> Tensor:
-    return x.new_empty([size])
+def _scratch(x: Tensor, size: int, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:
+    return out
+
+
+def _started(prepare: Callable[..., Reading]) -> Callable[..., Tensor]:
+    """The op that starts what ``prepare`` makes."""
+
+    @wraps(prepare)
+    def start(*given: Any, out: Tensor) -> Tensor:
+        reading = prepare(*given, out=out)
+        reading.start()
+        register_work(out, reading)
+        return out
+
+    return start
 
 
 def _reduced(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str) -> Tensor:
@@ -150,13 +167,25 @@ def _gathered(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str) ->
     return x.new_empty([ranks * sum(lengths)])
 
 
+def _unwritten(x: Tensor, size: int, reduce_op: str, group_name: str) -> Tensor:
+    return x.new_empty([size])
+
+
+_LENGTHS = "int[] lengths, int ranks, str group_name"
+define("Tensor x, Tensor? scratch, str reduce_op, str group_name", _started(_shared_all_reduce), _reduced)
+define(f"Tensor x, str reduce_op, {_LENGTHS}", _started(_shared_reduce_scatter), _scattered)
+define(f"Tensor x, {_LENGTHS}", _started(_shared_all_gather), _gathered)
 define("Tensor x, int size, str reduce_op, str group_name", _scratch, _unwritten)
-define("Tensor x, Tensor? scratch, str reduce_op, str group_name", _shared_all_reduce, _reduced)
-define("Tensor x, str reduce_op, int[] lengths, int ranks, str group_name", _shared_reduce_scatter, _scattered)
-define("Tensor x, int[] lengths, int ranks, str group_name", _shared_all_gather, _gathered)
 
 shared_all_reduce, scratch = ops.shared_all_reduce, ops.scratch
 shared_reduce_scatter, shared_all_gather = ops.shared_reduce_scatter, ops.shared_all_gather
 
 OUT_FORMS: dict[Any, Any] = {op.default: op.out for op in (shared_all_reduce, shared_reduce_scatter, shared_all_gather)}
 """For each of these ops, the one that writes where it is told."""
+
+PREPARED: dict[Any, Callable[..., Reading]] = {
+    shared_all_reduce.out: _shared_all_reduce,
+    shared_reduce_scatter.out: _shared_reduce_scatter,
+    shared_all_gather.out: _shared_all_gather,
+}
+"""For each op that writes where it is told, what makes of its arguments a collective that each call can start."""

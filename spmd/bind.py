@@ -34,6 +34,7 @@ from passes.arena import place, reserve, whole
 from passes.collectives import is_wait
 from passes.out_forms import is_constant
 from passes.purity import mutates, written
+from passes.through_memory import PREPARED
 
 from .direct import direct
 from .memory import Memory
@@ -102,6 +103,7 @@ class _Writer:
         self.known: dict[int, str] = {}
         placeholders = program.placeholders
         self.names = {node: f"{node.name}_" for node in program.graph.nodes}  # no keyword, and no name of ours
+        self.prepared: dict[Any, str] = {}  # collectives that are made once and started at each call
         self.arguments = [placeholders[k] for k in fixed], [placeholders[k] for k in given]
         self.fixed = set(self.arguments[0])
         self.done_once: list[str] = []
@@ -136,12 +138,23 @@ class _Writer:
             self.fixed.add(node)
             self.done_once.append(line)
             return
+        if node.target in PREPARED and self._all_fixed(node.all_input_nodes):
+            self._prepare(node)
+            return
         target = _returned_argument(node)
         if target is not None and self._all_fixed(_nodes(target)):  # runs each time, but what it gives is known before
             self.fixed.add(node)
             self.done_once.append(f"{self.names[node]} = {self._value(target)}")
-            line = self._call(node)
+            line = f"{self.prepared[target]}.wait()" if target in self.prepared else self._call(node)
         self.each_call.append(line)
+
+    def _prepare(self, node: fx.Node) -> None:
+        """Make a collective once, and start it at each call: its operand and its result are always the same."""
+        work = self.prepared[node] = f"{node.name}_work"
+        self.done_once.append(f"{work} = {self._name(PREPARED[node.target])}({self._arguments(node)})")
+        self.done_once.append(f"{self.names[node]} = {self._value(node.kwargs['out'])}")
+        self.each_call.append(f"{work}.start()")
+        self.fixed.add(node)
 
     def _is_fixed(self, node: fx.Node) -> bool:
         if node in self.constants or node.target is reserve:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from passes import shared_memory, through_memory
 from passes.collectives import WAIT
-from passes.shared_memory import Neighbours, connect, neighbours_of, segment
+from passes.shared_memory import Neighbours, connect, copied, neighbours_of, segment, visible
 
 
 class Group:
@@ -51,6 +51,10 @@ def shared(x: Tensor) -> Tensor:
     return segment(x.nbytes).view(x.dtype).view(x.shape).copy_(x)
 
 
+def post(rank: Neighbours, x: Tensor) -> int:
+    return rank.post(visible(x) or copied(x))
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -62,7 +66,7 @@ def test_all_see_what_all_posted_in_whatever_order_they_look() -> None:
     ranks = connected(3)
     for number in range(2):
         for k, each in enumerate(ranks):
-            assert each.post(shared(torch.tensor([10 * number + k]))) == number
+            assert post(each, shared(torch.tensor([10 * number + k]))) == number
     for number in (1, 0):
         for each in ranks:
             assert [x.view(torch.int64).item() for x in each.receive(number)] == [10 * number + k for k in range(3)]
@@ -72,8 +76,8 @@ def test_what_lies_in_a_segment_is_seen_where_it_lies() -> None:
     one, other = connected(2)
     mine = segment(1 << 12)
     part = mine[64:72].view(torch.int64)
-    one.post(part)
-    other.post(torch.zeros(1))
+    post(one, part)
+    post(other, torch.zeros(1))
     (seen, _), _ = other.receive(0), one.receive(0)
     part.fill_(7)
     assert seen.view(torch.int64).item() == 7
@@ -82,8 +86,8 @@ def test_what_lies_in_a_segment_is_seen_where_it_lies() -> None:
 def test_what_lies_elsewhere_is_copied() -> None:
     one, other = connected(2)
     mine = torch.tensor([1.0])
-    one.post(mine)
-    other.post(mine)
+    post(one, mine)
+    post(other, mine)
     mine.fill_(2.0)
     assert [x.view(torch.float32).item() for x in other.receive(0)] == [1.0, 1.0]
 
@@ -93,9 +97,9 @@ def test_what_a_rank_missed_in_one_call_is_not_seen_in_the_next() -> None:
     for call, value in ((1, 5), (2, 7)):
         for each in (one, other):
             each.begin(call)
-            each.post(shared(torch.tensor([value])))
+            post(each, shared(torch.tensor([value])))
         if call == 1:
-            one.post(shared(torch.tensor([6])))  # the other has failed by now
+            post(one, shared(torch.tensor([6])))  # the other has failed by now
             one.receive(1 << 32)
     assert [x.view(torch.int64).item() for x in one.receive(2 << 32)] == [7, 7]
     assert [x.view(torch.int64).item() for x in other.receive(2 << 32)] == [7, 7]
@@ -106,7 +110,7 @@ def test_more_may_be_posted_than_a_socket_holds() -> None:
 
     def use(rank: Neighbours) -> list[int]:
         for k in range(3000):
-            rank.post(x[k : k + 1])
+            post(rank, x[k : k + 1])
         return [each.view(torch.int64).item() for k in (2999, 0) for each in rank.receive(k)]
 
     with ThreadPoolExecutor(2) as threads:
@@ -117,14 +121,14 @@ def test_a_segment_goes_with_the_last_who_looks() -> None:
     one, other = connected(2)
     before = open_files()
     x = shared(torch.tensor([5]))
-    one.post(x)
-    other.post(x)
+    post(one, x)
+    post(other, x)
     seen = other.receive(0)[0]
     one.receive(0)
     del x
     gc.collect()
-    one.post(torch.zeros(0))  # tells that it is gone
-    other.post(torch.zeros(0))
+    post(one, torch.zeros(0))  # tells that it is gone
+    post(other, torch.zeros(0))
     other.receive(1), one.receive(1)
     assert not any(peer.known for peer in one._peers.values()) and not one._gone
     assert seen.view(torch.int64).item() == 5
@@ -146,7 +150,7 @@ def test_memory_that_cannot_be_had_is_told_of(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_rank_that_has_gone_is_told_of() -> None:
     one, other = connected(2)
-    one.post(torch.zeros(1))
+    post(one, torch.zeros(1))
     other.close()
     with pytest.raises(RuntimeError, match="rank 1 of the group has ended"):
         one.receive(0)
@@ -154,7 +158,7 @@ def test_a_rank_that_has_gone_is_told_of() -> None:
 
 def test_a_rank_that_does_not_come_is_told_of() -> None:
     one, _ = connected(2, timeout=0.05)
-    one.post(torch.zeros(1))
+    post(one, torch.zeros(1))
     with pytest.raises(RuntimeError, match=r"rank 0 .* waited 0.05 s for its rank 1"):
         one.receive(0)
 
@@ -169,11 +173,11 @@ def test_neighbours_go_with_their_group(group: list[Neighbours]) -> None:
     mine = Group()
     connect("0", mine, one)  # in the place of another group of this name
     assert neighbours_of("0", mine) is one
-    one.post(torch.zeros(1)), other.post(torch.zeros(1))
+    post(one, torch.zeros(1)), post(other, torch.zeros(1))
     other.receive(0)
     del mine
     with pytest.raises(RuntimeError, match="rank 0 of the group has ended or left it"):
-        other.post(torch.zeros(1))
+        post(other, torch.zeros(1))
 
 
 # The collectives
@@ -222,6 +226,48 @@ def test_results_are_written_where_they_are_wanted(group: list[Neighbours]) -> N
     assert all(
         each.data_ptr() == out.data_ptr() and out.tolist() == [3, 3] for each, out in zip(got, outs, strict=True)
     )
+
+
+def test_it_runs_again_and_follows_an_operand_that_lies_elsewhere(group: list[Neighbours]) -> None:
+    plans: list[int] = []
+    outs, members = [torch.zeros(2) for _ in range(3)], [shared(torch.full((6,), rank + 1.0)) for rank in range(3)]
+    prepare = through_memory.PREPARED[through_memory.shared_reduce_scatter.out]
+    readings = [prepare(members[k], "sum", [2], 3, str(k), out=outs[k]) for k in range(3)]
+    for k, each in enumerate(readings):
+        each._plan = counted(each._plan, plans, k)
+
+    def perform() -> list[float]:
+        for each in readings:
+            each.start()
+        for each in readings:
+            each.wait()
+            each.wait()  # it is done
+        return [float(out[1]) for out in outs]
+
+    assert perform() == [6.0] * 3
+    members[0].add_(1)
+    assert perform() == [7.0] * 3 and sorted(plans) == [0, 1, 2]
+    readings[1] = prepare(torch.full((6,), 10.0), "sum", [2], 3, "1", out=outs[1])
+    assert perform() == perform() == [15.0] * 3
+    assert sorted(plans) == [0, 0, 0, 1, 2, 2, 2]  # a copy lies elsewhere each time
+
+
+def counted(plan: Any, plans: list[int], rank: int) -> Any:
+    return lambda *given: plans.append(rank) or plan(*given)
+
+
+def test_an_operand_with_gaps_is_copied_each_time(group: list[Neighbours]) -> None:
+    x = shared(torch.arange(12.0).view(6, 2))
+    prepare = through_memory.PREPARED[through_memory.shared_all_reduce.out]
+    outs = [torch.zeros(6) for _ in range(3)]
+    readings = [prepare(x[:, 0], None, "max", str(k), out=outs[k]) for k in range(3)]
+    for start in (0.0, 1.0):
+        x[:, 0] = torch.arange(6.0) + start
+        for each in readings:
+            each.start()
+        for each in readings:
+            each.wait()
+        assert all(torch.equal(out, torch.arange(6.0) + start) for out in outs)
 
 
 def test_what_a_failed_call_started_is_not_waited_for(group: list[Neighbours]) -> None:

@@ -102,6 +102,21 @@ def test_state_lies_where_others_read_it_whatever_program_came_first(ranks: Rank
     assert ranks.run(2, evaluated_first) == [0, 0]
 
 
+def dispatched(rank: int, world: int) -> list[str]:
+    """The collectives that torch dispatches in a second call, of an all_gather, a reduce_scatter and an all_reduce."""
+    model = torch.nn.Linear(4, 6, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters())
+    train = spmd.compile(train_once, None, spmd.DataParallel("fully_shard"), passes=SHARED)
+    train(model, optimizer, torch.ones(2, 4, dtype=torch.float64))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(model, optimizer, torch.ones(2, 4, dtype=torch.float64))
+    return [each.key for each in profile.key_averages() if each.key.startswith("spmd_transport::")]
+
+
+def test_a_collective_between_fixed_places_is_prepared_once(ranks: Ranks) -> None:
+    assert ranks.run(2, dispatched) == [["spmd_transport::shared_all_reduce"]] * 2  # of the loss, which is returned
+
+
 def as_other_hosts(rank: int, world: int) -> list[bool]:
     """2 x 2 ranks, of which the first two and the last two are on one host each: what reads along which axis."""
     with pytest.MonkeyPatch.context() as patched:
