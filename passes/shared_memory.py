@@ -16,7 +16,9 @@ import socket
 import struct
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from mmap import mmap
@@ -26,8 +28,11 @@ import torch
 
 _MESSAGE = struct.Struct("<qqqq")  # the number of what is posted; its segment's, an offset and a length in bytes
 _GONE = -1  # in the place of a length: the segment is there no more
+_GIVEN_UP = -3  # in the place of a length: the rank has left
+_MEETING = -2  # in the place of a length: what stands before it are three numbers that the rank says
 _PER_CALL = 1 << 32  # more than anybody posts in one call
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+_Said = tuple[int, int, int]
 _numbers = count(1)
 _segments: dict[int, _Segment] = {}  # by address
 
@@ -101,6 +106,10 @@ def copied(tensor: torch.Tensor) -> Visible:
     return copy
 
 
+class _Ended(RuntimeError):
+    """A rank has left that had taken all we said to it."""
+
+
 class Neighbours:
     """The other ranks of a process group as one of them sees it: ``sockets`` by rank, one to each other.
 
@@ -124,6 +133,31 @@ class Neighbours:
         self._own.clear()
         for peer in self._peers.values():
             peer.drop_before(self._next)
+
+    def meet(self, said: _Said, seconds: float) -> list[_Said]:
+        """What every rank says at this point, in the order of ranks, once all have come.
+
+        Waits for each so many seconds. Raises ``RuntimeError`` if one does not come or has gone, and then gives up on
+        the others for good, so that none who comes later takes what this one has said for its presence.
+        """
+        try:
+            self._tell(_MESSAGE.pack(*said, _MEETING), None)
+            met = [self._met(self._peers[rank], seconds) if rank != self.rank else said for rank in range(self.ranks)]
+            for peer in self._peers.values():
+                peer.check_presence()
+            return met
+        except RuntimeError:
+            for peer in self._peers.values():
+                peer.give_up()
+            raise
+
+    def _met(self, peer: _Peer, seconds: float) -> _Said:
+        wait = None
+        while not peer.met:
+            if not peer.read():
+                wait = wait or self._waiting(peer, seconds)
+                wait(select.POLLIN)
+        return peer.met.popleft()
 
     def post(self, seen: Visible) -> int:
         """Tell all neighbours where something lies; returns its number, under which theirs is received."""
@@ -157,7 +191,7 @@ class Neighbours:
         wait = None
         while not peer.has(number):
             if not peer.read():
-                wait = wait or self._waiting(peer)
+                wait = wait or self._waiting(peer, self.timeout)
                 wait(select.POLLIN)
         return peer.take(number)
 
@@ -167,7 +201,7 @@ class Neighbours:
             self._gone.append(segment_number)
 
     def close(self) -> None:
-        """Have nothing to do with them any more."""
+        """Have nothing to do with them any more, which they see."""
         for peer in self._peers.values():
             peer.socket.close()
 
@@ -175,20 +209,20 @@ class Neighbours:
         for peer in self._peers.values():
             wait = None
             while not peer.send(message, lies):
-                wait = wait or self._waiting(peer)
+                wait = wait or self._waiting(peer, self.timeout)
                 for each in self._peers.values():  # one that cannot take more may wait for us to take its messages
                     each.drain()
                 wait(select.POLLOUT | select.POLLIN)
 
-    def _waiting(self, peer: _Peer) -> Callable[[int], None]:
+    def _waiting(self, peer: _Peer, seconds: float) -> Callable[[int], None]:
         """A function that waits until something can be done with a peer, and raises when the time is over."""
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + seconds
 
         def wait(events: int) -> None:
             left = deadline - time.monotonic()
             if left <= 0 or not peer.wait(events, left):
                 raise RuntimeError(
-                    f"rank {self.rank} of a process group waited {self.timeout:g} s for its rank {peer.rank}, which "
+                    f"rank {self.rank} of a process group waited {seconds:g} s for its rank {peer.rank}, which "
                     "did not come: look at the output of that rank"
                 )
 
@@ -204,6 +238,7 @@ class _Peer:
         self.known: set[int] = set()  # segments of ours that it has
         self._mapped: dict[int, _Mapped] = {}  # by the number of the segment
         self._posted: dict[int, torch.Tensor] = {}
+        self.met: deque[_Said] = deque()  # what it said when it came to meet us
         self._poll = select.poll()
 
     def send(self, message: bytes, lies: _Segment | None) -> bool:
@@ -216,7 +251,7 @@ class _Peer:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise self._lost() from error
+            raise RuntimeError(self._lost()) from error
         if lies is not None:
             self.known.add(lies.number)
         return True
@@ -224,6 +259,17 @@ class _Peer:
     def drop_before(self, number: int) -> None:
         """Forget what it posted under smaller numbers."""
         self._posted = {each: posted for each, posted in self._posted.items() if each >= number}
+
+    def give_up(self) -> None:
+        """Leave it, and let it know that this was not the end."""
+        with suppress(OSError):
+            self.socket.send(_MESSAGE.pack(0, 0, 0, _GIVEN_UP))
+        self.socket.close()
+
+    def check_presence(self) -> None:
+        """Raise ``RuntimeError`` if it has given up on us; one that said what it had to say may have ended since."""
+        with suppress(_Ended):
+            self.drain()
 
     def has(self, number: int) -> bool:
         """Whether we know what it posted under ``number``."""
@@ -250,20 +296,24 @@ class _Peer:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise self._lost() from error
+            raise RuntimeError(self._lost()) from error
         if not message:
-            raise self._lost()
+            raise _Ended(self._lost())
         number, lies, offset, size = _MESSAGE.unpack(message)
         if files:
             self._mapped[lies] = _Mapped(_storage(files[0]))
-        if size == _GONE:
+        if size == _GIVEN_UP:
+            raise RuntimeError(f"rank {self.rank} of the group has given up on the others, who came too late")
+        if size == _MEETING:
+            self.met.append((number, lies, offset))
+        elif size == _GONE:
             self._mapped.pop(lies, None)
         else:
             self._posted[number] = self._mapped[lies].at(offset, size) if size else _NOTHING
         return True
 
-    def _lost(self) -> RuntimeError:
-        return RuntimeError(f"rank {self.rank} of the group has ended or left it, while this rank still needs it")
+    def _lost(self) -> str:
+        return f"rank {self.rank} of the group has ended or left it, while this rank still needs it"
 
 
 class _Mapped:
@@ -298,11 +348,11 @@ _neighbours: dict[str, tuple[weakref.ref[Any], Neighbours]] = {}
 
 def connect(name: str, group: Any, neighbours: Neighbours) -> None:
     """From now on, and as long as there is ``group``, these are its neighbours; collectives know it by ``name``."""
-    _disconnect(name)
-    _neighbours[name] = weakref.ref(group, lambda gone: _disconnect(name, gone)), neighbours
+    disconnect(name)
+    _neighbours[name] = weakref.ref(group, lambda gone: disconnect(name, gone)), neighbours
 
 
-def _disconnect(name: str, group: weakref.ref[Any] | None = None) -> None:
+def disconnect(name: str, group: weakref.ref[Any] | None = None) -> None:
     """Let the neighbours of this name go, if they are those of ``group``, where that is said."""
     found, neighbours = _neighbours.get(name, (None, None))
     if neighbours is not None and group in (None, found):

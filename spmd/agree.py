@@ -1,9 +1,10 @@
 """Agreement between the ranks of a mesh: all run the same program in one call, or all raise.
 
-Every call begins with one tiny all_reduce on the CPU (``meet``): each rank says which program it is about to run, or
-that it must compile, or that it has failed. No other collective can be in its way, since each rank's part in a call
-begins with it; so a rank never waits for a peer that does something else. What is compiled is then compared through the
-store (``Agreement``): ranks take their time to compile, and one that fails tells the others.
+Every call begins with one tiny all_reduce on the CPU (``meet``), through memory where ranks are connected so: each rank
+says which program it is about to run, or that it must compile, or that it has failed. No other collective can be in its
+way, since each rank's part in a call begins with it; so a rank never waits for a peer that does something else. What is
+compiled is then compared through the store (``Agreement``): ranks take their time to compile, and one that fails tells
+the others.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import RankMismatchError
-from passes.shared_memory import neighbours_of
+from passes.shared_memory import disconnect, neighbours_of
 
 from ._torch import default_store
 
 Share = Callable[[str], list[str]]  # hands every rank of a mesh the texts of all, in the order of the mesh
+_Said = tuple[int, int, int]
 COMPILE, FAILED = 1, 2  # what a rank says instead of a program's identity
 _SHOWN = 20_000  # characters of a text that are compared for the message; all of it is compared by hash
 
@@ -61,11 +63,11 @@ class Ranks:
         """
         if not self.groups:
             return
-        said = torch.tensor([intent, -intent, _calls + 1])
+        said = intent, -intent, _calls + 1
         for group in self.groups:
-            self._reduce(what, said, group, patient=intent > FAILED)
-        self._begin(int(said[2]))
-        if int(said[0]) != -int(said[1]):
+            said = self._largest(what, said, group, patient=intent > FAILED)
+        self._begin(said[2])
+        if said[0] != -said[1]:
             everyone = self.exchange(what, "\n".join([what, *told()]), self.timeout)
             other = next(k for k, text in enumerate(everyone) if text != everyone[0])
             raise RankMismatchError(
@@ -82,22 +84,34 @@ class Ranks:
             if neighbours is not None:
                 neighbours.begin(call)
 
-    def _reduce(self, what: str, said: torch.Tensor, group: Any, patient: bool) -> None:
+    def _largest(self, what: str, said: _Said, group: Any, patient: bool) -> _Said:
         """The maximum over a group. Who runs a program waits as long as for any collective; others wait less."""
+        neighbours = neighbours_of(group.group_name, group)
         try:
-            work = dist.all_reduce(said, dist.ReduceOp.MAX, group=group, async_op=True)
-            assert work is not None
-            deadline = time.monotonic() + self.timeout
-            while not patient and not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"waited {self.timeout:g} s for all ranks to call it, but not all came")
-                time.sleep(0.001)
-            work.wait()
+            if neighbours is None:
+                return self._largest_by_messages(said, group, patient)
+            met = neighbours.meet(said, neighbours.timeout if patient else self.timeout)
+            first, second, third = map(max, zip(*met, strict=True))
+            return first, second, third
         except (RuntimeError, TimeoutError) as error:
+            disconnect(group.group_name)
             raise RankMismatchError(
                 f"rank {dist.get_rank()} could not agree with the others on {what}: {error}. Every rank must call each "
                 "compiled step, in the same order; look at the output of the others for one that ended or branched off"
             ) from error
+
+    def _largest_by_messages(self, said: _Said, group: Any, patient: bool) -> _Said:
+        numbers = torch.tensor(said)
+        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group, async_op=True)
+        assert work is not None
+        deadline = time.monotonic() + self.timeout
+        while not patient and not work.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {self.timeout:g} s for all ranks to call it, but not all came")
+            time.sleep(0.001)
+        work.wait()
+        first, second, third = numbers.tolist()
+        return first, second, third
 
     def exchange(self, what: str, value: str, timeout: float) -> list[str]:
         """Every rank's value, in the order of the mesh, through the store."""

@@ -180,6 +180,74 @@ def test_neighbours_go_with_their_group(group: list[Neighbours]) -> None:
         post(other, torch.zeros(1))
 
 
+# Meeting
+
+
+def all_meet(ranks: list[Neighbours], seconds: float = 5.0) -> list[Any]:
+    """What each rank hears, or why not; each says three times its own number."""
+
+    def meet(rank: Neighbours) -> Any:
+        try:
+            return rank.meet((rank.rank,) * 3, seconds)
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(meet, ranks))
+
+
+def test_all_hear_what_all_say() -> None:
+    ranks = connected(3)
+    for _ in range(3):
+        assert all_meet(ranks) == [[(0, 0, 0), (1, 1, 1), (2, 2, 2)]] * 3
+
+
+def test_one_may_be_ahead_by_a_meeting_and_what_it_posts() -> None:
+    one, other = connected(2)
+    one._tell(shared_memory._MESSAGE.pack(1, -1, 1, shared_memory._MEETING), None)
+    one.begin(1)
+    post(one, shared(torch.tensor([5])))
+    one._tell(shared_memory._MESSAGE.pack(2, -2, 2, shared_memory._MEETING), None)
+    assert other.meet((9, -9, 1), 5.0) == [(1, -1, 1), (9, -9, 1)]
+    other.begin(1)
+    post(other, shared(torch.tensor([6])))
+    assert [x.view(torch.int64).item() for x in other.receive(1 << 32)] == [5, 6]
+    assert other.meet((9, -9, 2), 5.0) == [(2, -2, 2), (9, -9, 2)]
+
+
+def test_if_one_gives_up_all_are_told() -> None:
+    ranks = connected(3)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(ranks[0].meet, (0, 0, 0), 5.0)
+        with pytest.raises(RuntimeError, match=r"rank 1 .* waited 0.1 s for its rank 2"):
+            ranks[1].meet((0, 0, 0), 0.1)
+        with pytest.raises(RuntimeError, match="rank 1 of the group has ended"):
+            ranks[2].meet((0, 0, 0), 5.0)  # which rank 0 has heard
+        with pytest.raises(RuntimeError, match=r"rank [12] of the group has (ended|given up on the others)"):
+            waiting.result()
+
+
+@pytest.mark.parametrize("unread, said", [(0, "given up on the others"), (1, "ended")])
+def test_who_gives_up_is_not_met(unread: int, said: str) -> None:
+    one, other = connected(2)
+    one._tell(shared_memory._MESSAGE.pack(1, -1, 1, shared_memory._MEETING), None)
+    for _ in range(unread):
+        other._tell(shared_memory._MESSAGE.pack(2, -2, 2, shared_memory._MEETING), None)
+    assert other._met(other._peers[0], 5.0) == (1, -1, 1)
+    one._peers[1].give_up()
+    with pytest.raises(RuntimeError, match=f"rank 0 of the group has {said}"):
+        other._peers[0].check_presence()
+
+
+def test_who_has_said_it_may_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = connected(2)
+    other._tell(shared_memory._MESSAGE.pack(2, -2, 2, shared_memory._MEETING), None)
+    assert one.meet((1, -1, 1), 5.0) == [(1, -1, 1), (2, -2, 2)]
+    one.close()
+    monkeypatch.setattr(other, "_tell", lambda *_: None)  # as it did before
+    assert other.meet((2, -2, 2), 5.0) == [(1, -1, 1), (2, -2, 2)]
+
+
 # The collectives
 
 
