@@ -22,16 +22,17 @@ from torch.distributed.tensor import DTensor, Shard
 from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Program, Role
 from passes.program import Placements, is_sharded
 
+from ._torch import local_tensor
 from .agree import on_cpu
 from .placements import chunk
 from .state import Arguments, Slot, local_of, parameters_of
 from .world import spread
 
-# What is rank 0's already: parameters, buffers and scalers' state by id (tensors compare by value), and optimizers.
+# What is rank 0's already, by id (tensors compare by value): optimizers, and this rank's parts of parameters, buffers
+# and scalers' state. Nothing here refers to a DTensor weakly: torch could not convert it (``model.double()``) any more.
 _equal: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-# Parameters that were split, by id, and what took their places: optimizers of other steps may still hold the old ones.
-_split: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-_successor: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+# Where a parameter that was split keeps what took its place: optimizers of other steps may still hold the old one.
+_SUCCESSOR = "_spmd_successor"
 
 
 @dataclass
@@ -54,7 +55,7 @@ def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh, device_m
                 f"{slot.input.name} is a DTensor placed as {live.placements}, but the program wants {placement}"
             )
         fresh = is_sharded(placement) and not isinstance(live, DTensor)
-        storages.append(part_of(live.detach(), placement, mesh) if fresh else local_of(live))
+        storages.append(part_of(live.detach(), placement, mesh) if fresh else local_tensor(live))
     return Prepared(list(slots), placements, storages)
 
 
@@ -110,7 +111,7 @@ def commit(prepared: Prepared, arguments: Arguments, mesh: Mesh, device_mesh: De
         split = as_dtensor(local, placement, device_mesh, live.shape, live.stride())
         if slot.input.role is Role.PARAMETER:
             new = renewed[id(live)] = _renewed(live, split)
-            _split[id(live)], _successor[id(live)] = live, new
+            vars(live)[_SUCCESSOR] = new
         elif slot.input.role is Role.GRADIENT:
             continue  # moves with its parameter, below
         else:
@@ -128,20 +129,29 @@ def as_dtensor(
 
 def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> None:
     """Broadcast what rank 0 has not handed out yet: an optimizer's state at first sight, all else once."""
-    known = all(_equal.get(id(optimizer)) is optimizer for optimizer in arguments.optimizers.values())
+    known = all(map(_is_equal, arguments.optimizers.values()))
     with torch.no_grad():
         for slot in prepared.slots:
             live = slot.get()
             once = slot.input.role in (Role.PARAMETER, Role.BUFFER, Role.SCALER)
             if isinstance(live, DTensor):
-                missing = live.device_mesh != mesh and _equal.get(id(live)) is not live
+                missing = live.device_mesh != mesh and not _is_equal(local_tensor(live))
                 for axis in _axes_beyond(live, mesh) if missing else ():
-                    _broadcast_along(local_of(live), mesh, axis)
-            elif not (_equal.get(id(live)) is live if once else known):
+                    _broadcast_along(local_tensor(live), mesh, axis)
+            elif not (_is_equal(live) if once else known):
                 _broadcast(live.detach(), mesh)
             if once:
-                _equal[id(live)] = live
-    _equal.update((id(optimizer), optimizer) for optimizer in arguments.optimizers.values())
+                _note_equal(local_tensor(live))
+    for optimizer in arguments.optimizers.values():
+        _note_equal(optimizer)
+
+
+def _is_equal(thing: Any) -> bool:
+    return _equal.get(id(thing)) is thing
+
+
+def _note_equal(thing: Any) -> None:
+    _equal[id(thing)] = thing
 
 
 def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -172,7 +182,8 @@ def _renewed(old: torch.Tensor, split: DTensor) -> torch.Tensor:
     """The DTensor Parameter that takes the place of ``old``, with its hooks and attributes."""
     new = nn.Parameter(split, requires_grad=old.requires_grad)
     for name, value in vars(old).items():
-        new.__dict__.setdefault(name, value)
+        if name != _SUCCESSOR:
+            new.__dict__.setdefault(name, value)
     # The hook tables themselves move, so that handles which the user holds still remove their hooks.
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(old, table, None)
@@ -195,9 +206,9 @@ def follow_split(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     """Hand optimizers the parameters that took the places of theirs when another step split the model."""
     for optimizer in optimizers.values():
         old = [p for group in optimizer.param_groups for p in group["params"]]
-        old = [p for p in old if _split.get(id(p)) is p and id(p) in _successor]
-        if old:
-            _rebind_optimizer(optimizer, {id(p): _successor[id(p)] for p in old})
+        renewed = {id(p): vars(p)[_SUCCESSOR] for p in old if _SUCCESSOR in vars(p)}
+        if renewed:
+            _rebind_optimizer(optimizer, renewed)
 
 
 def _rebind(arguments: Arguments, renewed: dict[int, torch.Tensor]) -> None:

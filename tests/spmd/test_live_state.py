@@ -78,6 +78,14 @@ class FrozenLater(Small):
         objects[0][0].weight.requires_grad_(step < 1)
 
 
+class Converted(Small):
+    """The model goes to another dtype and back."""
+
+    def after(self, objects: tuple[Any, ...], step: int) -> None:
+        if step in (1, 3):
+            objects[0].float().double()
+
+
 CASES = [
     BegunWithoutCompiler(),
     OtherParameters(),
@@ -85,6 +93,7 @@ CASES = [
     SmallerLastBatch(),
     EvalInBetween(),
     FrozenLater(),
+    Converted(),
 ]
 
 
