@@ -47,8 +47,8 @@ def _written_elsewhere(needed: set[fx.Node], graph: fx.Graph) -> bool:
 
 
 def known_numbers() -> dict[Any, Any]:
-    """Decompositions of the ops that read a number out of a tensor: a number that is known stands in the graph."""
-    return {aten._local_scalar_dense.default: _number}
+    """Decompositions of the ops that read a number or an answer out of tensors: what is known stands in the graph."""
+    return {aten._local_scalar_dense.default: _number, aten.equal.default: _equal}
 
 
 def _number(tensor: Tensor) -> Any:
@@ -57,6 +57,15 @@ def _number(tensor: Tensor) -> Any:
         return NotImplemented
     with disable_modes():
         return value.item()
+
+
+def _equal(one: Tensor, other: Tensor) -> Any:
+    """In torch 2.11 ``quantile`` asks so whether its number lies between 0 and 1."""
+    values = known_value(one), known_value(other)
+    if values[0] is None or values[1] is None:
+        return NotImplemented
+    with disable_modes():
+        return torch.equal(values[0], values[1])
 
 
 def is_range(tensor: Tensor, step: int) -> bool:
