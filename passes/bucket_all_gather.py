@@ -43,7 +43,7 @@ def _merge(bucket: Bucket) -> None:
     assert isinstance(ranks, int), "the second argument is the size of the group"
     flat = call(aten.cat.default, [call(aten.reshape.default, tensor, [-1]) for tensor in tensors])  # [total]
     merged = call(c10d.all_gather_into_tensor.default, flat, *bucket[0].args[1:])  # [ranks * total]
-    merged.meta["collective"] = joined(bucket)
+    merged.meta |= joined(bucket)
     rows = call(aten.view.default, call(WAIT, merged), [ranks, -1])  # [ranks, total]
     # From the results, since an operand may be another bucket's new node, which has no val yet.
     sizes = [member.meta["val"].numel() // ranks for member in bucket]

@@ -46,7 +46,7 @@ def _merge(bucket: Bucket) -> None:
     tensors = [operands(member)[0] for member in bucket]
     flat = call(aten.cat.default, [call(aten.reshape.default, tensor, [-1]) for tensor in tensors])  # [total]
     merged = call(c10d.all_reduce.default, flat, *bucket[0].args[1:])
-    merged.meta["collective"] = joined(bucket)
+    merged.meta |= joined(bucket)
     # A reduction has its operand's shape; the operand itself may be another bucket's new node, which has no val yet.
     shapes = [list(member.meta["val"].shape) for member in bucket]
     sizes = [math.prod(shape) for shape in shapes]

@@ -51,7 +51,7 @@ def _merge(bucket: Bucket) -> None:
     ]  # row r goes to rank r
     rows = call(aten.cat.default, columns, 1)  # [ranks, total]
     merged = call(c10d.reduce_scatter_tensor.default, rows, *bucket[0].args[1:])  # [1, total]
-    merged.meta["collective"] = joined(bucket)
+    merged.meta |= joined(bucket)
     flat = call(aten.view.default, call(WAIT, merged), [-1])
     shapes = [list(member.meta["val"].shape) for member in bucket]
     parts = call(aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes])

@@ -1,7 +1,7 @@
 """Which collectives go into one bucket: the analysis that the three bucket passes share, and the edit's common part.
 
-The groups follow from the graph's structure and from the sizes of operands. Operands are equal in size on all ranks
-(uneven shards are padded before they are sent), so every rank forms the same buckets.
+The groups follow from the graph's structure and from sizes that all ranks know alike (``sizes.py``), so every rank
+forms the same buckets.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from .collectives import (
     Collective,
     Kind,
     group_of,
-    input_bytes,
     is_wait,
     operands,
-    output_bytes,
     reduction_of,
 )
 from .program import Program
 from .roles import Role
+from .sizes import most_bytes, of_all
 
 Bucket = list[fx.Node]
 _Place = tuple[int, int]  # a unit's number, and that of a parameter in it
@@ -54,7 +53,7 @@ def buckets(program: Program, kind: Kind, op: Any, max_bytes: int, first_bytes: 
             bucket = _Open(min(first_bytes or 0, max_bytes) if early else max_bytes)
             everything.append(bucket)
             others.append(bucket)
-        bucket.add(number, needs[number], max(input_bytes(node), output_bytes(node)), place)
+        bucket.add(number, needs[number], most_bytes(node), place)
     return [[candidates[k] for k in bucket.ordered()] for bucket in everything if len(bucket.members) > 1]
 
 
@@ -72,13 +71,14 @@ def _places(program: Program) -> dict[tuple[str, ...], _Place]:
     return {(name,): (unit, k) for unit, names in enumerate(program.units) for k, name in enumerate(names)}
 
 
-def joined(bucket: Bucket) -> Collective:
-    """What is known of the one collective that replaces a bucket."""
+def joined(bucket: Bucket) -> dict[str, Any]:
+    """What is known of the one collective that replaces a bucket, for its ``meta``."""
     said: list[Collective] = [node.meta["collective"] for node in bucket]
     reasons = list(dict.fromkeys(each.why for each in said if each.why))
     why = "; ".join([f"{len(bucket)} in one", *reasons[:1]]) + (" and the like" if len(reasons) > 1 else "")
     of = tuple(dict.fromkeys(name for each in said for name in each.of))
-    return Collective(said[0].kind, said[0].axis, said[0].reduction, said[0].role, why, of)
+    collective = Collective(said[0].kind, said[0].axis, said[0].reduction, said[0].role, why, of)
+    return {"collective": collective, **of_all(bucket)}
 
 
 def caller(bucket: Bucket) -> Callable[..., fx.Node]:

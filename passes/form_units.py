@@ -12,9 +12,10 @@ from torch import fx
 
 from .base import Pass
 from .blocks import blocks_of
-from .collectives import Kind, input_bytes, output_bytes
+from .collectives import Kind
 from .program import Input, Mesh, OutputKind, Program, is_even
 from .roles import Role
+from .sizes import most_bytes
 
 _EXPOSED = 4  # units of ``first_bytes`` that are communicated while there is little else to do
 
@@ -87,7 +88,7 @@ class _Parameter:
     ) -> _Parameter:
         said = [node.meta["collective"] for node in collectives]
         whole = math.prod(declared.shape) * val.element_size()
-        size = max((max(input_bytes(node), output_bytes(node)) for node in collectives), default=whole)
+        size = max(map(most_bytes, collectives), default=whole)
         served = frozenset((each.kind, each.axis, each.role) for each in said)
         even = is_even(declared.shape, declared.placement, mesh)
         return cls(

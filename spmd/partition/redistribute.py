@@ -20,7 +20,7 @@ from passes import Axis, Collective, Kind, Mesh, Role
 from passes.collectives import WAIT, c10d
 from passes.program import Placements
 
-from ..placements import Interleaved, chunk, splits
+from ..placements import Interleaved, all_shapes, chunk, splits
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
@@ -134,7 +134,7 @@ class _Cut:
     dim: int
     size: int
     even: bool
-    before: Placements = ()
+    before: Placements
 
 
 @dataclass(frozen=True)
@@ -161,27 +161,26 @@ class Redistribution:
         return node
 
     def _step(self, goal: Placement, node: fx.Node, current: Placements, index: int) -> fx.Node:
-        axis = self.mesh.axes[index]
+        axis, whole = self.mesh.axes[index], _with(current, index, Replicate())
         match current[index], goal:
             case (Interleaved(), Shard()) | (Shard(), Interleaved()):
-                whole = self._to(Replicate(), node, current, index)
-                return self._to(goal, whole, _with(current, index, Replicate()), index)
+                return self._to(goal, self._to(Replicate(), node, current, index), whole, index)
             case Interleaved() as runs, Replicate():
                 return self._in_runs(node, runs, current, index, self._all_gather)
             case Partial(reduce_op="sum"), Interleaved() as runs:
                 return self._in_runs(node, runs, current, index, self._reduce_scatter)
             case Partial(reduce_op=op), Interleaved() as runs:
-                return self._in_runs(self._all_reduce(node, axis, op), runs, current, index, self._slice)
+                return self._in_runs(self._all_reduce(node, axis, op, whole), runs, current, index, self._slice)
             case Replicate(), Interleaved() as runs:
                 return self._in_runs(node, runs, current, index, self._slice)
             case Shard(dim=dim), Replicate():
                 return self._all_gather(node, axis, self._cut(current, index, dim))
             case Partial(reduce_op=op), Replicate():
-                return self._all_reduce(node, axis, op)
+                return self._all_reduce(node, axis, op, whole)
             case Partial(reduce_op="sum"), Shard(dim=dim):
                 return self._reduce_scatter(node, axis, self._cut(current, index, dim))
             case Partial(reduce_op=op), Shard(dim=dim):
-                return self._slice(self._all_reduce(node, axis, op), axis, self._cut(current, index, dim))
+                return self._slice(self._all_reduce(node, axis, op, whole), axis, self._cut(current, index, dim))
             case Replicate(), Shard(dim=dim):
                 return self._slice(node, axis, self._cut(current, index, dim))
             case Replicate(), Partial(reduce_op="sum"):
@@ -190,8 +189,7 @@ class Redistribution:
                 cuts = self._cut(current, index, before), self._cut(current, index, after)
                 if all(cut.even for cut in cuts):
                     return self._move(node, axis, *cuts)
-                whole = self._to(Replicate(), node, current, index)
-                return self._to(goal, whole, _with(current, index, Replicate()), index)
+                return self._to(goal, self._to(Replicate(), node, current, index), whole, index)
         raise AssertionError(f"no way from {current[index]} to {goal}")
 
     def _cut(self, current: Placements, index: int, dim: int) -> _Cut:
@@ -201,7 +199,7 @@ class Redistribution:
             if splits(placement, dim):
                 size = chunk(size, axis.size, axis.coordinate)[1]
                 ranks *= axis.size
-        return _Cut(dim, size, even=self.shape[dim] % ranks == 0, before=_with(current, index, Replicate()))
+        return _Cut(dim, size, self.shape[dim] % ranks == 0, _with(current, index, Replicate()))
 
     def _in_runs(
         self,
@@ -214,21 +212,22 @@ class Redistribution:
         """Do ``work`` on the rows of each run, which are a dim of their own meanwhile."""
         dim, outer, before = runs.dim, runs.outer, list(node.meta["val"].shape)
         apart = [*before[:dim], outer, before[dim] // outer, *before[dim + 1 :]]
-        cut = _Cut(dim + 1, self._cut(current, index, dim).size // outer, even=True)
+        cut = _Cut(dim + 1, self._cut(current, index, dim).size // outer, True, _with(current, index, Replicate()))
         node = work(self.emit(aten.reshape.default, (node, apart)), self.mesh.axes[index], cut)
         node.meta["placement"] = _with(current, index, Replicate() if current[index] == runs else runs)
         after = node.meta["val"].shape[dim + 1]
         return self.emit(aten.reshape.default, (node, [*before[:dim], outer * after, *before[dim + 1 :]]))
 
-    def _all_reduce(self, node: fx.Node, axis: Axis, op: str) -> fx.Node:
-        return self._collective(Kind.ALL_REDUCE, axis, c10d.all_reduce.default, (node, op, axis.group), op)
+    def _all_reduce(self, node: fx.Node, axis: Axis, op: str, whole: Placements) -> fx.Node:
+        most = math.prod(self._longest(whole))
+        return self._collective(Kind.ALL_REDUCE, axis, c10d.all_reduce.default, (node, op, axis.group), most, op)
 
     def _all_gather(self, own: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
         node = self._pad(own, cut, -(-cut.size // axis.size))
         node = self.emit(aten.contiguous.default, (node,))
         part = list(node.meta["val"].shape)
-        arguments = (node, axis.size, axis.group)
-        node = self._collective(Kind.ALL_GATHER, axis, c10d.all_gather_into_tensor.default, arguments)
+        arguments, most = (node, axis.size, axis.group), self._most(axis, cut)
+        node = self._collective(Kind.ALL_GATHER, axis, c10d.all_gather_into_tensor.default, arguments, most)
         node = self._side_by_side(node, axis, cut.dim, part)
         node = node if cut.even else self.emit(aten.slice.Tensor, (node, cut.dim, 0, cut.size))
         if not (self.reason.keeps_own and self.reason.narrows(own.meta["val"].dtype)):
@@ -240,8 +239,8 @@ class Redistribution:
         part = -(-cut.size // axis.size)
         node = self._pad(node, cut, part * axis.size)
         node = self._parts_first(node, axis, cut.dim, part)
-        arguments = (node, "sum", axis.size, axis.group)
-        node = self._collective(Kind.REDUCE_SCATTER, axis, c10d.reduce_scatter_tensor.default, arguments, "sum")
+        arguments, most = (node, "sum", axis.size, axis.group), self._most(axis, cut)
+        node = self._collective(Kind.REDUCE_SCATTER, axis, c10d.reduce_scatter_tensor.default, arguments, most, "sum")
         length = chunk(cut.size, axis.size, axis.coordinate)[1]
         return node if cut.even else self.emit(aten.slice.Tensor, (node, cut.dim, 0, length))
 
@@ -268,8 +267,8 @@ class Redistribution:
         node = self._parts_first(node, axis, after.dim, after.size // axis.size)
         rows, *rest = node.meta["val"].shape
         splits = [rows // axis.size] * axis.size
-        arguments = (node, splits, splits, axis.group)
-        node = self._collective(Kind.ALL_TO_ALL, axis, c10d.all_to_all_single.default, arguments)
+        arguments, most = (node, splits, splits, axis.group), self._most(axis, before) // axis.size
+        node = self._collective(Kind.ALL_TO_ALL, axis, c10d.all_to_all_single.default, arguments, most)
         return self._side_by_side(node, axis, before.dim, [splits[0], *rest])
 
     def _slice(self, node: fx.Node, axis: Axis, cut: _Cut) -> fx.Node:
@@ -287,16 +286,30 @@ class Redistribution:
         node.meta["numbers"] = f"a pad of dim {cut.dim} of {self.shape} to {size}, from {cut.before}"
         return node
 
+    def _most(self, axis: Axis, cut: _Cut) -> int:
+        """Elements of what ``axis`` cuts, padding included, on the rank that has the most."""
+        shape = list(self._longest(cut.before))
+        if not cut.even:
+            shape[cut.dim] = -(-shape[cut.dim] // axis.size) * axis.size
+        return math.prod(shape)
+
+    def _longest(self, placement: Placements) -> tuple[int, ...]:
+        """The shape of the first rank's part: no rank has a longer one, along any dim."""
+        return all_shapes(self.shape, placement, self.mesh.axes)[0]
+
     def _collective(
-        self, kind: Kind, axis: Axis, op: Any, arguments: tuple[Any, ...], reduction: str | None = None
+        self, kind: Kind, axis: Axis, op: Any, arguments: tuple[Any, ...], most: int, reduction: str | None = None
     ) -> fx.Node:
+        """``most``: elements of the larger of operand and result, on the rank that has the most."""
         described = Collective(kind, axis.name, reduction, self.reason.role, self.reason.why, self.reason.of)
-        dtype = arguments[0].meta["val"].dtype
-        if not self.reason.narrows(dtype):
-            return self.emit(WAIT, (self.emit(op, arguments, collective=described),))
-        sent = self.emit(aten._to_copy.default, arguments[:1], dtype=self.reason.wire)
-        node = self.emit(WAIT, (self.emit(op, (sent, *arguments[1:]), collective=described),))
-        return self.emit(aten._to_copy.default, (node,), dtype=dtype)
+        sent, *others = arguments
+        dtype, narrow = sent.meta["val"].dtype, self.reason.narrows(sent.meta["val"].dtype)
+        if narrow:
+            sent = self.emit(aten._to_copy.default, (sent,), dtype=self.reason.wire)
+        started = self.emit(op, (sent, *others), collective=described)
+        started.meta["most_bytes"] = most * sent.meta["val"].dtype.itemsize
+        node = self.emit(WAIT, (started,))
+        return self.emit(aten._to_copy.default, (node,), dtype=dtype) if narrow else node
 
 
 def _with(placements: Placements, index: int, placement: Placement) -> Placements:

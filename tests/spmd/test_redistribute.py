@@ -25,6 +25,7 @@ from passes import Axis, Kind, Mesh, PartitionError
 from passes.collectives import input_bytes, is_collective, is_wait, kind_of, output_bytes, reduction_of
 from passes.program import Placements
 from passes.random import _Bits
+from passes.sizes import most_bytes
 from spmd.partition.redistribute import LATENCY_BYTES, Reason, Redistribution, cost, total_cost
 from spmd.placements import Interleaved, chunk, local_runs, local_shape
 
@@ -186,11 +187,20 @@ def check(sizes: Sequence[int], shape: tuple[int, ...], source: Placements, targ
     graphs = {at: emitted(sizes, at, shape, source, target) for at in product(*map(range, sizes))}
     assert len({tuple(node.target for node in calls(graph)) for graph in graphs.values()}) == 1, "one structure"
     assert all("placement" in node.meta for graph in graphs.values() for node in cuts(graph)), "passes must keep cuts"
+    check_sizes(list(graphs.values()))
     x = _numbers(shape)
     parts = simulated(graphs, scattered(x, source, sizes))
     for at, part in parts.items():
         assert tuple(part.shape) == local_shape(shape, target, mesh_at(sizes, at)), f"the shape at {at}"
     assert torch.equal(joined(parts, target, sizes), x)
+
+
+def check_sizes(graphs: list[fx.Graph]) -> None:
+    """Of each collective, all ranks know what the rank that has the most sends or gets."""
+    for row in zip(*map(calls, graphs), strict=True):
+        if is_collective(row[0]):
+            most = max(max(input_bytes(node), output_bytes(node)) for node in row)
+            assert [most_bytes(node) for node in row] == [most] * len(row)
 
 
 # Which redistributions there are

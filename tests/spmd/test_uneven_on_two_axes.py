@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import spmd
-from passes import Axis, Mesh
+from passes import Axis, BucketAllReduce, FormUnits, Mesh, Pass
 from spmd.placements import all_shapes, local_shape, smallest_shape
 from tests.harness.fake import fake_world
 
@@ -77,3 +78,36 @@ def test_a_view_of_what_was_gathered_unevenly() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         mode = spmd.DTensorExpand(mesh=mesh, inputs={"x": {}})
         spmd.compile(parallel_mode=mode, passes=())(step)(nn.Linear(4, 4).to(F64), torch.randn(3, 6, 4, dtype=F64))
+
+
+def columns(model: nn.ModuleList, x: Tensor) -> Tensor:
+    loss: Tensor = sum(layer(x).square().sum() for layer in model)  # type: ignore[assignment]
+    loss.backward()
+    return loss
+
+
+def reduced(rank: int, passes: Sequence[Pass]) -> tuple[list[int], list[tuple[str, ...]]]:
+    """Bytes of this rank's part of each weight; and which gradients go together over the rows' axis."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(4, 7, bias=False) for _ in range(6)).to(F64)
+    with fake_world(4, rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mode = spmd.DTensorExpand(mesh=mesh, inputs={"x": {"dp": Shard(0)}}, params={"*": {"tp": Shard(0)}})
+        compiled = spmd.compile(parallel_mode=mode, passes=passes)(columns)
+        compiled(model, torch.randn(2, 4, dtype=F64))
+        weights = [parameter.to_local().nbytes for parameter in model.parameters()]  # type: ignore[operator]
+    said = [node.meta["collective"] for node in compiled.program.collectives()]
+    return weights, [each.of for each in said if each.axis == "dp" and each.of]
+
+
+@pytest.mark.parametrize("passes, together", [
+    ((BucketAllReduce(max_bytes=200, first_bytes=200),), [2, 2, 2]),
+    ((FormUnits(max_bytes=200, first_bytes=200), BucketAllReduce()), [2, 2, 2]),
+    ((BucketAllReduce(max_bytes=200, first_bytes=0), BucketAllReduce(max_bytes=250)), [3, 2, 1]),
+], ids=["buckets", "units", "buckets of buckets"])  # fmt: skip
+def test_ranks_with_less_of_a_dim_make_the_same_buckets(passes: Sequence[Pass], together: list[int]) -> None:
+    """Of two weights, one rank has 256 bytes, which fill a bucket, the next one 192, which do not."""
+    (most, wanted), (least, others), last = [reduced(rank, passes) for rank in (0, 1, 3)]
+    assert (most, least) == ([128] * 6, [96] * 6)
+    assert wanted == others == last[1]
+    assert list(map(len, wanted)) == together
