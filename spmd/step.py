@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -67,26 +68,11 @@ class Options:
         return passes_package.default()
 
 
-class _Turn:
-    """One thread after the other: the programs of a step compute in the same memory. A copy of a step has its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[_Turn], tuple[()]]:
-        return _Turn, ()
-
-
 class CompiledStep:
     """A train step that runs compiled; it takes the arguments of the function it wraps.
 
-    ``programs`` are the programs so far, one per signature of a call; ``program`` is the one last run.
+    ``programs`` are the programs so far, one per signature of a call; ``program`` is the one last run. A copy compiles
+    for itself, with the same options: programs and the memory that they compute in are not shared.
     """
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
@@ -100,7 +86,14 @@ class CompiledStep:
         self._changes: list[str] = []  # why each program but the first was compiled
         self._last: Compiled | None = None
         self._memory = Memory()
-        self._turn = _Turn()
+        self._turn = threading.RLock()  # one thread after the other: all programs compute in the same memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._function, self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
+        """A step of the same options: a mesh has no copies. The function of a step that a model holds is the copy's."""
+        return type(self)(copy.deepcopy(self._function, memo), self._options)
 
     @property
     def _name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
@@ -104,5 +105,72 @@ def test_threads_take_turns() -> None:
         assert all(threads.map(agrees, models, wanted))
 
 
-def test_a_step_that_was_not_called_yet_can_be_copied() -> None:
-    assert isinstance(deepcopy(spmd.compile(_evaluate)), spmd.CompiledStep)
+def copied(rank: int, world: int, style: str) -> tuple[list[str], int, int]:
+    """What differs where model, optimizer and step are copied in the middle, and the copies go another way."""
+    parts = [[CASE.part(r, k) for r in range(world)] for k in range(6)]
+
+    def run(step: Any, batches: list[Any]) -> tuple[list[Snapshot], Any]:
+        torch.manual_seed(0)
+        ours = CASE.build()
+        for batch in batches[:2]:
+            step(*ours, *batch)
+        theirs, other = deepcopy(ours), deepcopy(step)
+        seen = [snapshot(step(*ours, *batch), ours) for batch in batches[2:4]]
+        seen += [snapshot(other(*theirs, *batch), theirs) for batch in batches[3:]]
+        return [*seen, snapshot(None, ours)], other
+
+    expected, _ = run(CASE.step, [CASE.whole(part) for part in parts])
+    compiled = spmd.compile(parallel_mode=spmd.DataParallel(style, mesh=spmd.world()))(CASE.step)
+    got, other = run(compiled, [part[rank] for part in parts])
+    return all_unequal(expected, got, rank, world), len(compiled.programs), len(other.programs)
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_copies_are_trained_for_themselves(ranks: Ranks, style: str) -> None:
+    assert ranks.run(2, copied, style) == [([], 2, 1)] * 2
+
+
+class Holding(nn.Linear):
+    """A model that has its step."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.step = spmd.compile(_evaluate)
+
+
+def test_a_copy_of_a_model_has_a_copy_of_its_step() -> None:
+    model, x = Holding(), torch.ones(1, 2)
+    with fake_world(1), torch.no_grad():
+        wanted = model.step(model, x)
+        twin = deepcopy(model)
+        model.weight.zero_()
+        assert torch.equal(twin.step(twin, x), wanted)
+        assert not torch.equal(model.step(model, x), wanted)
+    assert twin.step is not model.step
+    assert len(twin.step.programs) == len(model.step.programs) == 1
+
+
+class Trainer:
+    """Holds a step that is one of its methods."""
+
+    def __init__(self) -> None:
+        self.step = spmd.compile(self.run)
+
+    def run(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_a_copied_method_is_the_copy_s() -> None:
+    trainer = Trainer()
+    twin = deepcopy(trainer)
+    assert twin.step.__wrapped__.__self__ is twin
+
+
+def test_a_step_can_be_pickled() -> None:
+    """What it has compiled stays behind."""
+    step = spmd.compile(_evaluate)
+    with fake_world(1), torch.no_grad():
+        step(nn.Linear(2, 2), torch.ones(1, 2))
+    again = pickle.loads(pickle.dumps(step))
+    assert again.__wrapped__ is _evaluate
+    assert again.programs == ()
