@@ -12,6 +12,8 @@ from .base import Pass
 from .collectives import is_collective
 from .order import arrange, places
 from .program import Program
+from .purity import is_pure, is_random
+from .roles import Role
 
 aten = torch.ops.aten
 
@@ -37,13 +39,15 @@ PACKING: frozenset[Any] = frozenset(
 class StartEarly(Pass):
     """Each collective, with the nodes that only pack its operand, moves to right after what it needs.
 
-    All other nodes keep their order, and so do collectives that become ready together. Where a node goes depends on
-    the graph alone, so all ranks keep one order. Memory: what a collective returns exists for longer.
+    What an operand needs that follows from the call's arguments alone (how many labels count, say) moves along: it is
+    known when the call begins. All other nodes keep their order, and so do collectives that become ready together.
+    Where a node goes depends on the graph alone, so all ranks keep one order. Memory: what a collective returns exists
+    for longer.
     """
 
     def rewrite(self, program: Program) -> int:
         """Sort by the position at which each moving node is ready; returns how many collectives moved."""
-        moving = _moving(program.graph)
+        moving = _moving(program)
         before = places(program.graph, moving)
         arrange(program.graph, _by_readiness(program, moving))
         after = places(program.graph, moving)
@@ -60,12 +64,24 @@ def _by_readiness(program: Program, moving: set[fx.Node]) -> list[fx.Node]:
     return sorted(ready, key=lambda node: (ready[node], node in moving))  # sorted keeps the order of equals
 
 
-def _moving(graph: fx.Graph) -> set[fx.Node]:
-    """The collectives, and what only they read and only packs their operands."""
+def _moving(program: Program) -> set[fx.Node]:
+    """The collectives, what only they read and only packs their operands, and what is known when the call begins."""
     moving: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if is_collective(node) or (
-            node.target in PACKING and node.users and all(user in moving for user in node.users)
-        ):
+    given = _given(program)
+    for node in reversed(program.graph.nodes):
+        read = [user in moving for user in node.users]
+        if is_collective(node) or (node.target in PACKING and read and all(read)) or (node in given and any(read)):
             moving.add(node)
     return moving
+
+
+def _given(program: Program) -> set[fx.Node]:
+    """What is computed from the call's arguments alone."""
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    arguments = {node for node, declared in inputs if declared.role in (Role.BATCH, Role.ARGUMENT)}
+    given: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        needed = node.all_input_nodes
+        if needed and is_pure(node) and not is_random(node) and all(n in given or n in arguments for n in needed):
+            given.add(node)
+    return given

@@ -240,7 +240,10 @@ def _places(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _nll_loss(op: OpOverload) -> Callable[..., Any]:
-    """A mean over the tokens that count is the sum over them divided by the sum of their weights."""
+    """A mean over the tokens that count is the sum over them divided by the sum of their weights.
+
+    Without weights that is how many there are, which follows from the targets: known long before the loss.
+    """
 
     def nll_loss(
         logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
@@ -248,6 +251,8 @@ def _nll_loss(op: OpOverload) -> Callable[..., Any]:
         if reduction != 1:
             return NotImplemented
         total, total_weight = op(logits, target, weight, 2, ignore_index)
+        if weight is None:
+            total_weight = (target.long() != ignore_index).sum().to(logits.dtype)
         return total / total_weight, total_weight
 
     return nll_loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,3 +37,19 @@ def test_what_others_read_too_stays() -> None:
     program = make_program(step, {}, [Role.PARAMETER], v=f64(2, 2), x=f64(8))
     names = [node.name for node in run(program, [StartEarly()]).graph.nodes]
     assert names.index("exp") < names.index("view") < names.index("all_gather_into_tensor")
+
+
+def test_what_follows_from_the_arguments_alone_is_known_when_the_call_begins() -> None:
+    def step(w: Any, x: Any, t: Any) -> Any:
+        h = aten.mm.default(x, w)
+        labels = aten.view.default(t, [4])  # which others read, too
+        count = all_reduce(aten.sum.default(aten.ne.Scalar(labels, -1)))
+        drawn = all_reduce(aten.sum.default(aten.bernoulli.p(t, 0.5)))
+        return aten.div.Tensor(h, count), aten.neg.default(labels), drawn
+
+    program = make_program(step, {}, [Role.ACTIVATION], w=f64(2, 4), x=f64(3, 2), t=f64(2, 2))
+    roles = {"w": Role.PARAMETER, "x": Role.BATCH, "t": Role.BATCH}
+    program.inputs = [replace(each, role=roles[each.name]) for each in program.inputs]
+    names = [node.name for node in run(program, [StartEarly()]).graph.nodes]
+    assert names[3:7] == ["view", "ne", "sum_1", "all_reduce"]
+    assert names.index("mm") < names.index("bernoulli") < names.index("all_reduce_1")
