@@ -17,6 +17,7 @@ from .chosen import Chosen, take_over
 from .collectives import WAIT, Kind, group_of, is_wait, kind_of, operands, reduction_of
 from .costs import Way
 from .out_forms import CONSTANT_BYTES
+from .sizes import most_bytes
 
 aten = torch.ops.aten
 
@@ -32,15 +33,12 @@ _SCATTER: dict[Way, Any] = {
 }
 
 
-def copied(node: fx.Node, ranks: int) -> list[int]:
-    """The bytes, over all ranks, of each member that is copied for ``node`` to send or receive one message."""
-    operand = operands(node)[0]
+def copied(node: fx.Node, ranks: int) -> int:
+    """How many members are copied for ``node`` to send or receive them as one message."""
     if kind_of(node) is Kind.ALL_GATHER:
         parts = _taken_apart(node)
-        lengths = [] if parts is None else [ranks * length for length in _lengths(parts)]
-    else:
-        lengths = [member.meta["val"].numel() for member in _columns(operand, ranks)]
-    return [length * operand.meta["val"].element_size() for length in lengths]
+        return len(_lengths(parts)) if parts is not None else 0
+    return len(_columns(operands(node)[0], ranks))
 
 
 def write(chosen: Chosen) -> set[fx.Node]:
@@ -56,10 +54,9 @@ def write(chosen: Chosen) -> set[fx.Node]:
 def _scratch(chosen: Chosen, posted: fx.Node) -> fx.Node | None:
     """Memory for a part, where it takes less to read that of each rank than all that all have."""
     val, ranks = chosen.operand.meta["val"], chosen.axis.size
-    longest = -(-val.numel() // ranks)
-    if ranks == 2 or longest * val.element_size() <= CONSTANT_BYTES:
+    if ranks == 2 or most_bytes(chosen.node) <= ranks * CONSTANT_BYTES:
         return None
-    op = through_memory.scratch.default
+    op, longest = through_memory.scratch.default, -(-val.numel() // ranks)
     return chosen.call(op, posted, longest, reduction_of(chosen.node), group_of(chosen.node))
 
 

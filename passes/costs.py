@@ -109,18 +109,18 @@ class Table:
         links = [link for link in self.links if link.backend == backend]
         return min(links, key=lambda each: (each.axis != axis.name, abs(each.ranks - axis.size)), default=None)
 
-    def coalesces(self, axis: Axis, backend: str, kind: Kind, members: Sequence[int]) -> bool:
-        """Whether to perform a collective on each of ``members``, bytes each, costs less than to copy them for one.
+    def coalesces(self, axis: Axis, backend: str, kind: Kind, size: int, members: int) -> bool:
+        """Whether a collective on each of ``members``, ``size`` bytes in all, costs less than to copy them for one.
 
         Where that was not measured, it does if they are large. A launch of many small ones is slow: of 980 vectors, 21
         MB in all, it took 70 times as long as of one vector (https://github.com/NVIDIA/nccl/issues/725).
         """
         link, rate = self.link(axis, backend), self.compute.get("memory")
-        one = link.cost(kind, Way.NATIVE, sum(members)) if link else None
-        each = [link.cost(kind, Way.COALESCED, COALESCED * size) if link else None for size in members]
-        if one is None or rate is None or None in each:
-            return sum(members) >= _LARGE * len(members)
-        return sum(cost or 0.0 for cost in each) / COALESCED < one + 2 * sum(members) / rate  # read and written
+        one = link.cost(kind, Way.NATIVE, size) if link else None
+        group = link.cost(kind, Way.COALESCED, COALESCED * size // members) if link else None
+        if one is None or group is None or rate is None:
+            return size >= _LARGE * members
+        return group * members / COALESCED < one + 2 * size / rate  # a copy reads and writes
 
     def write(self, path: str | Path) -> None:
         """Write the table as JSON."""

@@ -17,16 +17,15 @@ from .chosen import Chosen
 from .collectives import (
     c10d,
     group_of,
-    input_bytes,
     is_wait,
     kind_of,
     operands,
-    output_bytes,
     reduction_of,
 )
 from .costs import BUILT_IN, Table, Way, ways_along
 from .order import settle
 from .program import Axis, Program
+from .sizes import most_bytes
 
 aten = torch.ops.aten
 
@@ -72,8 +71,8 @@ class Realise(Pass):
         ways = [way for way in ways_along(axis, kind, backend) if way is Way.NATIVE or _can_perform(way, node, axis)]
         if Way.COALESCED in ways:
             members = by_members.copied(node, axis.size)
-            return Way.COALESCED if self.table.coalesces(axis, backend, kind, members) else Way.NATIVE
-        return link.cheapest(kind, max(input_bytes(node), output_bytes(node)), ways) if link else Way.NATIVE
+            return Way.COALESCED if self.table.coalesces(axis, backend, kind, most_bytes(node), members) else Way.NATIVE
+        return link.cheapest(kind, most_bytes(node), ways) if link else Way.NATIVE
 
 
 def _can_perform(way: Way, node: fx.Node, axis: Axis) -> bool:

@@ -125,17 +125,24 @@ def test_a_member_without_elements() -> None:
 
 
 def test_what_was_measured_decides_else_the_size() -> None:
-    """Of members of 100 and 300 bytes: 800 are read and written by a copy."""
+    """Of two members, 400 bytes in all: 800 are read and written by a copy."""
     curves = {
         (Kind.ALL_GATHER, Way.NATIVE): (Point(100, 10.0, 0.0), Point(1000, 100.0, 0.0)),  # 40 for both
-        (Kind.ALL_GATHER, Way.COALESCED): (Point(100 * COALESCED, 160.0, 0.0), Point(300 * COALESCED, 480.0, 0.0)),
-    }  # 20 for the one, and 60 for the other
+        (Kind.ALL_GATHER, Way.COALESCED): (Point(200 * COALESCED, 320.0, 0.0),),  # 80 for both
+    }
     link = Link("nccl", "dp", 2, curves)
 
-    def coalesces(rate: float, members: list[int], kind: Kind = Kind.ALL_GATHER) -> bool:
-        return Table("", (link,), {"memory": rate}).coalesces(AXIS, "nccl", kind, members)
+    def coalesces(rate: float, size: int, members: int, kind: Kind = Kind.ALL_GATHER) -> bool:
+        return Table("", (link,), {"memory": rate}).coalesces(AXIS, "nccl", kind, size, members)
 
-    assert coalesces(800 / 41, [100, 300]) and not coalesces(800 / 39, [100, 300])
-    assert coalesces(1.0, [1 << 20, 1 << 20], Kind.REDUCE_SCATTER)
-    assert not coalesces(1.0, [1 << 20, 4], Kind.REDUCE_SCATTER)
-    assert Table("", ()).coalesces(AXIS, "nccl", Kind.ALL_GATHER, [1 << 21, 4])
+    assert coalesces(800 / 41, 400, 2) and not coalesces(800 / 39, 400, 2)
+    assert coalesces(1.0, 1 << 21, 2, Kind.REDUCE_SCATTER)
+    assert not coalesces(1.0, (1 << 21) - 4, 2, Kind.REDUCE_SCATTER)
+    assert Table("", ()).coalesces(AXIS, "nccl", Kind.ALL_GATHER, 1 << 21, 2)
+
+
+def test_ranks_that_have_less_decide_as_the_one_that_has_most() -> None:
+    bucketed = run(program(), BUCKETS)
+    for node in bucketed.collectives():
+        node.meta["most_bytes"] = 1 << 22
+    assert targets(run(bucketed, [Realise(Table("none", ()))])) == targets(run(bucketed, [CHEAP]))
