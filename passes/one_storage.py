@@ -62,7 +62,7 @@ def _chosen(program: Program) -> dict[str, Group]:
     chosen: dict[str, Group] = {}
     layouts = Layouts(program.graph)
     taken: set[str] = set()
-    for name, group in _wanted(program, layouts):
+    for name, group in _wanted(program):
         apart = [values[member] for member in group]
         as_it_lies = all(stored.get(member, group) == group for member in group)
         if (
@@ -76,7 +76,7 @@ def _chosen(program: Program) -> dict[str, Group]:
     return chosen
 
 
-def _wanted(program: Program, layouts: Layouts) -> Iterator[tuple[str, Group]]:
+def _wanted(program: Program) -> Iterator[tuple[str, Group]]:
     """What is used together: units first, so that all state of a unit lies alike."""
     state = _state_by_kind(program)
     shapes = {declared.name: declared.shape for declared in program.inputs}
@@ -87,7 +87,7 @@ def _wanted(program: Program, layouts: Layouts) -> Iterator[tuple[str, Group]]:
                 yield f"{kind} of unit {k}", tuple(of[name] for name in unit)
     names = {node: declared.name for declared, node in program.values().values()}
     for k, node in enumerate(program.graph.find_nodes(op="call_function", target=aten.cat.default)):
-        yield f"concatenation {k}", tuple(names[operand] for operand in _concatenated(node, names, layouts))
+        yield f"concatenation {k}", tuple(names[operand] for operand in _concatenated(node, names))
 
 
 def _state_by_kind(program: Program) -> dict[str, dict[str, str]]:
@@ -169,9 +169,9 @@ def _drop_concatenations(program: Program) -> None:
     values = program.values()
     whole = {tuple(values[part.input.name][1] for part in i.parts): flat for flat, i in flats.items()}
     parts = {node for nodes in whole for node in nodes}
-    kept, layouts = escaping(program.graph, storages(program.graph)), Layouts(program.graph)
+    kept = escaping(program.graph, storages(program.graph))
     for node in program.graph.find_nodes(op="call_function", target=aten.cat.default):
-        flat = whole.get(tuple(_concatenated(node, parts, layouts)))
+        flat = whole.get(tuple(_concatenated(node, parts)))
         if flat is not None and node not in kept:  # what is returned must not come to share memory with state
             node.replace_all_uses_with(flat)
             _erase(node, parts)
@@ -186,23 +186,23 @@ def _erase(node: fx.Node, parts: Container[fx.Node]) -> None:
             _erase(operand, parts)
 
 
-def _concatenated(cat: fx.Node, known: Container[fx.Node], layouts: Layouts) -> list[fx.Node]:
+def _concatenated(cat: fx.Node, known: Container[fx.Node]) -> list[fx.Node]:
     """The values among ``known`` that ``cat`` puts one after the other, each whole; nothing if it does not."""
     given = cat.args[0]
     assert isinstance(given, (list, tuple))
-    sources = [_flattened(operand, known, layouts) for operand in given]
+    sources = [_flattened(operand, known) for operand in given]
     found = [source for source in sources if source is not None]
     return found if len(found) == len(given) else []
 
 
-def _flattened(value: Any, known: Container[fx.Node], layouts: Layouts) -> fx.Node | None:
-    """What of ``known`` a one-dimensional value shows, in order."""
+def _flattened(value: Any, known: Container[fx.Node]) -> fx.Node | None:
+    """What of ``known`` a one-dimensional value shows, in order if it is contiguous, as all that is joined is."""
     if not isinstance(value, fx.Node) or value.meta["val"].dim() != 1:
         return None
     node = value
     while node not in known:
         source = node.args[0] if node.target in _FLATTENING else None
-        if not isinstance(source, fx.Node) or not layouts.is_contiguous(source):
+        if not isinstance(source, fx.Node):
             return None
         node = source
     return node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from passes import (
     BucketAllGather,
     BucketAllReduce,
+    BucketReduceScatter,
     FormUnits,
     OneStorage,
     Pass,
@@ -20,7 +22,6 @@ from passes import (
     Role,
     UpdateInPlace,
     check,
-    default,
     print_program,
     run,
 )
@@ -107,6 +108,65 @@ def test_each_kind_of_state_of_a_unit_lies_as_the_parameters_do() -> None:
     assert flats(gathered(), BucketAllGather(), OneStorage()) == [("w", "v")]
 
 
+def test_what_lies_flat_already_is_left() -> None:
+    assert flats(momentum(), FormUnits(), OneStorage(), OneStorage()) == flats(momentum(), FormUnits(), OneStorage())
+
+
+def flat(value: Any) -> Any:
+    return aten.reshape.default(value, [-1])
+
+
+def concatenating(join: Callable[..., list[Any]], role: Role = Role.PARAMETER) -> Program:
+    """``join`` says what of ``a`` and ``b``, and of ``x`` that stands between them, is concatenated."""
+
+    def step(a: Any, x: Any, b: Any) -> Any:
+        return aten.neg.default(x), aten.exp.default(x), aten.neg.default(aten.cat.default(join(a, x, b)))
+
+    program = make_program(step, {0: "a", 1: "b"}, a=f64(3, 2), x=f64(3, 2), b=f64(3, 2))
+    return described(program, a=(role, None), b=(role, None))
+
+
+CONCATENATIONS: dict[str, tuple[Callable[..., list[Any]], bool]] = {
+    "all": (lambda a, x, b: [flat(a), flat(aten.contiguous.default(b))], True),
+    "another order": (lambda a, x, b: [flat(b), flat(a)], False),
+    "a part": (lambda a, x, b: [flat(a), flat(a)], False),
+    "more": (lambda a, x, b: [flat(a), flat(b), flat(x)], False),
+    "columns first": (lambda a, x, b: [flat(aten.t.default(a)), flat(b)], False),
+    "rows": (lambda a, x, b: [a, b], False),
+}
+
+
+@pytest.mark.parametrize("name", CONCATENATIONS)
+def test_a_concatenation_of_all_in_order_is_the_storage(name: str) -> None:
+    join, is_storage = CONCATENATIONS[name]
+    program = concatenating(join)
+    program.units = (("a", "b"),)
+    assert flats(program, OneStorage()) == [("a", "b")]
+    assert ("cat.default" not in targets(run(program, [OneStorage()]))) is is_storage
+
+
+@pytest.mark.parametrize("name, found", [
+    ("all", [("a", "b")]), ("another order", [("b", "a")]), ("a part", []), ("more", []), ("columns first", []),
+    ("rows", []),
+])  # fmt: skip
+def test_what_is_concatenated_whole_lies_so(name: str, found: list[tuple[str, ...]]) -> None:
+    assert flats(concatenating(CONCATENATIONS[name][0]), OneStorage()) == found
+
+
+def test_only_parameters_and_optimizer_state_are_joined() -> None:
+    assert flats(concatenating(CONCATENATIONS["all"][0], Role.BUFFER), OneStorage()) == []
+
+
+def test_state_of_another_shape_than_its_parameter_s_stays_apart() -> None:
+    def step(a: Any, b: Any, ma: Any, mb: Any) -> Any:
+        return tuple(aten.neg.default(each) for each in (a, b, ma, mb))
+
+    program = make_program(step, dict(enumerate(["a", "b", "ma", "mb"])), a=f64(3), b=f64(3), ma=f64(3), mb=f64(1))
+    state = {"ma": (Role.OPTIMIZER_STATE, "a"), "mb": (Role.OPTIMIZER_STATE, "b")}
+    program = described(program, a=(Role.PARAMETER, None), b=(Role.PARAMETER, None), **state)
+    assert flats(program, FormUnits(), OneStorage()) == [("a", "b")]
+
+
 def test_a_part_can_be_written_while_others_are_read() -> None:
     def step(a: Any, b: Any, x: Any) -> Any:
         new_a = aten.add.Tensor(a, x)
@@ -179,10 +239,10 @@ def test_a_lost_part_is_told() -> None:
         check(after)
 
 
-def test_it_may_follow_any_bucket_pass_only() -> None:
-    with pytest.raises(ValueError, match="must come after BucketAllReduce"):
-        run(momentum(), [OneStorage(), BucketAllReduce()])
-    assert any(isinstance(each, OneStorage) for each in default())
+@pytest.mark.parametrize("other", [FormUnits, BucketAllGather, BucketReduceScatter, BucketAllReduce])
+def test_it_follows_what_says_what_goes_together(other: type[Pass]) -> None:
+    with pytest.raises(ValueError, match=f"must come after {other.__name__}"):
+        run(momentum(), [OneStorage(), other()])
 
 
 def test_its_text_runs() -> None:
