@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import spmd
 from passes import print_program
+from spmd.flats import _is_movable, _known, as_it_lies, parts_of
 from tests.harness.cases import MLP, make_optimizer, mlp
 from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, all_unequal, assert_agrees, compiled_run, plain_run, snapshot
@@ -76,7 +77,57 @@ def test_shards_lie_flat_and_are_gathered_from_there() -> None:
     gathers = [n for n in compiled.program.graph.nodes if str(n.meta.get("collective", "")).count("all_gather")]
     assert gathers and all(node.all_input_nodes[0].op == "placeholder" for node in gathers)
     assert all(part.storage_offset() == 0 for part in (p.to_local() for p in model.parameters()))
-    copy.deepcopy(model.state_dict())
+    twin = copy.deepcopy(model)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+        assert one.to_local().data_ptr() != other.to_local().data_ptr()
+
+
+class OfTheirOwn(Tensor):
+    """A class that somebody made."""
+
+
+HELD = torch.ones(2, 3).numpy()
+TENSORS: dict[str, tuple[Callable[[], Tensor], bool]] = {
+    "plain": (lambda: torch.ones(2, 3), True),
+    "a parameter": (lambda: nn.Parameter(torch.ones(2, 3)), True),
+    "columns first": (lambda: torch.ones(3, 2).t(), False),
+    "less than its memory": (lambda: torch.ones(4).resize_(3), False),
+    "an array": (lambda: torch.from_numpy(HELD), False),
+    "shared with processes": (lambda: torch.ones(2, 3).share_memory_(), False),
+    "of inference": (torch.inference_mode()(lambda: torch.ones(2, 3)), False),
+    "conjugate": (lambda: torch.ones(3, dtype=torch.complex64).conj(), False),
+    "integers": (lambda: torch.ones(3, dtype=torch.int64), False),
+    "of a class of its own": (lambda: torch.ones(3).as_subclass(OfTheirOwn), False),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_nobody_would_notice_may_move(name: str) -> None:
+    make, movable = TENSORS[name]
+    assert _is_movable(make()) is movable
+
+
+def test_what_another_tensor_shows_may_not_move() -> None:
+    tensor = torch.ones(3)
+    seen = tensor.detach()
+    assert not _is_movable(tensor)
+    del seen
+    assert _is_movable(tensor)
+
+
+def test_tensors_are_a_flat_one_if_they_are_all_of_it_in_order() -> None:
+    flat = torch.arange(6.0)
+    _known[flat.data_ptr()] = flat
+    one, two = parts_of(flat, [torch.empty(2), torch.empty(2, 2)])
+    assert as_it_lies([one, two]) is flat
+    assert as_it_lies([one]) is None
+    assert as_it_lies([two]) is None
+    assert as_it_lies([two, one]) is None
+    assert as_it_lies([one, two.t()]) is None
+    assert as_it_lies([one, two.view(torch.int32)]) is None
+    assert as_it_lies([one, two.clone()]) is None
+    assert as_it_lies([one.clone(), two]) is None
 
 
 class OtherData(Small):
