@@ -300,6 +300,34 @@ def test_ranks_agree_on_what_may_move(ranks: Ranks) -> None:
     assert joined == [6, 6]
 
 
+def moved_by_one(rank: int, world: int) -> tuple[list[str], str, list[int]]:
+    """Between two steps rank 0 gives a parameter other memory: what differs, the second program, its flat inputs."""
+    case = Small()
+    parts = [[case.part(r, k) for r in range(world)] for k in range(4)]
+
+    def train(first: Any, second: Any, batches: list[Any]) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        model, optimizer = case.build()
+        results = [first(model, optimizer, *batch) for batch in batches[:2]]
+        if rank == 0:
+            model[0].weight.data = model[0].weight.data.clone()
+        results += [second(model, optimizer, *batch) for batch in batches[2:]]
+        return [snapshot(result, (model, optimizer)) for result in results[-1:]]
+
+    step = spmd.compile(case.step)
+    got = train(spmd.compile(case.step), step, [part[rank] for part in parts])
+    expected = train(case.step, case.step, [case.whole(part) for part in parts])
+    assert step.program is not None
+    return all_unequal(expected, got, rank, world), print_program(step.program), flats(step)
+
+
+def test_ranks_agree_on_what_lies_flat_already(ranks: Ranks) -> None:
+    (one, text, joined), (other, same, _) = ranks.run(2, moved_by_one)
+    assert one == other == []
+    assert text == same
+    assert joined == [6, 6]
+
+
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_numbers(ranks: Ranks, style: str, optimizer: str) -> None:
