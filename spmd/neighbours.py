@@ -46,11 +46,13 @@ def introduce(mesh: Mesh, device_mesh: DeviceMesh, share: Share, timeout: float)
         told = share(json.dumps({"host": host, "door": door.address if door else [], "known": known}))
         lines = _Lines(mesh, [json.loads(text) for text in told])
         shared = [k for k in groups if lines.are_on_one_host(k)]
-        for k in shared:
-            if door and not lines.know_each_other(k):
-                sockets = door.sockets(k, mesh.axes[k].coordinate, lines.doors(k), timeout)
-                neighbours = Neighbours(mesh.axes[k].coordinate, sockets, timeout_of(groups[k]))
-                connect(mesh.axes[k].group, groups[k], neighbours)
+        new = [k for k in shared if not lines.know_each_other(k)]
+        made = {k: door.sockets(k, mesh.axes[k].coordinate, lines.doors(k), timeout) for k in new if door}
+    if new:
+        share("connected")  # all are, or nobody is: a call begins through sockets on all ranks, or on none
+    for k, sockets in made.items():
+        neighbours = Neighbours(mesh.axes[k].coordinate, sockets, timeout_of(groups[k]))
+        connect(mesh.axes[k].group, groups[k], neighbours)
     return Mesh(tuple(replace(axis, shared=k in shared) for k, axis in enumerate(mesh.axes)))
 
 

@@ -212,3 +212,17 @@ def _refuse(*_: object) -> None:
 def test_ranks_that_cannot_connect_say_so(ranks: Ranks) -> None:
     said = ranks.run(2, one_hides)
     assert all("could not connect to the others on its host" in each or "was not compiled" in each for each in said)
+
+
+def one_lets_nobody_in(rank: int, world: int) -> bool:
+    """Rank 1 of three cannot let rank 2 in; then it can. Whether they read each other's memory in the end."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(passes.RankMismatchError):
+        if rank == 1:
+            patched.setattr(neighbours._Door, "_let_in", _refuse)
+        compiled_run(rank, NARROW, 1)
+    compiled, _ = compiled_run(rank, NARROW, 2)
+    return all(reads_memory(compiled.program))
+
+
+def test_all_are_connected_or_nobody_is(ranks: Ranks) -> None:
+    assert ranks.run(3, one_lets_nobody_in) == [True] * 3
