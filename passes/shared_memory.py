@@ -137,8 +137,8 @@ class Neighbours:
     def meet(self, said: _Said, seconds: float) -> list[_Said]:
         """What every rank says at this point, in the order of ranks, once all have come.
 
-        Waits for each so many seconds. Raises ``RuntimeError`` if one does not come or has gone, and then gives up on
-        the others for good, so that none who comes later takes what this one has said for its presence.
+        Waits for each so many seconds. Raises ``RuntimeError`` if one does not come or has gone, and then, as when it
+        is interrupted, gives up on the others for good: none shall take what this one has said for its presence later.
         """
         try:
             self._tell(_MESSAGE.pack(*said, _MEETING), None)
@@ -146,7 +146,7 @@ class Neighbours:
             for peer in self._peers.values():
                 peer.check_presence()
             return met
-        except RuntimeError:
+        except BaseException:
             for peer in self._peers.values():
                 peer.give_up()
             raise
@@ -182,7 +182,7 @@ class Neighbours:
         """What each rank has posted under ``number``, in the order of ranks: flat tensors of bytes.
 
         What lies where something lay before is the same object. Waits for them. Raises ``RuntimeError`` if a rank has
-        gone, or does not come within the timeout.
+        gone, has left this call for another one, or does not come within the timeout.
         """
         own = self._own.pop(number)
         return [self._taken(self._peers[rank], number) if rank != self.rank else own for rank in range(self.ranks)]
@@ -190,6 +190,11 @@ class Neighbours:
     def _taken(self, peer: _Peer, number: int) -> torch.Tensor:
         wait = None
         while not peer.has(number):
+            if peer.met:  # messages come in order
+                raise RuntimeError(
+                    f"rank {peer.rank} of the group has begun another call, while rank {self.rank} still needs it in "
+                    "this one: look at the output of that rank for what went wrong there"
+                )
             if not peer.read():
                 wait = wait or self._waiting(peer, self.timeout)
                 wait(select.POLLIN)
@@ -303,7 +308,9 @@ class _Peer:
         if files:
             self._mapped[lies] = _Mapped(_storage(files[0]))
         if size == _GIVEN_UP:
-            raise RuntimeError(f"rank {self.rank} of the group has given up on the others, who came too late")
+            raise RuntimeError(
+                f"rank {self.rank} of the group has given up on the others, who came too late, or it was interrupted"
+            )
         if size == _MEETING:
             self.met.append((number, lies, offset))
         elif size == _GONE:

@@ -93,8 +93,11 @@ class Ranks:
             met = neighbours.meet(said, neighbours.timeout if patient else self.timeout)
             first, second, third = map(max, zip(*met, strict=True))
             return first, second, third
-        except (RuntimeError, TimeoutError) as error:
-            disconnect(group.group_name)
+        except BaseException as error:  # an interrupt, too
+            for each in self.groups:  # who waits for this rank along another axis is told
+                disconnect(each.group_name)
+            if not isinstance(error, (RuntimeError, TimeoutError)):
+                raise
             raise RankMismatchError(
                 f"rank {dist.get_rank()} could not agree with the others on {what}: {error}. Every rank must call each "
                 "compiled step, in the same order; look at the output of the others for one that ended or branched off"

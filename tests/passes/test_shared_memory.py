@@ -239,6 +239,30 @@ def test_who_gives_up_is_not_met(unread: int, said: str) -> None:
         other._peers[0].check_presence()
 
 
+def test_who_is_interrupted_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = connected(2)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(one._peers[1], "wait", interrupt)
+        one.meet((1, -1, 1), 5.0)
+    with pytest.raises(RuntimeError, match=r"rank 0 of the group has (ended|given up on the others)"):
+        other.meet((1, -1, 1), 5.0)
+
+
+def interrupt(*_: Any) -> bool:
+    raise KeyboardInterrupt
+
+
+def test_who_has_begun_another_call_is_not_waited_for_in_this_one() -> None:
+    one, other = connected(2)
+    post(one, shared(torch.ones(1)))
+    post(other, shared(torch.ones(1))), post(other, shared(torch.ones(1)))
+    one._tell(shared_memory._MESSAGE.pack(1, -1, 1, shared_memory._MEETING), None)
+    assert len(other.receive(0)) == 2  # which it posted before
+    with pytest.raises(RuntimeError, match="rank 0 of the group has begun another call, while rank 1"):
+        other.receive(1)
+    assert other._met(other._peers[0], 5.0) == (1, -1, 1)
+
+
 def test_who_has_said_it_may_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = connected(2)
     other._tell(shared_memory._MESSAGE.pack(2, -2, 2, shared_memory._MEETING), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import spmd
+from passes.shared_memory import connect, disconnect
+from spmd import agree
 from tests.harness.cases import MLP
 from tests.harness.pool import RankError, Ranks
+from tests.passes.test_shared_memory import connected
 
 CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
 
@@ -190,6 +194,33 @@ def axes(rank: int, world: int) -> None:
 
 def test_one_of_four_ranks_on_two_axes(ranks: Ranks) -> None:
     ranks.run(4, axes, timeout=60, grace=3)
+
+
+class Group:
+    """Stands for a process group: ``group_name``."""
+
+    def __init__(self, group_name: str) -> None:
+        self.group_name = group_name
+
+
+def test_if_one_of_four_ended_all_are_told_along_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 x 2 ranks the last has ended. Rank 1 misses it along the first axis, rank 0 only rank 1 along the second."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    groups = [[Group(f"{axis} of {rank}") for axis in ("dp", "tp")] for rank in range(4)]
+    for axis, lines in enumerate([[(0, 2), (1, 3)], [(0, 1), (2, 3)]]):
+        for line in lines:
+            for rank, each in zip(line, connected(2, timeout=20.0), strict=True):
+                connect(groups[rank][axis].group_name, groups[rank][axis], each)
+    for group in groups[3]:
+        disconnect(group.group_name)
+
+    def meet(rank: int) -> str:
+        with pytest.raises(spmd.RankMismatchError) as caught:
+            agree.Ranks(tuple(groups[rank]), (0, 1, 2, 3), 20.0).meet("step", 16, list)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all("has ended or left it" in said for said in threads.map(meet, range(3)))
 
 
 def other_model(rank: int, world: int) -> None:
