@@ -17,7 +17,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -104,6 +104,11 @@ def copied(tensor: torch.Tensor) -> Visible:
     copy = visible(segment(bytes.numel()).copy_(bytes))
     assert copy is not None, "it lies in a segment that was just made"
     return copy
+
+
+def mapped() -> set[int]:
+    """The addresses at which segments of other ranks are mapped: what lies there is theirs, and counts as theirs."""
+    return {each.address for neighbours in _all for each in neighbours.mapped()}
 
 
 class _Ended(RuntimeError):
@@ -205,6 +210,11 @@ class Neighbours:
         if any(segment_number in peer.known for peer in self._peers.values()):
             self._gone.append(segment_number)
 
+    def mapped(self) -> Iterator[_Mapped]:
+        """The segments of the others that are mapped here."""
+        for peer in self._peers.values():
+            yield from peer.mapped.values()
+
     def close(self) -> None:
         """Have nothing to do with them any more, which they see."""
         for peer in self._peers.values():
@@ -241,7 +251,7 @@ class _Peer:
         self.rank, self.socket = rank, connection
         connection.setblocking(False)
         self.known: set[int] = set()  # segments of ours that it has
-        self._mapped: dict[int, _Mapped] = {}  # by the number of the segment
+        self.mapped: dict[int, _Mapped] = {}  # by the number of the segment
         self._posted: dict[int, torch.Tensor] = {}
         self.met: deque[_Said] = deque()  # what it said when it came to meet us
         self._poll = select.poll()
@@ -306,7 +316,7 @@ class _Peer:
             raise _Ended(self._lost())
         number, lies, offset, size = _MESSAGE.unpack(message)
         if files:
-            self._mapped[lies] = _Mapped(_storage(files[0]))
+            self.mapped[lies] = _Mapped(_storage(files[0]))
         if size == _GIVEN_UP:
             raise RuntimeError(
                 f"rank {self.rank} of the group has given up on the others, who came too late, or it was interrupted"
@@ -314,9 +324,9 @@ class _Peer:
         if size == _MEETING:
             self.met.append((number, lies, offset))
         elif size == _GONE:
-            self._mapped.pop(lies, None)
+            self.mapped.pop(lies, None)
         else:
-            self._posted[number] = self._mapped[lies].at(offset, size) if size else _NOTHING
+            self._posted[number] = self.mapped[lies].at(offset, size) if size else _NOTHING
         return True
 
     def _lost(self) -> str:
@@ -327,6 +337,7 @@ class _Mapped:
     """A segment of another rank, and what we look at in it: ranks post the same places in each call."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.address = storage.data_ptr()
         self._storage = storage
         self._seen: dict[tuple[int, int], torch.Tensor] = {}
 

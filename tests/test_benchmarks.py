@@ -54,7 +54,8 @@ def test_peers(tmp_path: Path) -> None:
     for name, each in found.items():
         assert each["median"] > 0
         assert each["peak_bytes"] > 3 * parameters / 2  # of a half of each, itself and AdamW's two averages
-        assert (each["received_bytes"] > 0) == (each["family"] != "no communication"), name
+        by_messages = each["family"] != "no communication" and not name.startswith("spmd")  # ours reads memory here
+        assert (each["received_bytes"] > 0) == by_messages, name
     assert found["DDP"]["received_bytes"] == pytest.approx(parameters, rel=0.1)  # of two ranks, each gradient once
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from passes.shared_memory import mapped
+
 
 def peak(run: Callable[[], object], device: torch.device) -> int:
     """Bytes, while ``run`` runs."""
@@ -31,12 +33,18 @@ def peak(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _tensors() -> int:
-    """Bytes on the CPU that tensors have which Python objects refer to, each once: storages may lie in one another."""
+    """Bytes on the CPU that tensors have which Python objects refer to, each once: storages may lie in one another.
+
+    What this rank looks at in another one's memory counts there.
+    """
     gc.collect()
+    others = mapped()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     tensors += [found.grad for found in tensors if found.is_leaf and found.grad is not None]
     total = end = 0
     for start, stop in sorted(filter(None, map(_storage, tensors))):
+        if start in others:
+            continue
         total += max(0, stop - max(start, end))
         end = max(end, stop)
     return total

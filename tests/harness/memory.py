@@ -12,11 +12,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import spmd
 from passes import Report
+from passes.shared_memory import mapped
 
 
 def live_bytes() -> int:
-    """The bytes that tensors in this process hold, gradients included; what several storages show counts once."""
+    """The bytes that tensors in this process hold, gradients included; what several storages show counts once.
+
+    What lies in segments of other ranks is theirs.
+    """
     gc.collect()
+    others = mapped()
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     tensors += [value.grad for value in tensors if value.is_leaf and value.grad is not None]
     spans = set[tuple[int, int]]()
@@ -24,7 +29,8 @@ def live_bytes() -> int:
         wrapper = isinstance(value, (FakeTensor, DTensor)) or is_functorch_wrapped_tensor(value)
         if not wrapper and value.device.type != "meta":  # what is wrapped is listed, too
             storage = value.untyped_storage()
-            spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            if storage.data_ptr() not in others:
+                spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return _covered(spans)
 
 

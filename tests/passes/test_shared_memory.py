@@ -17,7 +17,7 @@ from torch import Tensor
 
 from passes import shared_memory, through_memory
 from passes.collectives import WAIT
-from passes.shared_memory import Neighbours, connect, copied, neighbours_of, segment, visible
+from passes.shared_memory import Neighbours, connect, copied, mapped, neighbours_of, segment, visible
 
 
 class Group:
@@ -81,6 +81,7 @@ def test_what_lies_in_a_segment_is_seen_where_it_lies() -> None:
     (seen, _), _ = other.receive(0), one.receive(0)
     part.fill_(7)
     assert seen.view(torch.int64).item() == 7
+    assert seen.untyped_storage().data_ptr() in mapped() and mine.data_ptr() not in mapped()
 
 
 def test_what_lies_elsewhere_is_copied() -> None:
@@ -132,7 +133,7 @@ def test_a_segment_goes_with_the_last_who_looks() -> None:
     other.receive(1), one.receive(1)
     assert not any(peer.known for peer in one._peers.values()) and not one._gone
     assert seen.view(torch.int64).item() == 5
-    assert not any(peer._mapped for each in (one, other) for peer in each._peers.values())
+    assert not any(peer.mapped for each in (one, other) for peer in each._peers.values())
     del seen
     assert open_files() == before
 
