@@ -36,7 +36,7 @@ _SCATTER: dict[Way, Any] = {
 def copied(node: fx.Node, ranks: int) -> int:
     """How many members are copied for ``node`` to send or receive them as one message."""
     if kind_of(node) is Kind.ALL_GATHER:
-        parts = _taken_apart(node)
+        parts = _taken_apart(node, ranks)
         return len(_lengths(parts)) if parts is not None else 0
     return len(_columns(operands(node)[0], ranks))
 
@@ -62,7 +62,7 @@ def _scratch(chosen: Chosen, posted: fx.Node) -> fx.Node | None:
 
 def _gathered(chosen: Chosen) -> set[fx.Node]:
     by, op, ranks = _BY[chosen.way], _GATHER[chosen.way], chosen.axis.size
-    posted, parts = _posted(chosen, [chosen.operand]), _taken_apart(chosen.node)
+    posted, parts = _posted(chosen, [chosen.operand]), _taken_apart(chosen.node, ranks)
     if parts is None:
         return chosen.finish(chosen.start(by, op, posted, [chosen.operand.meta["val"].numel()], ranks))
     lengths = _lengths(parts)
@@ -80,13 +80,15 @@ def _gathered(chosen: Chosen) -> set[fx.Node]:
     return late
 
 
-def _taken_apart(node: fx.Node) -> fx.Node | None:
+def _taken_apart(node: fx.Node, ranks: int) -> fx.Node | None:
     """The node that copies each member's columns out of the result's rows, as ``BucketAllGather`` leaves it."""
     for wanted in (is_wait, _is_rows, _is_copied_apart):
         if len(node.users) != 1 or not wanted(next(iter(node.users))):
             return None
         node = next(iter(node.users))
-    return node if node.args[2] == 1 and all(user.target is operator.getitem for user in node.users) else None
+    rows: Any = node.args[0]
+    by_column = node.args[2] == 1 and rows.meta["val"].shape[0] == ranks
+    return node if by_column and all(user.target is operator.getitem for user in node.users) else None
 
 
 def _lengths(parts: fx.Node) -> list[int]:

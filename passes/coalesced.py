@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._torch import group_named, register_work
-from .transport import define, ops
+from .transport import as_bytes, define, ops
 
 REDUCTIONS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -36,21 +36,24 @@ def _coalesced_reduce_scatter(
 ) -> Tensor:
     options = dist.ReduceScatterOptions()
     options.reduceOp = REDUCTIONS[reduce_op]
-    parts, wholes = _members(out, lengths, 1), _members(x.contiguous(), lengths, ranks)
-    register_work(out, group_named(group_name).reduce_scatter_tensor_coalesced(parts, wholes, options))
+    x, into = (torch.view_as_real(each) if each.is_complex() else each for each in (x.contiguous(), out))
+    parts, wholes = _members(into, lengths, 1), _members(x, lengths, ranks)
+    if parts:
+        register_work(out, group_named(group_name).reduce_scatter_tensor_coalesced(parts, wholes, options))
     return out
 
 
 def _coalesced_all_gather(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor) -> Tensor:
-    parts, wholes = _members(x.contiguous(), lengths, 1), _members(out, lengths, ranks)
-    register_work(out, group_named(group_name).allgather_into_tensor_coalesced(wholes, parts))
+    bytes = [length * x.element_size() for length in lengths]
+    parts, wholes = _members(as_bytes(x.contiguous()), bytes, 1), _members(as_bytes(out), bytes, ranks)
+    if parts:
+        register_work(out, group_named(group_name).allgather_into_tensor_coalesced(wholes, parts))
     return out
 
 
 def _members(x: Tensor, lengths: Sequence[int], ranks: int) -> list[Tensor]:
-    """What ``x`` has of each member, but those of no elements, in numbers that backends know."""
-    members = x.split([ranks * length for length in lengths])
-    return [torch.view_as_real(each) if each.is_complex() else each for each in members if each.numel()]
+    """What ``x`` has of each member, but of those without elements, of which backends would have nothing to send."""
+    return [member for member in x.split([ranks * length for length in lengths]) if member.numel()]
 
 
 def _scattered(x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:

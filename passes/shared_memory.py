@@ -146,6 +146,7 @@ class Neighbours:
         is interrupted, gives up on the others for good: none shall take what this one has said for its presence later.
         """
         try:
+            self._retire()
             self._tell(_MESSAGE.pack(*said, _MEETING), None)
             met = [self._met(self._peers[rank], seconds) if rank != self.rank else said for rank in range(self.ranks)]
             for peer in self._peers.values():
@@ -166,18 +167,19 @@ class Neighbours:
 
     def post(self, seen: Visible) -> int:
         """Tell all neighbours where something lies; returns its number, under which theirs is received."""
-        while self._gone:
-            self._retire(self._gone.pop())
         number, self._next = self._next, self._next + 1
         lies = seen.segment.number if seen.segment else 0
         self._tell(_MESSAGE.pack(number, lies, seen.offset, seen.bytes.numel()), seen.segment)
         self._own[number] = seen.bytes
         return number
 
-    def _retire(self, segment_number: int) -> None:
-        self._tell(_MESSAGE.pack(0, segment_number, 0, _GONE), None)
-        for peer in self._peers.values():
-            peer.known.discard(segment_number)
+    def _retire(self) -> None:
+        """Tell the others which segments of this rank are there no more."""
+        while self._gone:
+            gone = self._gone.pop()
+            self._tell(_MESSAGE.pack(0, gone, 0, _GONE), None)
+            for peer in self._peers.values():
+                peer.known.discard(gone)
 
     def awaits(self, number: int) -> bool:
         """Whether what was posted under ``number`` in this call is still to be received."""

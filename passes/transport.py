@@ -52,7 +52,7 @@ def _exchange(x: Tensor, ranks: int, size: int, group_name: str, *, out: Tensor)
     even = len(set(sent)) == 1  # what gloo does without lists of lengths is quicker
     lengths = ([], []) if even else (received, sent)
     group = group_named(group_name)
-    register_work(out, dist.all_to_all_single(_bytes(out), _bytes(x), *lengths, group=group, async_op=True))
+    register_work(out, dist.all_to_all_single(as_bytes(out), as_bytes(x), *lengths, group=group, async_op=True))
     return out
 
 
@@ -60,7 +60,7 @@ def _swap(x: Tensor, size: int, group_name: str, *, out: Tensor) -> Tensor:
     group = group_named(group_name)
     other = 1 - group.rank()
     sent = _parts(x.contiguous(), 2)[other]
-    received = _bytes(out)
+    received = as_bytes(out)
     incoming, outgoing = [0, 0], [0, 0]  # nothing from and to oneself
     incoming[other], outgoing[other] = len(received), len(sent)
     register_work(out, dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True))
@@ -70,7 +70,7 @@ def _swap(x: Tensor, size: int, group_name: str, *, out: Tensor) -> Tensor:
 def _gather_by_broadcast(x: Tensor, total: int, ranks: int, group_name: str, *, out: Tensor) -> Tensor:
     group = group_named(group_name)
     parts = _parts(out, ranks)
-    _fill(parts[group.rank()], _bytes(x.contiguous()))
+    _fill(parts[group.rank()], as_bytes(x.contiguous()))
     for rank, each in enumerate(parts):
         if each.numel():
             register_work(out, dist.broadcast(each, group_src=rank, group=group, async_op=True))
@@ -79,7 +79,7 @@ def _gather_by_broadcast(x: Tensor, total: int, ranks: int, group_name: str, *, 
 
 def _gather_by_sending(x: Tensor, total: int, ranks: int, group_name: str, *, out: Tensor) -> Tensor:
     group = group_named(group_name)
-    rank, mine, parts = group.rank(), _bytes(x.contiguous()), _parts(out, ranks)
+    rank, mine, parts = group.rank(), as_bytes(x.contiguous()), _parts(out, ranks)
     for step in range(1, ranks):  # at each step, every rank sends to another one
         source, target = (rank - step) % ranks, (rank + step) % ranks
         if parts[source].numel():
@@ -98,7 +98,7 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, out: Tensor) -> T
 
 
 def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
-    c10d.all_gather_into_tensor_out.default(_bytes(x.contiguous()), group_size, group_name, out=_bytes(out))
+    c10d.all_gather_into_tensor_out.default(as_bytes(x.contiguous()), group_size, group_name, out=as_bytes(out))
     return out
 
 
@@ -114,11 +114,11 @@ def _all_to_all_single(
     row = math.prod(x.shape[1:]) * x.element_size()
     lengths = ([row * n for n in output_split_sizes], [row * n for n in input_split_sizes])
     group = group_named(group_name)
-    register_work(out, dist.all_to_all_single(_bytes(out), _bytes(x), *lengths, group=group, async_op=True))
+    register_work(out, dist.all_to_all_single(as_bytes(out), as_bytes(x), *lengths, group=group, async_op=True))
     return out
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """The same memory, as a flat tensor of bytes: no backend knows every dtype."""
     return x.view(-1).view(torch.uint8)
 
@@ -131,7 +131,7 @@ def _fill(part: Tensor, x: Tensor) -> None:
 
 def _parts(x: Tensor, ranks: int) -> list[Tensor]:
     ends = [end * x.element_size() for end in bounds(x.numel(), ranks)]
-    whole = _bytes(x)
+    whole = as_bytes(x)
     return [whole[start:stop] for start, stop in pairwise(ends)]
 
 

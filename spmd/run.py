@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Output, OutputKind, Program, Report, Role
 from passes.program import is_sharded
+from passes.shared_memory import neighbours_of
 
 from .agree import Ranks, identity_of
 from .capture import Captured, FromOutput
@@ -38,16 +39,23 @@ class Compiled:
     guards: Guards
     _flats: Flats = field(init=False)
     _pool: Pool = field(init=False)
+    _shared: list[Any] = field(init=False)  # the groups whose ranks see each other's memory
 
     def __post_init__(self) -> None:
         self._flats = Flats(self.program.inputs, self.guards.layout.names)
         self._pool = Pool(self, self._flats.names)
+        names = {axis.group for axis in self.program.mesh.axes if axis.shared}
+        self._shared = [group for group in self.ranks.groups if group.group_name in names]
         self.guards.on_release = self._release
 
     def _release(self) -> None:
         """Hold on to no state between calls: the model is gone."""
         self.executable.release()
         self._flats.release()
+
+    def is_connected(self) -> bool:
+        """Whether this rank still sees the memory of those whose memory the program reads: a call may have failed."""
+        return all(neighbours_of(group.group_name, group) is not None for group in self._shared)
 
     def intent(self) -> int:
         """What this rank tells the others it is about to run: the program and, if it draws, with which seed."""

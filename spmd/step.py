@@ -152,7 +152,7 @@ class CompiledStep:
         """The program to run, and the live state it runs on; the one last run is asked first."""
         last = [self._last] if self._last else []
         for compiled in [*last, *(c for c in self._compiled if c is not self._last)]:
-            tensors = compiled.guards.admit(arguments)
+            tensors = compiled.guards.admit(arguments) if compiled.is_connected() else None
             if tensors is not None:
                 return compiled, tensors
         return None, None
@@ -166,6 +166,8 @@ class CompiledStep:
 
     def _change(self, arguments: Arguments) -> str:
         """By what a call differs from the one before."""
+        if self._last and not self._last.is_connected():
+            return "a call failed as it began, and ranks of one host have to connect anew"
         return self._last.guards.difference(arguments, slots_of(arguments)) if self._last else ""
 
     def _tell_of(self, error: Exception) -> None:

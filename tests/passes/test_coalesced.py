@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from passes import (
     Axis,
@@ -25,10 +29,13 @@ from passes import (
     Table,
     UpdateInPlace,
     WaitLate,
+    coalesced,
     run,
 )
 from passes.arena import place, reserve
+from passes.collectives import WAIT
 from passes.costs import COALESCED, Link, Point, Way
+from tests.harness.pool import Ranks
 
 from .programs import (
     GROUP,
@@ -122,6 +129,62 @@ def test_a_member_without_elements() -> None:
     before = make_program(two, {}, [Role.PARAMETER, Role.PARAMETER, Role.GRADIENT, Role.GRADIENT], w=f64(0), v=f64(3))
     before.mesh = Mesh((AXIS,))
     assert_same_bits(before, run(before, [*BUCKETS, CHEAP, ReuseMemory()]))
+
+
+def test_a_split_of_the_users_own_is_none_of_a_bucket() -> None:
+    def step(w: Any) -> Any:
+        rows = aten.view.default(all_gather(w), [4, 6])  # of two ranks
+        parts = aten.split_with_sizes_copy.default(rows, [2, 4], 1)
+        return operator.getitem(parts, 0), operator.getitem(parts, 1)
+
+    before = replace(make_program(step, {}, [Role.PARAMETER], w=f64(12)), mesh=Mesh((AXIS,)))
+    assert targets(run(before, [CHEAP])) == targets(before)
+
+
+# The ops, on gloo, which can do the same
+
+DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.int16, torch.bool)
+LENGTHS = ([3], [2, 0, 5], [0], [0, 0], [1001, 1])
+
+
+def mine(rank: int, length: int, dtype: torch.dtype) -> Tensor:
+    """What one rank has."""
+    return (torch.arange(length) * 7 + rank * 3).remainder(5).to(dtype)
+
+
+def wrongly_moved(rank: int, world: int) -> list[str]:
+    """What came out otherwise than by the backend's own op on each member."""
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    wrong = []
+    for dtype, lengths in product(DTYPES, LENGTHS):
+        total = sum(lengths)
+        each = [mine(r, total, dtype).split(lengths) for r in range(world)]
+        whole = torch.cat([part for parts in zip(*each, strict=True) for part in parts])
+        wrong += _both(coalesced.coalesced_all_gather, whole, mine(rank, total, dtype), lengths, world, group)
+        if dtype.is_floating_point or dtype.is_complex:
+            x = sum(mine(r, world * total, dtype) for r in range(world))
+            assert isinstance(x, Tensor)
+            own = torch.cat([member.chunk(world)[rank] if len(member) else member for member in _members(x, lengths)])
+            op = coalesced.coalesced_reduce_scatter
+            wrong += _both(op, own, mine(rank, world * total, dtype), "sum", lengths, world, group)
+    return wrong
+
+
+def _members(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+    return x.split([len(x) // max(sum(lengths), 1) * length for length in lengths])
+
+
+def _both(op: Any, want: Tensor, *args: Any) -> list[str]:
+    """What is wrong of the functional form and of the one with ``out``."""
+    out = torch.empty_like(want)
+    got = {"out": WAIT(op.out(*args, out=out)), "new": WAIT(op(*args))}
+    assert got["out"].data_ptr() == out.data_ptr()
+    return [f"{op} ({k}): {each}, not {want}" for k, each in got.items() if not torch.equal(each, want)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_members_come_to_whom_they_belong(ranks: Ranks, world: int) -> None:
+    assert [line for lines in ranks.run(world, wrongly_moved) for line in lines] == []
 
 
 def test_what_was_measured_decides_else_the_size() -> None:

@@ -128,9 +128,7 @@ def test_a_segment_goes_with_the_last_who_looks() -> None:
     one.receive(0)
     del x
     gc.collect()
-    post(one, torch.zeros(0))  # tells that it is gone
-    post(other, torch.zeros(0))
-    other.receive(1), one.receive(1)
+    all_meet([one, other])  # which tells that it is gone
     assert not any(peer.known for peer in one._peers.values()) and not one._gone
     assert seen.view(torch.int64).item() == 5
     assert not any(peer.mapped for each in (one, other) for peer in each._peers.values())

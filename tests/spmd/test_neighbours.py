@@ -19,7 +19,7 @@ from passes.costs import Way
 from spmd import neighbours
 from spmd.world import describe
 from tests.harness.cases import MLP, NARROW
-from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run
+from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run, snapshot
 from tests.harness.pool import RankError, Ranks
 
 from .test_realise import Split, only
@@ -115,6 +115,25 @@ def dispatched(rank: int, world: int) -> list[str]:
 
 def test_a_collective_between_fixed_places_is_prepared_once(ranks: Ranks) -> None:
     assert ranks.run(2, dispatched) == [["spmd_transport::shared_all_reduce"]] * 2  # of the loss, which is returned
+
+
+def after_a_failure(rank: int, world: int) -> tuple[list[str], int, bool]:
+    """Four steps, before the third of which the ranks have given up on each other."""
+    case = MLP(NARROW.sizes, NARROW.rows, "AdamW")
+    torch.manual_seed(0)
+    model, optimizer = case.build()
+    step = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"), passes=SHARED)(case.step)
+    for k in range(4):
+        if k == 2:
+            shared_memory.disconnect(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        result = step(model, optimizer, *case.part(rank, k))
+    expected = plain_run(case, world, 4)
+    got = [snapshot(result, (model, optimizer))]
+    return all_unequal(expected[-1:], got, rank, world), len(step.programs), any(reads_memory(step.program))
+
+
+def test_ranks_that_gave_up_on_each_other_connect_anew(ranks: Ranks) -> None:
+    assert ranks.run(2, after_a_failure) == [([], 3, True)] * 2  # without state, with it, and anew
 
 
 def as_other_hosts(rank: int, world: int) -> list[bool]:
