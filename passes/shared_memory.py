@@ -57,7 +57,7 @@ def segment(size: int) -> torch.Tensor:
         ) from error
     tensor = torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the map
     _segments[tensor.data_ptr()] = made
-    weakref.finalize(memory, _close, tensor.data_ptr()).atexit = False
+    weakref.finalize(memory, _close, tensor.data_ptr(), made).atexit = False
     return tensor[:size]
 
 
@@ -71,8 +71,9 @@ def _mapped_file(size: int) -> tuple[_Segment, mmap]:
         raise
 
 
-def _close(address: int) -> None:
-    gone = _segments.pop(address)
+def _close(address: int, gone: _Segment) -> None:
+    if _segments.get(address) is gone:  # else another thread has made one there meanwhile
+        del _segments[address]
     os.close(gone.file)
     for each in _all:
         each.forget(gone.number)
@@ -142,13 +143,14 @@ class Neighbours:
     def meet(self, said: _Said, seconds: float) -> list[_Said]:
         """What every rank says at this point, in the order of ranks, once all have come.
 
-        Waits for each so many seconds. Raises ``RuntimeError`` if one does not come or has gone, and then, as when it
+        Waits so many seconds. Raises ``RuntimeError`` if one does not come or has gone, and then, as when it
         is interrupted, gives up on the others for good: none shall take what this one has said for its presence later.
         """
         try:
             self._retire()
             self._tell(_MESSAGE.pack(*said, _MEETING), None)
-            met = [self._met(self._peers[rank], seconds) if rank != self.rank else said for rank in range(self.ranks)]
+            since = time.monotonic()
+            met = [self._met(rank, seconds, since) if rank != self.rank else said for rank in range(self.ranks)]
             for peer in self._peers.values():
                 peer.check_presence()
             return met
@@ -157,11 +159,11 @@ class Neighbours:
                 peer.give_up()
             raise
 
-    def _met(self, peer: _Peer, seconds: float) -> _Said:
-        wait = None
+    def _met(self, rank: int, seconds: float, since: float) -> _Said:
+        peer, wait = self._peers[rank], None
         while not peer.met:
             if not peer.read():
-                wait = wait or self._waiting(peer, seconds)
+                wait = wait or self._waiting(peer, seconds, since)
                 wait(select.POLLIN)
         return peer.met.popleft()
 
@@ -231,9 +233,9 @@ class Neighbours:
                     each.drain()
                 wait(select.POLLOUT | select.POLLIN)
 
-    def _waiting(self, peer: _Peer, seconds: float) -> Callable[[int], None]:
+    def _waiting(self, peer: _Peer, seconds: float, since: float | None = None) -> Callable[[int], None]:
         """A function that waits until something can be done with a peer, and raises when the time is over."""
-        deadline = time.monotonic() + seconds
+        deadline = (time.monotonic() if since is None else since) + seconds
 
         def wait(events: int) -> None:
             left = deadline - time.monotonic()

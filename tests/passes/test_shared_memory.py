@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
@@ -195,6 +196,18 @@ def all_meet(ranks: list[Neighbours], seconds: float = 5.0) -> list[Any]:
         return list(threads.map(meet, ranks))
 
 
+def test_the_time_is_that_of_the_whole_meeting() -> None:
+    one, *others = connected(3)
+    since = time.monotonic()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(one.meet, (0, 0, 0), 1.0)
+        time.sleep(0.7)
+        others[0]._tell(shared_memory._MESSAGE.pack(1, 1, 1, shared_memory._MEETING), None)
+        with pytest.raises(RuntimeError, match=r"waited 1 s for its rank 2"):
+            waiting.result()
+    assert time.monotonic() - since < 1.5  # not a second for each
+
+
 def test_all_hear_what_all_say() -> None:
     ranks = connected(3)
     for _ in range(3):
@@ -232,7 +245,7 @@ def test_who_gives_up_is_not_met(unread: int, said: str) -> None:
     one._tell(shared_memory._MESSAGE.pack(1, -1, 1, shared_memory._MEETING), None)
     for _ in range(unread):
         other._tell(shared_memory._MESSAGE.pack(2, -2, 2, shared_memory._MEETING), None)
-    assert other._met(other._peers[0], 5.0) == (1, -1, 1)
+    assert other._met(0, 5.0, time.monotonic()) == (1, -1, 1)
     one._peers[1].give_up()
     with pytest.raises(RuntimeError, match=f"rank 0 of the group has {said}"):
         other._peers[0].check_presence()
@@ -259,7 +272,7 @@ def test_who_has_begun_another_call_is_not_waited_for_in_this_one() -> None:
     assert len(other.receive(0)) == 2  # which it posted before
     with pytest.raises(RuntimeError, match="rank 0 of the group has begun another call, while rank 1"):
         other.receive(1)
-    assert other._met(other._peers[0], 5.0) == (1, -1, 1)
+    assert other._met(0, 5.0, time.monotonic()) == (1, -1, 1)
 
 
 def test_who_has_said_it_may_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
