@@ -1,11 +1,10 @@
 """Ops that let the backend perform its own collective on each member of a bucket, all in one launch.
 
 The members lie one after the other, each as it is, so nobody has to pack or unpack them, and NCCL reads and writes them
-there. ``lengths`` counts the elements that one rank's part has of each.
+there.
 
-- ``coalesced_reduce_scatter(x, reduce_op, lengths, ranks, group)``: x (ranks * sum of lengths,), of each member the
-  part of rank 0, then that of rank 1, ...; to (sum of lengths,).
-- ``coalesced_all_gather(x, lengths, ranks, group)``: the way back, (sum of lengths,) to (ranks * sum of lengths,).
+- ``coalesced_reduce_scatter(x, reduce_op, lengths, ranks, group)``: as ``transport.define_scatter`` has it.
+- ``coalesced_all_gather(x, lengths, ranks, group)``: the way back.
 
 As torch's functional collectives they return what ``_c10d_functional.wait_tensor`` waits for.
 """
@@ -20,13 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._torch import group_named, register_work
-from .transport import as_bytes, define, ops
+from .transport import as_bytes, define_gather, define_scatter, ops
 
 REDUCTIONS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
     "avg": dist.ReduceOp.AVG,
 }
 
@@ -44,8 +42,8 @@ def _coalesced_reduce_scatter(
 
 
 def _coalesced_all_gather(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor) -> Tensor:
-    bytes = [length * x.element_size() for length in lengths]
-    parts, wholes = _members(as_bytes(x.contiguous()), bytes, 1), _members(as_bytes(out), bytes, ranks)
+    sizes = [length * x.element_size() for length in lengths]
+    parts, wholes = _members(as_bytes(x.contiguous()), sizes, 1), _members(as_bytes(out), sizes, ranks)
     if parts:
         register_work(out, group_named(group_name).allgather_into_tensor_coalesced(wholes, parts))
     return out
@@ -56,16 +54,8 @@ def _members(x: Tensor, lengths: Sequence[int], ranks: int) -> list[Tensor]:
     return [member for member in x.split([ranks * length for length in lengths]) if member.numel()]
 
 
-def _scattered(x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
-    return x.new_empty([sum(lengths)])
-
-
-def _gathered(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
-    return x.new_empty([ranks * sum(lengths)])
-
-
-define("Tensor x, str reduce_op, int[] lengths, int ranks, str group_name", _coalesced_reduce_scatter, _scattered)
-define("Tensor x, int[] lengths, int ranks, str group_name", _coalesced_all_gather, _gathered)
+define_scatter(_coalesced_reduce_scatter)
+define_gather(_coalesced_all_gather)
 
 coalesced_reduce_scatter, coalesced_all_gather = ops.coalesced_reduce_scatter, ops.coalesced_all_gather
 

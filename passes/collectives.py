@@ -132,12 +132,12 @@ def waits_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def input_bytes(node: fx.Node) -> int:
-    """Bytes of one rank's local input, padding included. Equal on all ranks: uneven shards are padded before."""
+    """Bytes of one rank's local input, padding included. Equal on all ranks of its group: uneven shards are padded."""
     return sum(_bytes(operand.meta["val"]) for operand in operands(node))
 
 
 def output_bytes(node: fx.Node) -> int:
-    """Bytes of one rank's local result. Equal on all ranks."""
+    """Bytes of one rank's local result. Equal on all ranks of its group; ``sizes.py`` says what all ranks know."""
     val = node.meta["val"]
     return sum(map(_bytes, val)) if isinstance(val, (list, tuple)) else _bytes(val)
 

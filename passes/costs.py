@@ -42,7 +42,7 @@ _BACKENDS: dict[str, set[Way]] = {
     "nccl": {Way.NATIVE, Way.COALESCED},
 }
 
-COALESCED = 8  # members, all of one size, in what is measured as coalesced
+MEASURED_MEMBERS = 8  # all of one size, in what is measured as coalesced
 _LARGE = 1 << 20  # bytes of a member that is surely quicker to send than to copy
 
 
@@ -117,10 +117,10 @@ class Table:
         """
         link, rate = self.link(axis, backend), self.compute.get("memory")
         one = link.cost(kind, Way.NATIVE, size) if link else None
-        group = link.cost(kind, Way.COALESCED, COALESCED * size // members) if link else None
+        group = link.cost(kind, Way.COALESCED, MEASURED_MEMBERS * size // members) if link else None
         if one is None or group is None or rate is None:
             return size >= _LARGE * members
-        return group * members / COALESCED < one + 2 * size / rate  # a copy reads and writes
+        return group * members / MEASURED_MEMBERS < one + 2 * size / rate  # a copy reads and writes
 
     def write(self, path: str | Path) -> None:
         """Write the table as JSON."""

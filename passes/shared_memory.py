@@ -4,8 +4,8 @@ Each rank writes into *segments* of its own (``segment``), which are files in me
 process group that are on one host are ``Neighbours``: each has a Unix socket to each other. To *post* a tensor is to
 tell all neighbours where it lies, along with the file the first time; to *receive* is to look at what all have posted,
 as tensors over the same memory. What one wrote before it posted is seen by who has received, since a message goes
-through the kernel. Nothing says when a reader is done: what was posted must not be written to before all ranks have met
-again.
+through the kernel. To *meet* is to hear three numbers of each; all have come then. Nothing else says when a reader is
+done: what was posted must not be written to before all ranks have met again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch
 
 _MESSAGE = struct.Struct("<qqqq")  # the number of what is posted; its segment's, an offset and a length in bytes
 _GONE = -1  # in the place of a length: the segment is there no more
-_GIVEN_UP = -3  # in the place of a length: the rank has left
 _MEETING = -2  # in the place of a length: what stands before it are three numbers that the rank says
+_GIVEN_UP = -3  # in the place of a length: the rank has left before it was done
 _PER_CALL = 1 << 32  # more than anybody posts in one call
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _Said = tuple[int, int, int]
@@ -143,8 +143,8 @@ class Neighbours:
     def meet(self, said: _Said, seconds: float) -> list[_Said]:
         """What every rank says at this point, in the order of ranks, once all have come.
 
-        Waits so many seconds. Raises ``RuntimeError`` if one does not come or has gone, and then, as when it
-        is interrupted, gives up on the others for good: none shall take what this one has said for its presence later.
+        Waits so many seconds to hear them. Raises ``RuntimeError`` if one does not come or has gone, and then, as when
+        it is interrupted, gives up on the others for good: none shall take what it has said for its presence later.
         """
         try:
             self._retire()
@@ -210,7 +210,7 @@ class Neighbours:
         return peer.take(number)
 
     def forget(self, segment_number: int) -> None:
-        """Tell the others, with the next message, that a segment of this rank is there no more, if they know it."""
+        """Tell the others, when all meet next, that a segment of this rank is there no more, if they know it."""
         if any(segment_number in peer.known for peer in self._peers.values()):
             self._gone.append(segment_number)
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .base import Pass
-from .collectives import is_collective
+from .collectives import is_collective, is_wait
 from .order import arrange, places
 from .program import Program
 from .purity import is_pure, is_random
@@ -76,12 +76,13 @@ def _moving(program: Program) -> set[fx.Node]:
 
 
 def _given(program: Program) -> set[fx.Node]:
-    """What is computed from the call's arguments alone."""
+    """What is computed from the call's arguments alone, without waiting for another rank."""
     inputs = zip(program.placeholders, program.inputs, strict=True)
     arguments = {node for node, declared in inputs if declared.role in (Role.BATCH, Role.ARGUMENT)}
     given: set[fx.Node] = set()
     for node in program.graph.nodes:
         needed = node.all_input_nodes
-        if needed and is_pure(node) and not is_random(node) and all(n in given or n in arguments for n in needed):
+        known = needed and not is_wait(node) and all(n in given or n in arguments for n in needed)
+        if known and is_pure(node) and not is_random(node):
             given.add(node)
     return given

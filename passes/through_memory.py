@@ -2,16 +2,14 @@
 
 ``Realise`` puts them into graphs, along axes that are ``shared``. To start one is to tell where the operand lies; the
 wait does the work, on the thread that computes: it reads what all ranks have, in the order of ranks, so that all get
-the same bits. Members of a bucket lie one after the other, each as it is, so nobody has to pack or unpack them:
-``lengths`` counts the elements that one rank's part has of each.
+the same bits. Members of a bucket lie one after the other, each as it is, so nobody has to pack or unpack them.
 
 - ``shared_all_reduce(x, scratch, reduce_op, group)``: x of any shape to the same shape. Without ``scratch`` each rank
   reads all that the others have, which is quickest for two ranks, or for little. With it, as long as the longest part
   by ``transport.bounds``, each reduces its part into it, and reads the other parts from the others' scratch.
 - ``scratch(x, size, reduce_op, group)``: (size,) such memory, for the all_reduce of x alone.
-- ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: x (ranks * sum of lengths,), of each member the part
-  of rank 0, then that of rank 1, ...; to (sum of lengths,).
-- ``shared_all_gather(x, lengths, ranks, group)``: the way back, from (sum of lengths,) to (ranks * sum of lengths,).
+- ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: as ``transport.define_scatter`` has it.
+- ``shared_all_gather(x, lengths, ranks, group)``: the way back.
 
 An operand in a segment (``arena.reserve``) is not copied. It must not be written to before all ranks have met again;
 what lies elsewhere is copied into a new segment, which is slow.
@@ -31,7 +29,7 @@ from torch import Tensor
 
 from ._torch import group_named, register_work
 from .shared_memory import Neighbours, copied, neighbours_of, visible
-from .transport import bounds, define, ops
+from .transport import bounds, define, define_gather, define_scatter, ops
 
 _Perform = Callable[[], object]
 _Plan = Callable[[list[Tensor], int], _Perform]  # given what all ranks have, and which one this is
@@ -159,23 +157,14 @@ def _reduced(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str)
     return x.new_empty(x.shape)
 
 
-def _scattered(x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
-    return x.new_empty([sum(lengths)])
-
-
-def _gathered(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
-    return x.new_empty([ranks * sum(lengths)])
-
-
 def _unwritten(x: Tensor, size: int, reduce_op: str, group_name: str) -> Tensor:
     return x.new_empty([size])
 
 
-_LENGTHS = "int[] lengths, int ranks, str group_name"
 define("Tensor x, Tensor? scratch, str reduce_op, str group_name", _started(_shared_all_reduce), _reduced)
-define(f"Tensor x, str reduce_op, {_LENGTHS}", _started(_shared_reduce_scatter), _scattered)
-define(f"Tensor x, {_LENGTHS}", _started(_shared_all_gather), _gathered)
 define("Tensor x, int size, str reduce_op, str group_name", _scratch, _unwritten)
+define_scatter(_started(_shared_reduce_scatter))
+define_gather(_started(_shared_all_gather))
 
 shared_all_reduce, scratch = ops.shared_all_reduce, ops.scratch
 shared_reduce_scatter, shared_all_gather = ops.shared_reduce_scatter, ops.shared_all_gather

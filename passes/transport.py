@@ -19,7 +19,7 @@ have a storage of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -161,6 +161,28 @@ def define(arguments: str, into: Callable[..., Tensor], empty: Callable[..., Ten
     _library.define(f"{name}({arguments}) -> Tensor")
     _library.impl(name, lambda *given: into(*given, out=empty(*given)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", empty, lib=_library)
+
+
+def define_scatter(into: Callable[..., Tensor]) -> None:
+    """Make an op ``(x, reduce_op, lengths, ranks, group)`` that reduces and scatters the members of a bucket in x.
+
+    x (ranks * sum of lengths,) has the members one after the other, of each the part of rank 0, then that of rank 1,
+    ...; the result has this rank's parts, (sum of lengths,). ``lengths`` counts the elements of a part of each member.
+    """
+
+    def part(x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
+        return x.new_empty([sum(lengths)])
+
+    define("Tensor x, str reduce_op, int[] lengths, int ranks, str group_name", into, part)
+
+
+def define_gather(into: Callable[..., Tensor]) -> None:
+    """Make an op ``(x, lengths, ranks, group)``, the way back: from this rank's parts to the members, whole."""
+
+    def whole(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
+        return x.new_empty([ranks * sum(lengths)])
+
+    define("Tensor x, int[] lengths, int ranks, str group_name", into, whole)
 
 
 define("Tensor x, int ranks, int size, str group_name", _exchange, _exchanged)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Axis, Kind, Table
 from passes.coalesced import coalesced_all_gather, coalesced_reduce_scatter
 from passes.collectives import OUT_FORMS, WAIT, c10d
-from passes.costs import COALESCED, WAYS, Link, Point, Way, ways_along
+from passes.costs import MEASURED_MEMBERS, WAYS, Link, Point, Way, ways_along
 from passes.shared_memory import segment
 from passes.through_memory import shared_all_gather, shared_all_reduce, shared_reduce_scatter
 from passes.transport import exchange, gather_by_broadcast, gather_by_sending, part, swap
@@ -176,7 +176,7 @@ class _Buffers:
 
     def _coalesced(self, kind: Kind) -> Callable[[], object]:
         ranks, group, length = self.axis.size, self.axis.group, len(self.part)
-        members = [part(length, COALESCED, k) for k in range(COALESCED)]
+        members = [part(length, MEASURED_MEMBERS, k) for k in range(MEASURED_MEMBERS)]
         if kind is Kind.ALL_GATHER:
             return lambda: WAIT(coalesced_all_gather.out(self.part, members, ranks, group, out=self.other))
         return lambda: WAIT(coalesced_reduce_scatter.out(self.whole, "sum", members, ranks, group, out=self.part))

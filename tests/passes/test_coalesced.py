@@ -14,12 +14,8 @@ from torch import Tensor
 
 from passes import (
     Axis,
-    BucketAllGather,
-    BucketAllReduce,
-    BucketReduceScatter,
     Kind,
     Mesh,
-    Pass,
     Program,
     Realise,
     Report,
@@ -34,9 +30,10 @@ from passes import (
 )
 from passes.arena import place, reserve
 from passes.collectives import WAIT
-from passes.costs import COALESCED, Link, Point, Way
+from passes.costs import MEASURED_MEMBERS, Link, Point, Way
 from tests.harness.pool import Ranks
 
+from . import test_by_memory
 from .programs import (
     GROUP,
     all_gather,
@@ -47,12 +44,11 @@ from .programs import (
     reduce_scatter,
     targets,
 )
-from .test_by_memory import ROLES, step
+from .test_by_memory import BUCKETS
 
 aten = torch.ops.aten
 
 AXIS = Axis("dp", 2, GROUP, 0, "nccl")
-BUCKETS: tuple[Pass, ...] = (BucketAllGather(), BucketReduceScatter(), BucketAllReduce())
 
 
 def measured(native: float, coalesced: float) -> Table:
@@ -67,9 +63,7 @@ CHEAP = Realise(measured(0.0, 0.0))
 
 
 def program() -> Program:
-    updates = {0: "w", 1: "v", 2: "b"}
-    made = make_program(step, updates, ROLES, w=f64(2, 4), v=f64(2, 6), b=f64(6), x=f64(3, 4))
-    return replace(made, mesh=Mesh((AXIS,)))
+    return replace(test_by_memory.program(), mesh=Mesh((AXIS,)))
 
 
 def test_coalesced(golden: Any) -> None:
@@ -191,7 +185,7 @@ def test_what_was_measured_decides_else_the_size() -> None:
     """Of two members, 400 bytes in all: 800 are read and written by a copy."""
     curves = {
         (Kind.ALL_GATHER, Way.NATIVE): (Point(100, 10.0, 0.0), Point(1000, 100.0, 0.0)),  # 40 for both
-        (Kind.ALL_GATHER, Way.COALESCED): (Point(200 * COALESCED, 320.0, 0.0),),  # 80 for both
+        (Kind.ALL_GATHER, Way.COALESCED): (Point(200 * MEASURED_MEMBERS, 320.0, 0.0),),  # 80 for both
     }
     link = Link("nccl", "dp", 2, curves)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,16 +197,23 @@ def all_meet(ranks: list[Neighbours], seconds: float = 5.0) -> list[Any]:
         return list(threads.map(meet, ranks))
 
 
-def test_the_time_is_that_of_the_whole_meeting() -> None:
+def test_the_time_is_that_of_the_whole_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     one, *others = connected(3)
-    since = time.monotonic()
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(one.meet, (0, 0, 0), 1.0)
-        time.sleep(0.7)
-        others[0]._tell(shared_memory._MESSAGE.pack(1, 1, 1, shared_memory._MEETING), None)
-        with pytest.raises(RuntimeError, match=r"waited 1 s for its rank 2"):
-            waiting.result()
-    assert time.monotonic() - since < 1.5  # not a second for each
+    clock, waited = [0.0], []
+
+    def come(peer: Any, events: int, seconds: float) -> bool:
+        """The first of them, after 0.7 s; the other one does not."""
+        waited.append(seconds)
+        clock[0] += 0.7
+        if peer.rank == 1:
+            others[0]._tell(shared_memory._MESSAGE.pack(1, 1, 1, shared_memory._MEETING), None)
+        return bool(peer.rank == 1)
+
+    monkeypatch.setattr(shared_memory, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(shared_memory._Peer, "wait", come)
+    with pytest.raises(RuntimeError, match=r"waited 1 s for its rank 2"):
+        one.meet((0, 0, 0), 1.0)
+    assert waited == pytest.approx([1.0, 0.3])
 
 
 def test_all_hear_what_all_say() -> None:

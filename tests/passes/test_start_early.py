@@ -53,3 +53,14 @@ def test_what_follows_from_the_arguments_alone_is_known_when_the_call_begins() -
     names = [node.name for node in run(program, [StartEarly()]).graph.nodes]
     assert names[3:7] == ["view", "ne", "sum_1", "all_reduce"]
     assert names.index("mm") < names.index("bernoulli") < names.index("all_reduce_1")
+
+
+def test_no_wait_moves_to_where_the_call_begins() -> None:
+    def step(w: Any, x: Any) -> Any:
+        h = aten.mm.default(x, w)
+        return h, all_reduce(aten.neg.default(all_reduce(aten.sum.default(x))))
+
+    program = make_program(step, {}, [Role.ACTIVATION], w=f64(2, 4), x=f64(3, 2))
+    program.inputs = [replace(i, role=Role.BATCH if i.name == "x" else Role.PARAMETER) for i in program.inputs]
+    names = [node.name for node in run(program, [StartEarly()]).graph.nodes]
+    assert names.index("all_reduce") < names.index("mm") < names.index("wait_tensor") < names.index("neg")
