@@ -170,10 +170,10 @@ def define_scatter(into: Callable[..., Tensor]) -> None:
     ...; the result has this rank's parts, (sum of lengths,). ``lengths`` counts the elements of a part of each member.
     """
 
-    def part(x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
+    def own(x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str) -> Tensor:
         return x.new_empty([sum(lengths)])
 
-    define("Tensor x, str reduce_op, int[] lengths, int ranks, str group_name", into, part)
+    define("Tensor x, str reduce_op, int[] lengths, int ranks, str group_name", into, own)
 
 
 def define_gather(into: Callable[..., Tensor]) -> None:
