@@ -1,9 +1,9 @@
-"""Fixtures for every test: the pool of gloo ranks, a world of one; options and markers."""
+"""Fixtures for every test: the pool of gloo ranks, a world of one, golden text; options and markers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -39,6 +39,21 @@ def unseeded() -> Iterator[None]:
     """What a test chose with ``spmd.seed`` ends with it."""
     yield
     spmd.seed(None)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Compare a text with ``golden/<name>.txt`` beside the test; ``name`` is by default that of the test."""
+
+    def compare(text: str, name: str = request.node.name.removeprefix("test_")) -> None:
+        path = request.path.parent / "golden" / f"{name}.txt"
+        if request.config.getoption("--renew"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"{path} is not there: run this test with --renew, which writes it"
+        assert text == path.read_text()
+
+    return compare
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
