@@ -118,10 +118,10 @@ def watch_stages(stopwatch: Stopwatch) -> None:
     """Name the stages of a compile."""
     from passes import runner
     from spmd import step
-    from spmd.capture import program
+    from spmd.capture import make_program
 
-    stopwatch.watch("capture: trace", program.Trace, "graph_module")
-    stopwatch.watch("capture: make functional", program, "_functional")
+    stopwatch.watch("capture: trace", make_program.Trace, "graph_module")
+    stopwatch.watch("capture: make functional", make_program, "_functional")
     stopwatch.watch("capture: the rest", step, "capture")
     stopwatch.watch("partition", spmd.PlannedMode, "partition")
     stopwatch.watch("split live state", step, "prepare")

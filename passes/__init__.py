@@ -3,37 +3,37 @@
 Usable on its own, on any FX graph with functional collectives: ``Program.from_graph(graph_module, roles=...)``.
 """
 
+from .analysis.costs import Table
 from .base import Pass
-from .bucket_all_gather import BucketAllGather
-from .bucket_all_reduce import BucketAllReduce
-from .bucket_reduce_scatter import BucketReduceScatter
-from .check import check
-from .collectives import Collective, Kind
-from .costs import Table
-from .dead_code import DeadCode
-from .drop_detach import DropDetach
-from .drop_profiler import DropProfiler
+from .cleanup.dead_code import DeadCode
+from .cleanup.drop_detach import DropDetach
+from .cleanup.drop_profiler import DropProfiler
+from .cleanup.fold_views import FoldViews
+from .cleanup.merge_equal import MergeEqual
+from .communication.bucket_all_gather import BucketAllGather
+from .communication.bucket_all_reduce import BucketAllReduce
+from .communication.bucket_reduce_scatter import BucketReduceScatter
+from .communication.form_units import FormUnits
+from .communication.realise import Realise
+from .communication.start_early import StartEarly
+from .communication.wait_late import WaitLate
 from .errors import CaptureError, PartitionError, PassError, PlacementError, RankMismatchError, SpmdError
-from .fold_views import FoldViews
-from .form_units import FormUnits
-from .fuse_update import FuseUpdate
-from .infer import fill_vals
-from .interpret import interpret
-from .merge_equal import MergeEqual
-from .one_storage import OneStorage
+from .ir.check import check
+from .ir.collectives import Collective, Kind
+from .ir.effects import PURE_FUNCTIONS
+from .ir.infer_shapes import fill_vals
+from .ir.interpret import interpret
+from .ir.printer import print_program
+from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
+from .ir.report import Report
+from .ir.roles import Phase, Role
+from .memory.one_storage import OneStorage
+from .memory.reuse_memory import ReuseMemory
+from .memory.update_in_place import UpdateInPlace
 from .pipeline import default
-from .printer import print_program
-from .program import Axis, Input, Mesh, Output, OutputKind, Part, Program
-from .purity import PURE_FUNCTIONS
-from .realise import Realise
-from .report import Report
-from .reuse_memory import ReuseMemory
-from .roles import Phase, Role
 from .runner import run
-from .split_update import SplitUpdate
-from .start_early import StartEarly
-from .update_in_place import UpdateInPlace
-from .wait_late import WaitLate
+from .update.fuse_update import FuseUpdate
+from .update.split_update import SplitUpdate
 
 __all__ = [
     "PURE_FUNCTIONS",

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import fields
 from typing import ClassVar, Literal
 
-from .program import Program
+from .ir.program import Program
 
 Numerics = Literal["exact", "reassociates", "approximate"]
 

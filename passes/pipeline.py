@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from .analysis.costs import BUILT_IN, Table
 from .base import Pass
-from .bucket_all_gather import BucketAllGather
-from .bucket_all_reduce import BucketAllReduce
-from .bucket_reduce_scatter import BucketReduceScatter
-from .costs import BUILT_IN, Table
-from .dead_code import DeadCode
-from .drop_detach import DropDetach
-from .drop_profiler import DropProfiler
-from .fold_views import FoldViews
-from .form_units import FormUnits
-from .fuse_update import FuseUpdate
-from .merge_equal import MergeEqual
-from .one_storage import OneStorage
-from .realise import Realise
-from .reuse_memory import ReuseMemory
-from .start_early import StartEarly
-from .update_in_place import UpdateInPlace
-from .wait_late import WaitLate
+from .cleanup.dead_code import DeadCode
+from .cleanup.drop_detach import DropDetach
+from .cleanup.drop_profiler import DropProfiler
+from .cleanup.fold_views import FoldViews
+from .cleanup.merge_equal import MergeEqual
+from .communication.bucket_all_gather import BucketAllGather
+from .communication.bucket_all_reduce import BucketAllReduce
+from .communication.bucket_reduce_scatter import BucketReduceScatter
+from .communication.form_units import FormUnits
+from .communication.realise import Realise
+from .communication.start_early import StartEarly
+from .communication.wait_late import WaitLate
+from .memory.one_storage import OneStorage
+from .memory.reuse_memory import ReuseMemory
+from .memory.update_in_place import UpdateInPlace
+from .update.fuse_update import FuseUpdate
 
 
 def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple[Pass, ...]:

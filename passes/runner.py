@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from .base import Pass
-from .check import check as check_program
 from .errors import PassError
-from .infer import fill_vals
-from .program import Program
+from .ir.check import check as check_program
+from .ir.infer_shapes import fill_vals
+from .ir.program import Program
 
 OnStage = Callable[[int, Pass, Program, float], None]  # stage number, pass, program after it, seconds it took
 

@@ -11,17 +11,17 @@ from passes import (
     SpmdError,
 )
 
-from .constrain import constrain
-from .data_parallel import DataParallel
-from .dtensor_expand import DTensorExpand
-from .modes import ParallelMode, PlannedMode
+from .call.rng import rng_state, seed, set_rng_state
+from .capture.constraint import constrain
+from .modes.base import ParallelMode, PlannedMode
+from .modes.data_parallel import DataParallel
+from .modes.dtensor_expand import DTensorExpand
 from .override import Override
-from .partition import partition
-from .plan import Plan
-from .randomness import rng_state, seed, set_rng_state
+from .partitioner import partition
+from .partitioner.plan import Plan
+from .ranks.world import world
 from .rules import register_rule
 from .step import CompiledStep, compile
-from .world import world
 
 __all__ = [
     "CaptureError",

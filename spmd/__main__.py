@@ -1,6 +1,6 @@
 """``python -m spmd``: see ``command.py``."""
 
-from .command import main
+from .cli.command import main
 
 if __name__ == "__main__":
     main()

@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from passes import PassError, Program, Role
-from passes.infer import fill_vals
-from passes.program import Input, output_values
+from passes.ir.infer_shapes import fill_vals
+from passes.ir.program import Input, output_values
 
 
 class Override:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Axis, Mesh, PartitionError, PlacementError
-from passes.program import Placements
+from passes.ir.program import Placements
 
 AnyPlacement = Placement | Sequence[Placement] | Mapping[str, Placement]
 

@@ -24,24 +24,24 @@ import passes as passes_package
 from passes import Mesh, Pass, PassError, Program, RankMismatchError, Realise, Report, SpmdError
 
 from ._torch import DisableAutocast, get_proxy_mode
-from .agree import COMPILE, FAILED, Agreement, Ranks, identity_of, together
+from .call.inputs import place_inputs
+from .call.rng import adopt, proposed, told
+from .call.state import ArgumentReader, Arguments, hyper_parameters_of, parameters_of, slots_of
 from .capture import Captured, capture
-from .capture.reads import Reads
-from .data_parallel import DataParallel
+from .capture.python_reads import Reads
+from .compiled import Compiled
 from .dump import Dump, dump_stages
-from .flats import surveyed
-from .guards import Guards, Leaves, check_leaves, torch_modes
-from .inputs import place_inputs
-from .live import check_memory, commit, follow_split, on_mesh, prepare
-from .lower import Backend, lower
-from .memory import Memory
-from .modes import ParallelMode, check_passes
-from .neighbours import introduce
+from .guards.guards import Guards, Leaves, check_leaves, torch_modes
+from .modes.base import ParallelMode, check_passes
+from .modes.data_parallel import DataParallel
 from .override import Override, replaced, transform
-from .randomness import adopt, proposed, told
-from .run import Compiled
-from .state import ArgumentReader, Arguments, hyper_parameters_of, parameters_of, slots_of
-from .world import describe, joined, world
+from .ranks.consensus import COMPILE, FAILED, Agreement, Ranks, identity_of, together
+from .ranks.local_ranks import introduce
+from .ranks.world import describe, joined, world
+from .runtime.arenas import Memory
+from .runtime.distribute_state import check_memory, commit, follow_split, on_mesh, prepare
+from .runtime.flat_storage import surveyed
+from .runtime.lower import Backend, lower
 
 _MANY = 8  # programs of one step, before it warns
 

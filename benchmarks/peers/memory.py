@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from passes.shared_memory import mapped
+from passes.runtime.shared_memory import mapped
 
 
 def peak(run: Callable[[], object], device: torch.device) -> int:

@@ -16,9 +16,9 @@ import torch
 
 from .._torch import OpOverload, core_aten_decompositions, get_decompositions, one_at_a_time
 from ..rules import rule_of
-from .bags import bags
-from .fused import fused
-from .known import known_numbers
+from .embedding_bag import bags
+from .fused_optimizers import fused
+from .known_values import known_numbers
 from .random_decompositions import random_table
 
 aten = torch.ops.aten

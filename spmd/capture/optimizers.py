@@ -21,7 +21,7 @@ from passes import CaptureError
 
 from .._torch import TorchFunctionMode, compiling, tree_flatten, tree_map
 from .provenance import Recorder
-from .refused import Refused
+from .unsupported import Refused
 
 # State of torch's optimizers that eager takes out of its tensor to compute with.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}

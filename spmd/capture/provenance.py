@@ -7,20 +7,19 @@ it: it inherits that op's module and line.
 
 from __future__ import annotations
 
-import linecache
-import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from passes import CaptureError, Phase
-from passes.random import draws
+from passes.ir.origin import Origin
+from passes.runtime.random import draws
 
 from .._torch import (
     FakeTensor,
@@ -33,28 +32,13 @@ from .._torch import (
     register_module_forward_pre_hook,
     tree_flatten,
 )
-from ..randomness import Draws
-from .reads import Reads
+from ..call.rng import Draws
+from ..source_lines import user_line
+from .python_reads import Reads
 from .recompute import Recomputed, recomputing
-from .refused import check_op
+from .unsupported import check_op
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH_OPS = {"aten", "prim", "prims"}
-_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE + os.sep)
-
-
-@dataclass
-class Origin:
-    """What is known of one traced op; kept in ``node.meta["origin"]``."""
-
-    number: int
-    phase: Phase
-    module: str = ""
-    source: str = ""
-    cotangent_of: tuple[int, int] | None = None  # (number, output) of the forward op whose gradient this is
-    grad_of: str | None = None
-    draw: int | None = None  # which draw of the step it is; equal numbers draw the same
-    recompute_of: int | None = None  # the number of the op that computed the same before; see recompute.py
 
 
 @dataclass
@@ -259,41 +243,3 @@ def _added_since(last: fx.Node | None, graph: fx.Graph) -> list[fx.Node]:
             break
         nodes.append(node)
     return nodes[::-1]
-
-
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame, from ``frame`` outwards, that is neither torch's nor ours."""
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
-        frame = frame.f_back
-    return frame
-
-
-def user_line(frame: FrameType | None) -> str:
-    """``"train.py:12: loss = ..."`` for the innermost frame of the user's."""
-    frame = user_frame(frame)
-    return describe_line(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
-
-
-def describe_line(filename: str, line: int) -> str:
-    """``"train.py:12: loss = ..."``."""
-    return f"{os.path.basename(filename)}:{line}: {linecache.getline(filename, line).strip()}"
-
-
-def user_place(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """(file, line) of the innermost frame of a traceback that is the user's."""
-    place = None
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith(_INTERNAL) and not filename.startswith("<"):
-            place = (filename, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return place
-
-
-def module_of(traceback: TracebackType | None, names: Mapping[int, str]) -> str:
-    """The name of the innermost module whose method a traceback goes through, or nothing."""
-    name = ""
-    while traceback is not None:
-        name = names.get(id(traceback.tb_frame.f_locals.get("self")), name)
-        traceback = traceback.tb_next
-    return name

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._torch import TorchFunctionMode, storage_number
-from .refused import Refused
+from .unsupported import Refused
 
 _SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 

@@ -29,22 +29,22 @@ from .._torch import (
     tree_unflatten,
     unchecked_distributions,
 )
-from ..randomness import only_torch_draws
-from ..scalers import Skips
-from ..state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
-from ..tree import flatten
-from .attributes import held_tensors
-from .branches import Branch, StateBranches
+from ..call.grad_scaler import Skips
+from ..call.rng import only_torch_draws
+from ..call.state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
+from ..call.tree import flatten
+from .batch_norm import traceable
 from .decompositions import while_recorded
-from .kept import attributes_kept, group_kept, holds_traced, is_traced, optimizer_kept
-from .norms import traceable
 from .optimizers import Watched, check_traceable, only_these
 from .provenance import Recorder
+from .python_reads import Reads
 from .random_decompositions import before_functionalization
-from .reads import Reads
-from .refused import check_results
-from .selects import symbolic_min_and_max
 from .set_data import SetDataCopies
+from .side_effects import attributes_kept, group_kept, holds_traced, is_traced, optimizer_kept
+from .state_branches import Branch, StateBranches
+from .symbolic_minmax import symbolic_min_and_max
+from .tensor_attributes import held_tensors
+from .unsupported import check_results
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ Importing the package fills the table. The files stand in the order in which a s
 from . import pointwise as pointwise
 from . import factories as factories
 from . import views as views
-from . import pieces as pieces
+from . import cat_split as cat_split
 from . import reductions as reductions
 from . import scans as scans
-from . import transforms as transforms
+from . import fft as fft
 from . import distances as distances
 from . import matmul as matmul
-from . import grouped as grouped
+from . import grouped_mm as grouped_mm
 from . import linalg as linalg
-from . import counting as counting
+from . import iota as iota
 from . import indexing as indexing
 from . import normalization as normalization
 from . import attention as attention
@@ -23,13 +23,13 @@ from . import convolution as convolution
 from . import pooling as pooling
 from . import sampling as sampling
 from . import loss as loss
-from . import sizes as sizes
+from . import size_arguments as size_arguments
 # isort: on
 
-from .apart import taken_apart
 from .base import Call, Info, Local, Localize, Option, P, Part, R, Rule, S
-from .counting import counted_dim
-from .table import LOCALIZE, RULES, known, localize_of, rule_of
+from .decomposed import taken_apart
+from .iota import counted_dim
+from .registry import LOCALIZE, RULES, known, localize_of, rule_of
 from .user import register_rule
 
 __all__ = [

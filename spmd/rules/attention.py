@@ -8,10 +8,10 @@ its queries.
 
 from __future__ import annotations
 
+from .aten import aten
 from .base import Call, Info, Option
-from .labels import EQUAL, WHOLE, Dims, aligned, options
-from .ops import aten
-from .table import rule
+from .einsum_labels import EQUAL, WHOLE, Dims, aligned, options
+from .registry import rule
 
 HEADS = "bh.."
 

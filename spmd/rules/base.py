@@ -31,7 +31,7 @@ def S(dim: int) -> Shard:
 
 @dataclass(frozen=True)
 class Info:
-    """Shape and dtype of a tensor in a call; ``counts`` is the dim along which it holds 0, 1, 2, ... (counting.py)."""
+    """Shape and dtype of a tensor in a call; ``counts`` is the dim along which it holds 0, 1, 2, ... (iota.py)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

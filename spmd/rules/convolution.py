@@ -5,10 +5,10 @@ All splits are even: kernels refuse tensors without rows.
 
 from __future__ import annotations
 
+from .aten import aten
 from .base import Call, Option
-from .labels import WHOLE, Dims, options
-from .ops import aten
-from .table import rule
+from .einsum_labels import WHOLE, Dims, options
+from .registry import rule
 
 
 @rule(*aten("convolution"))

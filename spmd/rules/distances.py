@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from .aten import aten
 from .base import Call, Option, parameters
-from .labels import WHOLE, Dims, letters, options
-from .ops import aten
-from .table import rule, whole
+from .einsum_labels import WHOLE, Dims, letters, options
+from .registry import rule, whole
 
 ROW, OTHER = "YZ"
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .aten import aten
 from .base import Call, Option, P, R, parameters
-from .labels import PARTIALS, Dims, is_zero, letters, option, options
-from .ops import aten
-from .table import rule, whole
+from .einsum_labels import PARTIALS, Dims, is_zero, letters, option, options
+from .registry import rule, whole
 
 ZEROS = frozenset(aten("zeros", "new_zeros", "zeros_like"))
 FULL = frozenset(aten("full", "new_full", "full_like"))

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor import Shard
 
 from . import lookup
+from .aten import aten
 from .base import Call, Info, Option, P, S
-from .labels import WHOLE, Dims, aligned, letters, option, options, without, wrap
-from .ops import aten
-from .table import rule, whole
+from .einsum_labels import WHOLE, Dims, aligned, letters, option, options, without, wrap
+from .registry import rule, whole
 
 
 @rule(*aten("embedding"))

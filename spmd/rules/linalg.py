@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from .aten import aten
 from .base import Call, Option
-from .labels import WHOLE, Dims, arguments, infos, letters, options
-from .ops import aten
-from .table import rule
+from .einsum_labels import WHOLE, Dims, arguments, infos, letters, options
+from .registry import rule
 
 # How many dims at the end belong to the matrix: of an operand that is not among ``OPERANDS``, and of each result.
 MATRIX = 2

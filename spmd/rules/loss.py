@@ -11,10 +11,10 @@ from dataclasses import replace
 from torch.distributed.tensor.placement_types import Placement
 
 from . import lookup
+from .aten import aten
 from .base import Call, Local, Option, P, R, S
-from .labels import EQUAL, WHOLE, Dims, option, options
-from .ops import aten
-from .table import rule
+from .einsum_labels import EQUAL, WHOLE, Dims, option, options
+from .registry import rule
 
 NONE, MEAN = 0, 1
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from .aten import aten
 from .base import Call, Option
-from .labels import Dims, aligned, letters, options
-from .ops import aten
-from .table import rule
+from .einsum_labels import Dims, aligned, letters, options
+from .registry import rule
 
 PRODUCTS = {
     ("mm", "mm.dtype"): Dims({"self": "mk", "mat2": "kn"}, "mn", reduced="k", linear=(("self",), ("mat2",))),

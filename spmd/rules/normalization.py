@@ -6,10 +6,10 @@ the statistics of the whole batch and is taken apart at capture.
 
 from __future__ import annotations
 
+from .aten import aten
 from .base import Call, Option
-from .labels import EQUAL, WHOLE, Dims, letters, options, without
-from .ops import aten
-from .table import rule
+from .einsum_labels import EQUAL, WHOLE, Dims, letters, options, without
+from .registry import rule
 
 
 @rule(*aten("native_layer_norm", "_fused_rms_norm"))

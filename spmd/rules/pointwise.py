@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from .._torch import OpOverload
+from .aten import aten
 from .base import Call, Option
-from .labels import EQUAL, Dims, aligned, arguments, grows, infos, is_zero, letters, options
-from .ops import aten
-from .table import rule, tagged
+from .einsum_labels import EQUAL, Dims, aligned, arguments, grows, infos, is_zero, letters, options
+from .registry import rule, tagged
 
 # Ops whose result has its operand's elements: every kind of partial passes.
 COPIES = frozenset(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .._torch import OpOverload
+from .aten import aten
 from .base import Call, Option, parameters
-from .labels import WHOLE, Dims, arguments, infos, letters, options
-from .ops import aten
-from .table import rule
+from .einsum_labels import WHOLE, Dims, arguments, infos, letters, options
+from .registry import rule
 
 # How many dims at the end are space.
 SPACE: dict[OpOverload, int] = (

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 
 from .._torch import OpOverload
+from .aten import aten
 from .base import Call, Option, Part, Run
-from .labels import WHOLE, Dims, letters, options, wrap
-from .ops import aten
-from .table import rule
+from .einsum_labels import WHOLE, Dims, letters, options, wrap
+from .registry import rule
 
 # How a split dim that is reduced comes out; for a sum also which operand may come in partial.
 SUMS = aten("sum", "sum.dim_IntList")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from .aten import aten
 from .base import Call, Option
-from .labels import WHOLE, Dims, options
-from .ops import aten
-from .table import rule
+from .einsum_labels import WHOLE, Dims, options
+from .registry import rule
 
 SPACE = {2: "YX", 3: "ZYX"}
 FORWARD = {op: count for count in SPACE for op in aten(f"grid_sampler_{count}d")}

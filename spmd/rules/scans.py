@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .._torch import OpOverload
+from .aten import aten
 from .base import Call, Option
-from .labels import Dims, arguments, infos, letters, options, without, wrap
-from .ops import aten
-from .table import rule
+from .einsum_labels import Dims, arguments, infos, letters, options, without, wrap
+from .registry import rule
 
 # Linear in this operand, so that a partial sum passes.
 LINEAR: dict[OpOverload, str] = {

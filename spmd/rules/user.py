@@ -16,8 +16,8 @@ from passes.errors import PlacementError
 
 from .._torch import OpOverload, OpOverloadPacket
 from .base import Call, Info, Option, R
-from .labels import infos
-from .table import RULES
+from .einsum_labels import infos
+from .registry import RULES
 
 Pairs = Sequence[tuple[Sequence[Any], Sequence[Any]]]
 Placements = Callable[..., Pairs]

@@ -14,10 +14,10 @@ from math import prod
 from torch.distributed.tensor import Shard
 
 from ..placements import rows
+from .aten import aten
 from .base import Call, Info, Option
-from .labels import PARTIALS, WHOLE, Dims, grows, letters, option, options, partial, wrap
-from .ops import aten
-from .table import rule, whole
+from .einsum_labels import PARTIALS, WHOLE, Dims, grows, letters, option, options, partial, wrap
+from .registry import rule, whole
 
 
 @rule(*aten("view", "_unsafe_view", "reshape", "view_copy", "_reshape_copy"))

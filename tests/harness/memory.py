@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import spmd
 from passes import Report
-from passes.shared_memory import mapped
+from passes.runtime.shared_memory import mapped
 
 
 def live_bytes() -> int:

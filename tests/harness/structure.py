@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import spmd
-from passes.arena import place, reserve
+from passes.runtime.arena import place, reserve
 
 from .cases import mlp
 from .fake import fake_world

@@ -12,8 +12,18 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes import Axis, Kind, Mesh, OutputKind, Pass, Program, Role, check, fill_vals, print_program, run
-from passes.collectives import WAIT, c10d, group_of, is_collective, is_shared, is_wait, kind_of, operands, reduction_of
-from passes.transport import swap
+from passes.ir.collectives import (
+    WAIT,
+    c10d,
+    group_of,
+    is_collective,
+    is_shared,
+    is_wait,
+    kind_of,
+    operands,
+    reduction_of,
+)
+from passes.runtime.message_collectives import swap
 
 GROUP = "0"
 MESH = Mesh((Axis("dp", 2, GROUP),))

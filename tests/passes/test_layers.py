@@ -39,10 +39,10 @@ def test_passes_ask_for_strides_in_one_file() -> None:
     """Elsewhere a decision by this rank's strides would be another one on the next rank."""
     no_decision = {
         "arena.py",  # makes tensors
-        "lay_out.py",  # of what is the same on all ranks
-        "lodgers.py",  # counts bytes
+        "fold_layout_copies.py",  # of what is the same on all ranks
+        "buffers.py",  # counts bytes
         "reuse_memory.py",  # says where they lie, which may differ
-        "transport.py",  # runs
+        "message_collectives.py",  # runs
     }
     asking = {
         path.name
@@ -51,4 +51,4 @@ def test_passes_ask_for_strides_in_one_file() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("is_contiguous", "stride")
         if not ast.unparse(node.value).endswith("layouts")
     }
-    assert asking - no_decision == {"layouts.py"}
+    assert asking - no_decision == {"strides.py"}

@@ -1,0 +1,125 @@
+"""Which nodes may share memory, and how long each piece of memory is read.
+
+A program is functional, so values never change under its readers, and passes may forget about memory; but for two
+questions. May a value be overwritten (``UpdateInPlace``)? Would an edit make two outputs, or an output and an input,
+share memory that they did not share before? When in doubt, the answer here is "they may share".
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import OpOverload, c10d, is_composite
+from ..ir.collectives import is_collective, is_wait, operands, waits_of
+from ..runtime.message_collectives import NAMESPACE
+from .list_ops import Entry, entry_of, is_taken_apart
+
+Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it
+
+_NONE: Storages = frozenset()
+_UNDECLARED_VIEWS: set[Any] = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_chunk.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+}
+
+
+def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
+    """For each node, the pieces of memory that its value may lie in.
+
+    The parts of a flat input are pieces of their own: what is written into one of them leaves the others as they are.
+    """
+    found: dict[fx.Node, Storages] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        parts = _parts_of(node)
+        found |= {part: frozenset({part}) for part in parts}
+        found[node] = frozenset({node, *parts})
+    entries: dict[Entry, fx.Node] = {}
+    apart: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        entry = entry_of(node)
+        if entry is not None and entry.op not in apart:
+            apart[entry.op] = is_taken_apart(entry.op)
+        if entry is not None and apart[entry.op]:  # the results of an op over lists lie apart
+            found[node] = frozenset({entries.setdefault(entry, node)})
+        elif node not in found:
+            found[node] = _storages_of(node, found)
+    return found
+
+
+def _parts_of(placeholder: fx.Node) -> list[fx.Node]:
+    """The nodes that take a flat input apart, if that is done once."""
+    splits = [user for user in placeholder.users if user.target is torch.ops.aten.split_with_sizes.default]
+    if len(splits) != 1 or len(splits[0].args) > 2:
+        return []
+    parts = [user for user in splits[0].users if user.target is operator.getitem]
+    return parts if len({part.args[1] for part in parts}) == len(splits[0].users) else []
+
+
+def escaping(graph: fx.Graph, found: dict[fx.Node, Storages]) -> set[fx.Node]:
+    """The pieces of memory that live on after the call: those of inputs, constants and outputs."""
+    kept = {piece for node in graph.nodes if node.op in ("placeholder", "get_attr") for piece in found[node]}
+    for output in graph.output_node().all_input_nodes:
+        kept |= found[output]
+    return kept
+
+
+def last_reads(graph: fx.Graph, found: dict[fx.Node, Storages]) -> dict[fx.Node, int]:
+    """For each piece of memory, the position of the last node that reads it.
+
+    A collective reads its operands until somebody has waited for it, but for an all_reduce, which copies first. What
+    is returned is read at the very end.
+    """
+    position = {node: k for k, node in enumerate(graph.nodes)}
+    last: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        waits = [] if node.target is c10d.all_reduce.default else waits_of(node)
+        until = max([position[node], *(position[wait] for wait in waits)])
+        for storage in _read(node, found):
+            last[storage] = max(last.get(storage, 0), until)
+    return last
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result lies in an argument's memory, by what torch declares, and owns none."""
+    if is_wait(node) or node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target in _UNDECLARED_VIEWS:
+        return False
+    if is_composite(node.target):
+        return False  # a reshape is a view where it can be, and else a copy
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def _read(node: fx.Node, found: dict[fx.Node, Storages]) -> set[fx.Node]:
+    read = operands(node) if is_collective(node) else node.all_input_nodes
+    return {storage for argument in read for storage in found[argument]}
+
+
+def _storages_of(node: fx.Node, found: dict[fx.Node, Storages]) -> Storages:
+    if node.op == "get_attr":
+        return frozenset({node})
+    if node.op == "output":
+        return _NONE
+    shared = frozenset().union(*(found[argument] for argument in _shared_arguments(node)))
+    return shared if is_view(node) else shared | {node}
+
+
+def _shared_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory the result may lie in."""
+    op = node.target
+    if not isinstance(op, OpOverload) or is_wait(node) or op in _UNDECLARED_VIEWS:
+        return node.all_input_nodes  # Python code: nobody said what it returns
+    if op.namespace not in ("aten", "prims", "_c10d_functional", NAMESPACE) or is_composite(op):
+        return node.all_input_nodes
+    shared: list[fx.Node] = []
+    for k, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None:  # marked as shared with a result, as in Tensor(a)
+            given = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, shared.append)
+    return shared

@@ -1,0 +1,269 @@
+"""What collectives cost: measured figures by backend, kind, way and size, and which way is cheapest.
+
+A *way* is how a collective is performed: by the backend's own op, or by others (``message_collectives.py``). The
+built-in table was measured on loopback, with gloo; ``python -m spmd calibrate`` measures the user's machines, into a
+file for ``Table.read``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..ir.collectives import Kind
+from ..ir.program import Axis
+
+
+class Way(StrEnum):
+    """How a collective is performed."""
+
+    NATIVE = "native"  # the op of the backend that means it
+    EXCHANGE = "exchange"  # each rank gets its part of every rank's operand and adds them up
+    BROADCAST = "broadcast"  # each rank broadcasts its part, all at once
+    SENDING = "sending"  # each rank sends its part to each other
+    SHARED = "shared"  # the ranks of one host read each other's memory
+    COALESCED = "coalesced"  # the op of the backend for each member of a bucket, all in one launch
+
+
+WAYS: dict[Kind, tuple[Way, ...]] = {
+    Kind.ALL_REDUCE: (Way.NATIVE, Way.SHARED),
+    Kind.REDUCE_SCATTER: (Way.NATIVE, Way.EXCHANGE, Way.SHARED, Way.COALESCED),
+    Kind.ALL_GATHER: (Way.NATIVE, Way.BROADCAST, Way.SENDING, Way.SHARED, Way.COALESCED),
+}
+"""What is measured and chosen from. Of equal ones the first is taken."""
+
+_BACKENDS: dict[str, set[Way]] = {
+    "gloo": {Way.NATIVE, Way.EXCHANGE, Way.BROADCAST, Way.SENDING, Way.SHARED},
+    "nccl": {Way.NATIVE, Way.COALESCED},
+}
+
+MEASURED_MEMBERS = 8  # all of one size, in what is measured as coalesced
+_LARGE = 1 << 20  # bytes of a member that is surely quicker to send than to copy
+
+
+def ways_along(axis: Axis, kind: Kind, backend: str) -> tuple[Way, ...]:
+    """The ways in which the ranks of ``axis`` can perform a collective, if they talk through ``backend``."""
+    known = _BACKENDS.get(backend, {Way.NATIVE})
+    return tuple(way for way in WAYS[kind] if way in known and (axis.shared or way is not Way.SHARED))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured collective. ``bytes``: of the longer of operand and result. ``cpu``: CPU seconds of one rank."""
+
+    bytes: int
+    seconds: float
+    cpu: float
+
+    @property
+    def cost(self) -> float:
+        """Seconds to the result plus seconds taken from compute: a rank whose core communicates computes nothing."""
+        return self.seconds + self.cpu
+
+
+@dataclass(frozen=True)
+class Link:
+    """What was measured along one axis: for each kind and way, points in the order of their sizes."""
+
+    backend: str
+    axis: str
+    ranks: int
+    curves: Mapping[tuple[Kind, Way], tuple[Point, ...]]
+
+    def cost(self, kind: Kind, way: Way, size: int) -> float | None:
+        """The cost in seconds at ``size`` bytes, between points by a straight line; None if it was not measured."""
+        points = self.curves.get((kind, way), ())
+        if not points:
+            return None
+        if size <= points[0].bytes:
+            return points[0].cost
+        for one, other in pairwise(points):
+            if size <= other.bytes:
+                return one.cost + (other.cost - one.cost) * (size - one.bytes) / (other.bytes - one.bytes)
+        return points[-1].cost * size / points[-1].bytes
+
+    def cheapest(self, kind: Kind, size: int, ways: Sequence[Way]) -> Way:
+        """The way of the least cost of ``ways``; the first one if none was measured."""
+        costs = {way: cost for way in ways if (cost := self.cost(kind, way, size)) is not None}
+        return min(costs, key=costs.__getitem__, default=ways[0])
+
+
+@dataclass(frozen=True)
+class Table:
+    """All measured figures. ``compute``: rates of this machine, such as ``"matmul float32"`` in FLOP/s."""
+
+    name: str
+    links: tuple[Link, ...]
+    compute: Mapping[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Table({self.name!r})"
+
+    def link(self, axis: Axis, backend: str) -> Link | None:
+        """What fits ``axis`` best: of its backend, then of its name, then of the nearest number of ranks."""
+        links = [link for link in self.links if link.backend == backend]
+        return min(links, key=lambda each: (each.axis != axis.name, abs(each.ranks - axis.size)), default=None)
+
+    def coalesces(self, axis: Axis, backend: str, kind: Kind, size: int, members: int) -> bool:
+        """Whether a collective on each of ``members``, ``size`` bytes in all, costs less than to copy them for one.
+
+        Where that was not measured, it does if they are large. A launch of many small ones is slow: of 980 vectors, 21
+        MB in all, it took 70 times as long as of one vector (https://github.com/NVIDIA/nccl/issues/725).
+        """
+        link, rate = self.link(axis, backend), self.compute.get("memory")
+        one = link.cost(kind, Way.NATIVE, size) if link else None
+        group = link.cost(kind, Way.COALESCED, MEASURED_MEMBERS * size // members) if link else None
+        if one is None or group is None or rate is None:
+            return size >= _LARGE * members
+        return group * members / MEASURED_MEMBERS < one + 2 * size / rate  # a copy reads and writes
+
+    def write(self, path: str | Path) -> None:
+        """Write the table as JSON."""
+        links = [
+            {
+                "backend": link.backend,
+                "axis": link.axis,
+                "ranks": link.ranks,
+                "costs": [
+                    {"kind": kind, "way": way, "bytes": point.bytes, "seconds": point.seconds, "cpu": point.cpu}
+                    for (kind, way), points in link.curves.items()
+                    for point in points
+                ],
+            }
+            for link in self.links
+        ]
+        Path(path).write_text(json.dumps({"compute": dict(self.compute), "links": links}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Table:
+        """The table in a file that ``write`` made. Raises ``ValueError`` for any other file."""
+        try:
+            content = json.loads(Path(path).read_text())
+            links = tuple(_link(each) for each in content["links"])
+            compute = {str(name): float(rate) for name, rate in content["compute"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"expected {path} to be a table of costs as `python -m spmd calibrate` writes it, "
+                f"but reading it failed: {type(error).__name__}: {error}"
+            ) from error
+        return cls(Path(path).name, links, compute)
+
+
+def _link(content: Mapping[str, Any]) -> Link:
+    curves: dict[tuple[Kind, Way], list[Point]] = {}
+    for each in content["costs"]:
+        point = Point(int(each["bytes"]), float(each["seconds"]), float(each["cpu"]))
+        curves.setdefault((Kind(each["kind"]), Way(each["way"])), []).append(point)
+    ordered = {key: tuple(sorted(points, key=lambda point: point.bytes)) for key, points in curves.items()}
+    return Link(str(content["backend"]), str(content["axis"]), int(content["ranks"]), ordered)
+
+
+_SIZES = tuple(4096 * 4**k for k in range(7))
+
+# (milliseconds, milliseconds of CPU) at those sizes, as `python -m spmd calibrate` measures them: 2 ranks on loopback,
+# a core each, torch 2.13. By messages, the least of six runs beside other work, four of which were before two ranks
+# swapped halves; by memory, of three.
+_GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
+    (Kind.ALL_REDUCE, Way.NATIVE): (
+        (0.28, 0.24),
+        (0.26, 0.24),
+        (0.36, 0.29),
+        (2.29, 0.38),
+        (2.14, 1.13),
+        (4.55, 3.04),
+        (13.89, 11.25),
+    ),
+    (Kind.REDUCE_SCATTER, Way.NATIVE): (
+        (0.26, 0.25),
+        (0.25, 0.24),
+        (0.29, 0.29),
+        (1.57, 0.46),
+        (2.26, 1.05),
+        (5.57, 3.51),
+        (17.34, 14.62),
+    ),
+    (Kind.REDUCE_SCATTER, Way.EXCHANGE): (
+        (0.23, 0.23),
+        (0.21, 0.20),
+        (0.24, 0.23),
+        (0.31, 0.29),
+        (0.57, 0.52),
+        (2.29, 1.72),
+        (9.79, 6.88),
+    ),
+    (Kind.ALL_GATHER, Way.NATIVE): (
+        (0.19, 0.19),
+        (0.21, 0.20),
+        (0.21, 0.21),
+        (0.30, 0.30),
+        (0.62, 0.55),
+        (3.44, 2.14),
+        (11.21, 8.15),
+    ),
+    (Kind.ALL_GATHER, Way.BROADCAST): (
+        (0.27, 0.26),
+        (0.28, 0.26),
+        (0.33, 0.29),
+        (0.39, 0.35),
+        (1.46, 0.62),
+        (2.35, 1.73),
+        (7.79, 6.06),
+    ),
+    (Kind.ALL_GATHER, Way.SENDING): (
+        (1.59, 0.31),
+        (0.49, 0.38),
+        (1.65, 0.41),
+        (2.34, 0.49),
+        (2.36, 1.38),
+        (3.23, 1.78),
+        (7.00, 6.04),
+    ),
+    (Kind.ALL_REDUCE, Way.SHARED): (
+        (0.11, 0.11),
+        (0.12, 0.12),
+        (0.12, 0.13),
+        (0.16, 0.16),
+        (0.25, 0.25),
+        (0.56, 0.56),
+        (3.19, 3.2),
+    ),
+    (Kind.REDUCE_SCATTER, Way.SHARED): (
+        (0.14, 0.14),
+        (0.15, 0.15),
+        (0.15, 0.15),
+        (0.17, 0.18),
+        (0.23, 0.24),
+        (0.45, 0.45),
+        (1.73, 1.73),
+    ),
+    (Kind.ALL_GATHER, Way.SHARED): (
+        (0.14, 0.14),
+        (0.14, 0.14),
+        (0.14, 0.14),
+        (0.18, 0.18),
+        (0.24, 0.24),
+        (0.45, 0.45),
+        (2.02, 2.02),
+    ),
+}
+
+BUILT_IN = Table(
+    "built in",
+    (
+        Link(
+            "gloo",
+            "",
+            2,
+            {
+                key: tuple(Point(size, wall / 1e3, cpu / 1e3) for size, (wall, cpu) in zip(_SIZES, curve, strict=True))
+                for key, curve in _GLOO.items()
+            },
+        ),
+    ),
+)
+"""What is known without measuring."""

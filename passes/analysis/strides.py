@@ -1,0 +1,197 @@
+"""How values lie in memory, as far as all ranks know it: the only file in which a pass asks for strides.
+
+Ranks must take the same decisions. Where they hold parts of other lengths, what one of them sees decides nothing: a
+tensor with a single row, or none, is contiguous in any order of its dims, and the same tensor on the next rank is not.
+The partitioner says of which values ranks hold unequal parts (``meta["uneven"]``: of what and how, or nothing where all
+parts are equal); what follows from that is here.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import OpOverload, c10d, is_composite
+from ..ir.collectives import is_wait
+from .aliases import is_view
+
+aten = torch.ops.aten
+
+# Whatever they read, what they make is contiguous.
+_FRESH: set[Any] = {
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.contiguous.default,
+    aten.embedding.default,
+    aten.embedding_dense_backward.default,
+    aten.index_select.default,
+    aten.mm.default,
+    aten.stack.default,
+    c10d.all_gather_into_tensor.default,
+    c10d.all_to_all_single.default,
+    c10d.reduce_scatter_tensor.default,
+}
+# Of what is contiguous they make, or show, what is contiguous. So do pointwise ops.
+_KEEPING: set[Any] = {
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    aten.amax.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.constant_pad_nd.default,
+    aten.detach.default,
+    aten.mean.dim,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.reshape.default,
+    aten.slice_scatter.default,
+    aten.squeeze.dim,
+    aten.sum.dim_IntList,
+    aten.unsqueeze.default,
+    aten.view.default,
+    c10d.all_reduce.default,
+}
+# So do these, if they cut along the first dim: where among the arguments the dim stands.
+_CUTTING: dict[Any, int] = {
+    aten.select.int: 1,
+    aten.slice.Tensor: 1,
+    aten.split_with_sizes.default: 2,
+    aten.unbind.int: 1,
+}
+# Dims in another order.
+_TURNING: set[Any] = {aten.permute.default, aten.t.default, aten.transpose.int}
+
+
+class Layouts:
+    """What all ranks know of how the values of a graph lie. Where all parts are equal, that is all there is to know.
+
+    ``graph``: the one to look at; None to look at nodes as they come, in order, by ``see``.
+    """
+
+    def __init__(self, graph: fx.Graph | None = None) -> None:
+        self._uneven: set[fx.Node] = set()
+        self._unknown: set[fx.Node] = set()
+        for node in graph.nodes if graph is not None else ():
+            self.see(node)
+
+    def see(self, node: fx.Node) -> None:
+        """Take in a node whose operands are known; once more if more has been said of it."""
+        operands = node.all_input_nodes
+        uneven = bool(node.meta.get("uneven", not self._uneven.isdisjoint(operands)))
+        differs = uneven or any(each in self._uneven or each in self._unknown for each in operands)
+        _put(self._uneven, node, uneven)
+        _put(self._unknown, node, differs and not self._is_surely_contiguous(node))
+
+    def is_known(self, node: fx.Node) -> bool:
+        """Whether strides say the same on all ranks."""
+        return node not in self._unknown
+
+    def is_even(self, node: fx.Node) -> bool:
+        """Whether shapes, hence sizes, are the same on all ranks."""
+        return node not in self._uneven
+
+    def is_contiguous(self, value: Any) -> bool:
+        """Whether ``value`` is a node that is contiguous on all ranks: any view of it is possible."""
+        val = value.meta.get("val") if isinstance(value, fx.Node) else None
+        return isinstance(val, torch.Tensor) and self.is_known(value) and val.is_contiguous()
+
+    def is_viewable(self, node: fx.Node, shape: torch.Size) -> bool:
+        """Whether on all ranks ``node`` can be seen in this local shape without a copy."""
+        val: torch.Tensor = node.meta["val"]
+        if not self.is_known(node):
+            return False
+        try:
+            torch.empty_strided(val.shape, val.stride(), device="meta").view(shape)
+        except RuntimeError:
+            return False
+        return True
+
+    def are_alike(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether on all ranks two tensors have the same shape, dtype and device, and lie alike."""
+        a, b = one.meta.get("val"), other.meta.get("val")
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            return False
+        if not self.is_known(one) or not self.is_known(other):
+            return False
+        # The stride of a dim of length one says nothing.
+        alike = a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
+        return alike and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+    def _is_surely_contiguous(self, node: fx.Node) -> bool:
+        """Whether op and operands make this contiguous for parts of any length."""
+        op: Any = node.target
+        if node.op in ("placeholder", "output") or op in _FRESH or _has_one_dim(node):
+            return True
+        if op in _TURNING:
+            return self._is_contiguous_again(node)
+        if op is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format:
+            return True
+        tensors = [each for each in node.all_input_nodes if "val" in each.meta]
+        return _keeps(node) and all(self._is_plain(each) for each in tensors)
+
+    def _is_contiguous_again(self, node: fx.Node) -> bool:
+        """Whether dims of something contiguous are turned until they stand as they stood."""
+        turns: list[fx.Node] = []
+        at = node
+        while at.target in _TURNING and isinstance(at.args[0], fx.Node):
+            turns, at = [at, *turns], at.args[0]
+        seen = torch.empty(list(range(2, at.meta["val"].ndim + 2)), device="meta")  # no two dims are alike
+        for turn in turns:
+            turned: Any = turn.target
+            seen = turned(seen, *turn.args[1:])
+        return self.is_contiguous(at) and seen.is_contiguous()
+
+    def _is_plain(self, node: fx.Node) -> bool:
+        """Contiguous, or a number, or several results that are contiguous."""
+        return self.is_contiguous(node) if isinstance(node.meta["val"], torch.Tensor) else self.is_known(node)
+
+
+def is_dense(val: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill its memory, each at a place of its own."""
+    filled = 1
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(val.shape, val.stride(), strict=True) if size > 1
+    ):
+        if stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def overlaps(val: torch.Tensor) -> bool:
+    """Whether some elements share a place. Of an expanded tensor, strides do not tell one dim from another."""
+    return any(stride == 0 and size > 1 for size, stride in zip(val.shape, val.stride(), strict=True))
+
+
+def _keeps(node: fx.Node) -> bool:
+    op: Any = node.target
+    if op in _CUTTING:
+        return _takes_rows(node)
+    pointwise = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags
+    return pointwise or op in _KEEPING or op is operator.getitem or is_wait(node) or not node.all_input_nodes
+
+
+def _takes_rows(node: fx.Node) -> bool:
+    """Whether what is cut out of a tensor are rows that lie together."""
+    dim = node.args[_CUTTING[node.target] :][:1] or (node.kwargs.get("dim", 0),)
+    steps = node.target is aten.slice.Tensor and (len(node.args) > 4 or "step" in node.kwargs)
+    return bool(dim[0] == 0) and not steps
+
+
+def _has_one_dim(node: fx.Node) -> bool:
+    """Whether a result of at most one dim has memory of its own: then it fills it in order."""
+    val, owner = node.meta.get("val"), node.args[0] if node.target is operator.getitem else node
+    if not isinstance(val, torch.Tensor) or val.ndim > 1 or not isinstance(owner, fx.Node) or is_view(owner):
+        return False
+    return not (isinstance(owner.target, OpOverload) and is_composite(owner.target))  # a reshape may be a view
+
+
+def _put(nodes: set[fx.Node], node: fx.Node, inside: bool) -> None:
+    (nodes.add if inside else nodes.discard)(node)

@@ -1,0 +1,25 @@
+"""Remove ``aten.detach`` and ``aten.alias``: after tracing there is no autograd left for them to stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..base import Pass
+from ..ir.program import Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class DropDetach(Pass):
+    """Each detach or alias is replaced by its input. Values, memory and order stay the same."""
+
+    def rewrite(self, program: Program) -> int:
+        """Replace and erase each."""
+        found = [node for node in program.graph.nodes if node.target in (aten.detach.default, aten.alias.default)]
+        for node in found:
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
+        return len(found)

@@ -1,0 +1,101 @@
+"""Remove views that show a tensor as it already is, and copies that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..analysis.aliases import escaping, storages
+from ..analysis.strides import Layouts, overlaps
+from ..base import Pass
+from ..ir.program import Program
+
+aten = torch.ops.aten
+
+_RESHAPES: set[Any] = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_VIEWS: set[Any] = _RESHAPES | {
+    aten.expand.default,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+}
+
+
+@dataclass(frozen=True)
+class FoldViews(Pass):
+    """A view that ends where it began is replaced by where it began; a view of a view by one view.
+
+    The first covers a view to the same shape and chains that undo themselves, such as ``t(t(x))``: shape, strides,
+    offset and placement are those of a tensor further up. (Placement, because what looks the same on this rank may
+    only be a small shard, and ranks must agree on what equals what.) A ``_to_copy`` that changes neither dtype,
+    device nor layout goes too, unless its memory lives on after the call: an output must not come to share memory
+    with an input or with another output. ``clone`` stays. Assumes a functional graph. What a folded chain went
+    through is left to ``DeadCode``.
+    """
+
+    def rewrite(self, program: Program) -> int:
+        """Visit nodes in order, so that a chain is folded from its start."""
+        kept, layouts = escaping(program.graph, storages(program.graph)), Layouts(program.graph)
+        edits = 0
+        for node in program.graph.nodes:
+            if node.target is aten._to_copy.default:
+                edits += _drop_copy(node, kept, layouts)
+            if node.target in _VIEWS and node.users:
+                edits += _fold(node, kept, layouts)
+        return edits
+
+
+def _drop_copy(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
+    source = node.args[0]
+    if node in kept or not isinstance(source, fx.Node) or not _looks_the_same(source, node, layouts):
+        return 0
+    node.replace_all_uses_with(source)
+    return 1
+
+
+def _fold(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
+    start = next((above for above in _above(node, layouts) if _looks_the_same(above, node, layouts)), None)
+    if start is not None:
+        node.replace_all_uses_with(start)
+        return 1
+    source = node.args[0]
+    if isinstance(source, fx.Node) and node.target in _RESHAPES and source.target in _RESHAPES:
+        return _shorten(node, source, kept, layouts)
+    return 0
+
+
+def _shorten(node: fx.Node, source: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
+    """One view instead of two. Where the first copies, the one must copy too, unless others want that copy as well."""
+    may_copy = source.target is aten.reshape.default
+    if not layouts.is_contiguous(source.args[0]) and (not may_copy or len(source.users) > 1 or node in kept):
+        return 0
+    if may_copy:
+        node.target = aten.reshape.default
+    node.update_arg(0, source.args[0])
+    return 1
+
+
+def _above(node: fx.Node, layouts: Layouts) -> Iterator[fx.Node]:
+    """The tensors that ``node`` is a view of, nearest first; strides tell nothing across a reshape that copies."""
+    while node.target in _VIEWS and isinstance(node.args[0], fx.Node):
+        if node.target is aten.reshape.default and not layouts.is_contiguous(node.args[0]):
+            return
+        node = node.args[0]
+        yield node
+
+
+def _looks_the_same(one: fx.Node, other: fx.Node, layouts: Layouts) -> bool:
+    if not layouts.are_alike(one, other) or overlaps(one.meta["val"]):
+        return False
+    if one.meta.get("placement") != other.meta.get("placement"):
+        return False
+    return bool(one.meta["val"].storage_offset() == other.meta["val"].storage_offset())

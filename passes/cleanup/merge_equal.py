@@ -1,0 +1,113 @@
+"""Compute equal things once, collectives included (common subexpression elimination)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..analysis.aliases import escaping, storages
+from ..base import Pass
+from ..ir.collectives import Collective, is_collective
+from ..ir.effects import is_pure
+from ..ir.program import Program
+from ..ir.roles import Role
+
+
+@dataclass(frozen=True)
+class MergeEqual(Pass):
+    """Of pure nodes with equal op and arguments, the first serves all readers.
+
+    What was recomputed on purpose (``meta["recompute_of"]``) is never merged with what it recomputes, and random ops
+    are not pure. Outputs do not come to share memory: where the memory of both nodes lives on after the call, what
+    returns the second gets a ``clone`` of the first. Assumes a functional graph; leaves the equal nodes erased.
+    """
+
+    def rewrite(self, program: Program) -> int:
+        """Visit nodes in order: when a node's turn comes, its arguments are merged already."""
+        memory = _Memory(program.graph)
+        first: dict[Hashable, fx.Node] = {}
+        edits = 0
+        for node in list(program.graph.nodes):
+            if is_pure(node):
+                original = first.setdefault(_key(node), node)
+                edits += original is not node and _merge(node, original, memory)
+        return edits
+
+
+class _Memory:
+    """Which memory lives on after the call, kept true while nodes are merged."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.found = storages(graph)
+        self.kept = escaping(graph, self.found)
+        self.became: dict[fx.Node, fx.Node] = {}
+
+    def kept_of(self, node: fx.Node) -> set[fx.Node]:
+        """The pieces that live on of those that ``node`` lies in."""
+        return {storage for each in self.found[node] if (storage := self.became.get(each, each)) in self.kept}
+
+    def merge(self, node: fx.Node, original: fx.Node) -> None:
+        """What lay in the memory of ``node`` now lies in that of ``original``, and keeps it alive where it was kept."""
+        if self.kept_of(node):
+            self.kept |= {self.became.get(each, each) for each in self.found[original]}
+        if node in self.found[node] and original in self.found[original]:
+            self.became[node] = original
+
+
+def _merge(node: fx.Node, original: fx.Node, memory: _Memory) -> bool:
+    mine, other = memory.kept_of(node), memory.kept_of(original)
+    if is_collective(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        node.replace_all_uses_with(original)  # what is returned is a wait or an item: their turn comes
+    elif not mine or not other or mine == other:
+        memory.merge(node, original)
+        node.replace_all_uses_with(original)
+    elif node.target is torch.ops.aten.clone.default:
+        return False  # it is already what we would put in its place
+    else:
+        _clone(node, original, memory)
+    _join_meta(original, node)
+    node.graph.erase_node(node)
+    return True
+
+
+def _clone(node: fx.Node, original: fx.Node, memory: _Memory) -> None:
+    """What is returned, as it is or as a view, gets memory of its own; all other readers take the first."""
+    node.replace_all_uses_with(
+        original, lambda user: user.op != "output" and not memory.found[user] & memory.found[node]
+    )
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_function(torch.ops.aten.clone.default, (original,))
+    copy.meta = {key: value for key, value in node.meta.items() if key != "collective"}
+    memory.found[copy] = memory.found[node]
+    node.replace_all_uses_with(copy)
+
+
+def _join_meta(original: fx.Node, node: fx.Node) -> None:
+    """One collective now serves what two served."""
+    said, also = original.meta.get("collective"), node.meta.get("collective")
+    if isinstance(said, Collective) and isinstance(also, Collective):
+        role = also.role if said.role is Role.UNKNOWN else said.role
+        original.meta["collective"] = replace(said, role=role, of=tuple(dict.fromkeys(said.of + also.of)))
+
+
+def _key(node: fx.Node) -> Hashable:
+    """Equal for nodes that compute the same on all ranks, not just on one whose numbers happen to be equal."""
+    told = tuple(str(node.meta.get(key)) for key in ("recompute_of", "placement", "uneven", "numbers"))
+    return node.op, node.target, _frozen(node.args), _frozen(dict(node.kwargs)), *told
+
+
+def _frozen(value: Any) -> Hashable:
+    """``value`` as something to look up, with types: to Python 1, 1.0 and True are equal."""
+    if isinstance(value, fx.Node):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((key, _frozen(each)) for key, each in sorted(value.items()))
+    if isinstance(value, slice):
+        return "slice", _frozen((value.start, value.stop, value.step))
+    return type(value), repr(value) if isinstance(value, float) else value

@@ -1,0 +1,1 @@
+"""Passes that merge collectives, choose the ops that implement them, and move their starts and waits."""

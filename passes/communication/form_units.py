@@ -1,0 +1,128 @@
+"""Say which parameters are communicated, stored and updated together."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..analysis.agreed_sizes import most_bytes
+from ..analysis.repeated_blocks import blocks_of
+from ..base import Pass
+from ..ir.collectives import Kind
+from ..ir.program import Input, Mesh, OutputKind, Program, is_even
+from ..ir.roles import Role
+
+_EXPOSED = 4  # units of ``first_bytes`` that are communicated while there is little else to do
+
+
+@dataclass(frozen=True)
+class FormUnits(Pass):
+    """Fills ``program.units`` unless it is set: groups of parameters that become one bucket each.
+
+    Parameters are walked from the last registered to the first, as their gradients come about: first those that the
+    step trains, then the others that it communicates. A unit closes once its communication reaches ``max_bytes``, the
+    first one at ``first_bytes``, so that it can start early; and where a repeated block begins or ends, once it has
+    ``first_bytes``. Of parameters that are gathered, the last to be walked over, some four times ``first_bytes``, are
+    in units of ``first_bytes``, too: forward begins with them and backward ends, so nothing hides them. Parameters of
+    one unit agree in dtype, device, module argument, in whether ranks have equal parts, and in the kinds, axes and
+    roles of their collectives; inside of it they stand in the order of registration. Sizes are bytes, equal on all
+    ranks.
+    """
+
+    max_bytes: int = 25_000_000
+    first_bytes: int = 1_000_000
+
+    def rewrite(self, program: Program) -> int:
+        """Walk once over the parameters; the graph stays as it is."""
+        if program.units:
+            return 0
+        parameters = [_Parameter.of(*each, program.mesh) for each in _described(program)]
+        trained = _trained(program)
+        groups = [[p for p in parameters if p.name in trained]]
+        groups += [[p for p in parameters if p.name not in trained and p.served]]
+        program.units = tuple(unit for group in groups for unit in self._walk(group[::-1]))
+        return len(program.units)
+
+    def _walk(self, parameters: Sequence[_Parameter]) -> list[tuple[str, ...]]:
+        """The units of these parameters, given in reverse order of registration; in the order in which they close."""
+        closed: list[tuple[str, ...]] = []
+        unfinished: dict[Hashable, list[_Parameter]] = {}
+        left = sum(parameter.size for parameter in parameters)
+        for parameter in parameters:
+            unit = unfinished.setdefault(parameter.key, [])
+            if unit and self._ends(unit, parameter, not closed or self._is_exposed(unit, left)):
+                closed.append(_names(unit))
+                unit.clear()
+            unit.append(parameter)
+            left -= parameter.size
+        return closed + [_names(unit) for unit in unfinished.values()]
+
+    def _is_exposed(self, unit: list[_Parameter], left: int) -> bool:
+        """Whether so little is ``left`` that what is gathered next has little to hide behind."""
+        return left <= _EXPOSED * self.first_bytes and any(kind is Kind.ALL_GATHER for kind, _, _ in unit[0].served)
+
+    def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool) -> bool:
+        size = sum(parameter.size for parameter in unit)
+        at_boundary = unit[-1].blocks != following.blocks
+        return size >= (min(self.first_bytes, self.max_bytes) if small or at_boundary else self.max_bytes)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """What the walk has to know of a parameter. ``served``: the kind, axis and role of each collective for it."""
+
+    name: str
+    size: int
+    blocks: tuple[str, ...]
+    served: frozenset[tuple[Kind, str, Role]]
+    kind: Hashable
+
+    @classmethod
+    def of(
+        cls, declared: Input, val: torch.Tensor, collectives: Sequence[fx.Node], blocks: tuple[str, ...], mesh: Mesh
+    ) -> _Parameter:
+        said = [node.meta["collective"] for node in collectives]
+        whole = math.prod(declared.shape) * val.element_size()
+        size = max(map(most_bytes, collectives), default=whole)
+        served = frozenset((each.kind, each.axis, each.role) for each in said)
+        even = is_even(declared.shape, declared.placement, mesh)
+        return cls(
+            declared.name,
+            size,
+            blocks,
+            served,
+            (declared.dtype, val.device, declared.name.rpartition(".")[0].partition(".")[0], even),
+        )
+
+    @property
+    def key(self) -> Hashable:
+        """Parameters with equal keys can be in one unit."""
+        return self.kind, self.served
+
+
+def _described(program: Program) -> Iterator[tuple[Input, torch.Tensor, list[fx.Node], tuple[str, ...]]]:
+    """Each parameter with its local value, the collectives that serve it, and the repeated blocks that it lies in."""
+    serving: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in program.collectives():
+        for name in node.meta["collective"].of:
+            serving[name].append(node)
+    blocks = blocks_of({i.name: i.shape for i in program.inputs if i.role is Role.PARAMETER})
+    for declared, node in zip(program.inputs, program.placeholders, strict=True):
+        if declared.role is Role.PARAMETER:
+            yield declared, node.meta["val"], serving[declared.name], blocks[declared.name]
+
+
+def _trained(program: Program) -> set[str]:
+    """The parameters that the step updates, or computes gradients of."""
+    updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+    said = [node.meta["collective"] for node in program.collectives()]
+    return updated.union(*(each.of for each in said if each.role is Role.GRADIENT))
+
+
+def _names(unit: list[_Parameter]) -> tuple[str, ...]:
+    return tuple(parameter.name for parameter in reversed(unit))

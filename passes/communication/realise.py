@@ -1,0 +1,92 @@
+"""Choose the ops that perform each collective, by what they cost on the backend of its axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from ..analysis.agreed_sizes import most_bytes
+from ..analysis.costs import BUILT_IN, Table, Way, ways_along
+from ..analysis.topological import settle
+from ..base import Numerics, Pass
+from ..ir.collectives import c10d, group_of, is_wait, kind_of, operands, reduction_of
+from ..ir.program import Axis, Program
+from . import realise_by_members, realise_by_messages
+from .bucket_all_gather import BucketAllGather
+from .bucket_all_reduce import BucketAllReduce
+from .bucket_reduce_scatter import BucketReduceScatter
+from .realisation import Chosen
+
+aten = torch.ops.aten
+
+_KINDS = {c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default}
+
+
+@dataclass(frozen=True)
+class Realise(Pass):
+    """Each collective is performed in the way that ``table`` says is cheapest for its axis and size.
+
+    On gloo a reduce_scatter becomes an exchange of parts and their sum in the order of ranks, an all_gather a broadcast
+    of each part; where the ranks of an axis are on one host, they read each other's memory, member by member of a
+    bucket, which is neither packed nor unpacked then. On NCCL the members of a bucket are sent in one launch where that
+    costs less than to pack or unpack them. Other backends keep their ops, and so does gloo for tensors on a GPU. What
+    is meant stays in ``meta["collective"]``.
+
+    ``backend`` takes the place of the axes' own backend, to see on fake ranks what another one would do. A compiler
+    that plans memory by itself must know that operands are read until the wait; without this pass it sees torch's own
+    ops only.
+    """
+
+    table: Table = BUILT_IN
+    backend: str | None = None
+    numerics: ClassVar[Numerics] = "reassociates"
+    after: ClassVar[tuple[type[Pass], ...]] = (BucketAllGather, BucketReduceScatter, BucketAllReduce)
+
+    def rewrite(self, program: Program) -> int:
+        """Choose for all, then rewrite; returns how many collectives are no longer performed by their own op."""
+        chosen = [each for node in program.collectives() if (each := self._choose(program, node))]
+        late = set[fx.Node]().union(*map(_written, chosen))
+        settle(program.graph, late)
+        return len(chosen)
+
+    def _choose(self, program: Program, node: fx.Node) -> Chosen | None:
+        axis = program.mesh.axis_of_group(group_of(node))
+        if axis is None or node.target not in _KINDS or not node.users or not all(map(is_wait, node.users)):
+            return None
+        way = self._cheapest(node, axis, self.backend or axis.backend)
+        return None if way is Way.NATIVE else Chosen(node, way, axis)
+
+    def _cheapest(self, node: fx.Node, axis: Axis, backend: str) -> Way:
+        kind, link = kind_of(node), self.table.link(axis, backend)
+        ways = [way for way in ways_along(axis, kind, backend) if way is Way.NATIVE or _can_perform(way, node, axis)]
+        if Way.COALESCED in ways:
+            members = realise_by_members.copied(node, axis.size)
+            return Way.COALESCED if self.table.coalesces(axis, backend, kind, most_bytes(node), members) else Way.NATIVE
+        return link.cheapest(kind, most_bytes(node), ways) if link else Way.NATIVE
+
+
+def _can_perform(way: Way, node: fx.Node, axis: Axis) -> bool:
+    """Whether a way suits what ``node`` sends, and can reduce as it reduces, if it does."""
+    val, reduction = operands(node)[0].meta["val"], reduction_of(node)
+    # gloo was measured with what lies on the CPU; what lies on a GPU it copies there
+    suits = realise_by_members.copied(node, axis.size) if way is Way.COALESCED else val.device.type == "cpu"
+    known = realise_by_members.REDUCTIONS.get(way, realise_by_messages.REDUCTIONS)
+    return bool(suits) and (reduction is None or (reduction in known and val.dtype is not torch.bool))
+
+
+def _written(chosen: Chosen) -> set[fx.Node]:
+    """Let other ops do it, for all readers. Returns the nodes that shall stand right before their first reader."""
+    late = (
+        realise_by_members.write(chosen)
+        if chosen.way in realise_by_members.REDUCTIONS
+        else realise_by_messages.write(chosen)
+    )
+    operand = chosen.operand
+    for node in (*chosen.node.users, chosen.node):
+        node.graph.erase_node(node)
+    if not operand.users and operand.target is aten.cat.default:
+        operand.graph.erase_node(operand)  # it packed what is sent as it lies now
+    return late

@@ -1,0 +1,88 @@
+"""Start each collective as early as its operand allows, so that compute can hide it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..analysis.topological import arrange, places
+from ..base import Pass
+from ..ir.collectives import is_collective, is_wait
+from ..ir.effects import is_pure, is_random
+from ..ir.program import Program
+from ..ir.roles import Role
+
+aten = torch.ops.aten
+
+# What only brings an operand into shape: cheap, and of no use to anybody else.
+PACKING: frozenset[Any] = frozenset(
+    {
+        aten._to_copy.default,
+        aten._unsafe_view.default,
+        aten.cat.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.contiguous.default,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.view.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class StartEarly(Pass):
+    """Each collective, with the nodes that only pack its operand, moves to right after what it needs.
+
+    What an operand needs that follows from the call's arguments alone (how many labels count, say) moves along: it is
+    known when the call begins. All other nodes keep their order, and so do collectives that become ready together.
+    Where a node goes depends on the graph alone, so all ranks keep one order. Memory: what a collective returns exists
+    for longer.
+    """
+
+    def rewrite(self, program: Program) -> int:
+        """Sort by the position at which each moving node is ready; returns how many collectives moved."""
+        moving = _moving(program)
+        before = places(program.graph, moving)
+        arrange(program.graph, _by_readiness(program, moving))
+        after = places(program.graph, moving)
+        return sum(before[node] != after[node] for node in program.collectives())
+
+
+def _by_readiness(program: Program, moving: set[fx.Node]) -> list[fx.Node]:
+    """The nodes by the position after which each can stand; of a node that does not move, its own."""
+    first = len(program.placeholders) - 1
+    ready: dict[fx.Node, int] = {}
+    for position, node in enumerate(program.graph.nodes):
+        needed = (ready[argument] for argument in node.all_input_nodes)
+        ready[node] = max((first, *needed)) if node in moving else position
+    return sorted(ready, key=lambda node: (ready[node], node in moving))  # sorted keeps the order of equals
+
+
+def _moving(program: Program) -> set[fx.Node]:
+    """The collectives, what only they read and only packs their operands, and what is known when the call begins."""
+    moving: set[fx.Node] = set()
+    given = _given(program)
+    for node in reversed(program.graph.nodes):
+        read = [user in moving for user in node.users]
+        if is_collective(node) or (node.target in PACKING and read and all(read)) or (node in given and any(read)):
+            moving.add(node)
+    return moving
+
+
+def _given(program: Program) -> set[fx.Node]:
+    """What is computed from the call's arguments alone, without waiting for another rank."""
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    arguments = {node for node, declared in inputs if declared.role in (Role.BATCH, Role.ARGUMENT)}
+    given: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        needed = node.all_input_nodes
+        known = needed and not is_wait(node) and all(n in given or n in arguments for n in needed)
+        if known and is_pure(node) and not is_random(node):
+            given.add(node)
+    return given

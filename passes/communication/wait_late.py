@@ -1,0 +1,63 @@
+"""Wait for each collective as late as its readers allow, so that compute can hide it."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from ..analysis.topological import places, settle
+from ..base import Pass
+from ..ir.collectives import is_wait
+from ..ir.program import Program
+from .start_early import StartEarly
+
+aten = torch.ops.aten
+
+# What only takes a result apart: no use before somebody reads it.
+UNPACKING: frozenset[Any] = frozenset(
+    {
+        operator.getitem,
+        aten._to_copy.default,
+        aten._unsafe_view.default,
+        aten.contiguous.default,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.slice.Tensor,
+        aten.split_with_sizes.default,
+        aten.split_with_sizes_copy.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.view.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class WaitLate(Pass):
+    """Each wait, with the nodes that only unpack its result, moves to right before its first reader.
+
+    All other nodes keep their order; so where a node goes depends on the graph alone.
+    """
+
+    after: ClassVar[tuple[type[Pass], ...]] = (StartEarly,)
+
+    def rewrite(self, program: Program) -> int:
+        """Take the moving nodes out and let their readers pull them in; returns how many waits moved."""
+        late = _late(program.graph)
+        before = places(program.graph, late)
+        settle(program.graph, late)
+        after = places(program.graph, late)
+        return sum(before[node] != after[node] for node in late if is_wait(node))
+
+
+def _late(graph: fx.Graph) -> set[fx.Node]:
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if is_wait(node) or (node.target in UNPACKING and inputs and all(needed in late for needed in inputs)):
+            late.add(node)
+    return late

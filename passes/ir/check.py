@@ -1,0 +1,174 @@
+"""What must hold for every program at every stage. Cheap enough to run after each pass."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import PassError
+from ..runtime.arena import has_arena
+from .collectives import Collective, group_of, is_collective, is_wait
+from .effects import is_profiling, mutates
+from .program import Input, OutputKind, Program
+
+
+def check(program: Program, before: Program | None = None) -> None:
+    """Raise ``PassError`` with a sentence if ``program`` is not well formed.
+
+    With ``before``, the program that a pass was given, also if the pass lost or changed what the program returns.
+    """
+    _graph_is_sound(program)
+    _inputs_match(program)
+    _outputs_match(program)
+    for node in program.graph.nodes:
+        _node_is_described(node)
+        _is_functional(program, node)
+        _communicates_properly(program, node)
+    if before is not None:
+        _same_promise(before, program)
+
+
+def _graph_is_sound(program: Program) -> None:
+    try:
+        program.graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"the graph of {program.name} is broken: {error}") from error
+
+
+def _inputs_match(program: Program) -> None:
+    names = [node.name for node in program.placeholders]
+    if len(names) != len(program.inputs):
+        raise PassError(
+            f"{program.name} describes {len(program.inputs)} inputs, "
+            f"but its graph has {len(names)} placeholders: {', '.join(names)}"
+        )
+    _unique("inputs", [declared.name for each in program.inputs for declared in (each, *_parts(each))])
+    _parts_are_shown(program)
+
+
+def _parts(declared: Input) -> list[Input]:
+    return [part.input for part in declared.parts]
+
+
+def _parts_are_shown(program: Program) -> None:
+    updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+    parts = {each.name for declared in program.inputs for each in _parts(declared)}
+    lost = sorted(updated & parts - program.values().keys())
+    if lost:
+        raise PassError(
+            f"a flat input of {program.name} holds {lost}, but its graph does not show where they lie in it"
+        )
+
+
+def _outputs_match(program: Program) -> None:
+    values = program.output_values()
+    if len(values) != len(program.outputs):
+        raise PassError(
+            f"{program.name} describes {len(program.outputs)} outputs, but its graph returns {len(values)} values"
+        )
+    for kind in (OutputKind.UPDATE, OutputKind.NEW):
+        _unique(f"{kind} outputs", [output.name for output in program.outputs if output.kind is kind])
+    inputs = program.values()
+    for value, output in zip(values, program.outputs, strict=True):
+        if output.kind is OutputKind.UPDATE:
+            if output.name not in inputs:
+                raise PassError(f"an output updates {output.name!r}, but {program.name} has no input of that name")
+            _updates_an_input(*inputs[output.name], value)
+
+
+def _updates_an_input(declared: Input, node: fx.Node, value: Any) -> None:
+    name = declared.name
+    if declared.in_place:
+        raise PassError(f"{name!r} is updated in place and also by an output; only one of them can be meant")
+    old, new = _type(node), _type(value)
+    if old != new:
+        raise PassError(f"the update of {name!r} must be {old}, as the input is, but it is {new}")
+
+
+def _type(value: Any) -> str:
+    """What an update must have in common with its input, in words."""
+    val = value.meta.get("val") if isinstance(value, fx.Node) else value
+    if isinstance(val, torch.Tensor):
+        return f"{val.dtype}{list(val.shape)}"
+    return "a number" if isinstance(val, (int, float, torch.SymInt, torch.SymFloat)) else type(val).__name__
+
+
+def _node_is_described(node: fx.Node) -> None:
+    if node.op.startswith("call_") and node.users and "val" not in node.meta and not is_profiling(node):
+        raise PassError(
+            f"{node.name} ({node.target}) has no meta['val'], which says its shape and dtype; "
+            "passes.fill_vals(program) infers what is missing"
+        )
+
+
+def _is_functional(program: Program, node: fx.Node) -> None:
+    if mutates(node) and not any(declared.in_place for declared in program.inputs) and not has_arena(program.graph):
+        raise PassError(
+            f"{node.name} ({node.target}) writes to its argument, but the program is functional until its last pass: "
+            "return the new value as an update output instead"
+        )
+
+
+def _communicates_properly(program: Program, node: fx.Node) -> None:
+    if is_wait(node) and not _is_pending(node.args[0]):
+        raise PassError(f"{node.name} waits for {node.args[0]}, which is no collective")
+    if is_collective(node):
+        _collective_is_described(program, node)
+        _result_is_waited_for(node, node)
+
+
+def _is_pending(value: Any) -> bool:
+    while isinstance(value, fx.Node) and value.target is operator.getitem:
+        value = value.args[0]
+    return isinstance(value, fx.Node) and is_collective(value)
+
+
+def _collective_is_described(program: Program, node: fx.Node) -> None:
+    said = node.meta.get("collective")
+    if not isinstance(said, Collective):
+        raise PassError(f"{node.name} has no meta['collective'] to say what it communicates and why")
+    axes = program.mesh.axes
+    if axes and (program.mesh.axis_of_group(group_of(node)) is None or said.axis not in {axis.name for axis in axes}):
+        raise PassError(
+            f"{node.name} communicates in group {group_of(node)!r} over axis {said.axis!r}, but the mesh has "
+            + ", ".join(f"{axis.name} (group {axis.group!r})" for axis in axes)
+        )
+
+
+def _result_is_waited_for(collective: fx.Node, result: fx.Node) -> None:
+    for user in result.users:
+        if user.target is operator.getitem:
+            _result_is_waited_for(collective, user)
+        elif not is_wait(user):
+            raise PassError(f"{user.name} reads the result of {collective.name} before anybody has waited for it")
+
+
+def _same_promise(before: Program, after: Program) -> None:
+    """The same results, new state and updates, whoever writes them."""
+    for kind in (OutputKind.RESULT, OutputKind.NEW):
+        old, new = _returned(before, kind), _returned(after, kind)
+        if old != new:
+            raise PassError(f"the {kind} outputs were {old} and are now {new}")
+    lost = _updated(before) ^ _updated(after)
+    if lost:
+        raise PassError(f"what a program updates must stay the same, but it does not for {sorted(lost)}")
+
+
+def _returned(program: Program, kind: OutputKind) -> list[tuple[str, str]]:
+    pairs = zip(program.outputs, program.output_values(), strict=True)
+    return [(output.name, _type(value)) for output, value in pairs if output.kind is kind]
+
+
+def _updated(program: Program) -> set[str]:
+    declared = [inside for each in program.inputs for inside in (_parts(each) or [each])]
+    written = {each.name for each in declared if each.in_place}
+    return written | {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+
+
+def _unique(what: str, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise PassError(f"the {what} need names of their own, but these occur more than once: {twice}")

@@ -1,0 +1,162 @@
+"""The vocabulary of collectives: which op means which kind, on which mesh axis, of how many bytes.
+
+Everything that counts, merges or moves communication asks here, so that a collective is counted by what it means and
+not by the op that performs it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import c10d as c10d
+from ..runtime import coalesced_collectives, message_collectives, shared_memory_collectives
+from .roles import Role
+
+
+class Kind(StrEnum):
+    """What a collective means."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What is known of one collective, kept in ``node.meta["collective"]``.
+
+    ``axis`` is the name of the mesh axis, ``reduction`` is ``"sum"``, ``"max"``, ... or None, ``role`` says what is
+    communicated, ``why`` is a sentence for reports, ``of`` names the values (parameters, results) it serves.
+
+    ``by`` says how it is performed, where that is not by the op that means it.
+    """
+
+    kind: Kind
+    axis: str
+    reduction: str | None = None
+    role: Role = Role.UNKNOWN
+    why: str = ""
+    of: tuple[str, ...] = ()
+    by: str = ""
+
+
+_KINDS: dict[Any, Kind] = {
+    c10d.all_reduce.default: Kind.ALL_REDUCE,
+    c10d.all_reduce_.default: Kind.ALL_REDUCE,
+    c10d.all_reduce_coalesced.default: Kind.ALL_REDUCE,
+    c10d.all_gather_into_tensor.default: Kind.ALL_GATHER,
+    c10d.all_gather_into_tensor_coalesced.default: Kind.ALL_GATHER,
+    c10d.reduce_scatter_tensor.default: Kind.REDUCE_SCATTER,
+    c10d.reduce_scatter_tensor_coalesced.default: Kind.REDUCE_SCATTER,
+    c10d.all_to_all_single.default: Kind.ALL_TO_ALL,
+    c10d.broadcast.default: Kind.BROADCAST,
+    message_collectives.exchange.default: Kind.ALL_TO_ALL,
+    message_collectives.swap.default: Kind.ALL_TO_ALL,
+    message_collectives.gather_by_broadcast.default: Kind.ALL_GATHER,
+    message_collectives.gather_by_sending.default: Kind.ALL_GATHER,
+    shared_memory_collectives.shared_all_reduce.default: Kind.ALL_REDUCE,
+    shared_memory_collectives.shared_all_gather.default: Kind.ALL_GATHER,
+    shared_memory_collectives.shared_reduce_scatter.default: Kind.REDUCE_SCATTER,
+    coalesced_collectives.coalesced_all_gather.default: Kind.ALL_GATHER,
+    coalesced_collectives.coalesced_reduce_scatter.default: Kind.REDUCE_SCATTER,
+}
+
+OUT_FORMS: dict[Any, Any] = (
+    message_collectives.OUT_FORMS | shared_memory_collectives.OUT_FORMS | coalesced_collectives.OUT_FORMS
+)
+"""For each functional collective, the op with the same arguments and ``out=``, which allocates nothing."""
+
+_KINDS |= {out: _KINDS[op] for op, out in OUT_FORMS.items()}
+
+_SHARED = shared_memory_collectives.OUT_FORMS
+
+WAIT = c10d.wait_tensor.default
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether ``node`` starts a collective."""
+    return node.op == "call_function" and node.target in _KINDS
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether ``node`` waits for a collective."""
+    return node.op == "call_function" and node.target is WAIT
+
+
+def kind_of(node: fx.Node) -> Kind:
+    """The kind of a collective node, by its op; what it means may be another (``meta["collective"].kind``)."""
+    return _KINDS[node.target]
+
+
+def group_of(node: fx.Node) -> str:
+    """The process group's name, as the op has it."""
+    group = _argument(node, "group_name")
+    assert isinstance(group, str), f"{node} names its process group by {group!r}"
+    return group
+
+
+def reduction_of(node: fx.Node) -> str | None:
+    """``"sum"``, ``"max"``, ... or None for a collective that reduces nothing."""
+    reduction = _argument(node, "reduce_op")
+    return None if reduction is None else str(reduction)
+
+
+def is_shared(node: fx.Node) -> bool:
+    """Whether other ranks look at the operand of ``node`` where it lies, if it starts a collective."""
+    return node.op == "call_function" and (node.target in _SHARED or node.target in _SHARED.values())
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a collective sends: one, or several for a coalesced one."""
+    sent = node.args[0] if node.args else next(iter(node.kwargs.values()))
+    return [
+        operand for operand in (sent if isinstance(sent, (list, tuple)) else [sent]) if isinstance(operand, fx.Node)
+    ]
+
+
+def waits_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The waits on a collective's result, also through the ``getitem``s of a coalesced one."""
+    for user in node.users:
+        if is_wait(user):
+            yield user
+        elif user.target is operator.getitem:
+            yield from waits_of(user)
+
+
+def input_bytes(node: fx.Node) -> int:
+    """Bytes of one rank's local input, padding included. Equal on all ranks of its group: uneven shards are padded."""
+    return sum(_bytes(operand.meta["val"]) for operand in operands(node))
+
+
+def output_bytes(node: fx.Node) -> int:
+    """Bytes of one rank's local result, equal within its group; ``agreed_sizes.py`` says what all ranks know."""
+    val = node.meta["val"]
+    return sum(map(_bytes, val)) if isinstance(val, (list, tuple)) else _bytes(val)
+
+
+def _bytes(val: torch.Tensor) -> int:
+    return val.numel() * val.element_size()
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The argument of this name, wherever the call has it; None if the op has none."""
+    position = _position(node.target, name)
+    if position is not None and position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name)
+
+
+@cache
+def _position(op: Any, name: str) -> int | None:
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index(name) if name in names else None

@@ -1,0 +1,295 @@
+"""``Program``: the one central type, from capture to lowering.
+
+A graph of flat tensors in and flat tensors out, with a role, a name and a placement for each of them. Its checker is in
+``check.py``, its printer in ``printer.py``, its interpreter in ``interpret.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Replicate, Shard
+
+from .._torch import LazyGraphModule, Placement
+from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
+from .roles import Role
+
+Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as this rank sees it: ``group`` is the process group's name in collectives.
+
+    ``backend`` is what moves the data: "gloo", "nccl", "fake", or nothing where nobody said. ``shared``: the ranks
+    of each group along this axis are connected, and see each other's memory (``shared_memory.py``).
+    """
+
+    name: str
+    size: int
+    group: str
+    coordinate: int = 0
+    backend: str = ""
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh of a program: plain data, no process group is needed to look at it."""
+
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        size = 1
+        for axis in self.axes:
+            size *= axis.size
+        return size
+
+    def axis_of_group(self, group: str) -> Axis | None:
+        """The axis whose process group has this name."""
+        return next((axis for axis in self.axes if axis.group == group), None)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis.name}={axis.size}" for axis in self.axes) or "one rank"
+
+
+@dataclass(frozen=True)
+class Input:
+    """What one placeholder is.
+
+    ``shape`` is the global shape; a hyper-parameter is a plain float and has no ``dtype``. ``of`` names the parameter
+    that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
+    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several. ``shared``:
+    the ranks of a host gather it from each other's memory, so it should lie where all can read it.
+    """
+
+    role: Role
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    placement: Placements = ()
+    of: str | None = None
+    in_place: bool = False
+    shared: bool = False
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """An input that lies in a flat one: ``numel`` elements from ``offset`` on, in the local ``shape``.
+
+    A graph shows it as ``view(split_with_sizes(flat, sizes)[k], shape)``, once it is read or updated.
+    """
+
+    input: Input
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements on this rank."""
+        return math.prod(self.shape)
+
+
+class OutputKind(StrEnum):
+    """Where an output goes."""
+
+    RESULT = "result"  # a leaf of what the step returns
+    UPDATE = "update"  # the new value of the input with the same name
+    NEW = "new"  # state that did not exist before this call
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one output is: a result, the update of the input called ``name``, or new state called ``name``."""
+
+    kind: OutputKind
+    name: str
+    role: Role = Role.UNKNOWN
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    placement: Placements = ()
+    of: str | None = None
+
+
+@dataclass
+class Program:
+    """A train step as one graph.
+
+    ``inputs`` and ``outputs`` stand in the order of the graph's placeholders and of its output's arguments. The graph
+    is functional (an update is an output) until the pass that writes updates in place. ``history`` has one line a
+    stage. Each node's ``meta`` has ``val`` (this rank's fake value) and, where known: ``phase``, ``module``,
+    ``source`` (the user's line), ``grad_of`` (a parameter's name), ``part_of`` and ``update_of`` (a parameter's name:
+    the part of it that this rank updates, and what becomes of that), ``placement``, ``collective`` (a ``Collective``).
+    ``units`` stand in the order in which their gradients come about, the parameters of each in order of registration.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: list[Input]
+    outputs: list[Output]
+    mesh: Mesh = field(default_factory=Mesh)
+    history: list[str] = field(default_factory=list)
+    name: str = "program"
+    notes: list[str] = field(default_factory=list)  # sentences for the report: what ran whole, and what it cost
+    units: tuple[tuple[str, ...], ...] = ()  # parameters by name that are communicated and stored together
+    stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
+    fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
+
+    @classmethod
+    def from_graph(
+        cls,
+        graph_module: fx.GraphModule,
+        roles: Mapping[str, Role] | Sequence[Role] | None = None,
+        mesh: Mesh | None = None,
+    ) -> Program:
+        """Take any FX graph with functional collectives. A placeholder whose role nobody said is "unknown".
+
+        ``roles``: by placeholder name, or one per placeholder in order. All outputs are results. Raises
+        ``ValueError`` where ``roles`` does not fit the placeholders.
+        """
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        by_name = _roles_by_name([node.name for node in placeholders], roles)
+        inputs = [_input_of(node, by_name.get(node.name, Role.UNKNOWN)) for node in placeholders]
+        values = output_values(graph_module.graph)
+        outputs = [Output(OutputKind.RESULT, f"result.{k}", *_described(value)) for k, value in enumerate(values)]
+        program = cls(graph_module, inputs, outputs, mesh or Mesh())
+        program.note_collectives()
+        return program
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.graph_module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The placeholders, in the order of ``inputs``."""
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The one output node; its first argument is the flat tuple of ``outputs``."""
+        return self.graph.output_node()
+
+    def output_values(self) -> tuple[Any, ...]:
+        """The values returned, one per entry of ``outputs``."""
+        return output_values(self.graph)
+
+    def set_outputs(self, values: Sequence[Any], outputs: Sequence[Output]) -> None:
+        """Replace what the graph returns, and what is said of it."""
+        assert len(values) == len(outputs), "one description per output"
+        self.output_node.args = (tuple(values),)
+        self.outputs = list(outputs)
+
+    def positions(self) -> dict[str, int]:
+        """The position of every input, by name. Made anew at each call, from what ``inputs`` is then: ask once."""
+        return {declared.name: position for position, declared in enumerate(self.inputs)}
+
+    def values(self) -> dict[str, tuple[Input, fx.Node]]:
+        """Every input that is no flat storage, and in the place of one the parts that are read; each with its node."""
+        found: dict[str, tuple[Input, fx.Node]] = {}
+        for declared, node in zip(self.inputs, self.placeholders, strict=True):
+            found |= _shown(declared.parts, node) if declared.parts else {declared.name: (declared, node)}
+        return found
+
+    def collectives(self) -> list[fx.Node]:
+        """The nodes that start a collective, in order."""
+        return [node for node in self.graph.nodes if is_collective(node)]
+
+    def note_collectives(self) -> None:
+        """Describe, in ``meta["collective"]``, each collective that nobody described, from its op alone."""
+        for node in self.collectives():
+            if "collective" not in node.meta:
+                axis = self.mesh.axis_of_group(group_of(node))
+                name = axis.name if axis else group_of(node)
+                node.meta["collective"] = Collective(kind_of(node), name, reduction_of(node))
+
+    def copy(self) -> Program:
+        """A copy whose graph can be edited without touching this one; tensors and fakes are shared."""
+        graph = fx.Graph()
+        returned, _ = cast(tuple[Any, fx.Node], graph.graph_copy(self.graph, {}, return_output_node=True))
+        graph.output(returned)
+        module = LazyGraphModule(self.graph_module, graph)
+        return replace(
+            self,
+            graph_module=module,
+            inputs=list(self.inputs),
+            outputs=list(self.outputs),
+            history=list(self.history),
+            notes=list(self.notes),
+        )
+
+
+def output_values(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns, as a flat tuple."""
+    returned = graph.output_node().args[0]
+    return tuple(returned) if isinstance(returned, (list, tuple)) else (returned,)
+
+
+def replicated(mesh: Mesh) -> Placements:
+    """Replicated over every axis of ``mesh``."""
+    return tuple(Replicate() for _ in mesh.axes)
+
+
+def is_sharded(placement: Placements) -> bool:
+    """Whether some axis splits the tensor."""
+    return any(isinstance(p, Shard) for p in placement)
+
+
+def _shown(parts: Sequence[Part], flat: fx.Node) -> dict[str, tuple[Input, fx.Node]]:
+    """The parts that the graph shows, each with the first node that does."""
+    splits = (user for user in flat.users if user.target is torch.ops.aten.split_with_sizes.default)
+    pieces = {piece.args[1]: piece for split in splits for piece in split.users}
+    found = {}
+    for k, part in enumerate(parts):
+        users = pieces[k].users if k in pieces else ()
+        views = [user for user in users if user.target is torch.ops.aten.view.default]
+        views = [view for view in views if tuple(cast(Any, view.args[1])) == part.shape]
+        if views:
+            found[part.input.name] = (part.input, min(views))
+    return found
+
+
+def is_even(shape: Sequence[int], placement: Placements, mesh: Mesh) -> bool:
+    """Whether all ranks have equally much of a tensor of this global shape, and none of them nothing."""
+    if math.prod(shape) == 0:
+        return False
+    ranks = [1] * len(shape)
+    for entry, axis in zip(placement, mesh.axes, strict=False):
+        if isinstance(entry, Shard):
+            ranks[entry.dim] *= axis.size
+    return all(size % count == 0 for size, count in zip(shape, ranks, strict=True))
+
+
+def _roles_by_name(names: list[str], roles: Mapping[str, Role] | Sequence[Role] | None) -> dict[str, Role]:
+    if roles is None:
+        return {}
+    if isinstance(roles, Mapping):
+        unknown = sorted(set(roles) - set(names))
+        if unknown:
+            raise ValueError(f"roles name placeholders that the graph does not have: {unknown}; it has {names}")
+        return dict(roles)
+    if len(roles) != len(names):
+        raise ValueError(f"expected one role for each of {len(names)} placeholders, got {len(roles)}")
+    return dict(zip(names, roles, strict=True))
+
+
+def _input_of(node: fx.Node, role: Role) -> Input:
+    _, shape, dtype = _described(node)
+    return Input(role, node.name, shape, dtype)
+
+
+def _described(value: Any) -> tuple[Role, tuple[int, ...], torch.dtype | None]:
+    """(role, shape, dtype) of what a graph returns."""
+    val = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if isinstance(val, torch.Tensor):
+        return Role.UNKNOWN, tuple(val.shape), val.dtype
+    return Role.UNKNOWN, (), None

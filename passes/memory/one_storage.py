@@ -1,0 +1,208 @@
+"""Store together what is communicated and updated together."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from ..analysis.aliases import escaping, storages
+from ..analysis.strides import Layouts
+from ..base import Pass
+from ..communication.bucket_all_gather import BucketAllGather
+from ..communication.bucket_all_reduce import BucketAllReduce
+from ..communication.bucket_reduce_scatter import BucketReduceScatter
+from ..communication.form_units import FormUnits
+from ..ir.program import Input, Part, Program, is_even
+from ..ir.roles import Role
+
+aten = torch.ops.aten
+Group = tuple[str, ...]  # state by name, in the order in which it is to lie
+
+# What leaves the elements of a contiguous tensor in their order.
+_FLATTENING: frozenset[Any] = frozenset({aten.contiguous.default, aten.reshape.default, aten.view.default})
+
+
+@dataclass(frozen=True)
+class OneStorage(Pass):
+    """State that is used together becomes one flat input, of which each tensor is a part.
+
+    These are: the parameters of a unit; each kind of optimizer state that all of them have in their own shape; and what
+    else is concatenated whole, as for a bucketed all_gather. All of a unit lies in order of registration, so that a
+    parameter, its state, its gradient and what is gathered have the same offsets. A concatenation of just what lies in
+    one flat input in this order is that input, without a copy.
+
+    Only what is contiguous, in equal parts on all ranks and of one dtype and device is taken. State in
+    ``program.fixed`` stays where it is; state in ``program.stored`` is taken as it lies or not at all. Updates stay
+    updates of the parts.
+    """
+
+    after: ClassVar[tuple[type[Pass], ...]] = (FormUnits, BucketAllGather, BucketReduceScatter, BucketAllReduce)
+
+    def rewrite(self, program: Program) -> int:
+        """Choose the groups on the graph as it is, then give each its storage; returns how many there are."""
+        groups = _chosen(program)
+        for name, group in groups.items():
+            _join(program, name, group)
+        if groups:
+            _drop_concatenations(program)
+        return len(groups)
+
+
+def _chosen(program: Program) -> dict[str, Group]:
+    """The groups that can be stored flat, each with the name of its storage; no state is in two of them."""
+    values = program.values()
+    stored = {name: group for group in program.stored for name in group}
+    chosen: dict[str, Group] = {}
+    layouts = Layouts(program.graph)
+    taken: set[str] = set()
+    for name, group in _wanted(program):
+        apart = [values[member] for member in group]
+        as_it_lies = all(stored.get(member, group) == group for member in group)
+        if (
+            len(set(group)) == len(group) > 1
+            and as_it_lies
+            and taken.isdisjoint(group)
+            and _can_join(program, layouts, apart)
+        ):
+            chosen[name] = group
+            taken.update(group)
+    return chosen
+
+
+def _wanted(program: Program) -> Iterator[tuple[str, Group]]:
+    """What is used together: units first, so that all state of a unit lies alike."""
+    state = _state_by_kind(program)
+    shapes = {declared.name: declared.shape for declared in program.inputs}
+    for k, unit in enumerate(program.units):
+        yield f"unit {k}", unit
+        for kind, of in state.items():
+            if all(name in of and shapes[of[name]] == shapes[name] for name in unit):
+                yield f"{kind} of unit {k}", tuple(of[name] for name in unit)
+    names = {node: declared.name for declared, node in program.values().values()}
+    for k, node in enumerate(program.graph.find_nodes(op="call_function", target=aten.cat.default)):
+        yield f"concatenation {k}", tuple(names[operand] for operand in _concatenated(node, names))
+
+
+def _state_by_kind(program: Program) -> dict[str, dict[str, str]]:
+    """Optimizer state by kind (``optimizer.exp_avg``) and by the name of its parameter."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for declared in program.inputs:
+        if declared.role is Role.OPTIMIZER_STATE and declared.of is not None:
+            found[declared.name.removesuffix(f"[{declared.of}]")][declared.of] = declared.name
+    return found
+
+
+def _can_join(program: Program, layouts: Layouts, members: Sequence[tuple[Input, fx.Node]]) -> bool:
+    vals = [node.meta["val"] for _, node in members]
+    return (
+        all(_is_free(program, layouts, *member) for member in members) and len({(v.dtype, v.device) for v in vals}) == 1
+    )
+
+
+def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node) -> bool:
+    """Whether an input may lie in a flat one. Asks nothing that differs from rank to rank."""
+    return (
+        declared.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
+        and declared.name not in program.fixed
+        and node.op == "placeholder"
+        and layouts.is_contiguous(node)
+        and is_even(declared.shape, declared.placement, program.mesh)
+    )
+
+
+def _join(program: Program, name: str, group: Group) -> None:
+    """Put a flat input in the place of the first member, and its parts in the place of all."""
+    values = program.values()
+    members = [values[member] for member in group]
+    vals = [node.meta["val"] for _, node in members]
+    sizes = [val.numel() for val in vals]
+    offsets = [0, *accumulate(sizes)]
+    parts = tuple(
+        Part(declared, offset, tuple(val.shape))
+        for (declared, _), offset, val in zip(members, offsets, vals, strict=False)
+    )
+    first = min(node for _, node in members)
+    with program.graph.inserting_before(first):
+        flat = program.graph.placeholder("flat")
+    flat.target = flat.name  # made unique by FX
+    flat.meta["val"] = vals[0].new_empty(offsets[-1])
+    _show(program.graph, flat, [node for _, node in members], sizes)
+    role = parts[0].input.role
+    described = Input(role, name, (offsets[-1],), vals[0].dtype, parts=parts)
+    program.inputs = _with_flat(program.inputs, described)
+
+
+def _with_flat(inputs: Sequence[Input], flat: Input) -> list[Input]:
+    """The inputs with ``flat`` in the place of the first of its parts, and without the others."""
+    inside = {part.input.name for part in flat.parts}
+    first = next(k for k, declared in enumerate(inputs) if declared.name in inside)
+    left = [declared for declared in inputs[first:] if declared.name not in inside]
+    return [*inputs[:first], flat, *left]
+
+
+def _show(graph: fx.Graph, flat: fx.Node, members: Sequence[fx.Node], sizes: list[int]) -> None:
+    """Right after the inputs, take ``flat`` apart and let readers of each member read its part."""
+    after = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(after):
+        split = graph.create_node("call_function", aten.split_with_sizes.default, (flat, sizes), name="parts")
+        split.meta["val"] = aten.split_with_sizes.default(flat.meta["val"], sizes)
+        for k, member in enumerate(members):
+            piece = graph.call_function(operator.getitem, (split, k))
+            piece.meta["val"] = split.meta["val"][k]
+            shape = list(member.meta["val"].shape)
+            part = graph.create_node("call_function", aten.view.default, (piece, shape), name="part")
+            part.meta = {**member.meta, "val": aten.view.default(piece.meta["val"], shape)}
+            member.replace_all_uses_with(part)
+            graph.erase_node(member)
+
+
+def _drop_concatenations(program: Program) -> None:
+    """Let who reads all parts of a flat input, concatenated in order, read the input."""
+    flats = {node: i for node, i in zip(program.placeholders, program.inputs, strict=True) if i.parts}
+    values = program.values()
+    whole = {tuple(values[part.input.name][1] for part in i.parts): flat for flat, i in flats.items()}
+    parts = {node for nodes in whole for node in nodes}
+    kept = escaping(program.graph, storages(program.graph))
+    for node in program.graph.find_nodes(op="call_function", target=aten.cat.default):
+        flat = whole.get(tuple(_concatenated(node, parts)))
+        if flat is not None and node not in kept:  # what is returned must not come to share memory with state
+            node.replace_all_uses_with(flat)
+            _erase(node, parts)
+
+
+def _erase(node: fx.Node, parts: Container[fx.Node]) -> None:
+    """Erase what nobody reads any more, and what was flattened for it alone, but for the parts themselves."""
+    operands = node.all_input_nodes
+    node.graph.erase_node(node)
+    for operand in operands:
+        if not operand.users and operand.target in _FLATTENING and operand not in parts:
+            _erase(operand, parts)
+
+
+def _concatenated(cat: fx.Node, known: Container[fx.Node]) -> list[fx.Node]:
+    """The values among ``known`` that ``cat`` puts one after the other, each whole; nothing if it does not."""
+    given = cat.args[0]
+    assert isinstance(given, (list, tuple))
+    sources = [_flattened(operand, known) for operand in given]
+    found = [source for source in sources if source is not None]
+    return found if len(found) == len(given) else []
+
+
+def _flattened(value: Any, known: Container[fx.Node]) -> fx.Node | None:
+    """What of ``known`` a one-dimensional value shows, in order if it is contiguous, as all that is joined is."""
+    if not isinstance(value, fx.Node) or value.meta["val"].dim() != 1:
+        return None
+    node = value
+    while node not in known:
+        source = node.args[0] if node.target in _FLATTENING else None
+        if not isinstance(source, fx.Node):
+            return None
+        node = source
+    return node

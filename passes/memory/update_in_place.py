@@ -1,0 +1,169 @@
+"""Write updates into the inputs they belong to, so that state lives in one place from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from .._torch import OpOverload
+from ..analysis.aliases import Storages, last_reads, storages
+from ..analysis.list_ops import entry_of, write_lists_in_place
+from ..analysis.strides import Layouts
+from ..base import Pass
+from ..ir.effects import is_pure
+from ..ir.program import Input, OutputKind, Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class UpdateInPlace(Pass):
+    """Each update output becomes a write to its input, and is no output any more.
+
+    Where the new value comes from the old by ops that exist in place, and nobody reads the old value afterwards (not
+    through a view, not as an output, not a collective that is still under way), these ops write to the input; so do
+    ops over lists, entry by entry. Any other new value is copied into its input at the end. Outputs that share memory
+    with an input written to are cloned. Assumes that no two inputs share memory. Nothing may reorder the graph
+    afterwards.
+    """
+
+    last: ClassVar[bool] = True
+
+    def rewrite(self, program: Program) -> int:
+        """Decide for all updates on the functional graph, then write."""
+        named = {name: (old, new) for name, old, new in _updates(program)}
+        updates = list(named.values())
+        memory = _Memory(program.graph)
+        chains = {old: chain for old, new in updates if (chain := memory.chain(old, new))}
+        overwriting = {node for chain in chains.values() for node in chain}
+        for node in overwriting:
+            if entry_of(node) is None:
+                node.target = _in_place(node)
+        became = write_lists_in_place(program.graph, overwriting)
+        memory.found.update({new: frozenset({new}) for new in became.values() if new not in memory.found})
+        copied = [(old, became.get(new, new)) for old, new in updates if old not in chains and old is not new]
+        _drop_outputs(program, set(named))
+        written = set[fx.Node]().union(*(memory.found[old] for old, _ in copied))
+        written = written.union(*({*memory.found[old], *chain} for old, chain in chains.items()))
+        _write(program, copied, memory.found, written)
+        return len(updates)
+
+
+class _Memory:
+    """Where the values of a functional graph lie, and until when they are read."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.found = storages(graph)
+        self.position = {node: k for k, node in enumerate(graph.nodes)}
+        self.last_read = last_reads(graph, self.found)
+        self.layouts = Layouts(graph)
+
+    def chain(self, old: fx.Node, new: fx.Node) -> list[fx.Node]:
+        """The ops from ``old`` to ``new``, first to last, if all of them can write to the memory of ``old``."""
+        chain: list[fx.Node] = []
+        node = new
+        while node is not old:
+            if not self._can_write(node, old):
+                return []
+            chain.append(node)
+            node = _overwritten(node)
+        return chain[::-1]
+
+    def _can_write(self, node: fx.Node, old: fx.Node) -> bool:
+        """Whether ``node`` may overwrite its first argument, which is or will be in the memory of ``old``."""
+        entry = entry_of(node)
+        if (entry is None and _in_place(node) is None) or not self.layouts.are_alike(node, old):
+            return False
+        source, op = _overwritten(node), entry.op if entry else node
+        if not isinstance(source, fx.Node) or len(self.found[source]) != 1:
+            return False
+        (piece,) = self.found[source]
+        readers = [argument for argument in _nodes((op.args, op.kwargs)) if piece in self.found[argument]]
+        owns = source is old or source is piece
+        return owns and len(readers) == 1 and self.last_read.get(piece, 0) <= self.position[op]
+
+
+def _updates(program: Program) -> Iterator[tuple[str, fx.Node, fx.Node]]:
+    """Each input, or part of a flat one, that is updated and can be written to: name, value, new value."""
+    values = program.values()
+    for value, output in zip(program.output_values(), program.outputs, strict=True):
+        if output.kind is OutputKind.UPDATE and _is_tensor(value):
+            yield output.name, values[output.name][1], value
+
+
+def _is_tensor(value: Any) -> bool:
+    """A number cannot be written to: its update stays an output."""
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _overwritten(node: fx.Node) -> Any:
+    """What ``node`` overwrites where it is done in place: its first argument, or its own entry of a list."""
+    entry = entry_of(node)
+    return entry.source if entry else node.args[0]
+
+
+def _in_place(node: fx.Node) -> Any:
+    """The op that does what ``node`` does, in its first argument; None if there is none."""
+    op = node.target
+    if node.op != "call_function" or not isinstance(op, OpOverload) or op.namespace != "aten" or not is_pure(node):
+        return None
+    packet = getattr(aten, f"{op._schema.name.removeprefix('aten::')}_", None)
+    other = getattr(packet, op._overloadname, None)
+    return other if other is not None and _is_twin(op, other) else None
+
+
+def _is_twin(op: OpOverload, other: OpOverload) -> bool:
+    """Whether ``other`` takes the same arguments, writes the first and only that, and does not just change its view."""
+    mine, its = op._schema.arguments, other._schema.arguments
+    if torch.Tag.inplace_view in other.tags or [(a.name, str(a.type)) for a in mine] != [
+        (a.name, str(a.type)) for a in its
+    ]:
+        return False
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in its]
+    return writes[0] and not any(writes[1:])
+
+
+def _nodes(value: Any) -> Iterable[fx.Node]:
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, nodes.append)
+    return nodes
+
+
+def _drop_outputs(program: Program, updated: set[str]) -> None:
+    """The inputs of these names take their updates in place."""
+    program.inputs = [_marked(each, updated) for each in program.inputs]
+    pairs = zip(program.output_values(), program.outputs, strict=True)
+    kept = [(value, out) for value, out in pairs if out.kind is not OutputKind.UPDATE or out.name not in updated]
+    program.set_outputs([value for value, _ in kept], [out for _, out in kept])
+
+
+def _marked(declared: Input, updated: set[str]) -> Input:
+    """A flat input is written to if one of its parts is."""
+    parts = tuple(replace(part, input=_marked(part.input, updated)) for part in declared.parts)
+    in_place = declared.in_place or declared.name in updated or any(part.input.in_place for part in parts)
+    return replace(declared, in_place=in_place, parts=parts)
+
+
+def _write(
+    program: Program, copied: list[tuple[fx.Node, fx.Node]], found: dict[fx.Node, Storages], written: set[fx.Node]
+) -> None:
+    """Clone what the copies would destroy, then copy."""
+    graph, end = program.graph, program.output_node
+    with graph.inserting_before(end):
+        kept = {value: _clone(value) for value in end.all_input_nodes if found[value] & written}
+        end.args = fx.map_arg(end.args, lambda value: kept.get(value, value))
+        targets = {piece for old, _ in copied for piece in found[old]}
+        sources = [_clone(new) if found[new] & targets else new for _, new in copied]
+        for (old, _), source in zip(copied, sources, strict=True):
+            write = graph.call_function(aten.copy_.default, (old, source))
+            write.meta = {**source.meta, "val": old.meta["val"]}
+
+
+def _clone(node: fx.Node) -> fx.Node:
+    copy = node.graph.call_function(aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy

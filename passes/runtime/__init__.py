@@ -1,0 +1,1 @@
+"""What a graph calls while it runs: collectives of our own, planned memory, random draws."""

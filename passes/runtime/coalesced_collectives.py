@@ -1,0 +1,63 @@
+"""Ops that let the backend perform its own collective on each member of a bucket, all in one launch.
+
+The members lie one after the other, each as it is, so nobody has to pack or unpack them, and NCCL reads and writes them
+there.
+
+- ``coalesced_reduce_scatter(x, reduce_op, lengths, ranks, group)``: as ``transport.define_scatter`` has it.
+- ``coalesced_all_gather(x, lengths, ranks, group)``: the way back.
+
+As torch's functional collectives they return what ``_c10d_functional.wait_tensor`` waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch import group_named, register_work
+from .message_collectives import as_bytes, define_gather, define_scatter, ops
+
+REDUCTIONS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
+def _coalesced_reduce_scatter(
+    x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor
+) -> Tensor:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = REDUCTIONS[reduce_op]
+    x, into = (torch.view_as_real(each) if each.is_complex() else each for each in (x.contiguous(), out))
+    parts, wholes = _members(into, lengths, 1), _members(x, lengths, ranks)
+    if parts:
+        register_work(out, group_named(group_name).reduce_scatter_tensor_coalesced(parts, wholes, options))
+    return out
+
+
+def _coalesced_all_gather(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor) -> Tensor:
+    sizes = [length * x.element_size() for length in lengths]
+    parts, wholes = _members(as_bytes(x.contiguous()), sizes, 1), _members(as_bytes(out), sizes, ranks)
+    if parts:
+        register_work(out, group_named(group_name).allgather_into_tensor_coalesced(wholes, parts))
+    return out
+
+
+def _members(x: Tensor, lengths: Sequence[int], ranks: int) -> list[Tensor]:
+    """What ``x`` has of each member, but of those without elements, of which backends would have nothing to send."""
+    return [member for member in x.split([ranks * length for length in lengths]) if member.numel()]
+
+
+define_scatter(_coalesced_reduce_scatter)
+define_gather(_coalesced_all_gather)
+
+coalesced_reduce_scatter, coalesced_all_gather = ops.coalesced_reduce_scatter, ops.coalesced_all_gather
+
+OUT_FORMS: dict[Any, Any] = {op.default: op.out for op in (coalesced_reduce_scatter, coalesced_all_gather)}
+"""For each of these ops, the one that writes where it is told."""

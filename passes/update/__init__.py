@@ -1,0 +1,1 @@
+"""Passes that let one op update many parameters."""

@@ -1,0 +1,151 @@
+"""Which ops of an update can be done together: the analysis behind the second half of ``FuseUpdate``.
+
+An op over a list is the op on each entry, and a pointwise op on numbers in a row is the op on each number. So any two
+updates that do the same may share it: nothing is assumed to be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import OpOverload
+from ..ir.effects import is_pure
+from ..ir.program import Program
+from ..ir.roles import Phase, Role
+
+aten = torch.ops.aten
+
+Alike = list[fx.Node]
+
+# By op, the op over lists where all its operands are tensors, and the one where the second is a number.
+_OVER_LISTS: dict[Any, tuple[Any, Any]] = {
+    aten.add.Tensor: (aten._foreach_add.List, aten._foreach_add.Scalar),
+    aten.sub.Tensor: (aten._foreach_sub.List, aten._foreach_sub.Scalar),
+    aten.mul.Tensor: (aten._foreach_mul.List, aten._foreach_mul.Scalar),
+    aten.div.Tensor: (aten._foreach_div.List, aten._foreach_div.Scalar),
+    aten.maximum.default: (aten._foreach_maximum.List, None),
+    aten.minimum.default: (aten._foreach_minimum.List, None),
+    aten.pow.Tensor_Scalar: (None, aten._foreach_pow.Scalar),
+    aten.lerp.Scalar: (aten._foreach_lerp.Scalar, None),
+    aten.addcmul.default: (aten._foreach_addcmul.Scalar, None),
+    aten.addcdiv.default: (aten._foreach_addcdiv.Scalar, None),
+    **{
+        getattr(aten, name).default: (getattr(aten, f"_foreach_{name}").default, None)
+        for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sign", "sqrt")
+    },
+}
+
+
+def over_lists(node: fx.Node) -> Any:
+    """The op that does to lists what ``node`` does to tensors of one device; None if there is none."""
+    among_tensors, with_number = _OVER_LISTS.get(node.target, (None, None))
+    if not node.args or not _is_tensor(node.args[0]):
+        return None
+    if len({each.meta["val"].device for each in node.all_input_nodes if _is_tensor(each)}) > 1:
+        return None
+    if len(node.args) < 2 or _is_tensor(node.args[1]):
+        return among_tensors
+    return with_number if not node.kwargs else None
+
+
+def in_a_row(node: fx.Node) -> bool:
+    """Whether ``node`` computes a tensor without dims from such tensors, as it would from rows of them."""
+    op = node.target
+    if not isinstance(op, OpOverload) or not (torch.Tag.pointwise in op.tags or op is aten._to_copy.default):
+        return False
+    operands = [each.meta["val"] for each in node.all_input_nodes if _is_tensor(each)]
+    lists = any(isinstance(value, (list, tuple)) for value in node.args)
+    return bool(operands) and not lists and not any(val.ndim for val in (*operands, node.meta["val"]))
+
+
+def alike(program: Program, max_elements: int) -> list[Alike]:
+    """Nodes of the update that one op can do: no member needs another, also not by way of what others become.
+
+    Members do the same, with the same numbers, to what was computed alike, in one unit. Where memory is cached (on a
+    CPU), only tensors of parameters of up to ``max_elements`` elements in all (of the whole parameter: ranks agree).
+    In an order in which each follows what it needs.
+    """
+    reader = _Reader(program, max_elements)
+    found: dict[Hashable, Alike] = defaultdict(list)
+    for node in program.graph.nodes:
+        if (key := reader.key(node)) is not None:
+            found[key].append(node)
+    return sorted((each for each in found.values() if len(each) > 1), key=lambda each: reader.depth[each[0]])
+
+
+class _Reader:
+    """Reads a graph from its start, and knows of each value how it came about."""
+
+    def __init__(self, program: Program, max_elements: int) -> None:
+        self.max_elements = max_elements
+        self.kept = set(program.output_node.all_input_nodes)  # must not lie in a row with others
+        self.depth: dict[fx.Node, int] = {}
+        self.numbers: dict[Hashable, int] = {}  # what is computed alike has one number
+        self.computed: dict[fx.Node, int] = {}
+        self.owner = _owners(program)
+        self.unit = {name: k for k, names in enumerate(program.units) for name in names}
+        self.elements = {name: math.prod(declared.shape) for name, (declared, _) in program.values().items()}
+
+    def key(self, node: fx.Node) -> Hashable:
+        """Equal for nodes that go together; None for a node that goes with no other."""
+        owner = self.owner.get(node)
+        may = node.op == "call_function" and owner is not None and self._may(node)
+        # From one list to the next, whoever is needed is less deep: lists cannot wait for each other in a circle.
+        self.depth[node] = max((self.depth[needed] for needed in node.all_input_nodes), default=0) + may
+        if not may or owner is None:
+            return None
+        val = node.meta["val"]
+        said = (
+            node.target,
+            self._said(node.args),
+            self._said(tuple(sorted(node.kwargs.items()))),
+            val.dtype,
+            val.device,
+        )
+        self.computed[node] = self.numbers.setdefault(said, len(self.numbers))
+        if val.ndim and val.device.type == "cpu" and self.elements[owner] > self.max_elements:
+            return None
+        return self.depth[node], self.unit.get(owner), self.computed[node]
+
+    def _may(self, node: fx.Node) -> bool:
+        if any(map(_is_tensor, node.kwargs.values())):
+            return False  # each may have its own
+        return over_lists(node) is not None or (in_a_row(node) and node not in self.kept)
+
+    def _said(self, value: Any) -> Hashable:
+        if isinstance(value, tuple):
+            return tuple(map(self._said, value))
+        if not isinstance(value, fx.Node):
+            return type(value), repr(value)
+        if not _is_tensor(value):
+            return value  # one number for all
+        val = value.meta["val"]
+        return self.computed.get(value, "given"), val.ndim == 0, val.dtype
+
+
+def _owners(program: Program) -> dict[fx.Node, str]:
+    """Whose update a tensor belongs to, by parameter: what it is computed from, or else what it is computed for."""
+    owner: dict[fx.Node, str] = {}
+    values = program.values()
+    for declared, node in values.values():
+        name = declared.name if declared.role is Role.PARAMETER else declared.of
+        if name in values and name is not None:
+            owner[node] = name
+    updates = [node for node in program.graph.nodes if node.meta.get("phase") == Phase.UPDATE]
+    updates = [node for node in updates if is_pure(node) and _is_tensor(node)]
+    for nodes, others in ((updates, "all_input_nodes"), (updates[::-1], "users")):
+        for node in nodes:
+            found = next((owner[each] for each in getattr(node, others) if each in owner), None)
+            if found is not None:
+                owner.setdefault(node, found)
+    return owner
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

@@ -1,0 +1,75 @@
+"""The tensor arguments of a call: which are split over the mesh, and so what their global shapes are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from passes import Mesh, PlacementError, Role
+from passes.ir.program import Placements, is_sharded, replicated
+
+from ..placements import check_dims, global_shape, normalize
+from .state import Arguments
+
+
+@dataclass(frozen=True)
+class BatchInput:
+    """One tensor argument with its placement; ``shape`` is the global one."""
+
+    name: str
+    value: torch.Tensor
+    placement: Placements
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype."""
+        return self.value.dtype
+
+    @property
+    def role(self) -> Role:
+        """A batch if it is split, else any other argument."""
+        return Role.BATCH if is_sharded(self.placement) else Role.ARGUMENT
+
+
+def place_inputs(arguments: Arguments, named: Mapping[str, Any] | None, batch_dim: int, mesh: Mesh) -> list[BatchInput]:
+    """Give every tensor argument its placement: as named, else split along ``batch_dim`` over the first axis.
+
+    0-dim tensors are replicated. Raises ``PlacementError`` if the tensors that nobody named differ in size along
+    ``batch_dim``, or if a name fits no argument.
+    """
+    named = dict(named or {})
+    tensors = arguments.tensors()
+    unknown = sorted(set(named) - {leaf.name for leaf in tensors})
+    if unknown:
+        have = [leaf.name for leaf in tensors]
+        raise PlacementError(f"inputs names {unknown}, but the tensor arguments of the step are {have}")
+    silent = [leaf for leaf in tensors if leaf.name not in named and leaf.value.ndim > 0]
+    _check_sizes([(leaf.name, leaf.value) for leaf in silent], batch_dim)
+    placed = []
+    for leaf in tensors:
+        if leaf.name in named:
+            placement = normalize(named[leaf.name], mesh, leaf.name)
+        elif leaf.value.ndim == 0 or not mesh.axes:
+            placement = replicated(mesh)
+        else:
+            placement = (Shard(batch_dim), *[Replicate() for _ in mesh.axes[1:]])
+        placement = check_dims(placement, leaf.value.ndim, leaf.name)
+        placed.append(BatchInput(leaf.name, leaf.value, placement, global_shape(leaf.value.shape, placement, mesh)))
+    return placed
+
+
+def _check_sizes(tensors: list[tuple[str, torch.Tensor]], dim: int) -> None:
+    short = [name for name, tensor in tensors if not -tensor.ndim <= dim < tensor.ndim]
+    sizes = {name: tensor.shape[dim] for name, tensor in tensors if name not in short}
+    if short or len(set(sizes.values())) > 1:
+        told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        missing = "".join(f", {name} has no such dim" for name in short)
+        raise PlacementError(
+            f"the tensor arguments must agree in size along the batch dim {dim}, but {told}{missing}. Say what each "
+            f"of them is with inputs={{'{tensors[0][0]}': Shard({dim}), 'a_table_all_ranks_share': Replicate()}}"
+        )

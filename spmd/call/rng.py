@@ -1,0 +1,173 @@
+"""The seed of random ops in compiled steps, for the whole process: one number a call, equal on all ranks.
+
+It is a function of a base seed and of how many calls of compiled steps have drawn so far. The base seed is the user's
+(``seed``), or else rank 0 takes it from its default generator when a step first compiles; ranks agree on it while they
+compile, so that no call has to communicate. While a step is traced, ``Draws`` tells which random ops are one and the
+same draw.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from passes import CaptureError
+from passes.runtime.random import BY_POSITION, default_generator, device_of, mix
+
+
+@dataclass
+class _State:
+    """``chosen``: the user said so, and ranks must agree. ``settled``: a checkpoint has it, so no step changes it."""
+
+    seed: int | None = None
+    calls: int = 0
+    invariant: bool = False
+    chosen: bool = False
+    settled: bool = False
+
+
+_state = _State()
+
+
+def seed(seed: int | None, *, invariant: bool = False) -> None:
+    """Let all random ops of compiled steps, from their next call on, follow from ``seed``; call it alike on all ranks.
+
+    With ``invariant=True`` each number depends on the seed, the call, the op and the place of the element in the global
+    tensor only: any number of ranks and any parallel mode draw the same. It costs a few more passes over what is drawn.
+    Without it each rank runs torch's own kernels on its part. ``seed(None)`` is how a process starts: a step that is
+    compiled for the first time takes a seed from rank 0's default generator, so that ``torch.manual_seed`` decides.
+
+    Raises ``TypeError`` if ``seed`` is no int. Ranks whose seeds differ raise ``RankMismatchError`` when they compile.
+    """
+    if seed is None and not invariant:
+        return _become(_State())
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"expected the seed to be an int, got {seed!r}")
+    _become(_State(seed, 0, bool(invariant), chosen=True, settled=True))
+
+
+def rng_state() -> dict[str, int | bool]:
+    """What a checkpoint has to hold so that the next calls draw what they would have drawn: plain ints and bools.
+
+    From then on steps that are compiled take over this state, also where ``seed`` was never called.
+    """
+    _state.seed = _drawn() if _state.seed is None else _state.seed
+    _state.settled = True
+    return {"seed": _state.seed, "calls": _state.calls, "invariant": _state.invariant}
+
+
+def set_rng_state(state: Mapping[str, int | bool]) -> None:
+    """Go on where ``rng_state`` was taken, in any process; call it alike on all ranks.
+
+    Raises ``ValueError`` for anything that is not what ``rng_state`` returns.
+    """
+    expected = {"seed", "calls", "invariant"}
+    if not isinstance(state, Mapping) or set(state) != expected or not all(isinstance(v, int) for v in state.values()):
+        raise ValueError(f"expected a dict as spmd.rng_state() returns it, with {sorted(expected)}, got {state!r}")
+    _become(_State(int(state["seed"]), int(state["calls"]), bool(state["invariant"]), chosen=True, settled=True))
+
+
+def next_call() -> int:
+    """The seed of one call of a compiled step that draws."""
+    assert _state.seed is not None, "ranks agree on a seed before anything runs"
+    _state.calls += 1
+    return mix(mix(0, _state.seed), _state.calls) % BY_POSITION + BY_POSITION * _state.invariant
+
+
+def told() -> str:
+    """What must be equal on all ranks: what the user chose."""
+    if not _state.chosen:
+        return "no spmd.seed"
+    return f"spmd.seed({_state.seed}, invariant={_state.invariant}), {_state.calls} calls since"
+
+
+def proposed(first: bool) -> list[int]:
+    """Rank 0's word on base seed and counter; a step that is compiled for the ``first`` time may start them anew."""
+    if _state.seed is None or (first and not _state.settled):
+        return [_drawn(), 0]
+    return [_state.seed, _state.calls]
+
+
+def adopt(agreed: Sequence[int]) -> None:
+    """Take over what rank 0 proposed."""
+    _state.seed, _state.calls = agreed
+
+
+def _become(state: _State) -> None:
+    vars(_state).update(vars(state))
+
+
+def _drawn() -> int:
+    """A number that follows from ``torch.manual_seed`` and takes nothing from the default generator."""
+    generator = torch.Generator()
+    generator.set_state(torch.default_generator.get_state())
+    return int(torch.randint(1 << 62, (), generator=generator).item())
+
+
+@contextmanager
+def only_torch_draws() -> Iterator[None]:
+    """Raise ``CaptureError`` if a trace draws with Python's or numpy's random numbers; their states are as before then.
+
+    What they drew would be a constant of the program, and the same in each call.
+    """
+    before = _foreign_states()
+    yield
+    moved = [name for name, state in _foreign_states().items() if name in before and state != before[name]]
+    if not moved:
+        return
+    random.setstate(before["random"])
+    if "numpy.random" in before:
+        name, keys, *rest = before["numpy.random"]
+        sys.modules["numpy"].random.set_state((name, list(keys), *rest))
+    raise CaptureError(
+        f"the step draws from {moved[0]}, which would draw once, while it is traced, and never again: draw with torch "
+        "(torch.rand(()), say), or outside of the step, and pass what was drawn as a tensor"
+    )
+
+
+def _foreign_states() -> dict[str, Any]:
+    """The states of the generators of Python and, where it is loaded, of numpy."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy.random"] = (name, tuple(keys), *rest)
+    return states
+
+
+class Draws:
+    """Numbers the random ops of one trace, as eager would draw: from the same state of a generator, the same numbers.
+
+    While tracing nothing is drawn, so a generator's seed serves as its state: each draw replaces it by another. Where
+    the step puts an earlier state back, as ``torch.utils.checkpoint`` does to compute again what it computed before,
+    the draws that follow get the numbers of the earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    def number(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+        """The number of a random op with these arguments, which is about to be traced."""
+        device = device_of(args, kwargs)
+        generator = default_generator(device)
+        state = generator.initial_seed()
+        generator.manual_seed(mix(state, 0))
+        return self._numbers.setdefault((device.type, state), len(self._numbers))
+
+    @contextmanager
+    def generators_kept(self) -> Iterator[None]:
+        """Give the default generators their states back, at whatever a trace leaves them."""
+        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        states = [(generator, generator.get_state()) for generator in (torch.default_generator, *cuda)]
+        for generator, _ in states:
+            generator.manual_seed(0xD1CE)  # not the user's seed: that may be set once more inside of the step
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)

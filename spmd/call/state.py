@@ -1,0 +1,351 @@
+"""Split a call's arguments into live state and values.
+
+In: the arguments of one call. Out: the modules and optimizers found anywhere in them, a ``Slot`` for each state tensor
+(parameter, buffer, optimizer state, kept gradient) that says where it lives, the live hyper-parameters, and the leaves
+that are plain values. This is the one place that knows where torch keeps state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+
+from passes import CaptureError, Input, Role
+
+from .._torch import TreeSpec
+from .grad_scaler import start
+from .tree import flatten, flatten_with_path
+from .unsupported import check_argument
+
+# What schedulers note in a parameter group for themselves; no optimizer reads it.
+SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One state tensor: what it is to the program, and the place ``holder[key]`` that holds it."""
+
+    input: Input
+    holder: Any  # a dict, or a ``GradientOf``
+    key: Any
+
+    def get(self) -> torch.Tensor:
+        """The live tensor, a DTensor where it is split."""
+        tensor: torch.Tensor = self.holder[self.key]
+        return tensor
+
+    def local(self) -> torch.Tensor:
+        """The storage of this rank that the program reads and writes."""
+        return local_of(self.get())
+
+
+class GradientOf:
+    """``parameter.grad`` as a holder, wherever the module keeps the parameter now."""
+
+    def __init__(self, holder: Any, key: Any) -> None:
+        self.holder, self.key = holder, key
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        gradient = self.holder[self.key].grad
+        assert gradient is not None
+        return gradient  # type: ignore[no-any-return]
+
+    def __setitem__(self, key: Any, gradient: torch.Tensor | None) -> None:
+        self.holder[self.key].grad = gradient
+
+
+@dataclass(frozen=True)
+class HyperParameter:
+    """A live number: ``group[key]``, or ``group[key][item]``, of a parameter group or of a parameter's state."""
+
+    name: str
+    group: dict[str, Any]
+    key: str
+    item: int | None = None
+
+    def get(self) -> Any:
+        """The value now."""
+        value = self.group[self.key]
+        return value if self.item is None else value[self.item]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter with every place that holds it (more than one when tied)."""
+
+    name: str
+    tensor: torch.Tensor
+    places: tuple[tuple[dict[str, Any], str], ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the arguments, with its path in the user's words."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class OfState:
+    """In the place of an argument that is itself state (``list(model.parameters())``): the state's name."""
+
+    name: str
+
+
+@dataclass
+class Arguments:
+    """The arguments of one call, flattened; modules and optimizers are leaves."""
+
+    leaves: list[Leaf]
+    spec: TreeSpec
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    scalers: dict[str, GradScaler]
+
+    def tensors(self) -> list[Leaf]:
+        """The leaves that are tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
+
+    def naming_state(self, slots: Sequence[Slot]) -> Arguments:
+        """The same with an ``OfState`` in the place of each leaf that is a state tensor."""
+        names = {id(slot.get()): slot.input.name for slot in slots}
+        leaves = [Leaf(x.name, OfState(names[id(x.value)])) if id(x.value) in names else x for x in self.leaves]
+        return replace(self, leaves=leaves)
+
+
+class ArgumentReader:
+    """Binds and flattens the arguments of calls to one function. Names are worked out once per structure."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self._signature = signature
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        self._positional = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        self._names: tuple[Any, list[str]] = (None, [])  # of the structure that was last seen
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of one call. Raises ``TypeError`` as the function itself would."""
+        if kwargs or not self._positional or len(args) != len(self._signature.parameters):
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        values, spec = flatten((args, kwargs))
+        if self._names[0] != spec:
+            self._names = (spec, _names(self._signature, self._signature.bind(*args, **kwargs)))
+        leaves = list(map(Leaf, self._names[1], values))
+        for leaf in leaves:
+            if isinstance(leaf.value, torch.Tensor):
+                check_argument(leaf.name, leaf.value)
+
+        def owners(kind: type) -> dict[str, Any]:
+            return {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, kind)}
+
+        modules = owners(nn.Module)
+        optimizers = _with_held(modules, owners(torch.optim.Optimizer))
+        return Arguments(leaves, spec, modules, optimizers, owners(GradScaler))
+
+
+def _with_held(modules: dict[str, nn.Module], given: dict[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers given, and those that they and modules have as attributes: ``model.optimizer``, ``sam.base``.
+
+    Raises ``CaptureError`` for two that share their state, which would be two things to a program.
+    """
+    found = dict(given)
+    pending: list[tuple[str, Any]] = [*given.items(), *modules.items()]
+    while pending:
+        path, owner = pending.pop()
+        for key, value in vars(owner).items():
+            if isinstance(value, torch.optim.Optimizer) and all(value is not known for known in found.values()):
+                found[f"{path}.{key}"] = value
+                pending.append((f"{path}.{key}", value))
+                if isinstance(owner, torch.optim.Optimizer) and value.state is owner.state:
+                    raise CaptureError(
+                        f"{path} and {path}.{key} share one state: let the outer optimizer keep a state of its own"
+                    )
+    return found
+
+
+def _names(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[str]:
+    """The name of each leaf of ``(args, kwargs)``, such as ``batch.mask`` or ``nets.0``."""
+    positional: list[str] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            positional += [f"{name}.{k}" for k in range(len(bound.arguments.get(name, ())))]
+        elif parameter.kind not in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+            positional.append(name)
+
+    def name_of(path: tuple[Any, ...]) -> str:
+        which, first, *rest = [_key(entry) for entry in path]
+        head = positional[int(first)] if which == "0" else first
+        return ".".join([head, *rest])
+
+    return [name_of(path) for path, _ in flatten_with_path((bound.args, bound.kwargs))[0]]
+
+
+def _key(entry: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def parameters_of(modules: dict[str, nn.Module]) -> list[Parameter]:
+    """Every parameter of ``modules``, once, under its first name."""
+    return _collect(modules, "_parameters")
+
+
+def buffers_of(modules: dict[str, nn.Module]) -> list[Parameter]:
+    """Every buffer of ``modules``, once, under its first name."""
+    return _collect(modules, "_buffers")
+
+
+def _collect(modules: dict[str, nn.Module], attribute: str) -> list[Parameter]:
+    found: dict[int, tuple[str, torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
+    for prefix, submodule in submodules_of(modules):
+        holder: dict[str, Any] = getattr(submodule, attribute)
+        for key, tensor in holder.items():
+            if tensor is not None:
+                _, _, places = found.setdefault(id(tensor), (f"{prefix}.{key}", tensor, []))
+                places.append((holder, key))
+    return [Parameter(name, tensor, tuple(places)) for name, tensor, places in found.values()]
+
+
+def submodules_of(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Every submodule of ``modules`` once, with its name in the user's words."""
+    seen: set[nn.Module] = set()
+    for path, module in modules.items():
+        yield from module.named_modules(seen, path)
+
+
+def slots_of(arguments: Arguments) -> list[Slot]:
+    """Every state tensor of a call, in the order of the program's inputs.
+
+    Raises ``CaptureError`` for an optimizer with a parameter that no module of the call has.
+    """
+    parameters = parameters_of(arguments.modules)
+    names = {id(parameter.tensor): parameter.name for parameter in parameters}
+    slots = [_slot(Role.PARAMETER, p.name, p) for p in parameters]
+    slots += [_slot(Role.BUFFER, b.name, b) for b in buffers_of(arguments.modules)]
+    for path, optimizer in arguments.optimizers.items():
+        slots += _optimizer_slots(path, optimizer, names)
+    slots += [_gradient_slot(parameter) for parameter in parameters if parameter.tensor.grad is not None]
+    device = parameters[0].tensor.device if parameters else torch.device("cpu")
+    for path, scaler in arguments.scalers.items():
+        slots += _scaler_slots(path, scaler, device)
+    return slots
+
+
+def _slot(role: Role, name: str, parameter: Parameter) -> Slot:
+    tensor = parameter.tensor
+    holder, key = parameter.places[0]
+    return Slot(_described(role, name, tensor), holder, key)
+
+
+def _gradient_slot(parameter: Parameter) -> Slot:
+    gradient = parameter.tensor.grad
+    assert gradient is not None
+    described = _described(Role.GRADIENT, gradient_name(parameter.name), gradient, parameter.name)
+    return Slot(described, GradientOf(*parameter.places[0]), None)
+
+
+def _scaler_slots(path: str, scaler: GradScaler, device: torch.device) -> list[Slot]:
+    held = vars(scaler)
+    keys = start(path, scaler, device)
+    return [Slot(_described(Role.SCALER, f"{path}.{name}", held[key]), held, key) for name, key in keys.items()]
+
+
+def _optimizer_slots(path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Slot]:
+    slots = []
+    updated = parameters_of_optimizer(path, optimizer, names)
+    left_over = [parameter for parameter in optimizer.state if id(parameter) in names]  # taken from its group
+    for parameter in {id(p): p for p in [*updated, *left_over]}.values():
+        state = optimizer.state.get(parameter, {})
+        of = names[id(parameter)]
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                described = _described(Role.OPTIMIZER_STATE, state_name(path, key, of), value, of)
+                slots.append(Slot(described, state, key))
+    return slots
+
+
+def _described(role: Role, name: str, tensor: torch.Tensor, of: str | None = None) -> Input:
+    """The input that a live tensor becomes; a DTensor has its global shape, and a placement already.
+
+    Raises ``CaptureError`` for a parameter or buffer of a lazy module that has not seen data yet.
+    """
+    if nn.parameter.is_lazy(tensor):
+        raise CaptureError(
+            f"{name} has no shape yet: run the model once on data of the right shape before the first step, and make "
+            "the optimizer after that"
+        )
+    placement = tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
+    return Input(role, name, tuple(tensor.shape), tensor.dtype, placement, of)
+
+
+def parameters_of_optimizer(path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[torch.Tensor]:
+    """The parameters of an optimizer in the order of its groups, each known by name."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = [tuple(p.shape) for p in parameters if id(p) not in names]
+    if strangers:
+        raise CaptureError(
+            f"{path} updates {len(strangers)} parameter(s) of shape {strangers[:3]} that belong to no module among the "
+            "step's arguments: pass the module, too"
+        )
+    return parameters
+
+
+def gradient_name(parameter: str) -> str:
+    """The name of a kept gradient."""
+    return f"{parameter}.grad"
+
+
+def state_name(optimizer: str, key: Any, parameter: str) -> str:
+    """The name of optimizer state."""
+    return f"{optimizer}.{key}[{parameter}]"
+
+
+def hyper_parameters_of(optimizers: dict[str, torch.optim.Optimizer]) -> list[HyperParameter]:
+    """What is read anew at each call: floats (and float tensors) of parameter groups, then numbers of state."""
+    found = []
+    for path, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key == "params" or key in SCHEDULER_NOTES:
+                    continue
+                name = f"{path}.{index}.{key}"
+                if is_live(value):
+                    found.append(HyperParameter(name, group, key))
+                elif isinstance(value, (tuple, list)):
+                    found += [HyperParameter(f"{name}.{k}", group, key, k) for k, v in enumerate(value) if is_live(v)]
+    return found + [
+        HyperParameter(f"{path}.{key}[{position}]", values, key)
+        for path, optimizer in optimizers.items()
+        for position, values in enumerate(optimizer.state.values())
+        for key, value in values.items()
+        if is_number(value)
+    ]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of optimizer state is a plain number, such as a counter, and read anew at each call."""
+    return type(value) in (int, float)
+
+
+def is_live(value: Any) -> bool:
+    """Whether a value of a parameter group is read anew at each call."""
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's storage of a tensor: a DTensor's shard, else the tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # with gradients on, to_local makes a view that autograd knows of
+        return tensor.to_local()

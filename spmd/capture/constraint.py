@@ -1,0 +1,106 @@
+"""``spmd.constrain``: the user's word on where an activation lives.
+
+In comes a tensor in the middle of a step; the same comes out. While a step is captured the call becomes a node of its
+own, ``CONSTRAIN``, with one dim per mesh axis, and so does its backward; the partitioner redistributes there and leaves
+no node behind. A gradient lives where its tensor does, but a sum over the ranks of an axis that splits nothing stays
+open: it is reduced where it is needed, perhaps to something smaller.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from passes import Mesh, PlacementError
+from passes.ir.effects import PURE_FUNCTIONS
+from passes.ir.program import Placements
+
+from ..placements import AnyPlacement, check_dims, normalize
+from ..source_lines import user_line
+
+_library = torch.library.Library("spmd", "DEF")
+_library.define("constrain(Tensor x, int[] dims, *, bool gradient=False) -> Tensor")
+_WHOLE = -1  # in ``dims``: the axis splits nothing
+_meshes: list[Mesh] = []  # of the captures that are running
+
+
+@torch.library.impl(_library, "constrain", "CompositeExplicitAutograd")
+def _copy(x: torch.Tensor, dims: Sequence[int], gradient: bool = False) -> torch.Tensor:
+    return x.clone()
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: torch.Tensor) -> None:
+    ctx.dims = inputs[1]
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return CONSTRAIN(gradient, ctx.dims, gradient=True), None
+
+
+torch.library.register_autograd("spmd::constrain", _backward, setup_context=_keep, lib=_library)
+CONSTRAIN = torch.ops.spmd.constrain.default
+PURE_FUNCTIONS.add(CONSTRAIN)
+
+
+def constrain(tensor: torch.Tensor, placement: AnyPlacement) -> torch.Tensor:
+    """``tensor`` itself; inside a compiled step it lives, from here on, where ``placement`` says.
+
+    ``placement``: ``Shard`` or ``Replicate`` for a 1-D mesh, a list with one per mesh axis, or a dict by axis name
+    (axes left out are replicated). What flows in is redistributed once, and so is its gradient in backward::
+
+        hidden = spmd.constrain(self.up(x), {"dp": Shard(0), "tp": Shard(2)})
+
+    The values stay the same wherever they live. Raises ``TypeError`` for what is no tensor or no placement, and
+    ``PlacementError``, at the user's line, while a step compiles whose mesh or whose tensor does not have what
+    ``placement`` names.
+    """
+    _check_types(tensor, placement)
+    if not _meshes:
+        return tensor
+    try:
+        places = check_dims(normalize(placement, _meshes[-1], "the tensor"), tensor.ndim, "the tensor")
+        if any(isinstance(p, Partial) for p in places):
+            raise PlacementError("the tensor cannot be Partial by choice: say Replicate() or Shard(dim)")
+    except PlacementError as error:
+        raise PlacementError(f"spmd.constrain: {error}, at {user_line(sys._getframe(1))}") from None
+    constrained: torch.Tensor = CONSTRAIN(tensor, [p.dim if isinstance(p, Shard) else _WHOLE for p in places])
+    return constrained
+
+
+@contextmanager
+def constraints_on(mesh: Mesh) -> Iterator[None]:
+    """Inside, ``constrain`` is captured, for a program on ``mesh``."""
+    _meshes.append(mesh)
+    try:
+        yield
+    finally:
+        _meshes.pop()
+
+
+def constrained_to(node: fx.Node, held: Placements) -> Placements:
+    """Where the result of a ``CONSTRAIN`` node lives, whose operand is ``held``."""
+    dims: Any = node.args[1]
+    places: list[Placement] = [Replicate() if dim == _WHOLE else Shard(dim) for dim in dims]
+    if node.kwargs.get("gradient"):
+        places = [
+            before if isinstance(before, Partial) and isinstance(p, Replicate) else p
+            for before, p in zip(held, places, strict=True)
+        ]
+    return tuple(places)
+
+
+def _check_types(tensor: Any, placement: Any) -> None:
+    entries = placement.values() if isinstance(placement, Mapping) else placement
+    listed = list(entries) if isinstance(placement, (list, tuple, Mapping)) else [placement]
+    if not isinstance(tensor, torch.Tensor) or not all(isinstance(entry, Placement) for entry in listed):
+        raise TypeError(
+            "spmd.constrain: expected a tensor and its placement (Shard, Replicate, a list of them or a dict by mesh "
+            f"axis), got {type(tensor).__name__} and {placement!r}"
+        )

@@ -1,0 +1,69 @@
+"""What a program assumes of its hyper-parameters, as found while tracing.
+
+A float of a parameter group, or a number of optimizer state, is an input of the graph, but where the optimizer branches
+on it (``if weight_decay != 0``) the trace took one way. Each such condition is kept and asked again at every call: a
+program runs only while all hold.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # comes with torch, has no types
+import torch
+
+from .._torch import ShapeEnv, symbolic_functions
+from .state_branches import Branch
+
+# What torch calls Python's own arithmetic on symbols; the rest is evaluated as sympy does, more slowly.
+_AS_PYTHON: dict[str, Callable[..., Any]] = {
+    "FloatPow": operator.pow,
+    "PowByNatural": operator.pow,
+    "FloatTrueDiv": operator.truediv,
+    "IntTrueDiv": operator.truediv,
+    "FloorDiv": operator.floordiv,
+    "PythonMod": operator.mod,
+    "Mod": operator.mod,
+    "ToFloat": float,
+    "TruncToInt": int,
+    "Max": max,
+    "Min": min,
+}
+
+
+@dataclass(frozen=True)
+class HyperGuards:
+    """Conditions on the values of all hyper-parameters of a call, in order."""
+
+    positions: list[tuple[int, ...]] = field(default_factory=list)  # of the values that each check reads
+    checks: list[Callable[..., bool]] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)  # on state without dims
+
+    @classmethod
+    def of(cls, shapes: ShapeEnv, symbols: Sequence[Any], branches: Sequence[Branch] = ()) -> HyperGuards:
+        """The conditions that a trace has put on the symbols of its hyper-parameters (None for those without one)."""
+        position = {symbol: index for index, symbol in enumerate(symbols) if symbol is not None}
+        guards = cls(branches=list(branches))
+        for guard in shapes.guards:
+            read = sorted((s for s in guard.expr.free_symbols if s in position), key=str)
+            if read:
+                guards.positions.append(tuple(position[s] for s in read))
+                guards.checks.append(sympy.lambdify(read, guard.expr, [_AS_PYTHON, symbolic_functions, "math"]))
+        return guards
+
+    def hold(self, values: Sequence[Any]) -> bool:
+        """Whether a call with these values takes the same way."""
+        return all(
+            bool(check(*(values[k] for k in positions)))
+            for positions, check in zip(self.positions, self.checks, strict=True)
+        )
+
+    def hold_on(self, names: Sequence[str], state: Sequence[torch.Tensor]) -> bool:
+        """Whether a call with this state, given by name, takes the same way."""
+        if not self.branches:
+            return True
+        live = dict(zip(names, state, strict=True))
+        return all(branch.holds(live) for branch in self.branches)

@@ -1,0 +1,77 @@
+"""Values that are known while tracing, since they follow from no input and no chance: counts, offsets, tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import OpOverload, disable_modes, get_proxy_mode
+from .provenance import proxy_node
+from .state_branches import ancestors, cut_out
+
+aten = torch.ops.aten
+_LARGEST = 1 << 22  # elements of a value that is worth computing
+
+
+def known_value(tensor: Tensor) -> Tensor | None:
+    """The value of a traced tensor, or None where it is known only when the program runs."""
+    mode = get_proxy_mode()
+    node = proxy_node(tensor, mode.tracer) if mode is not None else None
+    if node is None or tensor.numel() > _LARGEST:
+        return None
+    needed = ancestors(node)
+    random = torch.Tag.nondeterministic_seeded
+    if any(n.op != "call_function" or random in getattr(n.target, "tags", ()) for n in needed):
+        return None
+    if _written_elsewhere(needed, node.graph):
+        return None
+    with disable_modes(), torch.no_grad():
+        value: Tensor = cut_out(node, needed, [])()
+    return value
+
+
+def _written_elsewhere(needed: set[fx.Node], graph: fx.Graph) -> bool:
+    """Whether something was written into one of ``needed`` through a view that it does not follow from."""
+    same = set(needed)  # or a view of one
+    for node in graph.nodes:
+        op, read = node.target, node.all_input_nodes[:1]
+        if not isinstance(op, OpOverload) or not same.issuperset(read) or not read or node in needed:
+            continue
+        if op._schema.is_mutable:
+            return True
+        if op.is_view:
+            same.add(node)
+    return False
+
+
+def known_numbers() -> dict[Any, Any]:
+    """Decompositions of the ops that read a number or an answer out of tensors: what is known stands in the graph."""
+    return {aten._local_scalar_dense.default: _number, aten.equal.default: _equal}
+
+
+def _number(tensor: Tensor) -> Any:
+    value = known_value(tensor)
+    if value is None:
+        return NotImplemented
+    with disable_modes():
+        return value.item()
+
+
+def _equal(one: Tensor, other: Tensor) -> Any:
+    """In torch 2.11 ``quantile`` asks so whether its number lies between 0 and 1."""
+    values = known_value(one), known_value(other)
+    if values[0] is None or values[1] is None:
+        return NotImplemented
+    with disable_modes():
+        return torch.equal(values[0], values[1])
+
+
+def is_range(tensor: Tensor, step: int) -> bool:
+    """Whether ``tensor`` is known to be 0, ``step``, 2 ``step``, ..."""
+    value = known_value(tensor)
+    if value is None or value.ndim != 1:
+        return False
+    with disable_modes(), torch.no_grad():
+        return bool((value == step * torch.arange(len(value), device=value.device)).all())

@@ -1,0 +1,147 @@
+"""Run a compiled program: live state and arguments in, results out, new state where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes import Output, OutputKind, Program, Report, Role
+from passes.ir.program import is_sharded
+from passes.runtime.shared_memory import neighbours_of
+
+from .call.rng import next_call, told
+from .call.state import Arguments
+from .capture import Captured, FromOutput
+from .guards.guards import Guards
+from .ranks.consensus import Ranks, identity_of
+from .runtime.distribute_state import as_dtensor
+from .runtime.flat_storage import Flats
+from .runtime.lower import Executable
+
+
+@dataclass
+class Compiled:
+    """One program with everything it takes to run it."""
+
+    program: Program
+    captured: Captured
+    partitioned: Program
+    executable: Executable
+    device_mesh: DeviceMesh
+    report: Report
+    fixed: dict[str, torch.Tensor]  # state that a transform added
+    identity: int  # by which ranks know that they run the same
+    ranks: Ranks
+    guards: Guards
+    _flats: Flats = field(init=False)
+    _pool: Pool = field(init=False)
+    _shared: list[Any] = field(init=False)  # the groups whose ranks see each other's memory
+
+    def __post_init__(self) -> None:
+        self._flats = Flats(self.program.inputs, self.guards.layout.names)
+        self._pool = Pool(self, self._flats.names)
+        names = {axis.group for axis in self.program.mesh.axes if axis.shared}
+        self._shared = [group for group in self.ranks.groups if group.group_name in names]
+        self.guards.on_release = self._release
+
+    def _release(self) -> None:
+        """Hold on to no state between calls: the model is gone."""
+        self.executable.release()
+        self._flats.release()
+
+    def is_connected(self) -> bool:
+        """Whether this rank still sees the memory of those whose memory the program reads: a call may have failed."""
+        return all(neighbours_of(group.group_name, group) is not None for group in self._shared)
+
+    def intent(self) -> int:
+        """What this rank tells the others it is about to run: the program and, if it draws, with which seed."""
+        return identity_of(str(self.identity), told()) if self._pool.draws else self.identity
+
+    def run(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Any:
+        """One call: gather the inputs, run, put results and new state where they belong.
+
+        ``tensors`` is the live state, as ``guards`` found it.
+        """
+        given = self.guards.leaves.tensors(arguments)
+        contiguous = [tensor.contiguous() for tensor in given]
+        state = self.guards.layout.locals(tensors)
+        state = [*state, *self._flats.enter(state)]
+        returned = self.executable(self._pool.inputs(arguments, state, contiguous))
+        self._flats.leave()
+        for k in self._pool.written:
+            if contiguous[k] is not given[k]:
+                given[k].copy_(contiguous[k])
+        self._store(returned, arguments, tensors)
+        return self.captured.result(returned)
+
+    def _store(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:
+        """Put new state where eager would have put it."""
+        if not self.captured.new_state and not self.captured.gone_gradients:
+            return
+        live = dict(zip(self.guards.layout.names, tensors, strict=True))
+        outputs = [output for output in self.program.outputs if output.kind is not OutputKind.UPDATE]
+        for new in self.captured.new_state:
+            if new.unless is not None and returned[new.unless.index]:
+                continue
+            value = new.value
+            if isinstance(value, FromOutput):
+                value = self._as_state(returned[value.index], outputs[value.index])
+            if new.optimizer:
+                arguments.optimizers[new.optimizer].state[live[new.parameter]][new.key] = value
+            else:
+                live[new.parameter].grad = value
+        for name in self.captured.gone_gradients:
+            live[name].grad = None
+
+    def _as_state(self, local: Any, output: Output) -> Any:
+        if not is_sharded(output.placement):
+            return local
+        stride = torch.empty(output.shape, device="meta").stride()
+        return as_dtensor(local, output.placement, self.device_mesh, output.shape, stride)
+
+
+class Pool:
+    """All values of a call in one list, and where in it each input of the program is: found out once, not per call."""
+
+    def __init__(self, compiled: Compiled, flats: Sequence[str]) -> None:
+        self.compiled = compiled
+        names = compiled.guards.leaves.tensor_names()
+        constants = [f"constant.{k}" for k in range(len(compiled.captured.constants))]
+        self.draws = any(declared.role is Role.SEED for declared in compiled.program.inputs)
+        order = [
+            *compiled.guards.layout.names,
+            *flats,
+            *compiled.guards.groups.names,
+            *names,
+            *compiled.fixed,
+            *constants,
+            "seed",
+        ]
+        at = {name: k for k, name in enumerate(order)}
+        self._positions = [at[declared.name] for declared in compiled.program.inputs]
+        outputs = compiled.captured.program.outputs
+        writes = {o.name for o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_state}
+        self.written = [k for k, name in enumerate(names) if name in writes]
+
+    def inputs(self, arguments: Arguments, state: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Any]:
+        """The program's inputs; ``state`` is this rank's, each tensor by itself, then the flat ones."""
+        compiled = self.compiled
+        values = [
+            *state,
+            *compiled.guards.groups.values(arguments),
+            *given,
+            *compiled.fixed.values(),
+            *compiled.captured.constants,
+            self._seed(),
+        ]
+        return [values[k] for k in self._positions]
+
+    def _seed(self) -> int | None:
+        if not self.draws:
+            return None
+        torch.empty((), dtype=torch.int64).random_()  # as eager, a call with random ops moves the generator on
+        return next_call()

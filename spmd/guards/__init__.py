@@ -1,0 +1,1 @@
+"""What tracing took for granted, compared at every call."""

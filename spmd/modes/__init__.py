@@ -1,0 +1,1 @@
+"""Parallel modes: where each input of a program lives."""

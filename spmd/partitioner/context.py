@@ -1,0 +1,132 @@
+"""What is known before the walk begins: from the program and its plan, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+from torch.distributed.tensor import Replicate, Shard
+
+from passes import Input, Mesh, PartitionError, Program, Role
+from passes.ir.program import Placements, is_sharded, replicated
+
+from .plan import Plan
+from .redistribute import Reason
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Nothing here changes during the walk."""
+
+    program: Program
+    plan: Plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the program is divided over."""
+        return self.program.mesh
+
+    @cached_property
+    def whole(self) -> Placements:
+        """All of a value on every rank."""
+        return replicated(self.mesh)
+
+    @cached_property
+    def inputs(self) -> dict[fx.Node, Input]:
+        """What each placeholder is."""
+        return dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+
+    @cached_property
+    def placements(self) -> dict[str, Placements]:
+        """Where each input lives, by name."""
+        return {i.name: self.plan.placements.get(i.name, self.whole) for i in self.program.inputs}
+
+    @cached_property
+    def updates(self) -> dict[str, Placements]:
+        """Where each parameter is updated, by name: where it lives, unless the plan says otherwise."""
+        parameters = (i.name for i in self.program.inputs if i.role is Role.PARAMETER)
+        return {name: self.plan.updates.get(name, self.placements[name]) for name in parameters}
+
+    @cached_property
+    def kept_gradients(self) -> frozenset[str]:
+        """The parameters whose gradient lives on after the step."""
+        return frozenset(o.of for o in self.program.outputs if o.role is Role.GRADIENT and o.of is not None)
+
+    def place_of_gradient(self, parameter: str) -> Placements:
+        """Where a gradient is reduced to: where it is computed with; where its parameter lives, if it is kept there."""
+        return (self.placements if parameter in self.kept_gradients else self.updates)[parameter]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of each input, by name."""
+        return {declared.name: declared.shape for declared in self.program.inputs}
+
+    @cached_property
+    def units(self) -> tuple[tuple[str, ...], ...]:
+        """The plan's units, each in order of registration. Raises ``PartitionError`` unless a parameter is in one."""
+        order = {i.name: k for k, i in enumerate(self.program.inputs) if i.role is Role.PARAMETER}
+        named = [name for unit in self.plan.units for name in unit]
+        wrong = sorted({name for name in named if name not in order or named.count(name) > 1})
+        if wrong:
+            raise PartitionError(f"the plan's units must name parameters, each once, but these are not: {wrong[:8]}")
+        return tuple(tuple(sorted(unit, key=order.__getitem__)) for unit in self.plan.units)
+
+    @cached_property
+    def gathers_parameters(self) -> bool:
+        """Whether forward and backward read split parameters whole: data parallel."""
+        return bool(self.plan.options.get("gather_parameters"))
+
+    @cached_property
+    def model_axes(self) -> frozenset[int]:
+        """The axes over which no argument is split: there the model is. In data parallel the first is none of them."""
+        arguments = [i for i in self.program.inputs if i.role is Role.BATCH]
+        split = {k for i in arguments for k, p in enumerate(self.placements[i.name]) if isinstance(p, Shard)}
+        first = {0} if self.gathers_parameters else set()
+        return frozenset(range(len(self.mesh.axes))) - split - first
+
+    @cached_property
+    def complete(self) -> dict[fx.Node, str]:
+        """The nodes that are a parameter's whole gradient, with its name: the last, or one for each backward pass."""
+        tagged = {node: node.meta["grad_of"] for node in self.program.graph.nodes if "grad_of" in node.meta}
+        last = {parameter: node for node, parameter in tagged.items()}
+        return {node: name for node, name in tagged.items() if node is last[name] or self.reduces_each(name)}
+
+    @cached_property
+    def differentiated(self) -> frozenset[int]:
+        """The numbers of the forward ops whose results have gradients."""
+        origins = (node.meta.get("origin") for node in self.program.graph.nodes)
+        return frozenset(origin.cotangent_of[0] for origin in origins if origin is not None and origin.cotangent_of)
+
+    def reduces_each(self, parameter: str) -> bool:
+        """Whether each backward pass reduces the gradient of ``parameter``: not one that every rank has whole."""
+        once = self.plan.options.get("reduce_gradients") != "each"
+        return not once and is_sharded(self.place_of_gradient(parameter))
+
+    def to_gather(self, parameter: str) -> Reason:
+        """For what, and in which dtype, the parts of a parameter are gathered."""
+        split = self.updates[parameter] == self.placements[parameter]
+        why = "a split parameter is gathered before its first use" if split else "a parameter is updated in parts"
+        wire = self.plan.options.get("gather_dtype")
+        return Reason(Role.PARAMETER, why, (parameter,), wire, keeps_own=not split)
+
+    def to_reduce(self, parameter: str) -> Reason:
+        """For what, and in which dtype, a gradient is reduced."""
+        wire = self.plan.options.get("reduce_dtype")
+        return Reason(Role.GRADIENT, "a gradient is the sum of the ranks' shares", (parameter,), wire)
+
+    def on_model_axes(self, placement: Placements) -> Placements:
+        """``placement`` over the axes that split the model, and whole over those of the batch."""
+        return tuple(p if k in self.model_axes else Replicate() for k, p in enumerate(placement))
+
+    def like_the_batch(self, shape: Sequence[int] | None) -> Placements | None:
+        """The placement of the batch, if the dims that it splits have the same lengths here."""
+        for declared in self.program.inputs:
+            placement = self.placements[declared.name]
+            dims = [p.dim for p in placement if isinstance(p, Shard)]
+            if declared.role is not Role.BATCH or not dims or shape is None or len(shape) <= max(dims):
+                continue
+            if all(shape[d] == declared.shape[d] for d in dims):
+                return placement
+        return None

@@ -1,0 +1,192 @@
+"""Writes one rank's graph: each node with its fake value, where it comes from, and what it communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import Mesh, PartitionError, Program, Role
+from passes.analysis.strides import Layouts
+from passes.ir.program import Input, Placements, is_even
+from passes.runtime.random import draw, draws
+
+from .._torch import OpOverload, make_fx
+from ..placements import local_runs
+from ..rules.pointwise import is_pointwise
+from .memo import Shapes
+from .redistribute import Reason, Redistribution
+from .values import Value, results
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_CONTIGUOUS = (aten.contiguous.default, aten.reshape.default)
+_COPIES = (aten.clone.default, aten._to_copy.default, aten.cat.default)
+CARRIED = ("phase", "module", "source", "grad_of", "recompute_of", "draw")
+
+
+class Emitter:
+    """One rank's graph as it grows."""
+
+    def __init__(self, program: Program) -> None:
+        self.graph = fx.Graph()
+        self.mesh: Mesh = program.mesh
+        self.seed: fx.Node | None = None
+        self._unnumbered = 0
+        self._shapes = Shapes(_fake_mode(program))
+        self._layouts = Layouts()
+        self._unsure: set[fx.Node] = set()  # laid out in memory otherwise than their fakes, perhaps
+
+    def placeholder(self, node: fx.Node, val: Any) -> fx.Node:
+        """The input that ``node`` is, with this rank's ``val``."""
+        new = self.graph.placeholder(node.name)
+        new.meta.update(node.meta)
+        new.meta["val"] = val
+        return new
+
+    def mark(self, node: fx.Node, *values: tuple[Sequence[int], Placements]) -> None:
+        """Say whether all ranks have equal parts of what ``node`` holds: values of these global shapes, placed so."""
+        node.meta["uneven"] = self.uneven(*values)
+        self._layouts.see(node)
+
+    def uneven(self, *values: tuple[Sequence[int], Placements]) -> str:
+        """Those of the values that ranks have unequal parts of; nothing if there are none."""
+        found = [(tuple(shape), placement) for shape, placement in values if not is_even(shape, placement, self.mesh)]
+        return str(found) if found else ""
+
+    def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+        """A call whose value is found by running it on fake tensors, with the provenance of ``like``."""
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_name(target, like))
+        return self._described(new, like, self._shapes.of(target, args, kwargs))
+
+    def number(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+        """A call that gives no tensor: it has the value that was traced."""
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=like.name)
+        return self._described(new, like, like.meta.get("val"))
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        return self.call(getitem, (node, index), {}, like=node)
+
+    def op(self, node: fx.Node, args: Any, kwargs: Any, placements: Sequence[Placements | None]) -> fx.Node:
+        """The op of ``node`` on this rank's parts; its results have ``placements``."""
+        target: Any = node.target
+        self._shapes.learn(node)
+        if draws(target, args, kwargs):
+            return self._draw(node, target, args, kwargs, placements)
+        if target in _VIEWS and (args[0] in self._unsure or not self._layouts.is_viewable(*args[:2])):
+            target = aten.reshape.default  # the whole could be viewed so; some rank's part is laid out otherwise
+        return self.call(target, args, kwargs, like=node)
+
+    def check(self, node: fx.Node, new: fx.Node, shapes: Sequence[tuple[int, ...] | None]) -> None:
+        """Raise ``PartitionError`` unless the local results have the shapes that their placements say."""
+        for val, shape in zip(results(new.meta["val"]), shapes, strict=True):
+            if shape is not None and tuple(val.shape) != shape:
+                raise PartitionError(
+                    f"the rule of {node.target} promises local results of shape {shape}, but the op gave "
+                    f"{tuple(val.shape)} at {node.meta.get('source') or node.name}: mend the rule, or register "
+                    "another with spmd.register_rule"
+                )
+
+    def redistributed(self, held: Value, placement: Placements, reason: Reason) -> fx.Node:
+        """The value of ``held`` in ``placement``, from the nearest form there is."""
+        source = held.nearest(placement, self.mesh)
+        start = held.forms[source]
+
+        def emit(target: Any, args: Any, collective: Any = None, **kwargs: Any) -> fx.Node:
+            new = self.call(target, args, kwargs, like=held.source)
+            new.meta.pop("grad_of", None)
+            if collective is not None:
+                new.meta["collective"] = collective
+            return new
+
+        node = Redistribution(emit, self.mark, self.mesh, held.shape, reason).run(start, source, placement)
+        if node is not start:
+            node.meta["placement"] = placement
+            if "grad_of" in start.meta:
+                node.meta["grad_of"] = start.meta["grad_of"]
+        return node
+
+    def seed_input(self) -> list[Input]:
+        """The description of the seed, if some op draws."""
+        return [Input(Role.SEED, "seed")] if self.seed is not None else []
+
+    def _draw(
+        self, node: fx.Node, target: Any, args: Any, kwargs: Any, placements: Sequence[Placements | None]
+    ) -> fx.Node:
+        """A random op: equal on replicas, different on every shard, a function of the call's seed."""
+        if self.seed is None:
+            last = self.graph.find_nodes(op="placeholder")[-1]
+            with self.graph.inserting_after(last):
+                self.seed = self.graph.placeholder("seed")
+            self.seed.meta["val"] = 0
+        whole, placement = next((v, p) for v, p in zip(results(node.meta["val"]), placements, strict=True) if p)
+        part = local_runs(whole.shape, placement, self.mesh)
+        arguments = (target, self.seed, self._number(node), part, *args)
+        new = self.graph.create_node("call_function", draw, arguments, kwargs, name=node.name)
+        return self._described(new, node, self._shapes.of(target, args, kwargs))
+
+    def _number(self, node: fx.Node) -> int:
+        """The number that capture gave; others below zero, for graphs that were not captured here."""
+        self._unnumbered -= "draw" not in node.meta
+        return int(node.meta.get("draw", self._unnumbered))
+
+    def _described(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
+        new.meta.update((key, like.meta[key]) for key in CARRIED if key in like.meta)
+        new.meta["val"] = val
+        self._layouts.see(new)
+        if _keeps_layout(new) and any(n in self._unsure or self._is_mixed(new, n) for n in new.all_input_nodes):
+            self._unsure.add(new)
+        return new
+
+    def _is_mixed(self, node: fx.Node, operand: fx.Node) -> bool:
+        """Whether kernel and fake may choose differently: where an elementwise op's operand is not contiguous."""
+        target: Any = node.target
+        elementwise = isinstance(target, OpOverload) and _is_elementwise(target)
+        tensor = isinstance(operand.meta.get("val"), torch.Tensor)
+        return elementwise and tensor and not self._layouts.is_contiguous(operand)
+
+
+def traced(function: Callable[..., Any], args: Sequence[Any]) -> fx.Graph:
+    """The graph of ``function`` on global values; its placeholders are the nodes among ``args``, in order."""
+    nodes = [arg for arg in args if isinstance(arg, fx.Node)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        remaining = iter(tensors)
+        return function(*(next(remaining) if isinstance(arg, fx.Node) else arg for arg in args))
+
+    vals = [node.meta["val"] for node in nodes]
+    with torch.no_grad():
+        return make_fx(call, tracing_mode="fake")(*vals).graph
+
+
+def _name(target: Any, like: fx.Node) -> str:
+    """The name in the global graph for the same op; a new node of another kind is named after its op."""
+    if target is like.target:
+        return like.name
+    return target._schema.name.split("::")[1] if isinstance(target, OpOverload) else getitem.__name__
+
+
+def _fake_mode(program: Program) -> Any:
+    for node in program.placeholders:
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            return val.fake_mode  # type: ignore[attr-defined]
+    raise PartitionError(
+        "expected a program with at least one tensor among its inputs, got none: there is nothing to do"
+    )
+
+
+def _keeps_layout(node: fx.Node) -> bool:
+    """Whether an op lays its result out as its operands are laid out, not as it likes."""
+    target: Any = node.target
+    if target in _CONTIGUOUS or node.kwargs.get("memory_format") is torch.contiguous_format:
+        return False
+    return target is getitem or (isinstance(target, OpOverload) and (target.is_view or _is_elementwise(target)))
+
+
+def _is_elementwise(target: OpOverload) -> bool:
+    return is_pointwise(target) or target in _COPIES

@@ -1,0 +1,116 @@
+"""The mesh of all ranks: an existing process group, torchrun's environment, or a world of one that opens no port."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+import passes
+from passes.ir.program import Placements
+
+from .._torch import FakeStore, root_mesh
+
+_meshes: dict[tuple[str, int], tuple[DeviceMesh, Any]] = {}  # with the group, so that its id stays its own
+
+
+def world(device: str | torch.device | None = None) -> DeviceMesh:
+    """The 1-D mesh of all ranks, named ``("dp",)``.
+
+    An existing default process group is used as it is. Else one is made: from torchrun's environment if there is one
+    (gloo on CPU, NCCL on CUDA), else a world of one rank, which opens no network port.
+
+    ``device``: where the mesh's tensors live, ``"cpu"`` or ``"cuda"``; by default CUDA if the process group is NCCL's.
+    """
+    kind = _device_type(device)
+    if not dist.is_initialized():
+        _init(kind)
+    key = (kind, id(dist.group.WORLD))
+    if key not in _meshes:
+        _meshes.clear()  # meshes of a process group that is gone
+        mesh = DeviceMesh(kind, torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
+        _meshes[key] = (mesh, dist.group.WORLD)
+    return _meshes[key][0]
+
+
+def describe(mesh: DeviceMesh) -> passes.Mesh:
+    """The plain data that programs carry of a mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}")
+    names = mesh.mesh_dim_names or tuple(f"axis{k}" for k in range(mesh.ndim))
+    groups = [mesh.get_group(k) for k in range(mesh.ndim)]
+    axes = [
+        passes.Axis(name, mesh.size(k), group.group_name, coordinate[k], _backend(group, mesh.device_type))
+        for k, (name, group) in enumerate(zip(names, groups, strict=True))
+    ]
+    return passes.Mesh(tuple(axes))
+
+
+def joined(mesh: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh that has the axes of ``mesh`` and of ``others``: where they are parts of one, that one.
+
+    Raises ``PlacementError`` where they are not, or where the first axis of ``mesh`` is not the first of all.
+    """
+    if all(other == mesh for other in others):
+        return mesh
+    whole = root_mesh(mesh)
+    strangers = [other for other in others if root_mesh(other) != whole]
+    if strangers:
+        raise passes.PlacementError(
+            f"some parameters are DTensors on {strangers[0]}, but the step runs on {mesh}: give the mode the same "
+            "mesh, or make both parts of one mesh, as mesh['dp'] and mesh['tp'] are"
+        )
+    names, first = whole.mesh_dim_names or (), (mesh.mesh_dim_names or ("",))[0]
+    if not names or names[0] != first:
+        raise passes.PlacementError(
+            f"the batch is split over {first!r}, but the first axis of {whole} is another: make it {first!r}"
+        )
+    return whole
+
+
+def spread(placement: Placements, mesh: DeviceMesh, whole: DeviceMesh) -> Placements:
+    """A placement on ``mesh``, said for all axes of the mesh that it is a part of; over others it is replicated."""
+    names = mesh.mesh_dim_names or ()
+    if mesh == whole or not names:
+        return placement
+    by_name = dict(zip(names, placement, strict=True))
+    return tuple(by_name.get(name, Replicate()) for name in whole.mesh_dim_names or ())
+
+
+def check_fits(mesh: DeviceMesh) -> None:
+    """Raise ``ValueError`` if the mesh is larger than the world."""
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if mesh.size() > ranks:
+        raise ValueError(
+            f"the mesh has {mesh.size()} ranks, but the world has {ranks}: use a smaller mesh, or more ranks"
+        )
+
+
+def _backend(group: Any, device_type: str) -> str:
+    """What moves tensors of this device in ``group``: torch says it as ``"cpu:gloo,cuda:nccl"``."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}.get(device_type, "")
+
+
+def _device_type(device: str | torch.device | None) -> str:
+    if device is not None:
+        return torch.device(device).type
+    if dist.is_initialized():
+        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _init(kind: str) -> None:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if kind == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    else:
+        # The fake backend moves no data, and at world size one there is none to move; it opens no port.
+        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())

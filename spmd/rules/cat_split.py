@@ -1,0 +1,268 @@
+"""Ops that cut tensors along a dim or put pieces together along one: every other dim may be split.
+
+The pieces' elements are the whole's, so partial sums pass, as do partial extremes where nothing is filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.tensor import Replicate
+
+from ..placements import rows
+from .aten import aten
+from .base import Call, Option, parameters
+from .einsum_labels import WHOLE, Dims, grows, is_zero, letters, option, options, without, wrap
+from .registry import localize, rule
+from .size_arguments import Shapes, replaced
+
+
+def dim_of(call: Call, name: str = "dim") -> int:
+    """The dim that the op works along."""
+    return wrap(call.arg(name), call.arg("self").ndim)
+
+
+CUTS = aten(
+    *("split.Tensor", "split.sizes", "split_with_sizes", "split_with_sizes_copy", "chunk", "narrow", "narrow_copy"),
+    *("slice.Tensor", "slice_copy.Tensor"),
+)
+
+
+def is_cut(call: Call) -> bool:
+    """Whether the results are runs of rows along ``dim_of(call)``."""
+    return call.target in CUTS
+
+
+@rule(*CUTS)
+def cut(call: Call) -> list[Option]:
+    """All dims but the one cut; that one too where a slice takes all of it, or where it is cut between runs of rows."""
+    names = letters(call.arg("self").ndim)
+    if takes_all(call):
+        return options(call, Dims({"self": names}, names, moves=("self",)))
+    dim = dim_of(call)
+    kept = without(names, dim)
+    found = options(call, Dims({"self": kept}, kept, moves=("self",)))
+    return found + [_between(call, dim, outer) for outer in _runs_along(call, dim) if cuts_between(call, outer)]
+
+
+def _between(call: Call, dim: int, outer: int) -> Option:
+    length = call.arg("self").shape[dim] // outer
+    pieces = [info.shape[dim] // length for info in call.results if info is not None]
+    return option(call, {"self": rows(dim, outer)}, [rows(dim, count) for count in pieces])
+
+
+def cuts_between(call: Call, outer: int) -> bool:
+    """Whether a cut along rows in ``outer`` runs leaves each run in one piece: what was joined is taken apart again."""
+    dim = dim_of(call)
+    length, left = divmod(call.arg("self").shape[dim], outer)
+    borders = [_start(call), *(info.shape[dim] for info in call.results if info is not None)]
+    whole_runs = left == 0 and length > 0 and all(border % length == 0 for border in borders) and 0 not in borders[1:]
+    return outer > 1 and call.arg("step", 1) == 1 and whole_runs and call.even(length)
+
+
+def _start(call: Call) -> int:
+    """The first row of the first piece."""
+    size: int = call.arg("self").shape[dim_of(call)]
+    start: int = call.arg("start") or 0
+    return min(max(start + size, 0) if start < 0 else start, size)
+
+
+@localize(*CUTS)
+def own_rows(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+    """Where a cut begins and how long its pieces are, counted in a rank's own rows."""
+    dim = dim_of(call)
+    first, here = call.results[0], [shape[dim] for shape in shapes if shape is not None]
+    if takes_all(call) or first is None or first.shape[dim] == here[0]:
+        return args
+    for name in ("split_size", "split_sizes"):
+        if name in parameters(call.target):
+            return replaced(call, args, name, here[0] if isinstance(call.arg(name), int) else here)
+    if "chunk" in str(call.target):
+        return args
+    start = _start(call) * here[0] // first.shape[dim]
+    return (args[0], dim, start, here[0] if "narrow" in str(call.target) else start + here[0])
+
+
+def takes_all(call: Call) -> bool:
+    """Whether the call is a slice from the first row to the last, so that every rank's part is taken whole."""
+    if "slice" not in str(call.target):
+        return False
+    start, end = call.arg("start"), call.arg("end")
+    size = call.arg("self").shape[dim_of(call)] if call.arg("self") is not None else _rows(call)
+    return call.arg("step", 1) == 1 and start in (None, 0) and (end is None or end >= size)
+
+
+def _rows(call: Call) -> int:
+    sizes: list[int] = call.arg("input_sizes")
+    return sizes[wrap(call.arg("dim"), len(sizes))]
+
+
+@rule(*aten("select.int", "select_copy.int", "unbind.int", "unbind_copy.int"))
+def select(call: Call) -> list[Option]:
+    """All dims but the one that goes."""
+    names = without(letters(call.arg("self").ndim), dim_of(call))
+    return options(call, Dims({"self": names}, names.replace(WHOLE, ""), moves=("self",)))
+
+
+@rule(*aten("cat"))
+def cat(call: Call) -> list[Option]:
+    """All dims; torch skips empty 1-D tensors among others.
+
+    Along the dim on which the tensors follow each other, a rank has its part of each: two views of the batch, say.
+    """
+    result = call.results[0]
+    assert result is not None
+    dim = wrap(call.arg("dim"), result.ndim)
+    names = without(letters(result.ndim), dim)
+    labels = [names if info.ndim == result.ndim else WHOLE for info in call.operands]
+    return options(call, Dims({"tensors": labels}, names, moves=("tensors",))) + _joined(call, dim)
+
+
+def _joined(call: Call, dim: int) -> list[Option]:
+    """Options that split ``dim``, along which tensors of equal size follow each other."""
+    result = call.results[0]
+    assert result is not None
+    joined = [info.ndim == result.ndim for info in call.operands]
+    sizes = {info.shape[dim] for info, counts in zip(call.operands, joined, strict=True) if counts}
+    if len(sizes) != 1 or not call.even(size := min(sizes)) or not size:
+        return []
+    found = []
+    for outer in _runs_along(call, dim):
+        placed = [rows(dim, outer) if counts else Replicate() for counts in joined]
+        if call.even(size // outer):
+            found.append(option(call, {"tensors": placed}, rows(dim, outer * sum(joined))))
+    return found
+
+
+def _runs_along(call: Call, dim: int) -> list[int]:
+    """One, and the numbers of runs in which operands are there along ``dim``."""
+    return list(dict.fromkeys([1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == dim)]))
+
+
+@rule(*aten("stack"))
+def stack(call: Call) -> list[Option]:
+    """All dims of the tensors."""
+    names = letters(call.operands[0].ndim)
+    at = wrap(call.arg("dim"), len(names) + 1)
+    return options(call, Dims({"tensors": names}, names[:at] + WHOLE + names[at:], moves=("tensors",)))
+
+
+@rule(*aten("slice_backward"))
+def slice_backward(call: Call) -> list[Option]:
+    """Zeros with the gradient at the slice."""
+    names = letters(call.arg("grad_output").ndim)
+    kept = names if takes_all(call) else without(names, wrap(call.arg("dim"), len(names)))
+    return options(call, Dims({"grad_output": kept}, kept, linear=(("grad_output",),)))
+
+
+@rule(*aten("select_backward"))
+def select_backward(call: Call) -> list[Option]:
+    """Zeros with the gradient at one row."""
+    names = letters(call.arg("grad_output").ndim)
+    at = wrap(call.arg("dim"), len(names) + 1)
+    return options(call, Dims({"grad_output": names}, names[:at] + WHOLE + names[at:], linear=(("grad_output",),)))
+
+
+@rule(*aten("slice_scatter"))
+def slice_scatter(call: Call) -> list[Option]:
+    """One tensor with another in place of a slice."""
+    names = letters(call.arg("self").ndim)
+    kept = names if takes_all(call) else without(names, dim_of(call))
+    return options(call, Dims({"self": kept, "src": kept}, kept, moves=("self", "src")))
+
+
+@rule(*aten("select_scatter"))
+def select_scatter(call: Call) -> list[Option]:
+    """One tensor with another in place of a row."""
+    names = without(letters(call.arg("self").ndim), dim_of(call))
+    row = names.replace(WHOLE, "")
+    return options(call, Dims({"self": names, "src": row}, names, moves=("self", "src")))
+
+
+@rule(*aten("diagonal", "diagonal_copy"))
+def diagonal(call: Call) -> list[Option]:
+    """All dims but the two of the diagonal, which becomes the last."""
+    whole, rest = _off_diagonal(call, call.arg("self").ndim)
+    return options(call, Dims({"self": whole}, rest, moves=("self",)))
+
+
+@rule(*aten("diagonal_backward"))
+def diagonal_backward(call: Call) -> list[Option]:
+    """Zeros with the gradient on the diagonal."""
+    whole, rest = _off_diagonal(call, len(call.arg("input_sizes")))
+    return options(call, Dims({"grad_output": rest}, whole, linear=(("grad_output",),)))
+
+
+@rule(*aten("diagonal_scatter"))
+def diagonal_scatter(call: Call) -> list[Option]:
+    """One tensor with another on its diagonal."""
+    whole, rest = _off_diagonal(call, call.arg("self").ndim)
+    return options(call, Dims({"self": whole, "src": rest}, whole, moves=("self", "src")))
+
+
+def _off_diagonal(call: Call, ndim: int) -> tuple[str, str]:
+    names = without(letters(ndim), *(wrap(call.arg(name), ndim) for name in ("dim1", "dim2")))
+    return names, names.replace(WHOLE, "") + WHOLE
+
+
+@rule(*aten("unfold", "unfold_copy"))
+def unfold(call: Call) -> list[Option]:
+    """Windows along one dim, in a new last dim."""
+    names = without(letters(call.arg("self").ndim), dim_of(call, "dimension"))
+    return options(call, Dims({"self": names}, names + WHOLE, moves=("self",)))
+
+
+@rule(*aten("unfold_backward"))
+def unfold_backward(call: Call) -> list[Option]:
+    """The sum of windows."""
+    ndim = len(call.arg("input_sizes"))
+    names = without(letters(ndim), wrap(call.arg("dim"), ndim))
+    return options(call, Dims({"grad_in": names + WHOLE}, names, linear=(("grad_in",),)))
+
+
+@rule(*aten("tril", "triu"))
+def triangle(call: Call) -> list[Option]:
+    """All dims but the last two."""
+    ndim = call.arg("self").ndim
+    names = without(letters(ndim), ndim - 2, ndim - 1)
+    return options(call, Dims({"self": names}, names, linear=(("self",),)))
+
+
+@rule(*aten("constant_pad_nd"))
+def pad(call: Call) -> list[Option]:
+    """All dims that are not padded; a sum passes if the padding is zero."""
+    ndim = call.arg("self").ndim
+    pairs: list[int] = list(call.arg("pad"))
+    padded = [ndim - 1 - k // 2 for k, n in enumerate(pairs) if n != 0]
+    names = without(letters(ndim), *padded)
+    return options(call, Dims({"self": names}, names, linear=(("self",),) if is_zero(call.arg("value")) else ()))
+
+
+@rule(*aten("repeat"))
+def repeat(call: Call) -> list[Option]:
+    """All dims; of one that is repeated, a rank has its part of each repetition."""
+    repeats: list[int] = call.arg("repeats")
+    names = letters(call.arg("self").ndim)
+    new = len(repeats) - len(names)
+    once = "".join(c if n == 1 else WHOLE for c, n in zip(names, repeats[new:], strict=True))
+    moves = () if grows(call, ("self",)) else ("self",)
+    found = options(call, Dims({"self": once}, WHOLE * new + once, moves=moves))
+    return found + [o for d, n in enumerate(repeats[new:]) if n > 1 for o in _repeated(call, d, d + new, n)]
+
+
+def _repeated(call: Call, before: int, after: int, times: int) -> Iterator[Option]:
+    """Options that split the dim ``before``, which is repeated and then is ``after``."""
+    size = call.arg("self").shape[before]
+    for outer in _runs_along(call, before):
+        if size and call.even(size // outer):
+            yield option(call, {"self": rows(before, outer)}, rows(after, outer * times))
+
+
+@rule(*aten("repeat_interleave.self_int"))
+def repeat_interleave(call: Call) -> list[Option]:
+    """All dims but the one whose rows are repeated; without a dim the tensor is flattened."""
+    if call.arg("dim") is None:
+        return []
+    names = without(letters(call.arg("self").ndim), dim_of(call))
+    return options(call, Dims({"self": names}, names))

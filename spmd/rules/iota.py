@@ -1,0 +1,40 @@
+"""Which values are row numbers: 0, 1, 2, ... along one dim, and alike along all others.
+
+``x[torch.arange(len(x)), last]`` and masks built from ``arange`` index a tensor by the number of each row. Where the
+rows are split, a rank's own rows are numbered from 0 on, so nothing has to be gathered; but a rule can only say so of
+an index that is known to count. It is known where the index was made, and carried along here through views and copies.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from .aten import aten
+from .base import Call
+from .cat_split import is_cut, takes_all
+
+ARANGES = frozenset(aten("arange", "arange.start", "arange.start_step"))
+EXPANDS = frozenset(aten("expand", "expand_copy"))
+SAME_NUMBERS = frozenset(
+    aten(
+        *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims"),
+        *("_to_copy", "clone", "detach", "alias", "lift_fresh_copy", "contiguous"),
+    )
+)
+
+
+def counted_dim(call: Call) -> int | None:
+    """The dim along which the result of ``call`` counts its rows, or None where that is not known."""
+    result = call.results[0]
+    if call.target in ARANGES:
+        counts = call.arg("start", 0) == 0 and call.arg("step", 1) == 1
+        return 0 if counts and result is not None and not result.dtype.is_floating_point else None
+    source = call.operands[0] if len(call.operands) == 1 else None
+    if source is None or source.counts is None or result is None or result.dtype.is_floating_point:
+        return None
+    if call.target in EXPANDS:
+        return source.counts + result.ndim - source.ndim
+    if is_cut(call) and takes_all(call):
+        return source.counts
+    alone = prod(source.shape) == prod(result.shape) == source.shape[source.counts] > 1
+    return result.shape.index(prod(result.shape)) if call.target in SAME_NUMBERS and alone else None

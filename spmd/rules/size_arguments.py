@@ -1,0 +1,73 @@
+"""Arguments that hold sizes: global in the captured graph, to be replaced by this rank's.
+
+Nearly always the size is that of the first result, and the table says under which name it is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .aten import aten
+from .base import Call, parameters
+from .registry import localize
+
+Shapes = tuple[tuple[int, ...] | None, ...]
+
+SIZES = {
+    "size": aten(
+        *("zeros", "ones", "full", "empty.memory_format", "empty_permuted"),
+        *("rand", "rand.generator", "randn", "randn.generator"),
+        *("randint", "randint.generator", "randint.low", "randint.low_generator"),
+        *("new_zeros", "new_ones", "new_full", "new_empty"),
+        *("view", "_unsafe_view", "view_copy", "expand", "expand_copy"),
+    ),
+    "shape": aten("reshape"),
+    "input_sizes": aten("slice_backward", "select_backward", "diagonal_backward", "unfold_backward"),
+    "input_size": aten(
+        *("upsample_nearest1d_backward", "upsample_nearest2d_backward", "upsample_nearest3d_backward"),
+        *("_upsample_nearest_exact1d_backward", "_upsample_nearest_exact2d_backward"),
+        *("_upsample_nearest_exact3d_backward", "upsample_linear1d_backward", "upsample_bilinear2d_backward"),
+        *("upsample_bicubic2d_backward", "upsample_trilinear3d_backward"),
+        *("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward", "_upsample_lanczos2d_aa_backward"),
+    ),
+}
+NAMES = {op: name for name, ops in SIZES.items() for op in ops}
+
+
+@localize(*NAMES)
+def size_of_result(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+    """The shape of the first result."""
+    assert shapes[0] is not None
+    return replaced(call, args, NAMES[call.target], list(shapes[0]))
+
+
+@localize(*aten("empty_strided", "new_empty_strided"))
+def strided(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+    """The shape of the result, and dense strides in the same order."""
+    shape = shapes[0]
+    assert shape is not None
+    order = sorted(range(len(shape)), key=lambda d: call.arg("stride")[d])
+    strides, step = [0] * len(shape), 1
+    for d in order:
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return replaced(call, replaced(call, args, "size", list(shape)), "stride", strides)
+
+
+@localize(*aten("native_group_norm", "native_group_norm_backward"))
+def rows(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+    """The number of rows; without a result that has rows, nothing was split."""
+    return args if shapes[0] is None else replaced(call, args, "N", shapes[0][0])
+
+
+@localize(*aten("convolution_backward"))
+def bias(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+    """The shape of the bias."""
+    return args if shapes[2] is None else replaced(call, args, "bias_sizes", list(shapes[2]))
+
+
+def replaced(call: Call, args: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:
+    """``args`` with ``value`` for the positional argument ``name``."""
+    position, _ = parameters(call.target)[name]
+    assert position is not None and position < len(args), f"{call.target}: expected {name!r} by position"
+    return (*args[:position], value, *args[position + 1 :])

@@ -1,0 +1,268 @@
+"""A program's graph as Python that does at each call only what depends on the call.
+
+What a node gives is *fixed* where it is the same tensor object at every call, as long as state stays where it lies: an
+input that is state, a view of what is fixed, and what an op returns that wrote into a fixed tensor. Fixed views are
+made once, when the graph is bound to state. The rest runs at every call, as the inner one of two generated functions::
+
+    def bind(weight):
+        t = torch.t(weight)
+        def run(x):
+            mm = torch.mm(x, t)
+            ...
+        return run
+
+What is bound is made anew when a state tensor is another one, or lies elsewhere.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+from operator import is_
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import Program, Role
+from passes.analysis.aliases import escaping, is_view, storages
+from passes.analysis.out_variants import is_constant
+from passes.ir.collectives import is_wait
+from passes.ir.effects import mutates, written
+from passes.runtime.arena import place, reserve, whole
+from passes.runtime.shared_memory_collectives import PREPARED
+
+from .arenas import Memory
+from .bindings import direct
+
+aten = torch.ops.aten
+
+_number = count()
+_all: weakref.WeakSet[Bound] = weakref.WeakSet()
+_pointer = torch.Tensor.data_ptr
+
+
+class Bound:
+    """Runs a graph on the program's inputs. Bound to state at the first call; ``release`` lets go of all of it.
+
+    What the program reserves is ``memory``'s, and stays reserved between calls.
+    """
+
+    def __init__(self, program: Program, memory: Memory | None = None) -> None:
+        self.memory = memory or Memory()
+        self.memory.users.add(self)
+        stays = [
+            is_fixed(node, declared.role) for node, declared in zip(program.placeholders, program.inputs, strict=True)
+        ]
+        self._fixed = [k for k, each in enumerate(stays) if each]
+        self._given = [k for k, each in enumerate(stays) if not each]
+        self._bind = _Writer(program, self._fixed, self._given, self.memory).function()
+        self.release()
+        _all.add(self)
+
+    def release(self) -> None:
+        """Hold on to no state; the next call binds anew."""
+        self._state: list[torch.Tensor] = []
+        self._lies: list[int] | None = None
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the graph returns."""
+        state = [inputs[k] for k in self._fixed]
+        lies = list(map(_pointer, state))
+        run = self._run  # another thread, whose step is compiled, may let go of it meanwhile
+        if run is None or lies != self._lies or not all(map(is_, state, self._state)):
+            self.release()
+            run = self._bind(*state)
+            self._run, self._state, self._lies = run, state, lies
+        return run(*[inputs[k] for k in self._given])
+
+
+def release_all() -> None:
+    """Let every program bind anew at its next call: views that they hold keep storages from being given up."""
+    for each in _all:
+        each.release()
+
+
+def is_fixed(node: fx.Node, role: Role) -> bool:
+    """Whether an input is a tensor that is there before and after a call."""
+    return (role.is_state or role is Role.CONSTANT) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+class _Writer:
+    """Writes the two functions, node by node."""
+
+    def __init__(self, program: Program, fixed: Sequence[int], given: Sequence[int], memory: Memory) -> None:
+        self.program, self.memory = program, memory
+        self.constants = _constants(program.graph)
+        self.scope: dict[str, Any] = {}  # what the text names that is not in it: functions, dtypes, modules
+        self.known: dict[int, str] = {}
+        placeholders = program.placeholders
+        self.names = {node: f"{node.name}_" for node in program.graph.nodes}  # no keyword, and no name of ours
+        self.prepared: dict[Any, str] = {}  # collectives that are made once and started at each call
+        self.arguments = [placeholders[k] for k in fixed], [placeholders[k] for k in given]
+        self.fixed = set(self.arguments[0])
+        self.done_once: list[str] = []
+        self.each_call: list[str] = []
+
+    def function(self) -> Callable[..., Callable[..., Any]]:
+        """``bind(*fixed inputs) -> run``, with ``run(*other inputs)``."""
+        dying = _last_uses(self.program.graph)
+        self._detach()
+        for node in self.program.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                self._write(node)
+            dead = [self.names[each] for each in dying.get(node, ()) if each not in self.fixed]
+            if dead and node.op != "output":
+                self.each_call.append(f"del {', '.join(dead)}")
+        self._return()
+        return _compiled(self._text(), self.scope)
+
+    def _detach(self) -> None:
+        """Compute with state beyond autograd's sight; what is returned is the state itself.
+
+        A view of a parameter that lives on raises once it is looked at (``is_leaf``, say), since that was written to.
+        """
+        self.given_names = {node: self.names[node] for node in self.arguments[0]}
+        for node, name in self.given_names.items():
+            self.names[node] = f"{name}data"
+            self.done_once.append(f"{name}data = {self._name(torch.Tensor.detach)}({name})")
+
+    def _write(self, node: fx.Node) -> None:
+        line = f"{self.names[node]} = {self._call(node)}"
+        if self._is_fixed(node):
+            self.fixed.add(node)
+            self.done_once.append(line)
+            return
+        if node.target in PREPARED and self._all_fixed(node.all_input_nodes):
+            self._prepare(node)
+            return
+        target = _returned_argument(node)
+        if target is not None and self._all_fixed(_nodes(target)):  # runs each time, but what it gives is known before
+            self.fixed.add(node)
+            self.done_once.append(f"{self.names[node]} = {self._value(target)}")
+            line = f"{self.prepared[target]}.wait()" if target in self.prepared else self._call(node)
+        self.each_call.append(line)
+
+    def _prepare(self, node: fx.Node) -> None:
+        """Make a collective once, and start it at each call: its operand and its result are always the same."""
+        work = self.prepared[node] = f"{node.name}_work"
+        self.done_once.append(f"{work} = {self._name(PREPARED[node.target])}({self._arguments(node)})")
+        self.done_once.append(f"{self.names[node]} = {self._value(node.kwargs['out'])}")
+        self.each_call.append(f"{work}.start()")
+        self.fixed.add(node)
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        if node in self.constants or node.target is reserve:
+            return True
+        views = node.target in (place, whole) or (is_view(node) and not is_wait(node) and not mutates(node))
+        return views and self._all_fixed(node.all_input_nodes)
+
+    def _all_fixed(self, nodes: Iterable[fx.Node]) -> bool:
+        return all(node in self.fixed for node in nodes)
+
+    def _return(self) -> None:
+        """A returned view is an object of its own at each call: the user may keep it, or change what it shows."""
+        returned = self.program.output_node.args[0]
+        views = [node for node in _nodes(returned) if node in self.fixed and node.op != "placeholder"]
+        for node in dict.fromkeys(views):
+            self.each_call.append(f"{self.names[node]}_own = {self._name(aten.alias.default)}({self.names[node]})")
+        own = {node: f"{self.names[node]}_own" for node in views}
+        self.names |= own | self.given_names
+        self.each_call.append(f"return {self._value(returned)}")
+
+    def _call(self, node: fx.Node) -> str:
+        if node.target is reserve:
+            return f"{self._name(self.memory)}.reserve({self._arguments(node)})"
+        if node.op == "get_attr":
+            return f"{self._name(operator.attrgetter(str(node.target)))}({self._name(self.program.graph_module)})"
+        if node.op == "call_module":
+            return f"{self._name(self.program.graph_module.get_submodule(str(node.target)))}({self._arguments(node)})"
+        if node.op == "call_method":
+            return f"{self._value(node.args[0])}.{node.target}({self._arguments(node, skip=1)})"
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            return f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
+        return f"{self._name(direct(node))}({self._arguments(node)})"
+
+    def _arguments(self, node: fx.Node, skip: int = 0) -> str:
+        positional = [self._value(value) for value in node.args[skip:]]
+        return ", ".join([*positional, *(f"{name}={self._value(value)}" for name, value in node.kwargs.items())])
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.names[value]
+        if type(value) is tuple:
+            return "(" + "".join(f"{self._value(each)}, " for each in value) + ")"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(self._value, value)) + "]"
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self._value, (value.start, value.stop, value.step)))})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key!r}: {self._value(each)}" for key, each in value.items()) + "}"
+        if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        return self._name(value)
+
+    def _name(self, value: Any) -> str:
+        """The name in the text for what cannot be written down."""
+        if id(value) not in self.known:
+            word = getattr(value, "__name__", type(value).__name__).replace(".", "_")
+            word = word if word.isidentifier() else "value"
+            self.known[id(value)] = f"{word}_{len(self.scope)}"
+            self.scope[self.known[id(value)]] = value
+        return self.known[id(value)]
+
+    def _text(self) -> str:
+        bound, given = [", ".join(self.names[node] for node in each) for each in self.arguments]
+        inner = [f"def run({given}):", *(f"    {line}" for line in self.each_call), "return run"]
+        return "\n".join([f"def bind({bound}):", *(f"    {line}" for line in [*self.done_once, *inner]), ""])
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """The small tensors that are the same at every call: made from nothing, never written to, and not handed out."""
+    found = storages(graph)
+    touched = escaping(graph, found)
+    for node in graph.nodes:
+        if mutates(node):
+            touched.update(*(found[each] for each in node.all_input_nodes))
+    return {node for node in graph.nodes if is_constant(node) and node not in touched}
+
+
+def _returned_argument(node: fx.Node) -> Any:
+    """The argument that a node writes into, or waits for, and returns; a tuple if there are several; None if not so."""
+    if is_wait(node):
+        return node.args[0]
+    targets = written(node)
+    if not targets or not is_view(node) or len(node.target._schema.returns) != len(targets):  # type: ignore[union-attr]
+        return None
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the nodes that nobody reads after it; one that nobody reads at all goes at once."""
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for each in (node, *node.all_input_nodes):
+            if each not in seen and each.op != "output":
+                seen.add(each)
+                dying.setdefault(node, []).append(each)
+    return dying
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return iter(found)
+
+
+def _compiled(text: str, scope: dict[str, Any]) -> Callable[..., Callable[..., Any]]:
+    file = f"<spmd program {next(_number)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
+    exec(compile(text, file, "exec"), scope)
+    bind: Callable[..., Callable[..., Any]] = scope["bind"]
+    return bind

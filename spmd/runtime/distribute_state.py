@@ -1,0 +1,231 @@
+"""Live state on the mesh: made equal to rank 0's, split where the plan says, and bound to a program's inputs.
+
+Splitting a parameter means a new object: torch cannot turn a Parameter into a DTensor in place. The module's entry, the
+optimizers' groups and state keys are rebound, and hooks, attributes and gradients move along. All of it happens after
+everything that can fail has been done (``commit``), so that bad input changes nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Program, Role
+from passes.ir.program import Placements, is_sharded
+
+from .._torch import local_tensor
+from ..call.state import Arguments, Slot, local_of, parameters_of
+from ..placements import chunk
+from ..ranks.consensus import on_cpu
+from ..ranks.world import spread
+
+# What is rank 0's already, by id (tensors compare by value): optimizers, and this rank's parts of parameters, buffers
+# and scalers' state. Nothing here refers to a DTensor weakly: torch could not convert it (``model.double()``) any more.
+_equal: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# Where a parameter that was split keeps what took its place: optimizers of other steps may still hold the old one.
+_SUCCESSOR = "_spmd_successor"
+
+
+@dataclass
+class Prepared:
+    """State on its way to the mesh: ``locals[k]`` is the storage that the program binds for slot k."""
+
+    slots: list[Slot]
+    placements: list[Placements]
+    locals: list[torch.Tensor]
+
+
+def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh, device_mesh: DeviceMesh) -> Prepared:
+    """The local storages of all state; nothing live is changed yet."""
+    placements = [declared.placement for declared in inputs[: len(slots)]]
+    storages = []
+    for slot, placement in zip(slots, placements, strict=True):
+        live = slot.get()
+        if isinstance(live, DTensor) and spread(tuple(live.placements), live.device_mesh, device_mesh) != placement:
+            raise PlacementError(
+                f"{slot.input.name} is a DTensor placed as {live.placements}, but the program wants {placement}"
+            )
+        fresh = is_sharded(placement) and not isinstance(live, DTensor)
+        storages.append(part_of(live.detach(), placement, mesh) if fresh else local_tensor(live))
+    return Prepared(list(slots), placements, storages)
+
+
+def on_mesh(slots: Sequence[Slot], mesh: DeviceMesh) -> list[Slot]:
+    """The slots with the placements of DTensors on a part of ``mesh`` said for all of its axes."""
+
+    def described(slot: Slot) -> Input:
+        live = slot.get()
+        if not isinstance(live, DTensor):
+            return slot.input
+        return replace(slot.input, placement=spread(tuple(live.placements), live.device_mesh, mesh))
+
+    return [replace(slot, input=described(slot)) for slot in slots]
+
+
+def check_memory(program: Program, slots: Sequence[Slot], arguments: Arguments) -> None:
+    """Raise ``CaptureError`` if two inputs share memory and the step writes one of them: the other would not see it."""
+    written = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+    named = [(slot.input.name, slot.local()) for slot in slots]
+    named += [(leaf.name, local_of(leaf.value)) for leaf in arguments.tensors()]
+    spans = sorted((*_span(tensor), name) for name, tensor in named if tensor.numel())
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end and (name in written or other in written):
+            raise CaptureError(
+                f"{name} and {other} share memory, and the step writes into it: pass one of them, or a clone"
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor, and the one after its last."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+
+
+def part_of(tensor: torch.Tensor, placement: Placements, mesh: Mesh) -> torch.Tensor:
+    """This rank's part, in storage of its own (the whole tensor's storage can go)."""
+    for entry, axis in zip(placement, mesh.axes, strict=True):
+        if isinstance(entry, Shard):
+            tensor = tensor.narrow(entry.dim, *chunk(tensor.shape[entry.dim], axis.size, axis.coordinate))
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def commit(prepared: Prepared, arguments: Arguments, mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    """Make state equal to rank 0's, and rebind what is split to DTensors."""
+    _make_equal(prepared, arguments, device_mesh)
+    renewed: dict[int, torch.Tensor] = {}
+    for slot, placement, local in zip(prepared.slots, prepared.placements, prepared.locals, strict=True):
+        live = slot.get()
+        if not is_sharded(placement) or (isinstance(live, DTensor) and live.device_mesh == device_mesh):
+            continue
+        if not isinstance(live, DTensor):
+            local.copy_(part_of(live.detach(), placement, mesh))
+        split = as_dtensor(local, placement, device_mesh, live.shape, live.stride())
+        if slot.input.role is Role.PARAMETER:
+            new = renewed[id(live)] = _renewed(live, split)
+            vars(live)[_SUCCESSOR] = new
+        elif slot.input.role is Role.GRADIENT:
+            continue  # moves with its parameter, below
+        else:
+            slot.holder[slot.key] = split
+    _split_gradients(prepared, renewed, device_mesh)
+    _rebind(arguments, renewed)
+
+
+def as_dtensor(
+    local: torch.Tensor, placement: Placements, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]
+) -> DTensor:
+    """A DTensor over this rank's part, without communication."""
+    return DTensor.from_local(local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> None:
+    """Broadcast what rank 0 has not handed out yet: an optimizer's state at first sight, all else once."""
+    known = all(map(_is_equal, arguments.optimizers.values()))
+    with torch.no_grad():
+        for slot in prepared.slots:
+            live = slot.get()
+            once = slot.input.role in (Role.PARAMETER, Role.BUFFER, Role.SCALER)
+            if isinstance(live, DTensor):
+                missing = live.device_mesh != mesh and not _is_equal(local_tensor(live))
+                for axis in _axes_beyond(live, mesh) if missing else ():
+                    _broadcast_along(local_tensor(live), mesh, axis)
+            elif not (_is_equal(live) if once else known):
+                _broadcast(live.detach(), mesh)
+            if once:
+                _note_equal(local_tensor(live))
+    for optimizer in arguments.optimizers.values():
+        _note_equal(optimizer)
+
+
+def _is_equal(thing: Any) -> bool:
+    return _equal.get(id(thing)) is thing
+
+
+def _note_equal(thing: Any) -> None:
+    _equal[id(thing)] = thing
+
+
+def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """From the first rank of the mesh to all, one axis after the other, the first axis last to be split."""
+    if mesh.size() == 1:
+        return
+    for axis in range(mesh.ndim):
+        _broadcast_along(tensor, mesh, axis)
+
+
+def _broadcast_along(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> None:
+    whole, group = tensor.contiguous(), mesh.get_group(axis)
+    if whole.device.type == "cpu":  # as counters of optimizers are, also where parameters are not
+        group = on_cpu(group)
+    dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+    if whole is not tensor:
+        tensor.copy_(whole)
+
+
+def _axes_beyond(live: DTensor, mesh: DeviceMesh) -> list[int]:
+    """The axes of ``mesh`` that a DTensor on a part of it knows nothing of."""
+    return [
+        k for k, name in enumerate(mesh.mesh_dim_names or ()) if name not in (live.device_mesh.mesh_dim_names or ())
+    ]
+
+
+def _renewed(old: torch.Tensor, split: DTensor) -> torch.Tensor:
+    """The DTensor Parameter that takes the place of ``old``, with its hooks and attributes."""
+    new = nn.Parameter(split, requires_grad=old.requires_grad)
+    for name, value in vars(old).items():
+        if name != _SUCCESSOR:
+            new.__dict__.setdefault(name, value)
+    # The hook tables themselves move, so that handles which the user holds still remove their hooks.
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, table, None)
+        if hooks:
+            setattr(new, table, hooks)
+    return new
+
+
+def _split_gradients(prepared: Prepared, renewed: dict[int, torch.Tensor], mesh: DeviceMesh) -> None:
+    for slot, placement, local in zip(prepared.slots, prepared.placements, prepared.locals, strict=True):
+        if slot.input.role is Role.GRADIENT:
+            parameter = slot.holder.holder[slot.holder.key]
+            gradient = slot.get()
+            if id(parameter) in renewed and is_sharded(placement):
+                split = as_dtensor(local, placement, mesh, gradient.shape, gradient.stride())
+                renewed[id(parameter)].grad = split
+
+
+def follow_split(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Hand optimizers the parameters that took the places of theirs when another step split the model."""
+    for optimizer in optimizers.values():
+        old = [p for group in optimizer.param_groups for p in group["params"]]
+        renewed = {id(p): vars(p)[_SUCCESSOR] for p in old if _SUCCESSOR in vars(p)}
+        if renewed:
+            _rebind_optimizer(optimizer, renewed)
+
+
+def _rebind(arguments: Arguments, renewed: dict[int, torch.Tensor]) -> None:
+    if not renewed:
+        return
+    for parameter in parameters_of(arguments.modules):
+        new = renewed.get(id(parameter.tensor))
+        if new is not None:
+            for holder, key in parameter.places:
+                holder[key] = new
+    for optimizer in arguments.optimizers.values():
+        _rebind_optimizer(optimizer, renewed)
+
+
+def _rebind_optimizer(optimizer: torch.optim.Optimizer, renewed: dict[int, torch.Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [renewed.get(id(p), p) for p in group["params"]]
+    entries = [(renewed.get(id(p), p), values) for p, values in optimizer.state.items()]
+    optimizer.state.clear()
+    optimizer.state.update(entries)

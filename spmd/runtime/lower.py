@@ -1,0 +1,87 @@
+"""Lower: from a program to a callable over live storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from passes import OutputKind, Part, PassError, Program
+
+from .._torch import DisableAutocast
+from .arenas import Memory
+from .codegen import Bound
+
+Backend = Literal["aten"] | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An input, or a part of a flat one."""
+
+    position: int
+    part: Part | None = None
+
+    def of(self, inputs: Sequence[Any]) -> torch.Tensor:
+        """The tensor there."""
+        tensor: torch.Tensor = inputs[self.position]
+        return (
+            tensor if self.part is None else tensor.narrow(0, self.part.offset, self.part.numel).view(self.part.shape)
+        )
+
+
+@dataclass
+class Executable:
+    """Runs a program: results and new state come back, updates are written into the inputs they belong to."""
+
+    function: Callable[..., Any]
+    updates: list[tuple[int, Place]]  # each output that is an update, and which the graph itself does not write
+    returned: list[int]  # the outputs that are results or new state
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run on this rank's inputs, in the order of ``Program.inputs``; updates them in place."""
+        with torch.no_grad(), DisableAutocast():
+            outputs = self.function(*inputs)
+            self._write(outputs, inputs)
+        return [outputs[k] for k in self.returned]
+
+    def release(self) -> None:
+        """Hold on to no state between calls: the model is gone."""
+        if isinstance(self.function, Bound):
+            self.function.memory.release()
+
+    def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        if not self.updates:
+            return
+        # An update may be another input (buffers that swap places): take those out before anything is written.
+        storages = {_storage(x) for x in inputs if isinstance(x, torch.Tensor)}
+        values = [outputs[k].clone() if _storage(outputs[k]) in storages else outputs[k] for k, _ in self.updates]
+        for value, (_, place) in zip(values, self.updates, strict=True):
+            place.of(inputs).copy_(value)
+
+
+def lower(program: Program, backend: Backend, memory: Memory | None = None) -> Executable:
+    """Make ``program`` run: ``"aten"`` as Python (``codegen.py``), in ``memory``; else by the backend's callable."""
+    if backend == "aten":
+        function: Callable[..., Any] = Bound(program, memory)
+    else:
+        examples = [node.meta.get("val") for node in program.placeholders]
+        function = backend(program.graph_module, examples)
+        if not callable(function):
+            raise PassError(f"expected the backend to return a callable, got {function!r}")
+    places = _places(program)
+    updates = [(k, places[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
+    returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
+    return Executable(function, updates, returned)
+
+
+def _places(program: Program) -> dict[str, Place]:
+    """Where each input is among those of a call, by name."""
+    places = {declared.name: Place(k) for k, declared in enumerate(program.inputs)}
+    return places | {p.input.name: Place(k, p) for k, i in enumerate(program.inputs) for p in i.parts}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

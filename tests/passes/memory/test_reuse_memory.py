@@ -1,0 +1,271 @@
+"""ReuseMemory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from passes import Program, Report, ReuseMemory, Role, UpdateInPlace, run
+from passes.ir.collectives import c10d
+from passes.runtime.arena import place, reserve, whole
+
+from ..programs import (
+    all_gather,
+    all_reduce,
+    assert_same_bits,
+    before_and_after,
+    f64,
+    make_program,
+    reduce_scatter,
+    targets,
+)
+
+aten = torch.ops.aten
+
+
+def rewritten(program: Program) -> list[str]:
+    """The ops after the pass but for places, which must leave the same bits."""
+    after = run(program, [UpdateInPlace(), ReuseMemory()])
+    assert_same_bits(program, after)
+    return [each for each in targets(after) if "passes.runtime.arena" not in each and "function" not in each]
+
+
+def places(program: Program) -> dict[str, int]:
+    """The offset of each place, by the node that writes there, after the pass."""
+    after = run(program, [UpdateInPlace(), ReuseMemory()])
+    found = after.graph.find_nodes(op="call_function", target=place)
+    return {user.name: node.args[1] for node in found for user in node.users}
+
+
+def arena_bytes(program: Program) -> int:
+    (arena,) = run(program, [ReuseMemory()]).graph.find_nodes(op="call_function", target=reserve)
+    return int(arena.args[0])
+
+
+def test_reuse_memory(golden: Any) -> None:
+    def step(w: Any, v: Any, x: Any) -> Any:
+        h = aten.relu.default(aten.mm.default(x, w))
+        y = aten.sigmoid.default(aten.mm.default(h, v))
+        g = aten.sigmoid_backward.default(y, y)
+        back = aten.mm.default(g, aten.t.default(v))
+        into_v = aten.view.default(aten.mm.default(aten.t.default(h), g), [-1])
+        into_w = aten.view.default(aten.mm.default(aten.t.default(x), back), [-1])
+        both = all_reduce(aten.cat.default([into_v, into_w]))
+        first, second = aten.split.Tensor(both, 12)[0], aten.split.Tensor(both, 12)[1]
+        new_v = aten.sub.Tensor(v, aten.view.default(first, [4, 3]))
+        new_w = aten.sub.Tensor(w, aten.view.default(second, [3, 4]))
+        return new_w, new_v, aten.sum.default(y)
+
+    program = make_program(step, {0: "w", 1: "v"}, [Role.GRADIENT], w=f64(3, 4), v=f64(4, 3), x=f64(5, 3))
+    after, text = before_and_after(program, UpdateInPlace(), ReuseMemory())
+    golden(text)
+    assert_same_bits(program, after)
+
+
+def test_a_product_is_written_into_a_place_and_a_result_is_not() -> None:
+    program = make_program(lambda x: (aten.mm.default(aten.mm.default(x, x), x),), x=f64(3, 3))
+    assert rewritten(program) == ["mm.out", "mm.default"]
+
+
+def test_what_may_share_memory_with_a_result_is_not() -> None:
+    def step(x: Any) -> Any:
+        product = aten.mm.default(x, x)
+        return aten.t.default(product), aten.sum.default(aten.reshape.default(product, [-1]))
+
+    assert "mm.default" in rewritten(make_program(step, x=f64(3, 3)))
+
+
+def test_a_pointwise_op_writes_over_what_dies() -> None:
+    def step(x: Any) -> Any:
+        a = aten.mm.default(x, x)
+        b = aten.mul.Tensor(a, 2)
+        return (aten.sum.default(aten.exp.default(b)),)
+
+    found = places(make_program(step, x=f64(3, 3)))
+    assert found["mm"] == found["mul"] == found["exp"]
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda a, b: aten.add.Tensor(a, b),
+        lambda a, b: aten.mm.default(b, aten.t.default(a)),
+        lambda a, b: aten.mul.Tensor(b, aten.select.int(a, 0, 0)),
+    ],
+)
+def test_not_over_what_is_read_later(reader: Any) -> None:
+    def step(x: Any) -> Any:
+        a = aten.mm.default(x, x)
+        return (aten.sum.default(reader(a, aten.mul.Tensor(a, 2))),)
+
+    program = make_program(step, x=f64(3, 3))
+    found = places(program)
+    assert found["mm"] != found["mul"] and rewritten(program)
+
+
+def test_not_over_what_is_also_read_in_another_order() -> None:
+    def step(x: Any) -> Any:
+        a = aten.mm.default(x, x)
+        return (aten.sum.default(aten.add.Tensor(a, aten.t.default(a))),)
+
+    program = make_program(step, x=f64(3, 3))
+    found = places(program)
+    assert found["mm"] != found["add"] and rewritten(program)
+
+
+def test_parts_are_written_into_the_whole() -> None:
+    def step(x: Any, y: Any) -> Any:
+        a, b = aten.mm.default(x, x), aten.mm.default(x, y)
+        return (aten.sum.default(aten.cat.default([aten.view.default(a, [-1]), aten.view.default(b, [-1])])),)
+
+    program = make_program(step, x=f64(3, 3), y=f64(3, 2))
+    assert rewritten(program) == ["mm.out", "mm.out", "view.default", "view.default", "sum.default"]
+    found = places(program)
+    assert found["mm_1"] - found["mm"] == 9 * 8
+
+
+def test_a_part_that_cannot_be_is_copied_there() -> None:
+    def step(x: Any, y: Any) -> Any:
+        a = aten.view.default(aten.mm.default(x, x), [-1])
+        return (aten.sum.default(aten.cat.default([a, y, a])),)
+
+    program = make_program(step, x=f64(3, 3), y=f64(4))
+    assert rewritten(program) == ["mm.out", "view.default", "copy_.default", "copy_.default", "sum.default"]
+
+
+def test_a_whole_of_wholes() -> None:
+    def step(x: Any) -> Any:
+        rows = [aten.mul.Tensor(x, k) for k in range(1, 5)]
+        pairs = [aten.cat.default(rows[:2]), aten.cat.default(rows[2:])]
+        return (aten.sum.default(aten.mul.Tensor(aten.cat.default(pairs), 2)), aten.sum.default(pairs[0]))
+
+    program = make_program(step, x=f64(2, 3))
+    assert rewritten(program) == ["mul.out"] * 5 + ["sum.default"] * 2
+    found = places(program)
+    assert [found[f"mul_{k}"] - found["mul"] for k in (1, 2, 3)] == [48, 96, 144]
+
+
+def test_a_whole_that_is_returned_stays_a_cat() -> None:
+    program = make_program(lambda x: (aten.cat.default([aten.mm.default(x, x), x]),), x=f64(3, 3))
+    assert rewritten(program) == ["mm.out", "cat.default"]
+
+
+def test_an_all_reduce_over_what_dies_is_done_in_place() -> None:
+    program = make_program(lambda x: (aten.sum.default(all_reduce(aten.mul.Tensor(x, 2))),), x=f64(3, 3))
+    found = places(program)
+    assert found["mul"] == found["all_reduce"] and rewritten(program)
+
+
+def test_an_all_reduce_of_what_lives_on_is_not() -> None:
+    def step(x: Any) -> Any:
+        a = aten.mul.Tensor(x, 2)
+        return (aten.sum.default(aten.add.Tensor(all_reduce(a), a)),)
+
+    program = make_program(step, x=f64(3, 3))
+    found = places(program)
+    assert found["mul"] != found["all_reduce"] and rewritten(program)
+
+
+def test_operand_and_result_of_a_collective_live_until_somebody_has_waited() -> None:
+    def step(x: Any) -> Any:
+        started = c10d.all_gather_into_tensor.default(aten.mul.Tensor(x, 2), 2, "0")
+        other = aten.sum.default(aten.mm.default(aten.mul.Tensor(x, 3), x))
+        return aten.sum.default(torch.ops._c10d_functional.wait_tensor.default(started)), other
+
+    program = make_program(step, x=f64(3, 3))
+    found = places(program)
+    assert len({found["mul"], found["all_gather_into_tensor"], found["mul_1"], found["mm"]}) == 4
+    assert rewritten(program)
+
+
+def test_collectives_write_into_places() -> None:
+    def step(x: Any) -> Any:
+        return (aten.sum.default(all_gather(reduce_scatter(aten.mul.Tensor(x, 2)))),)
+
+    ops = rewritten(make_program(step, x=f64(4, 3)))
+    assert ops[1].startswith("spmd_transport.reduce_scatter") and ops[3].startswith("spmd_transport.all_gather")
+
+
+def test_an_arena_is_no_larger_than_what_lives_at_once() -> None:
+    def step(x: Any) -> Any:
+        for _ in range(20):
+            x = aten.mm.default(x, x)
+        return (aten.sum.default(x),)
+
+    program = make_program(step, x=f64(16, 16))
+    assert arena_bytes(program) == 2 * 16 * 16 * 8
+    assert Report.of(run(program, [ReuseMemory()])).memory == {"cpu": (2 * 16 * 16 * 8, 2 * 16 * 16 * 8)}
+    assert Report.of(program).memory == {}
+
+
+def test_other_words_for_the_same() -> None:
+    """A lookup, a relu, fills, copies, reshapes that copy and reshapes that do not."""
+
+    def step(w: Any, rows: Any) -> Any:
+        looked = aten.embedding.default(w, aten.mul.Tensor(rows, 0))
+        zeros = aten.zeros_like.default(looked)
+        moved = aten.reshape.default(aten.transpose.int(looked, 0, 1), [-1])
+        flat = aten.reshape.default(aten.relu.default(aten.mul.Tensor(zeros, 1)), [-1])
+        cast = aten._to_copy.default(aten.clone.default(moved), dtype=torch.float32)
+        return aten.sum.default(aten.add.Tensor(moved, flat)), aten.sum.default(cast)
+
+    program = make_program(step, w=f64(5, 4), rows=torch.zeros(2, 3, dtype=torch.int64))
+    ops = rewritten(program)
+    assert "index_select.out" in ops and "embedding.default" not in ops and "reshape.default" not in ops
+    assert "clamp_min.out" in ops
+
+
+def test_ops_without_an_out_form_of_their_own_stay() -> None:
+    def step(x: Any) -> Any:
+        normal = aten.native_layer_norm.default(aten.mul.Tensor(x, 2), [3], None, None, 1e-5)
+        return (aten.sum.default(aten.mul.Tensor(normal[0], 2)),)
+
+    ops = rewritten(make_program(step, x=f64(4, 3)))
+    assert "native_layer_norm.default" in ops and ops.count("mul.out") == 2
+
+
+def test_what_a_node_computed_is_told() -> None:
+    program = run(make_program(lambda x: (aten.sum.default(aten.mm.default(x, x)),), x=f64(3, 3)), [ReuseMemory()])
+    (product,) = [node for node in program.graph.nodes if node.target is aten.mm.out]
+    assert product.meta["computes"] is aten.mm.default
+    assert not program.graph.find_nodes(op="call_function", target=whole)
+
+
+def test_a_second_time_nothing_is_left_to_do() -> None:
+    program = make_program(lambda x: (aten.sum.default(aten.mm.default(x, x)),), x=f64(3, 3))
+    once = run(program, [ReuseMemory()])
+    assert targets(run(once, [ReuseMemory()])) == targets(once)
+
+
+def stacked(x: Any, y: Any) -> Any:
+    """As the gradients of query, key and value come to the product before them."""
+    both = aten.stack.default([aten.exp.default(x), aten.sin.default(x)], 1)
+    turned = aten.permute.default(aten.transpose.int(both, 1, 2), [0, 2, 1, 3])
+    turned = aten.transpose.int(turned, -1, 1)
+    return aten.clone.default(turned, memory_format=torch.contiguous_format)
+
+
+def test_a_stack_is_made_in_the_layout_that_its_reader_wants() -> None:
+    def read(x: Any, y: Any) -> Any:
+        return (aten.mm.default(aten.view.default(stacked(x, y), [-1, 2]), y),)
+
+    program = make_program(read, x=f64(3, 4, 5), y=f64(2, 6))
+    ops = rewritten(program)
+    assert "stack.out" in ops and "copy_.default" not in ops
+
+
+def test_a_stack_that_lives_on_is_copied() -> None:
+    program = make_program(lambda x, y: (stacked(x, y),), x=f64(3, 4, 5), y=f64(2, 6))
+    assert "clone.default" in rewritten(program)
+
+
+def test_a_stack_that_others_read_is_copied() -> None:
+    def read(x: Any, y: Any) -> Any:
+        both = aten.stack.default([x, aten.sin.default(x)], 1)
+        copy = aten.clone.default(aten.transpose.int(both, 1, 2), memory_format=torch.contiguous_format)
+        return aten.mm.default(aten.view.default(copy, [-1, 5]), y), aten.exp.default(both)
+
+    program = make_program(read, x=f64(3, 4, 5), y=f64(5, 6))
+    assert "copy_.default" in rewritten(program)

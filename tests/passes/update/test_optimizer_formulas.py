@@ -1,0 +1,63 @@
+"""The formulas of torch's fused kernels, each against its kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from passes.update.optimizer_formulas import Kernel, kernels
+from passes.update.terms import Term
+
+_TENSORS = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "pow": torch.pow,
+    "maximum": torch.maximum,
+    "lerp": lambda start, end, weight: start + weight * (end - start),
+    "neg": torch.neg,
+    "sqrt": torch.sqrt,
+}
+
+
+def value_of(formula: Any, known: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The formula's value, in fp64."""
+    if not isinstance(formula, Term):
+        return torch.tensor(formula, dtype=torch.float64)
+    if formula.word == "unknown":
+        return known[formula.of[0]].double()
+    return _TENSORS[formula.word](*(value_of(each, known) for each in formula.of))
+
+
+def name_of(kernel: Kernel) -> str:
+    flags = [option for option, said in kernel.options.items() if said is True]
+    numbers = [said for said in kernel.options.values() if isinstance(said, str)]
+    return " ".join([str(kernel.op).split(".")[1], *flags, *numbers])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", list(kernels()), ids=name_of)
+def test_a_formula_is_what_the_kernel_computes(kernel: Kernel, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    known = {name: torch.rand(5, generator=generator, dtype=torch.float64) for name in ("p", "g", *kernel.state)}
+    known["g"] -= 0.5
+    known = {name: x.to(dtype) for name, x in known.items()}
+    if kernel.counts:
+        known[kernel.counts] = torch.tensor(3.0)
+    numbers = {said: torch.rand((), generator=generator, dtype=torch.float64) for said in kernel.options.values()}
+    everything = known | {name: number for name, number in numbers.items() if isinstance(name, str)}
+
+    new = {name: value_of(formula, everything) for name, formula in kernel.updates.items()}
+    given = known | ({kernel.counts: new[kernel.counts].float()} if kernel.counts else {})
+    lists = [[given[name]] if name in given else [] for name in kernel.lists]
+    options = {k: numbers[said].item() if isinstance(said, str) else said for k, said in kernel.options.items()}
+    results = dict(zip(kernel.lists, kernel.op(*lists, **options), strict=False))
+
+    for name, value in new.items():
+        if name != kernel.counts:
+            torch.testing.assert_close(
+                results[name][0], value.to(dtype), rtol=1e-12 if dtype.itemsize == 8 else 0.02, atol=0
+            )

@@ -1,0 +1,261 @@
+"""Buffers: batch statistics of the global batch, and buffers that the step itself writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from passes import Role
+from passes.ir.program import is_sharded
+from tests.harness.cases import STYLES_IN_TURN
+from tests.harness.oracle import Case, all_unequal, assert_agrees, compiled_run, plain_run, random_generator
+from tests.harness.pool import Ranks
+from tests.harness.structure import compile_on_fake_ranks
+
+
+@dataclass(frozen=True)
+class Buffered(Case):
+    """A model with buffers, trained with a squared loss; ``kind`` is a key of ``MODELS``."""
+
+    kind: str
+    training: bool = True
+    rows: int = 5
+
+    def build(self) -> tuple[Any, ...]:
+        model = MODELS[self.kind]().double().train(self.training)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        random = random_generator(rank, step)
+        return (torch.randn(self.rows, 6, generator=random, dtype=torch.float64) + rank,)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+class Average(nn.Module):
+    """An average of what it has seen, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("average", torch.zeros(6), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return (x - self.average) * self.scale
+
+
+class Reassigned(Average):
+    """The same by putting another tensor in its place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = self.average * 0.9 + 0.1 * x.detach().mean(0)
+        return (x - self.average) * self.scale
+
+
+class AverageOfWeights(nn.Module):
+    """The average of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 7)
+        self.register_buffer("average", self.linear.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.lerp_(self.linear.weight, 0.1)
+        return self.linear(x) + F.linear(x, self.average)
+
+
+class Queue(nn.Module):
+    """A bank of the newest rows: the batch pushes the oldest out."""
+
+    def __init__(self, slots: int = 50) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("bank", torch.randn(slots, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        scores = h @ self.bank.clone().t()
+        with torch.no_grad():
+            self.bank[len(h) :] = self.bank[: -len(h)].clone()
+            self.bank[: len(h)] = h
+        return scores
+
+
+class Ring(Queue):
+    """Rows are written at a pointer that is a buffer, by index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        scores = h @ self.bank.clone().t()
+        with torch.no_grad():
+            rows = (torch.arange(len(h)) + self.pointer) % len(self.bank)
+            self.bank.index_copy_(0, rows, h)
+            self.pointer.add_(len(h)).remainder_(len(self.bank))
+        return scores
+
+
+class RingByIndex(Ring):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        scores = h @ self.bank.clone().t()
+        rows = (torch.arange(len(h)) + self.pointer) % len(self.bank)
+        self.bank[rows] = h.detach()
+        self.pointer[...] = (self.pointer + len(h)) % len(self.bank)
+        return scores
+
+
+class OfOtherKinds(nn.Module):
+    """Bool and complex buffers, and counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
+        self.register_buffer("count", torch.zeros(6, dtype=torch.long))
+        self.register_buffer("wave", torch.ones(6, dtype=torch.complex128))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("largest", torch.tensor(-1e9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        with torch.no_grad():
+            self.seen |= (h > 0.5).any(0)
+            self.count += (h > 0).sum(0)
+            self.wave.mul_(torch.polar(torch.ones_like(h[0]), h.mean(0)))
+            self.calls += 1
+            self.largest.copy_(torch.maximum(self.largest, h.max()))
+        return h * self.wave.real + self.seen.to(h) + self.calls
+
+
+def dense(kind: Any, **options: Any) -> Callable[[], nn.Module]:
+    """Two layers with a norm between them."""
+    return lambda: nn.Sequential(nn.Linear(6, 6), kind(6, **options), nn.Tanh(), nn.Linear(6, 3))
+
+
+def image(**options: Any) -> Callable[[], nn.Module]:
+    """A convolution of 2 x 4 x 4 images with a batch norm behind it."""
+    return lambda: nn.Sequential(
+        *(nn.Linear(6, 32), nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 6, 3, padding=1)),
+        *(nn.BatchNorm2d(6, **options), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3)),
+    )
+
+
+def instance() -> nn.Module:
+    """Statistics per row, averaged over rows into running ones."""
+    norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
+
+
+def spectral() -> nn.Module:
+    """A weight whose norm is found by iterations on buffers."""
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": dense(nn.BatchNorm1d),
+    "cumulative": dense(nn.BatchNorm1d, momentum=None),
+    "without statistics": dense(nn.BatchNorm1d, track_running_stats=False),
+    "without weights": dense(nn.BatchNorm1d, affine=False),
+    "synchronized": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(MODELS["batch norm"]()),
+    "image": image(),
+    "cumulative image": image(momentum=None),
+    "instance": instance,
+    "spectral": spectral,
+    "average": Average,
+    "reassigned": Reassigned,
+    "average of weights": AverageOfWeights,
+    "queue": Queue,
+    "ring": Ring,
+    "ring by index": RingByIndex,
+    "other kinds": OfOtherKinds,
+}
+
+
+class Twice(Buffered):
+    """Two micro-batches in a step: buffers move twice."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        losses = [(model(part) - 1).square().mean() for part in (x, x * 2 + 1)]
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses[1]
+
+
+CASES = [
+    *[Buffered(kind) for kind in MODELS if kind != "synchronized"],
+    *[Buffered(kind, training=False) for kind in ("batch norm", "cumulative", "without statistics", "image")],
+    *[Twice(kind) for kind in ("batch norm", "cumulative", "ring")],
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_buffers_are_those_of_the_plain_step(ranks: Ranks, case: Buffered, request: pytest.FixtureRequest) -> None:
+    which = CASES.index(case) % len(STYLES_IN_TURN)
+    for style, world in STYLES_IN_TURN if request.config.getoption("--exhaustive") else [STYLES_IN_TURN[which]]:
+        assert_agrees(ranks, world, case, style)
+
+
+def synchronized_against_plain(rank: int, world: int, steps: int) -> list[str]:
+    expected = plain_run(Buffered("batch norm"), world, steps)
+    _, got = compiled_run(rank, Buffered("synchronized"), steps, parallel_mode=spmd.DataParallel("fully_shard"))
+    return all_unequal(expected, got, rank, world)
+
+
+def test_a_synchronized_batch_norm_is_a_batch_norm_over_the_global_batch(ranks: Ranks) -> None:
+    assert ranks.run(2, synchronized_against_plain, 5) == [[], []]
+
+
+def test_buffers_are_never_split() -> None:
+    case = Buffered("queue")
+    mode = spmd.DataParallel("fully_shard")
+    compiled = compile_on_fake_ranks(2, case.step, case.build(), *case.part(0, 0), parallel_mode=mode)
+    placements = [declared.placement for declared in compiled.program.inputs if declared.role is Role.BUFFER]
+    assert len(placements) == 1 and not any(is_sharded(placement) for placement in placements)
+
+
+class Wider(Average):
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = (self.average + x.detach().mean(0)).to(torch.complex128)
+        return x * self.scale
+
+
+class Longer(Average):
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = torch.cat([self.average, self.average])
+        return x * self.scale
+
+
+@pytest.mark.parametrize("module, told", [
+    (Wider, r"makes model.average, which is torch.float64\[6\], into torch.complex128\[6\] at test_buffers.py:\d+"),
+    (Longer, r"makes model.average, which is torch.float64\[6\], into torch.float64\[12\]"),
+])  # fmt: skip
+def test_a_buffer_that_changes_its_kind_is_told(module: type[nn.Module], told: str) -> None:
+    model = module().double()
+    before = model.average
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(spmd.CaptureError, match=told):
+        compile_on_fake_ranks(2, Buffered.step, (model, optimizer), torch.randn(5, 6, dtype=torch.float64))
+    assert model.average is before and "forward" not in vars(model)

@@ -1,0 +1,84 @@
+"""``python -m spmd calibrate``: what it measures, writes, shows and refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+import passes
+import spmd.cli.calibrate
+from passes import Axis, Kind, Mesh, Table
+from passes.analysis.costs import WAYS, ways_along
+from spmd.cli.calibrate import calibrate
+from spmd.cli.command import main
+from tests.harness.pool import Ranks
+
+SIZES = (4096, 65536)
+SHARED = Axis("dp", 2, "0", shared=True)
+
+
+def measured(rank: int, world: int) -> tuple[Table, list[str]]:
+    """The table of 2 x 2 ranks, and what was said while it was made."""
+    told: list[str] = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return calibrate(mesh, SIZES, 2, lambda what, done, total: told.append(f"{done}/{total} {what}")), told
+
+
+def test_every_way_of_every_axis_is_measured_and_all_ranks_know_the_same(ranks: Ranks) -> None:
+    (table, told), *others = ranks.run(4, measured)
+    assert all(other == (table, told) for other in others)
+    assert [(link.axis, link.ranks, link.backend) for link in table.links] == [("dp", 2, "gloo"), ("tp", 2, "gloo")]
+    for link in table.links:
+        assert set(link.curves) == {(kind, way) for kind in WAYS for way in ways_along(SHARED, kind, "gloo")}
+        for points in link.curves.values():
+            assert [point.bytes for point in points] == list(SIZES)
+            assert all(point.seconds > 0 for point in points)
+    assert all(rate > 0 for rate in table.compute.values())
+    assert told[0] == "0/13 all_reduce over dp, 4,096 bytes" and told[-1] == "13/13 done"
+
+
+def measured_as_nccl(rank: int, world: int) -> Table:
+    """The table of two ranks whose backend is taken for NCCL."""
+    described = spmd.cli.calibrate.describe
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    try:
+        spmd.cli.calibrate.describe = lambda mesh: Mesh(tuple(replace(a, backend="nccl") for a in described(mesh).axes))
+        return calibrate(mesh, SIZES, 2)
+    finally:
+        spmd.cli.calibrate.describe = described
+
+
+def test_on_nccl_buckets_sent_in_one_launch_are_measured(ranks: Ranks) -> None:
+    table, other = ranks.run(2, measured_as_nccl)
+    assert table == other
+    (link,) = table.links
+    assert set(link.curves) == {(kind, way) for kind in WAYS for way in ("native", "coalesced") if way in WAYS[kind]}
+    assert all(point.seconds > 0 for points in link.curves.values() for point in points)
+
+
+def test_the_command_starts_ranks_and_writes_a_table(tmp_path: Path, capfd: Any) -> None:
+    out = tmp_path / "costs.json"
+    main(["calibrate", "--rounds", "1", "--max-bytes", "4096", "--out", str(out)])
+    said = capfd.readouterr().out
+    link = Table.read(out).links[0]
+    assert (link.axis, link.ranks) == ("dp", 2)
+    assert "dp: 2 ranks by gloo" in said and "GFLOP/s" in said
+    assert len(passes.default(table=Table.read(out))) == len(passes.default())
+    assert {kind for kind, _ in link.curves} == {Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER}
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--ranks", "1"], "expected a mesh of all ranks, two at least, but (1,) is not one of 1"),
+    (["--ranks", "4", "--mesh", "2x3"], "(2, 3) is not one of 4"),
+    (["--mesh", "two"], "expected --mesh as numbers of ranks, such as 2x8, got 'two'"),
+    (["--ranks", "4", "--mesh", "2x2", "--axes", "dp"], "expected a name for each of 2 axes, got 'dp'"),
+    (["--axes", "dp,tp"], "expected a name for each of 1 axes, got 'dp,tp'"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["calibrate", *arguments])
+    assert message in capsys.readouterr().err

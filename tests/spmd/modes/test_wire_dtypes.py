@@ -1,0 +1,265 @@
+"""``reduce_dtype`` and ``gather_dtype``: what is rounded on its way, by how much at most, and what never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.fake import fake_world
+from tests.harness.oracle import Snapshot, all_unequal, compiled_run, snapshot
+from tests.harness.pool import Ranks
+from tests.spmd.capture.test_optimizers import With
+
+BF16, FP16 = torch.bfloat16, torch.float16
+IN_PARTS = {"parallel_style": "replicate", "shard_optimizer": True}
+
+
+# Gradients: a bound
+
+
+@dataclass(frozen=True)
+class Inner(MLP):
+    """A loss that is linear in the weights, which start at zero: what the weights are does not change a gradient."""
+
+    sizes: tuple[int, ...] = (15, 7)
+    rows: int = 5
+
+    def build(self) -> tuple[Any, ...]:
+        model = nn.Linear(*self.sizes).double()
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = (model(x) * y).sum(1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+def shares(case: Inner, world: int, step: int) -> list[list[Tensor]]:
+    """For each rank its shares of the gradients: those of its rows, divided by the global count."""
+    found = []
+    for rank in range(world):
+        model, _ = case.build()
+        x, y = case.part(rank, step)
+        ((model(x) * y).sum(1).mean() / world).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    return found
+
+
+def reduced(rank: int, world: int, mode: dict[str, Any], steps: int = 3) -> list[str]:
+    """What is wrong with the weights after each step.
+
+    With a learning rate of 1, the weights are minus the sum of all gradients. Each share is rounded at most ``world``
+    times, once when it is cast and once in each sum: to within a factor 1 + u, or to within half of the smallest
+    number. What is summed in fp64 over steps is exact to 1e-15.
+    """
+    case, dtype = Inner(), mode["reduce_dtype"]
+    u, smallest = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    _, got = compiled_run(rank, case, steps, parallel_mode=spmd.DataParallel(**mode))
+    wrong, names = [], [name for name, _ in case.build()[0].named_parameters()]
+    sums = [torch.zeros_like(parameter) for parameter in case.build()[0].parameters()]
+    bounds = [torch.zeros_like(total) for total in sums]
+    for k in range(steps):
+        for n, name in enumerate(names):
+            each = [share[n] for share in shares(case, world, k)]
+            weight = got[k][f"module[0] {name}"]
+            sums[n] -= sum(each)
+            bounds[n] += ((1 + u) ** world - 1) * sum(share.abs() for share in each) + world * smallest / 2
+            if not ((weight - sums[n]).abs() <= bounds[n] + 1e-14).all():
+                wrong.append(f"step {k}: {name} is further off than {bounds[n].max()}")
+            if k == 0 and not torch.equal(weight, weight.to(dtype).double()):
+                wrong.append(f"{name} was not reduced in {dtype}")
+    return wrong
+
+
+@pytest.mark.parametrize("world, mode", [
+    (2, {"reduce_dtype": BF16}),
+    (4, {"reduce_dtype": FP16}),
+    (4, {"parallel_style": "fully_shard", "reduce_dtype": BF16}),
+    (2, IN_PARTS | {"reduce_dtype": FP16}),
+])  # fmt: skip
+def test_a_gradient_is_rounded_once_for_each_share_and_sum(ranks: Ranks, world: int, mode: dict[str, Any]) -> None:
+    assert ranks.run(world, reduced, mode) == [[]] * world
+
+
+# Parameters: the numbers
+
+Reading = Callable[[Tensor, int, int], Tensor]
+"""What a rank reads, given a parameter as it is, the rank, and their number."""
+
+
+def exact(parameter: Tensor, rank: int, world: int) -> Tensor:
+    """Before the first update nothing has been gathered where every rank has all."""
+    return parameter
+
+
+def rounded(parameter: Tensor, rank: int, world: int) -> Tensor:
+    """What is gathered where parameters are split."""
+    return parameter.to(BF16).to(parameter.dtype)
+
+
+def others_rounded(parameter: Tensor, rank: int, world: int) -> Tensor:
+    """What is gathered where each rank updates a part: its own rows are exact."""
+    parts = list(rounded(parameter, rank, world).chunk(world))
+    parts[rank] = parameter.chunk(world)[rank]
+    return torch.cat(parts)
+
+
+def by_hand(case: MLP, rank: int, world: int, steps: int, in_parts: bool) -> list[Snapshot]:
+    """The run in one process, as ``rank`` sees it: gradients at what each rank reads, updates of exact parameters."""
+    torch.manual_seed(0)
+    model, optimizer = case.build()
+    seen = []
+    for k in range(steps):
+        reading = (exact if k == 0 else others_rounded) if in_parts else rounded
+        loss = sum(share_of(model, case, other, world, k, reading) for other in range(world))
+        optimizer.step()
+        model.zero_grad()
+        parameters = values(model)
+        if in_parts:
+            put(model, [others_rounded(parameter, rank, world) for parameter in parameters])
+        seen.append(snapshot(loss, (model, optimizer)))
+        put(model, parameters)
+    return seen
+
+
+def share_of(model: nn.Module, case: MLP, rank: int, world: int, step: int, reading: Reading) -> Tensor:
+    """A rank's share of the loss; its share of the gradients is added to theirs."""
+    parameters = values(model)
+    put(model, [reading(parameter, rank, world) for parameter in parameters])
+    x, y = case.part(rank, step)
+    loss = F.mse_loss(model(x), y) / world
+    loss.backward()
+    put(model, parameters)
+    return loss.detach()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def put(model: nn.Module, values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+
+def gathered(rank: int, world: int, case: MLP, mode: dict[str, Any]) -> list[str]:
+    expected = by_hand(case, rank, world, 4, mode.get("shard_optimizer", False))
+    _, got = compiled_run(rank, case, 4, parallel_mode=spmd.DataParallel(**mode, gather_dtype=BF16))
+    return all_unequal(expected, got, rank, world)
+
+
+@pytest.mark.parametrize("optimizer, mode", [
+    ("AdamW", {"parallel_style": "fully_shard"}),
+    ("Adafactor", {"parallel_style": "fully_shard"}),  # its update reads norms of parameters
+    ("AdamW", IN_PARTS),
+    ("Adafactor", IN_PARTS),
+])  # fmt: skip
+def test_parameters_are_read_rounded_and_updated_exactly(ranks: Ranks, optimizer: str, mode: dict[str, Any]) -> None:
+    case = With(sizes=(14, 8, 4), optimizer=optimizer)
+    assert ranks.run(2, gathered, case, mode) == [[]] * 2
+
+
+# What is sent
+
+
+class Normed(MLP):
+    """Batch statistics, a norm of gradients, a loss: sums that stay as they are."""
+
+    dtype = torch.float64
+
+    def build(self) -> tuple[Any, ...]:
+        model = nn.Sequential(nn.Linear(15, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(self.dtype)
+        return model, torch.optim.SGD(model.parameters())
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+
+class InHalf(Normed):
+    """Nothing in it is wider than what is sent."""
+
+    dtype = BF16
+
+
+def report_of(case: Normed, **options: Any) -> Any:
+    """The report of the step without passes, on four ranks that are not there."""
+    x, y = torch.randn(6, 15, dtype=case.dtype), torch.randn(6, 4, dtype=case.dtype)
+    with fake_world(4):
+        step = spmd.compile(parallel_mode=spmd.DataParallel(**options), passes=())(case.step)
+        step(*case.build(), x, y)
+    return step.report()
+
+
+BOTH = {"reduce_dtype": BF16, "gather_dtype": FP16}
+COUNT = 6  # parameters of ``Normed``
+
+
+@pytest.mark.parametrize("options, narrow", [
+    ({"reduce_dtype": BF16}, {("all_reduce", "gradient", "bfloat16"): COUNT}),
+    (
+        {"parallel_style": "fully_shard", **BOTH},
+        {("reduce_scatter", "gradient", "bfloat16"): COUNT, ("all_gather", "parameter", "float16"): COUNT},
+    ),
+    (
+        IN_PARTS | BOTH,
+        {("reduce_scatter", "gradient", "bfloat16"): COUNT, ("all_gather", "parameter", "float16"): COUNT},
+    ),
+], ids=["replicate", "fully_shard", "in parts"])  # fmt: skip
+def test_gradients_and_parameters_are_sent_narrow_and_nothing_else(
+    options: dict[str, Any], narrow: dict[tuple[str, str, str], int]
+) -> None:
+    rows = report_of(Normed(), **options).traffic
+    assert {(row.kind, row.role, row.dtype): row.count for row in rows if row.dtype != "float64"} == narrow
+    assert {row.role for row in rows if row.dtype == "float64"} == {"activation", "result"}
+
+
+def test_bytes_are_those_of_the_narrow_dtype_and_the_report_says_what_is_rounded() -> None:
+    wide, narrow = report_of(Normed(), **IN_PARTS), report_of(Normed(), **IN_PARTS, **BOTH)
+    for kind in ("reduce_scatter", "all_gather"):
+        assert narrow.bytes(kind) * 4 == wide.bytes(kind)
+    assert not wide.notes
+    assert narrow.notes == (
+        f"reduce_dtype=torch.bfloat16: {COUNT} of {COUNT} gradients are rounded to be sent",
+        f"gather_dtype=torch.float16: {COUNT} of {COUNT} parameters are rounded to be sent",
+    )
+
+
+def test_what_is_no_wider_is_sent_as_it_is() -> None:
+    plain, asked = report_of(InHalf(), **IN_PARTS), report_of(InHalf(), **IN_PARTS, **BOTH)
+    assert asked.traffic == plain.traffic and asked.notes == plain.notes
+
+
+def test_a_mode_says_what_it_was_made_with() -> None:
+    assert repr(spmd.DataParallel()) == "DataParallel('replicate')"
+    mode = spmd.DataParallel(**IN_PARTS, gather_dtype=BF16)
+    assert repr(mode) == "DataParallel('replicate', shard_optimizer=True, gather_dtype=torch.bfloat16)"
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"reduce_dtype": torch.int8}, r"expected reduce_dtype to be one of torch.bfloat16, .* or None, got torch.int8"),
+    ({"gather_dtype": "bf16", "parallel_style": "fully_shard"}, "expected gather_dtype .* got 'bf16'"),
+    ({"gather_dtype": BF16}, r'"replicate" gathers no parameters, unless it has shard_optimizer=True'),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        spmd.DataParallel(**options)

@@ -1,0 +1,141 @@
+"""Collectives performed in other ways, in compiled steps on gloo ranks: the numbers stay those of the plain step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import passes
+import spmd
+from passes import Kind, Pass, Program, Realise
+from passes.analysis.costs import WAYS, Link, Point, Table, Way
+from tests.harness.cases import MLP, NARROW
+from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run
+from tests.harness.pool import Ranks
+
+
+def only(*ways: Way) -> Table:
+    """Every collective in the first of these ways that can do it."""
+    curves = {(kind, way): (Point(1, 0.0, 0.0),) for kind in WAYS for way in [w for w in ways if w in WAYS[kind]][:1]}
+    return Table("only", (Link("gloo", "dp", 2, curves),))
+
+
+@pytest.mark.parametrize("style, world, gather, optimizer", [
+    ("replicate", 2, Way.BROADCAST, "SGD"),
+    ("replicate", 4, Way.SENDING, "AdamW"),
+    ("fully_shard", 2, Way.SENDING, "AdamW"),
+    ("fully_shard", 4, Way.BROADCAST, "SGD"),
+    ("default", 4, Way.BROADCAST, "Adam"),
+])  # fmt: skip
+def test_numbers_stay(ranks: Ranks, style: str, world: int, gather: Way, optimizer: str) -> None:
+    case = MLP(NARROW.sizes, NARROW.rows, optimizer)
+    assert_agrees(ranks, world, case, style, passes.default(table=only(gather, Way.EXCHANGE)))
+
+
+def as_on_nccl() -> tuple[Pass, ...]:
+    """The default passes, which let the backend send all members of a bucket in one launch, as gloo can too."""
+    point = (Point(1, 0.0, 0.0),)
+    curves = {(kind, way): point for kind in WAYS for way in (Way.NATIVE, Way.COALESCED)}
+    free = Realise(Table("free", (Link("nccl", "dp", 2, curves),), {"memory": 1.0}), backend="nccl")
+    return tuple(free if isinstance(each, Realise) else each for each in passes.default())
+
+
+@pytest.mark.parametrize("style, world, optimizer", [
+    ("fully_shard", 2, "SGD"),
+    ("fully_shard", 4, "AdamW"),
+    ({"parallel_style": "replicate", "shard_optimizer": True}, 2, "AdamW"),
+])  # fmt: skip
+def test_numbers_stay_where_members_are_sent_in_one_launch(
+    ranks: Ranks, style: Any, world: int, optimizer: str
+) -> None:
+    assert_agrees(ranks, world, MLP(NARROW.sizes, NARROW.rows, optimizer), style, as_on_nccl())
+
+
+def ways_taken(rank: int, world: int, style: Any, nccl: bool = False) -> tuple[list[str], dict[str, int]]:
+    """The ops that a compiled step communicates by, and what its report counts."""
+    pipeline = as_on_nccl() if nccl else passes.default(table=only(Way.BROADCAST, Way.EXCHANGE))
+    compiled, _ = compiled_run(rank, NARROW, 1, parallel_mode=spmd.DataParallel(style), passes=pipeline)
+    ops = [node.target._schema.name.split("::")[1] for node in compiled.program.collectives()]
+    return sorted(ops), {str(kind): compiled.report().count(kind) for kind in Kind if compiled.report().count(kind)}
+
+
+def test_the_ranks_take_the_ways_of_the_table_and_count_what_is_meant(ranks: Ranks) -> None:
+    gather, swap = "gather_by_broadcast", "swap"
+    (replicate, counted), _ = ranks.run(2, ways_taken, "replicate")
+    assert replicate == ["all_reduce", "all_reduce"]
+    assert counted == {"all_reduce": 2}  # the loss and the gradients
+    (sharded, counted), _ = ranks.run(2, ways_taken, "fully_shard")
+    assert sharded == ["all_reduce", gather, swap]
+    assert counted == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+    (coalesced, counted), _ = ranks.run(2, ways_taken, "fully_shard", True)
+    assert coalesced == ["all_reduce", "coalesced_all_gather", "coalesced_reduce_scatter"]
+    assert counted == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+
+
+@dataclass(frozen=True)
+class Split(MLP):
+    """Two layers whose hidden dim is split over a second axis."""
+
+    sizes: tuple[int, ...] = (6, 8, 3)
+    rows: int = 4
+
+
+def on_two_axes(rank: int, world: int) -> list[str]:
+    """2 x 2 ranks: the batch over the first axis, the hidden dim over the second."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    params = {"*.0.weight": {"tp": Shard(0)}, "*.0.bias": {"tp": Shard(0)}, "*.2.weight": {"tp": Shard(1)}}
+    mode = spmd.DataParallel("fully_shard", mesh=mesh, params=params)
+    case, table = Split(optimizer="AdamW"), only(Way.BROADCAST, Way.EXCHANGE)
+    compiled, got = compiled_run(rank // 2, case, 3, parallel_mode=mode, passes=passes.default(table=table))
+    assert compiled.program is not None
+    _is_performed_by_others(compiled.program)
+    return all_unequal(plain_run(case, 2, 3), got, rank // 2, 2)
+
+
+def _is_performed_by_others(program: Program) -> None:
+    axes = {node.meta["collective"].axis for node in program.collectives() if node.meta["collective"].by}
+    assert axes == {"dp"}  # over "tp" there are all_reduces alone
+
+
+def test_on_two_axes(ranks: Ranks) -> None:
+    assert [line for lines in ranks.run(4, on_two_axes) for line in lines] == []
+
+
+def weights_after(rank: int, world: int) -> list[Tensor]:
+    """The weights of a replicated model after three steps in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7))
+    step = spmd.compile(passes=passes.default(table=only(Way.BROADCAST, Way.EXCHANGE)))(MLP.step)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for k in range(3):
+        torch.manual_seed(10 * k + rank)
+        step(model, optimizer, torch.randn(5, 33), torch.randn(5, 7))
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_replicas_keep_equal_bits(ranks: Ranks) -> None:
+    first, *others = ranks.run(4, weights_after)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+def with_its_own_table(rank: int, world: int) -> str:
+    """What a rank hears whose table leads it to other ops than the others'."""
+    table = only(Way.EXCHANGE if rank else Way.NATIVE)
+    try:
+        mode = spmd.DataParallel("fully_shard")
+        compiled_run(rank, NARROW, 1, parallel_mode=mode, passes=passes.default(table=table))
+    except passes.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_tables_are_told(ranks: Ranks) -> None:
+    for said in ranks.run(2, with_its_own_table):
+        assert "spmd_transport.swap" in said

@@ -1,0 +1,284 @@
+"""Ranks that would run different programs in one call raise, all of them, within ten seconds, and go on afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import spmd
+from passes.runtime.shared_memory import connect, disconnect
+from spmd.ranks import consensus
+from tests.harness.cases import MLP
+from tests.harness.pool import RankError, Ranks
+from tests.passes.runtime.test_shared_memory import connected
+
+CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+
+
+def with_flag(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, flag: bool) -> Tensor:
+    loss = F.mse_loss(model(x), y) if flag else F.l1_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def other_batch(rank: int, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x[rank:], y[rank:], True
+
+
+def other_flag(rank: int, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x, y, rank == 0
+
+
+def other_dtype(rank: int, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x, y.float() if rank else y, True
+
+
+BEFORE = {"nothing compiled": (), "one of them compiled": (0,), "both compiled": (0, 1)}
+
+
+def mismatch(rank: int, world: int, disagree: Any, before: tuple[int, ...]) -> str:
+    """Calls that all ranks make alike (as rank 0 or 1 will), then one that they make differently, then a good one."""
+    objects = CASE.build()
+    step = spmd.compile(with_flag)
+    for other in before:
+        for k in range(3):
+            step(*objects, *disagree(other, *CASE.part(rank, k)))
+    programs, start = len(step.programs), time.monotonic()
+    states = [p.detach().clone() for p in objects[0].parameters()]
+    with pytest.raises(spmd.RankMismatchError) as caught:
+        step(*objects, *disagree(rank, *CASE.part(rank, 3)))
+    assert time.monotonic() - start < 10
+    assert all(map(torch.equal, states, objects[0].parameters()))
+    assert len(step.programs) == programs
+    for k in range(4, 6):
+        assert torch.isfinite(step(*objects, *disagree(0, *CASE.part(rank, k))))
+    return str(caught.value)
+
+
+DIFFERENCES = {
+    other_batch: ["x", "[6, 15]", "[5, 15]"],
+    other_flag: ["flag", "True", "False"],
+    other_dtype: ["y", "float32"],
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("disagree", DIFFERENCES, ids=lambda function: function.__name__)
+def test_ranks_that_disagree_raise_together_and_say_where(ranks: Ranks, disagree: Any, before: str) -> None:
+    messages = ranks.run(2, mismatch, disagree, BEFORE[before], timeout=30, grace=3)
+    for message in messages:
+        assert BEFORE[before] == () or all(word in message for word in DIFFERENCES[disagree]), message
+
+
+def branching(rank: int, world: int) -> str:
+    """Rank 0 evaluates, which the others do not."""
+
+    def evaluate(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    model, optimizer = CASE.build()
+    step, evaluation = spmd.compile(CASE.step), spmd.compile(evaluate)
+    for k in range(3):
+        step(model, optimizer, *CASE.part(rank, k))
+    with pytest.raises(spmd.RankMismatchError) as caught:
+        if rank == 0:
+            evaluation(model, CASE.part(rank, 3)[0])
+        step(model, optimizer, *CASE.part(rank, 3))
+    assert torch.isfinite(step(model, optimizer, *CASE.part(rank, 4)))
+    return str(caught.value)
+
+
+def test_a_branch_on_the_rank_raises_on_all(ranks: Ranks) -> None:
+    for message in ranks.run(2, branching, timeout=30, grace=3):
+        assert "evaluate" in message and "step" in message
+
+
+def absent(rank: int, world: int) -> str:
+    """Rank 1 does not come to compile in time, and comes later."""
+    objects = CASE.build()
+    step = spmd.compile(timeout=1.0)(CASE.step)
+    if rank == 1:
+        time.sleep(2.5)
+    start = time.monotonic()
+    with pytest.raises(spmd.RankMismatchError) as caught:
+        step(*objects, *CASE.part(rank, 0))
+    assert time.monotonic() - start < 10
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for(ranks: Ranks) -> None:
+    assert "waited 1 s" in ranks.run(2, absent, timeout=30, grace=3)[0]
+
+
+def dying(rank: int, world: int, calls: int, told: Path) -> None:
+    """Rank 1 dies after some calls."""
+    objects = CASE.build()
+    step = spmd.compile(CASE.step)
+    for k in range(calls):
+        step(*objects, *CASE.part(rank, k))
+    if rank == 1:
+        os._exit(7)
+    start = time.monotonic()
+    try:
+        step(*objects, *CASE.part(rank, calls))
+    except spmd.RankMismatchError as error:
+        told.write_text(f"{time.monotonic() - start:.1f} s: {error}")
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_rank_that_died_is_told_by_the_others(ranks: Ranks, tmp_path: Path, calls: int) -> None:
+    with pytest.raises(RankError, match="died with exit code 7"):
+        ranks.run(2, dying, calls, tmp_path / "told", timeout=30, grace=15)
+    seconds, _, message = (tmp_path / "told").read_text().partition(" s: ")
+    assert float(seconds) < 10 and "ended" in message
+
+
+def other_seeds(rank: int, world: int) -> None:
+    """After the step has compiled, the ranks set different seeds."""
+    model = nn.Sequential(nn.Linear(15, 4), nn.Dropout(0.5)).double()
+    step = spmd.compile(CASE.step)
+    objects = model, torch.optim.SGD(model.parameters(), lr=0.1)
+    spmd.seed(0)
+    for k in range(2):
+        step(*objects, *CASE.part(rank, k))
+    spmd.seed(rank)
+    with pytest.raises(spmd.RankMismatchError, match=r"spmd\.seed"):
+        step(*objects, *CASE.part(rank, 2))
+    spmd.seed(3)
+    assert torch.isfinite(step(*objects, *CASE.part(rank, 3)))
+
+
+def test_ranks_with_other_seeds_raise_together(ranks: Ranks) -> None:
+    ranks.run(2, other_seeds, timeout=30, grace=3)
+
+
+def wrong_call(rank: int, world: int) -> None:
+    """Rank 1 leaves an argument out."""
+    objects = CASE.build()
+    step = spmd.compile(CASE.step)
+    for k in range(2):
+        step(*objects, *CASE.part(rank, k))
+    x, y = CASE.part(rank, 2)
+    with pytest.raises(TypeError if rank else spmd.RankMismatchError, match="missing a required argument"):
+        step(*objects, *((x,) if rank else (x, y)))
+    assert torch.isfinite(step(*objects, x, y))
+
+
+def test_a_rank_that_calls_wrongly_tells_the_others(ranks: Ranks) -> None:
+    ranks.run(2, wrong_call, timeout=30, grace=3)
+
+
+def axes(rank: int, world: int) -> None:
+    """On a mesh of two axes, one rank of four differs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    objects = CASE.build()
+    step = spmd.compile(parallel_mode=spmd.DTensorExpand(mesh=mesh))(with_flag)
+    for flag in (True, False):
+        step(*objects, *CASE.part(0, 0), flag)
+        step(*objects, *CASE.part(0, 0), flag)
+    with pytest.raises(spmd.RankMismatchError, match="flag"):
+        step(*objects, *CASE.part(0, 1), rank == 3)
+    assert torch.isfinite(step(*objects, *CASE.part(0, 2), True))
+
+
+def test_one_of_four_ranks_on_two_axes(ranks: Ranks) -> None:
+    ranks.run(4, axes, timeout=60, grace=3)
+
+
+class Group:
+    """Stands for a process group: ``group_name``."""
+
+    def __init__(self, group_name: str) -> None:
+        self.group_name = group_name
+
+
+def test_if_one_of_four_ended_all_are_told_along_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 x 2 ranks the last has ended. Rank 1 misses it along the first axis, rank 0 only rank 1 along the second."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    groups = [[Group(f"{axis} of {rank}") for axis in ("dp", "tp")] for rank in range(4)]
+    for axis, lines in enumerate([[(0, 2), (1, 3)], [(0, 1), (2, 3)]]):
+        for line in lines:
+            for rank, each in zip(line, connected(2, timeout=20.0), strict=True):
+                connect(groups[rank][axis].group_name, groups[rank][axis], each)
+    for group in groups[3]:
+        disconnect(group.group_name)
+
+    def meet(rank: int) -> str:
+        with pytest.raises(spmd.RankMismatchError) as caught:
+            consensus.Ranks(tuple(groups[rank]), (0, 1, 2, 3), 20.0).meet("step", 16, list)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all("has ended or left it" in said for said in threads.map(meet, range(3)))
+
+
+def other_model(rank: int, world: int) -> None:
+    sizes = (15, 17 + rank, 4)
+    case = MLP(sizes=sizes, rows=6)
+    with pytest.raises(spmd.RankMismatchError):
+        spmd.compile(case.step)(*case.build(), *case.part(rank, 0))
+
+
+def test_ranks_with_different_models_raise_together(ranks: Ranks) -> None:
+    ranks.run(2, other_model, timeout=15, grace=3)
+
+
+def one_fails(rank: int, world: int) -> None:
+    """Rank 1's own transformation fails: rank 0 is told, and both can go on."""
+
+    def transformation(gm: Any) -> Any:
+        if rank == 1:
+            raise ValueError("not on this rank")
+        return gm
+
+    objects = CASE.build()
+    with pytest.raises(ValueError if rank else spmd.RankMismatchError, match="not on this rank"):
+        spmd.compile(None, transformation)(CASE.step)(*objects, *CASE.part(rank, 0))
+    assert torch.isfinite(spmd.compile(CASE.step)(*objects, *CASE.part(rank, 1)))
+
+
+def test_a_rank_that_fails_to_compile_tells_the_others(ranks: Ranks) -> None:
+    ranks.run(2, one_fails, timeout=15, grace=3)
+
+
+def unequal_rows(rank: int, world: int) -> None:
+    with pytest.raises(spmd.RankMismatchError):
+        spmd.compile(lambda x: x.sum())(torch.ones(4 + rank, 3))
+
+
+def test_batches_of_unequal_size_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, unequal_rows, timeout=15, grace=3)
+
+
+def interrupted(rank: int, world: int) -> str:
+    """Rank 1 is interrupted while it compiles, as by Ctrl-C; then all go on."""
+    objects, interrupt = CASE.build(), rank == 1
+
+    def step(*arguments: Any) -> Tensor:
+        if interrupt:
+            raise KeyboardInterrupt
+        return with_flag(*arguments)
+
+    compiled, start = spmd.compile(step), time.monotonic()
+    with pytest.raises(KeyboardInterrupt if rank == 1 else spmd.RankMismatchError) as caught:
+        compiled(*objects, *CASE.part(rank, 0), True)
+    assert time.monotonic() - start < 10
+    interrupt = False
+    assert torch.isfinite(compiled(*objects, *CASE.part(rank, 1), True))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_interrupted_tells_the_others(ranks: Ranks) -> None:
+    messages = ranks.run(2, interrupted, timeout=30, grace=3)
+    assert "rank 1 failed: KeyboardInterrupt" in messages[0]
