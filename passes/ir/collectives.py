@@ -71,14 +71,14 @@ _KINDS: dict[Any, Kind] = {
     coalesced_collectives.coalesced_reduce_scatter.default: Kind.REDUCE_SCATTER,
 }
 
-OUT_FORMS: dict[Any, Any] = (
-    message_collectives.OUT_FORMS | shared_memory_collectives.OUT_FORMS | coalesced_collectives.OUT_FORMS
+OUT_VARIANTS: dict[Any, Any] = (
+    message_collectives.OUT_VARIANTS | shared_memory_collectives.OUT_VARIANTS | coalesced_collectives.OUT_VARIANTS
 )
 """For each functional collective, the op with the same arguments and ``out=``, which allocates nothing."""
 
-_KINDS |= {out: _KINDS[op] for op, out in OUT_FORMS.items()}
+_KINDS |= {out: _KINDS[op] for op, out in OUT_VARIANTS.items()}
 
-_SHARED = shared_memory_collectives.OUT_FORMS
+_SHARED = shared_memory_collectives.OUT_VARIANTS
 
 WAIT = c10d.wait_tensor.default
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from .._torch import OpOverload, c10d
 from ..analysis.aliases import escaping, last_reads, storages
-from ..analysis.out_variants import is_constant, out_form, results_of
+from ..analysis.out_variants import is_constant, out_variant, results_of
 from ..analysis.strides import Layouts, is_dense
 from ..ir.collectives import is_shared
 from ..runtime.arena import extent
@@ -80,7 +80,7 @@ class Lodgers:
         if self.found[node] != {node} or (is_constant(node) and self.layouts.is_even(node)):
             return
         vals = results_of(node)
-        if out_form(node) is not None and all(map(_is_plain, vals)):
+        if out_variant(node) is not None and all(map(_is_plain, vals)):
             first = self._written(node)
             self.of[node] = [Lodger(val, first, max(first, last)) for val in vals]
 

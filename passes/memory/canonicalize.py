@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliases import is_view
-from ..analysis.out_variants import FILLS, out_form
+from ..analysis.out_variants import FILLS, out_variant
 from ..analysis.strides import Layouts
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def _is_laid_out_as_told(node: fx.Node) -> bool:
 
 def _is_made_as_told(node: fx.Node) -> bool:
     """The same of what is, or shows, a value that will have a place."""
-    return out_form(_shown(node)) is not None
+    return out_variant(_shown(node)) is not None
 
 
 def _shown(node: fx.Node) -> fx.Node:

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from ..analysis.aliases import escaping, storages
-from ..analysis.out_variants import out_form
+from ..analysis.out_variants import out_variant
 from ..analysis.strides import Layouts
 
 aten = torch.ops.aten
 
-_COPYING: set[Any] = {aten.cat.default, aten.stack.default}  # the same bits in any layout, and torch's own out form
+_COPYING: set[Any] = {aten.cat.default, aten.stack.default}  # the same bits in any layout, and torch's own out variant
 _TURNING: set[Any] = {aten.permute.default, aten.t.default, aten.transpose.int}
 
 
@@ -42,7 +42,7 @@ def _turns(copy: fx.Node) -> list[fx.Node]:
     while isinstance(node, fx.Node) and len(node.users) == 1:
         chain.insert(0, node)
         if node.target not in _TURNING:
-            return chain if node.target in _COPYING and out_form(node) is not None and len(chain) > 1 else []
+            return chain if node.target in _COPYING and out_variant(node) is not None and len(chain) > 1 else []
         node = node.args[0]
     return []
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..analysis.out_variants import out_form
+from ..analysis.out_variants import out_variant
 from ..base import Pass
 from ..ir.program import Program
 from ..runtime.arena import place, reserve, whole
@@ -30,7 +30,7 @@ class ReuseMemory(Pass):
 
     Places are planned ahead by lifetimes (``offsets.py``). A pointwise op writes over an operand that dies there. What
     is concatenated is written into its part of the whole at once. What other ranks of the host look at (``Realise``)
-    lies in an arena of its own, where no two values share a place. Ops without an out form of their own go on
+    lies in an arena of its own, where no two values share a place. Ops without an out variant of their own go on
     allocating, and so do results, new state, and whatever may share memory with them. ``meta["computes"]`` says which
     op a node was. Nothing may reorder the graph afterwards.
     """
@@ -103,10 +103,10 @@ class _Writer:
 
     def write(self, node: fx.Node, results: Sequence[Lodger]) -> None:
         """Let a node write into its places."""
-        form = out_form(node)
-        assert form is not None, f"{node} was given a place because it can write there"
-        node.args, node.kwargs = form.call([self.place(node, each, each.val) for each in results])
-        node.target = form.op
+        variant = out_variant(node)
+        assert variant is not None, f"{node} was given a place because it can write there"
+        node.args, node.kwargs = variant.call([self.place(node, each, each.val) for each in results])
+        node.target = variant.op
 
     def join(self, node: fx.Node, result: Lodger, joined: Sequence[Lodger | None]) -> None:
         """Copy what does not lie in the whole yet."""

@@ -59,5 +59,5 @@ define_gather(_coalesced_all_gather)
 
 coalesced_reduce_scatter, coalesced_all_gather = ops.coalesced_reduce_scatter, ops.coalesced_all_gather
 
-OUT_FORMS: dict[Any, Any] = {op.default: op.out for op in (coalesced_reduce_scatter, coalesced_all_gather)}
+OUT_VARIANTS: dict[Any, Any] = {op.default: op.out for op in (coalesced_reduce_scatter, coalesced_all_gather)}
 """For each of these ops, the one that writes where it is told."""

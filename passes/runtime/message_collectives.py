@@ -1,4 +1,4 @@
-"""Ops that perform a collective where the backend's own are slow, and forms of collectives that allocate nothing.
+"""Ops that perform a collective where the backend's own are slow, and variants of collectives that allocate nothing.
 
 ``Realise`` puts them into graphs. As torch's functional collectives, each starts communication and returns a tensor
 that ``_c10d_functional.wait_tensor`` waits for; until then nobody may touch operand or result. They move bytes, so any
@@ -11,9 +11,9 @@ dtype goes.
   broadcasts its part, all at once. Where x lies in its part of ``out`` already, it is not copied.
 - ``gather_by_sending(x, total, ranks, group)``: the same; each rank sends its part to each other.
 
-Every op has an overload ``out``, which writes where it is told; ``OUT_FORMS`` has one for every functional collective.
-Waits are kept by *storage*: to wait for one of two results in one storage is to wait for both, so each ``out`` should
-have a storage of its own.
+Every op has an overload ``out``, which writes into the tensor it is given; ``OUT_VARIANTS`` has one for every
+functional collective. Waits are kept by *storage*: to wait for one of two results in one storage is to wait for both,
+so each ``out`` should have a storage of its own.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ ops = getattr(torch.ops, NAMESPACE)
 exchange, swap = ops.exchange, ops.swap
 gather_by_broadcast, gather_by_sending = ops.gather_by_broadcast, ops.gather_by_sending
 
-OUT_FORMS: dict[Any, Any] = {
+OUT_VARIANTS: dict[Any, Any] = {
     c10d.all_reduce.default: ops.all_reduce.out,  # in place where out is the operand
     c10d.all_gather_into_tensor.default: ops.all_gather_into_tensor.out,
     c10d.reduce_scatter_tensor.default: ops.reduce_scatter_tensor.out,

@@ -169,7 +169,9 @@ define_gather(_started(_shared_all_gather))
 shared_all_reduce, scratch = ops.shared_all_reduce, ops.scratch
 shared_reduce_scatter, shared_all_gather = ops.shared_reduce_scatter, ops.shared_all_gather
 
-OUT_FORMS: dict[Any, Any] = {op.default: op.out for op in (shared_all_reduce, shared_reduce_scatter, shared_all_gather)}
+OUT_VARIANTS: dict[Any, Any] = {
+    op.default: op.out for op in (shared_all_reduce, shared_reduce_scatter, shared_all_gather)
+}
 """For each of these ops, the one that writes where it is told."""
 
 PREPARED: dict[Any, Callable[..., Reading]] = {

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Axis, Kind, Table
 from passes.analysis.costs import MEASURED_MEMBERS, WAYS, Link, Point, Way, ways_along
-from passes.ir.collectives import OUT_FORMS, WAIT, c10d
+from passes.ir.collectives import OUT_VARIANTS, WAIT, c10d
 from passes.runtime.coalesced_collectives import coalesced_all_gather, coalesced_reduce_scatter
 from passes.runtime.message_collectives import exchange, gather_by_broadcast, gather_by_sending, part, swap
 from passes.runtime.shared_memory import segment
@@ -155,12 +155,12 @@ class _Buffers:
     def _natively(self, kind: Kind) -> Callable[[], object]:
         ranks, group = self.axis.size, self.axis.group
         if kind is Kind.ALL_GATHER:
-            gather = OUT_FORMS[c10d.all_gather_into_tensor.default]
+            gather = OUT_VARIANTS[c10d.all_gather_into_tensor.default]
             return lambda: WAIT(gather(self.part, ranks, group, out=self.other))
         if kind is Kind.REDUCE_SCATTER:
-            scatter = OUT_FORMS[c10d.reduce_scatter_tensor.default]
+            scatter = OUT_VARIANTS[c10d.reduce_scatter_tensor.default]
             return lambda: WAIT(scatter(self.whole, "sum", ranks, group, out=self.part))
-        reduce = OUT_FORMS[c10d.all_reduce.default]
+        reduce = OUT_VARIANTS[c10d.all_reduce.default]
         return lambda: WAIT(reduce(self.whole, "sum", group, out=self.whole))
 
     def _through_memory(self, kind: Kind) -> Callable[[], object]:

@@ -60,7 +60,7 @@ def moves(rank: int, world: int, shape: tuple[int, ...]) -> list[str]:
 
 
 def _both(op: Any, want: Tensor, *args: Any) -> list[tuple[Tensor, Tensor, str]]:
-    """The functional form and the one with ``out``."""
+    """The functional variant and the one with ``out``."""
     out = torch.empty_like(want)
     written = WAIT(op.out(*args, out=out))
     assert written.data_ptr() == out.data_ptr()
@@ -73,8 +73,8 @@ def test_parts_come_to_whom_they_belong(ranks: Ranks, shape: tuple[int, ...]) ->
     assert [line for lines in ranks.run(world, moves, shape) for line in lines] == []
 
 
-def out_forms(rank: int, world: int) -> list[str]:
-    """The out forms of torch's functional collectives whose results are not those of the functional form."""
+def out_variants(rank: int, world: int) -> list[str]:
+    """The out variants of torch's functional collectives whose results are not those of the functional variant."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     x = torch.arange(12, dtype=torch.float64).reshape(6, 2) + rank
     many, uneven = [6 // world] * world, [[1, 2], [3, 3]]
@@ -90,16 +90,16 @@ def out_forms(rank: int, world: int) -> list[str]:
     for op, args in calls:
         want = WAIT(op(*args))
         out = torch.full_like(want, -1)
-        WAIT(message_collectives.OUT_FORMS[op](*args, out=out))
+        WAIT(message_collectives.OUT_VARIANTS[op](*args, out=out))
         if not torch.equal(out, want):
             wrong.append(f"rank {rank}: {op}: expected {want}, got {out}")
     same = x.clone()
-    WAIT(message_collectives.OUT_FORMS[c10d.all_reduce.default](same, "sum", group, out=same))
+    WAIT(message_collectives.OUT_VARIANTS[c10d.all_reduce.default](same, "sum", group, out=same))
     return wrong + ([] if torch.equal(same, WAIT(c10d.all_reduce.default(x, "sum", group))) else ["in place"])
 
 
-def test_out_forms_write_what_functional_forms_return(ranks: Ranks) -> None:
-    assert [line for lines in ranks.run(2, out_forms) for line in lines] == []
+def test_out_variants_write_what_functional_variants_return(ranks: Ranks) -> None:
+    assert [line for lines in ranks.run(2, out_variants) for line in lines] == []
 
 
 def in_flight(rank: int, world: int) -> bool:
