@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Output, OutputKind, Program, Report, Role
 from passes.ir.program import is_sharded
-from passes.runtime.shared_memory import neighbours_of
+from passes.runtime.local_peers import local_peers_of
 
 from .call.rng import next_call, told
 from .call.state import Arguments
 from .capture import Captured, FromOutput
 from .guards.guards import Guards
-from .ranks.consensus import Ranks, identity_of
+from .ranks.consensus import MeshRanks, identity_of
 from .runtime.distribute_state import as_dtensor
 from .runtime.flat_storage import Flats
 from .runtime.lower import Executable
@@ -35,7 +35,7 @@ class Compiled:
     report: Report
     fixed: dict[str, torch.Tensor]  # state that a transform added
     identity: int  # by which ranks know that they run the same
-    ranks: Ranks
+    ranks: MeshRanks
     guards: Guards
     _flats: Flats = field(init=False)
     _pool: Pool = field(init=False)
@@ -55,7 +55,7 @@ class Compiled:
 
     def is_connected(self) -> bool:
         """Whether this rank still sees the memory of those whose memory the program reads: a call may have failed."""
-        return all(neighbours_of(group.group_name, group) is not None for group in self._shared)
+        return all(local_peers_of(group.group_name, group) is not None for group in self._shared)
 
     def intent(self) -> int:
         """What this rank tells the others it is about to run: the program and, if it draws, with which seed."""

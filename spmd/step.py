@@ -35,8 +35,8 @@ from .guards.guards import Guards, Leaves, check_leaves, torch_modes
 from .modes.base import ParallelMode, check_passes
 from .modes.data_parallel import DataParallel
 from .override import Override, replaced, transform
-from .ranks.consensus import COMPILE, FAILED, Agreement, Ranks, identity_of, together
-from .ranks.local_ranks import introduce
+from .ranks.consensus import COMPILE, FAILED, Agreement, MeshRanks, all_or_none, identity_of
+from .ranks.local_ranks import connect_local_ranks
 from .ranks.world import describe, joined, world
 from .runtime.arenas import Memory
 from .runtime.distribute_state import check_memory, commit, follow_split, on_mesh, prepare
@@ -140,12 +140,12 @@ class CompiledStep:
         try:
             arguments = self._reader.read(args, kwargs)
             compiled, tensors = self._fitting(arguments)
-            ranks = compiled.ranks if compiled else Ranks.of(self._mesh_for(arguments), self._options.timeout)
+            ranks = compiled.ranks if compiled else MeshRanks.of(self._mesh_for(arguments), self._options.timeout)
         except Exception as error:
             self._tell_of(error)
             raise
         intent = compiled.intent() if compiled else COMPILE
-        ranks.meet(self._name, intent, lambda: self._told(arguments, compiled))
+        ranks.agree_on_program(self._name, intent, lambda: self._told(arguments, compiled))
         return arguments, compiled, tensors
 
     def _fitting(self, arguments: Arguments) -> tuple[Compiled | None, list[torch.Tensor] | None]:
@@ -175,11 +175,11 @@ class CompiledStep:
         mesh = self._options.mode.mesh or (self._last.device_mesh if self._last else None)
         with suppress(RankMismatchError):
             said = f"failed: {type(error).__name__}: {error}"
-            Ranks.of(mesh, self._options.timeout).meet(self._name, FAILED, lambda: [said])
+            MeshRanks.of(mesh, self._options.timeout).agree_on_program(self._name, FAILED, lambda: [said])
 
     def _compile_together(self, arguments: Arguments) -> Compiled:
         follow_split(arguments.optimizers)
-        with together(self._name, Ranks.of(self._mesh_for(arguments), self._options.timeout)) as agreement:
+        with all_or_none(self._name, MeshRanks.of(self._mesh_for(arguments), self._options.timeout)) as agreement:
             change = self._change(arguments)
             compiled = self._compile(arguments, agreement)
         self._compiled.append(compiled)
@@ -233,7 +233,7 @@ class CompiledStep:
             if dump:
                 dump.stage(0, "capture", captured.program)
         with clock.stage("partition"), DisableAutocast():
-            program = surveyed(mode.partition(captured.program), slots, options.pipeline, agreement.share)
+            program = surveyed(mode.partition(captured.program), slots, options.pipeline, agreement.all_gather_text)
             prepared = prepare(slots, program.inputs, mesh, device_mesh)
             flat_state = list(prepared.locals)
             program, flat_state = transform(program, options.overrides, flat_state)
@@ -272,11 +272,11 @@ class CompiledStep:
         )
 
     def _described(self, device_mesh: DeviceMesh, agreement: Agreement) -> Mesh:
-        """The mesh as programs carry it. Ranks of one host are introduced to each other if a pass asks for it."""
+        """The mesh as programs carry it. Local ranks are connected if a pass asks for it."""
         mesh, timeout = describe(device_mesh), self._options.timeout
         if not any(isinstance(each, Realise) for each in self._options.pipeline):
             return mesh
-        return introduce(mesh, device_mesh, agreement.share, timeout)
+        return connect_local_ranks(mesh, device_mesh, agreement.all_gather_text, timeout)
 
     def _mesh_for(self, arguments: Arguments) -> DeviceMesh:
         """The mode's mesh, else that of all ranks for the model's device; with the axes that parameters live on."""

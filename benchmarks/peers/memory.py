@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from passes.runtime.shared_memory import mapped
+from passes.runtime.local_peers import mapped_addresses
 
 
 def peak(run: Callable[[], object], device: torch.device) -> int:
@@ -38,7 +38,7 @@ def _tensors() -> int:
     What this rank looks at in another one's memory counts there.
     """
     gc.collect()
-    others = mapped()
+    others = mapped_addresses()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     tensors += [found.grad for found in tensors if found.is_leaf and found.grad is not None]
     total = end = 0

@@ -28,7 +28,7 @@ class Axis:
     """One axis of the mesh as this rank sees it: ``group`` is the process group's name in collectives.
 
     ``backend`` is what moves the data: "gloo", "nccl", "fake", or nothing where nobody said. ``shared``: the ranks
-    of each group along this axis are connected, and see each other's memory (``shared_memory.py``).
+    of each group along this axis are connected, and see each other's memory (``local_peers.py``).
     """
 
     name: str

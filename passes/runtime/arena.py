@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from .shared_memory import segment
+from .segments import allocate_segment
 
 
 def reserve(size: int, device: torch.device, shared: bool = False) -> torch.Tensor:
     """An arena: ``size`` bytes of memory with nothing in them. ``shared``: the ranks of this host can look at it."""
-    return segment(size) if shared else torch.empty(size, dtype=torch.uint8, device=device)
+    return allocate_segment(size) if shared else torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def place(

@@ -1,18 +1,18 @@
-"""Collectives among ranks of one host, which read each other's memory (``shared_memory.py``) where gloo moves bytes.
+"""Collectives among the ranks of one host, through shared memory (``local_peers.py``) where gloo would send messages.
 
-``Realise`` puts them into graphs, along axes that are ``shared``. To start one is to tell where the operand lies; the
-wait does the work, on the thread that computes: it reads what all ranks have, in the order of ranks, so that all get
-the same bits. Members of a bucket lie one after the other, each as it is, so nobody has to pack or unpack them.
+``Realise`` puts them into graphs, along axes that are ``shared``. The start publishes the operand. The wait
+collects the operands of all ranks and reads them, on the thread that computes and in the order of ranks, so that all
+get the same bits. The members of a bucket are stored one after the other, so nothing is packed or unpacked.
 
 - ``shared_all_reduce(x, scratch, reduce_op, group)``: x of any shape to the same shape. Without ``scratch`` each rank
-  reads all that the others have, which is quickest for two ranks, or for little. With it, as long as the longest part
-  by ``transport.bounds``, each reduces its part into it, and reads the other parts from the others' scratch.
+  reads the whole operands of all others, which is fastest for two ranks or few bytes. With it, as long as the longest
+  part by ``message_collectives.bounds``, each rank reduces one part into it and reads the other parts from the others.
 - ``scratch(x, size, reduce_op, group)``: (size,) such memory, for the all_reduce of x alone.
-- ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: as ``transport.define_scatter`` has it.
-- ``shared_all_gather(x, lengths, ranks, group)``: the way back.
+- ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: see ``message_collectives.define_scatter``.
+- ``shared_all_gather(x, lengths, ranks, group)``: the inverse, see ``message_collectives.define_gather``.
 
-An operand in a segment (``arena.reserve``) is not copied. It must not be written to before all ranks have met again;
-what lies elsewhere is copied into a new segment, which is slow.
+An operand in a segment (``arena.reserve``) is not copied, and must not be written to before all ranks have passed the
+next barrier. Any other operand is copied into a new segment, which is slow.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import group_named, register_work
+from .local_peers import LocalPeers, local_peers_of
 from .message_collectives import bounds, define, define_gather, define_scatter, ops
-from .shared_memory import Neighbours, copied, neighbours_of, visible
+from .segments import copy_to_segment, locate
 
-_Perform = Callable[[], object]
-_Plan = Callable[[list[Tensor], int], _Perform]  # given what all ranks have, and which one this is
+_Compute = Callable[[], object]
+_Prepare = Callable[[list[Tensor], int], _Compute]  # from the operands of all ranks, and the number of this one
 
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -42,95 +43,99 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class Reading(dist.Work):
-    """A collective on tensors that stay where they are, to be started any number of times; its wait performs it.
+class SharedMemoryWork(dist.Work):
+    """A persistent collective: its tensors are fixed, and it can be started any number of times; ``wait`` computes it.
 
-    ``plan`` is asked for what is to be done whenever a rank's operand lies elsewhere than the last time.
+    ``prepare`` is called whenever the operand of some rank is at another address than the last time.
     """
 
-    def __init__(self, x: Tensor, group_name: str, plan: _Plan) -> None:
+    def __init__(self, x: Tensor, group_name: str, prepare: _Prepare) -> None:
         super().__init__()
-        self._x, self._group_name, self._plan = x, group_name, plan
-        self._visible = visible(x) if x.contiguous() is x else None
-        self._seen: list[Tensor] = []  # what all ranks had
+        self._x, self._group_name, self._prepare = x, group_name, prepare
+        self._shared = locate(x) if x.contiguous() is x else None
+        self._operands: list[Tensor] = []  # of all ranks, in bytes
 
     def start(self) -> None:
-        """Tell the others where the operand lies, or a copy of it that they can look at."""
-        self._neighbours = _neighbours(self._group_name)
-        self._number = self._neighbours.post(self._visible or copied(self._x))
+        """Publish the operand, or a copy of it where it is not in a segment."""
+        self._peers = _local_peers(self._group_name)
+        self._number = self._peers.publish(self._shared or copy_to_segment(self._x))
 
     def wait(self, timeout: Any = None) -> bool:
-        """Perform it, if the call that started it goes on. Raises ``RuntimeError`` if a rank has gone.
+        """Compute it, unless the call that started it is over. Raises ``RuntimeError`` if a rank has left.
 
-        What a call leaves behind that fails, torch keeps by the memory of its result, and waits for in the next call.
+        torch keeps the pending work of a failed call by the memory of its result, and waits for it in the next call.
         """
-        if self._neighbours.awaits(self._number):
-            seen = self._neighbours.receive(self._number)
-            if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
-                self._seen = seen
-                self._perform = self._plan([each.view(self._x.dtype) for each in seen], self._neighbours.rank)
-            self._perform()
+        if self._peers.is_pending(self._number):
+            operands = self._peers.collect(self._number)
+            if len(operands) != len(self._operands) or not all(map(is_, operands, self._operands)):
+                self._operands = operands
+                self._compute = self._prepare([each.view(self._x.dtype) for each in operands], self._peers.rank)
+            self._compute()
         return True
 
 
-def _neighbours(group_name: str) -> Neighbours:
-    found = neighbours_of(group_name, group_named(group_name))
+def _local_peers(group_name: str) -> LocalPeers:
+    found = local_peers_of(group_name, group_named(group_name))
     if found is None:
         raise RuntimeError(
-            f"the ranks of process group {group_name!r} are not connected through memory: a program that was compiled "
-            "for ranks of one host runs on those only, and as long as their process group"
+            f"the ranks of process group {group_name!r} are not connected through shared memory: a program that was "
+            "compiled for ranks of one host runs on those only, and as long as their process group exists"
         )
     return found
 
 
-def _shared_all_reduce(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str, *, out: Tensor) -> Reading:
+def _shared_all_reduce(
+    x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str, *, out: Tensor
+) -> SharedMemoryWork:
     into = out.view(-1)
     if scratch is None:
-        return Reading(x, group_name, lambda operands, rank: partial(_reduce, operands, reduce_op, into))
-    ends = bounds(x.numel(), _neighbours(group_name).ranks)
+        return SharedMemoryWork(x, group_name, lambda operands, rank: partial(_reduce, operands, reduce_op, into))
+    ends = bounds(x.numel(), _local_peers(group_name).ranks)
     sizes = [end - begin for begin, end in pairwise(ends)]
 
-    def plan(operands: list[Tensor], rank: int) -> _Perform:
+    def prepare(operands: list[Tensor], rank: int) -> _Compute:
         parts, reduced = [operand.split(sizes)[rank] for operand in operands], scratch[: sizes[rank]]
-        others = Reading(reduced, group_name, lambda parts, rank: partial(torch.cat, parts, out=into))
+        others = SharedMemoryWork(reduced, group_name, lambda parts, rank: partial(torch.cat, parts, out=into))
 
-        def perform() -> None:
+        def compute() -> None:
             _reduce(parts, reduce_op, reduced)
             others.start()
             others.wait()
 
-        return perform
+        return compute
 
-    return Reading(x, group_name, plan)
+    return SharedMemoryWork(x, group_name, prepare)
 
 
 def _shared_reduce_scatter(
     x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor
-) -> Reading:
-    def plan(operands: list[Tensor], rank: int) -> _Perform:
+) -> SharedMemoryWork:
+    def prepare(operands: list[Tensor], rank: int) -> _Compute:
         every = [length for length in lengths for _ in range(ranks)]
         mine = zip(*(operand.split(every)[rank::ranks] for operand in operands), strict=True)
         members = list(zip(mine, out.split(lengths), strict=True))
 
-        def perform() -> None:
+        def compute() -> None:
             for parts, into in members:
                 _reduce(parts, reduce_op, into)
 
-        return perform
+        return compute
 
-    return Reading(x, group_name, plan)
+    return SharedMemoryWork(x, group_name, prepare)
 
 
-def _shared_all_gather(x: Tensor, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor) -> Reading:
-    def plan(operands: list[Tensor], rank: int) -> _Perform:
+def _shared_all_gather(
+    x: Tensor, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor
+) -> SharedMemoryWork:
+    def prepare(operands: list[Tensor], rank: int) -> _Compute:
         members = zip(*(operand.split(lengths) for operand in operands), strict=True)
         return partial(torch.cat, [part for parts in members for part in parts], out=out)
 
-    return Reading(x, group_name, plan)
+    return SharedMemoryWork(x, group_name, prepare)
 
 
 def _reduce(operands: Sequence[Tensor], reduction: str, out: Tensor) -> None:
-    """One after the other, in the order of ranks: (n,) each."""
+    """Reduce ``operands``, (n,) each, in the order of ranks."""
     combine, so_far = REDUCTIONS[reduction], operands[0]
     for other in operands[1:]:
         so_far = combine(so_far, other, out=out)
@@ -140,14 +145,14 @@ def _scratch(x: Tensor, size: int, reduce_op: str, group_name: str, *, out: Tens
     return out
 
 
-def _started(prepare: Callable[..., Reading]) -> Callable[..., Tensor]:
-    """The op that starts what ``prepare`` makes."""
+def _started(make: Callable[..., SharedMemoryWork]) -> Callable[..., Tensor]:
+    """The op that makes a collective and starts it once."""
 
-    @wraps(prepare)
-    def start(*given: Any, out: Tensor) -> Tensor:
-        reading = prepare(*given, out=out)
-        reading.start()
-        register_work(out, reading)
+    @wraps(make)
+    def start(*args: Any, out: Tensor) -> Tensor:
+        work = make(*args, out=out)
+        work.start()
+        register_work(out, work)
         return out
 
     return start
@@ -172,11 +177,11 @@ shared_reduce_scatter, shared_all_gather = ops.shared_reduce_scatter, ops.shared
 OUT_VARIANTS: dict[Any, Any] = {
     op.default: op.out for op in (shared_all_reduce, shared_reduce_scatter, shared_all_gather)
 }
-"""For each of these ops, the one that writes where it is told."""
+"""The out variant of each of these ops."""
 
-PREPARED: dict[Any, Callable[..., Reading]] = {
+PERSISTENT: dict[Any, Callable[..., SharedMemoryWork]] = {
     shared_all_reduce.out: _shared_all_reduce,
     shared_reduce_scatter.out: _shared_reduce_scatter,
     shared_all_gather.out: _shared_all_gather,
 }
-"""For each op that writes where it is told, what makes of its arguments a collective that each call can start."""
+"""For each out variant, the function that makes a persistent collective from its arguments."""

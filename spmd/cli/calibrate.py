@@ -21,10 +21,10 @@ from passes.analysis.costs import MEASURED_MEMBERS, WAYS, Link, Point, Way, ways
 from passes.ir.collectives import OUT_VARIANTS, WAIT, c10d
 from passes.runtime.coalesced_collectives import coalesced_all_gather, coalesced_reduce_scatter
 from passes.runtime.message_collectives import exchange, gather_by_broadcast, gather_by_sending, part, swap
-from passes.runtime.shared_memory import segment
+from passes.runtime.segments import allocate_segment
 from passes.runtime.shared_memory_collectives import shared_all_gather, shared_all_reduce, shared_reduce_scatter
 
-from ..ranks.local_ranks import introduce
+from ..ranks.local_ranks import connect_local_ranks
 from ..ranks.world import describe
 
 SIZES = tuple(4096 * 4**k for k in range(7))  # bytes: 4 KiB to 16 MiB
@@ -44,7 +44,7 @@ def calibrate(
     ``sizes``: in bytes, of the longer of operand and result. ``rounds``: how often each is measured.
     """
     machine = _Machine(mesh.device_type, rounds)
-    axes = [axis for axis in introduce(describe(mesh), mesh, _share, _PATIENCE).axes if axis.size > 1]
+    axes = [axis for axis in connect_local_ranks(describe(mesh), mesh, _share, _PATIENCE).axes if axis.size > 1]
     todo = [(axis, kind, size) for axis, kind, size in product(axes, WAYS, sizes)]
     curves: dict[str, dict[tuple[Kind, Way], tuple[Point, ...]]] = {axis.name: {} for axis in axes}
     for done, (axis, kind, size) in enumerate(todo):
@@ -198,4 +198,4 @@ class _Buffers:
 
 def _seen(like: torch.Tensor) -> torch.Tensor:
     """Memory for ``like`` that the other ranks of this host can look at."""
-    return segment(like.nbytes).view(like.dtype)
+    return allocate_segment(like.nbytes).view(like.dtype)

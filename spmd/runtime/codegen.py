@@ -34,7 +34,7 @@ from passes.analysis.out_variants import is_constant
 from passes.ir.collectives import is_wait
 from passes.ir.effects import mutates, written
 from passes.runtime.arena import place, reserve, whole
-from passes.runtime.shared_memory_collectives import PREPARED
+from passes.runtime.shared_memory_collectives import PERSISTENT
 
 from .arenas import Memory
 from .bindings import direct
@@ -138,7 +138,7 @@ class _Writer:
             self.fixed.add(node)
             self.done_once.append(line)
             return
-        if node.target in PREPARED and self._all_fixed(node.all_input_nodes):
+        if node.target in PERSISTENT and self._all_fixed(node.all_input_nodes):
             self._prepare(node)
             return
         target = _returned_argument(node)
@@ -151,7 +151,7 @@ class _Writer:
     def _prepare(self, node: fx.Node) -> None:
         """Make a collective once, and start it at each call: its operand and its result are always the same."""
         work = self.prepared[node] = f"{node.name}_work"
-        self.done_once.append(f"{work} = {self._name(PREPARED[node.target])}({self._arguments(node)})")
+        self.done_once.append(f"{work} = {self._name(PERSISTENT[node.target])}({self._arguments(node)})")
         self.done_once.append(f"{self.names[node]} = {self._value(node.kwargs['out'])}")
         self.each_call.append(f"{work}.start()")
         self.fixed.add(node)

@@ -25,7 +25,7 @@ from passes.ir.program import Placements, is_sharded
 from .._torch import local_tensor
 from ..call.state import Arguments, Slot, local_of, parameters_of
 from ..placements import chunk
-from ..ranks.consensus import on_cpu
+from ..ranks.consensus import cpu_group
 from ..ranks.world import spread
 
 # What is rank 0's already, by id (tensors compare by value): optimizers, and this rank's parts of parameters, buffers
@@ -165,7 +165,7 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
 def _broadcast_along(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> None:
     whole, group = tensor.contiguous(), mesh.get_group(axis)
     if whole.device.type == "cpu":  # as counters of optimizers are, also where parameters are not
-        group = on_cpu(group)
+        group = cpu_group(group)
     dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
     if whole is not tensor:
         tensor.copy_(whole)

@@ -24,11 +24,11 @@ from torch.utils.dlpack import from_dlpack
 
 from passes import Input, OneStorage, Pass, Program
 from passes.runtime.arena import place
-from passes.runtime.shared_memory import segment
+from passes.runtime.segments import allocate_segment
 
 from .._torch import local_tensor, owners
 from ..call.state import Slot
-from ..ranks.consensus import Share
+from ..ranks.consensus import AllGatherText
 from .codegen import release_all
 
 _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
@@ -42,7 +42,9 @@ _known: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictio
 # Before the passes: what may move
 
 
-def surveyed(program: Program, slots: Sequence[Slot], passes: Iterable[Pass], share: Share) -> Program:
+def surveyed(
+    program: Program, slots: Sequence[Slot], passes: Iterable[Pass], all_gather_text: AllGatherText
+) -> Program:
     """``program`` with ``stored`` and ``fixed`` said, the same on all ranks, if some pass asks for it.
 
     What anybody else can see stays where it is: memory that is shared with other processes or other tensors, such as a
@@ -55,7 +57,7 @@ def surveyed(program: Program, slots: Sequence[Slot], passes: Iterable[Pass], sh
     fresh = {name for name, tensor in live.items() if _is_fresh(tensor, placed.get(name, ()))}
     release_all()  # views that other programs hold on to from call to call
     stored, fixed = _survey({name: local_tensor(tensor) for name, tensor in live.items() if name not in fresh})
-    everyone = [json.loads(text) for text in share(json.dumps([stored, sorted(fixed)]))]
+    everyone = [json.loads(text) for text in all_gather_text(json.dumps([stored, sorted(fixed)]))]
     common = [group for group in stored if all(list(group) in told for told, _ in everyone)]
     apart = {name for told, _ in everyone for group in told if tuple(group) not in common for name in group}
     return replace(program, stored=tuple(common), fixed=frozenset(apart.union(*(held for _, held in everyone))))
@@ -116,7 +118,7 @@ def copied(tensors: Sequence[torch.Tensor], shared: bool) -> torch.Tensor:
     if not shared:
         return torch.cat(rows)
     size = sum(row.nbytes for row in rows)
-    flat = place(segment(size), 0, [size // rows[0].itemsize], [1], rows[0].dtype)
+    flat = place(allocate_segment(size), 0, [size // rows[0].itemsize], [1], rows[0].dtype)
     return torch.cat(rows, out=flat)
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import spmd
 from passes import Report
-from passes.runtime.shared_memory import mapped
+from passes.runtime.local_peers import mapped_addresses
 
 
 def live_bytes() -> int:
@@ -21,7 +21,7 @@ def live_bytes() -> int:
     What lies in segments of other ranks is theirs.
     """
     gc.collect()
-    others = mapped()
+    others = mapped_addresses()
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     tensors += [value.grad for value in tensors if value.is_leaf and value.grad is not None]
     spans = set[tuple[int, int]]()

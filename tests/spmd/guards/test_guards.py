@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from passes.runtime.shared_memory import segment
+from passes.runtime.segments import allocate_segment
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -250,7 +250,7 @@ def test_what_closes_memory_that_ranks_share_is_not_the_step() -> None:
     gc.disable()  # so that it is collected in the step
     try:
         for added in (1, 1, 0):
-            garbage: list[Any] = [segment(8)]
+            garbage: list[Any] = [allocate_segment(8)]
             garbage.append(garbage)
             del garbage
             twins.check(added)

@@ -1,4 +1,4 @@
-"""Ranks of one host read each other's memory: who does, that the numbers stay, and what is said when one has gone."""
+"""Ranks of one host share memory: along which axes, with the same numbers, and with an error when a rank leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import spmd
 from passes import Program, ReuseMemory
 from passes.analysis.costs import Way
 from passes.ir.collectives import is_shared
-from passes.runtime import shared_memory
+from passes.runtime import local_peers, segments
 from spmd.ranks import local_ranks
 from spmd.ranks.world import describe
 from tests.harness.cases import MLP, NARROW
@@ -28,8 +28,8 @@ from ..numbers.test_realise import Split, only
 SHARED = passes.default(table=only(Way.SHARED))
 
 
-def reads_memory(program: Program | None) -> list[bool]:
-    """Of each collective, whether ranks read each other's memory for it."""
+def in_shared_memory(program: Program | None) -> list[bool]:
+    """For each collective, whether it goes through shared memory."""
     assert program is not None
     return [is_shared(node) for node in program.collectives()]
 
@@ -41,49 +41,49 @@ def reads_memory(program: Program | None) -> list[bool]:
     ("fully_shard", 3, "SGD"),
     ("default", 2, "Adam"),
 ])  # fmt: skip
-def test_numbers_stay(ranks: Ranks, style: str, world: int, optimizer: str) -> None:
+def test_numbers_are_the_same(ranks: Ranks, style: str, world: int, optimizer: str) -> None:
     case = MLP(NARROW.sizes, NARROW.rows, optimizer)
     assert_agrees(ranks, world, case, style, SHARED)
 
 
-def test_numbers_stay_where_each_of_three_ranks_reduces_a_part(ranks: Ranks) -> None:
+def test_numbers_are_the_same_where_each_of_three_ranks_reduces_a_part(ranks: Ranks) -> None:
     assert_agrees(ranks, 3, MLP((48, 64, 32), NARROW.rows, "SGD"), "replicate", SHARED, 3)
 
 
-def test_numbers_stay_without_planned_memory(ranks: Ranks) -> None:
+def test_numbers_are_the_same_without_planned_memory(ranks: Ranks) -> None:
     pipeline = [each for each in SHARED if not isinstance(each, ReuseMemory)]
     assert_agrees(ranks, 2, MLP(NARROW.sizes, NARROW.rows, "SGD"), "fully_shard", pipeline, 3)
 
 
-def test_numbers_stay_where_each_rank_updates_a_part(ranks: Ranks) -> None:
+def test_numbers_are_the_same_where_each_rank_updates_a_part(ranks: Ranks) -> None:
     mode = {"parallel_style": "replicate", "shard_optimizer": True}
     assert_agrees(ranks, 2, MLP(NARROW.sizes, NARROW.rows, "AdamW"), mode, SHARED, 3)
 
 
-def who_reads(rank: int, world: int) -> tuple[list[bool], list[bool], bool]:
-    """With the default passes, without any, and whether ranks were connected for those."""
+def shared_by_default(rank: int, world: int) -> tuple[list[bool], list[bool], bool]:
+    """What is shared with the default passes, what without any, and whether ranks were connected for the latter."""
     bare, _ = compiled_run(rank, NARROW, 1, passes=())
     group = dist.group.WORLD
-    connected = shared_memory.neighbours_of(group.group_name, group) is not None  # type: ignore[union-attr]
+    connected = local_peers.local_peers_of(group.group_name, group) is not None  # type: ignore[union-attr]
     compiled, _ = compiled_run(rank, NARROW, 2)
-    return reads_memory(compiled.program), reads_memory(bare.program), connected
+    return in_shared_memory(compiled.program), in_shared_memory(bare.program), connected
 
 
-def test_by_default_ranks_of_one_host_read_each_others_memory(ranks: Ranks) -> None:
-    for default, bare, connected in ranks.run(2, who_reads):
+def test_by_default_local_ranks_use_shared_memory(ranks: Ranks) -> None:
+    for default, bare, connected in ranks.run(2, shared_by_default):
         assert default == [True, True]
         assert bare and not any(bare) and not connected
 
 
 def evaluated_first(rank: int, world: int) -> int:
-    """How often a step has to copy state to where others can read it, of a model that was evaluated before."""
+    """How often a step copies state into a segment, of a model that was evaluated before."""
     model = torch.nn.Linear(4, 6, dtype=torch.float64)
     optimizer, copies = torch.optim.SGD(model.parameters()), []
     evaluate = spmd.compile(lambda model, x: model(x), None, spmd.DataParallel("fully_shard"), passes=SHARED)
     train = spmd.compile(train_once, None, spmd.DataParallel("fully_shard"), passes=SHARED)
     with pytest.MonkeyPatch.context() as patched:
-        segment = shared_memory.segment
-        patched.setattr(shared_memory, "segment", lambda size: copies.append(size) or segment(size))
+        allocate = segments.allocate_segment
+        patched.setattr(segments, "allocate_segment", lambda size: copies.append(size) or allocate(size))
         for _ in range(2):
             evaluate(model, torch.ones(2, 4, dtype=torch.float64))
             train(model, optimizer, torch.ones(2, 4, dtype=torch.float64))
@@ -99,7 +99,7 @@ def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torc
     return loss
 
 
-def test_state_lies_where_others_read_it_whatever_program_came_first(ranks: Ranks) -> None:
+def test_state_is_in_shared_memory_whichever_program_came_first(ranks: Ranks) -> None:
     assert ranks.run(2, evaluated_first) == [0, 0]
 
 
@@ -114,7 +114,7 @@ def dispatched(rank: int, world: int) -> list[str]:
     return [each.key for each in profile.key_averages() if each.key.startswith("spmd_transport::")]
 
 
-def test_a_collective_between_fixed_places_is_prepared_once(ranks: Ranks) -> None:
+def test_a_collective_on_fixed_tensors_is_prepared_once(ranks: Ranks) -> None:
     assert ranks.run(2, dispatched) == [["spmd_transport::shared_all_reduce"]] * 2  # of the loss, which is returned
 
 
@@ -126,19 +126,19 @@ def after_a_failure(rank: int, world: int) -> tuple[list[str], int, bool]:
     step = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"), passes=SHARED)(case.step)
     for k in range(4):
         if k == 2:
-            shared_memory.disconnect(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+            local_peers.disconnect(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         result = step(model, optimizer, *case.part(rank, k))
     expected = plain_run(case, world, 4)
     got = [snapshot(result, (model, optimizer))]
-    return all_unequal(expected[-1:], got, rank, world), len(step.programs), any(reads_memory(step.program))
+    return all_unequal(expected[-1:], got, rank, world), len(step.programs), any(in_shared_memory(step.program))
 
 
-def test_ranks_that_gave_up_on_each_other_connect_anew(ranks: Ranks) -> None:
-    assert ranks.run(2, after_a_failure) == [([], 3, True)] * 2  # without state, with it, and anew
+def test_ranks_that_gave_up_on_each_other_reconnect(ranks: Ranks) -> None:
+    assert ranks.run(2, after_a_failure) == [([], 3, True)] * 2  # without state, with it, and reconnected
 
 
 def as_other_hosts(rank: int, world: int) -> list[bool]:
-    """2 x 2 ranks, of which the first two and the last two are on one host each: what reads along which axis."""
+    """2 x 2 ranks on two hosts, so that one axis is shared and the other is not."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(local_ranks, "_host", lambda: f"host {rank // 2}")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -152,41 +152,41 @@ def as_other_hosts(rank: int, world: int) -> list[bool]:
         return all_unequal(plain_run(case, 2, 3), got, rank // 2, 2)
 
 
-def test_each_axis_for_itself(ranks: Ranks) -> None:
+def test_each_axis_is_shared_or_not(ranks: Ranks) -> None:
     assert [line for lines in ranks.run(4, as_other_hosts) for line in lines] == []
 
 
 def without_such_memory(rank: int, world: int) -> list[bool]:
-    """What reads memory on a system that has none to share, nor sockets to tell of it."""
+    """What is shared on a system without shared memory and Unix sockets."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(local_ranks, "_host", lambda: "")
-        patched.setattr(local_ranks, "_unix", None)
+        patched.setattr(local_ranks, "_unix_socket", None)
         compiled, _ = compiled_run(rank, NARROW, 1)
-    return reads_memory(compiled.program)
+    return in_shared_memory(compiled.program)
 
 
-def test_on_another_system_the_backend_stays(ranks: Ranks) -> None:
+def test_a_system_without_shared_memory_uses_the_backend(ranks: Ranks) -> None:
     assert ranks.run(2, without_such_memory) == [[False, False]] * 2
 
 
 def after_another_group(rank: int, world: int) -> list[bool]:
-    """What reads memory in a process group that was made anew, under the old one's name."""
+    """What is shared in a new process group of the same name."""
     compiled_run(rank, NARROW, 1)
     name, store = dist.group.WORLD.group_name, dist.distributed_c10d._get_default_store()  # type: ignore[union-attr]
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
     assert dist.group.WORLD.group_name == name  # type: ignore[union-attr]
     compiled, _ = compiled_run(rank, NARROW, 2)
-    return reads_memory(compiled.program)
+    return in_shared_memory(compiled.program)
 
 
-def test_a_new_process_group_is_connected_anew(ranks: Ranks) -> None:
+def test_a_new_process_group_is_connected_too(ranks: Ranks) -> None:
     assert ranks.run(2, after_another_group) == [[True, True]] * 2
 
 
-def one_goes(rank: int, world: int) -> None:
-    """Rank 1 ends while rank 0 is about to read its memory."""
-    mesh = local_ranks.introduce(*_meshes(), _share, 5.0)
+def one_leaves(rank: int, world: int) -> None:
+    """Rank 1 ends while rank 0 waits for its operand."""
+    mesh = local_ranks.connect_local_ranks(*_meshes(), _all_gather_text, 5.0)
     assert mesh.axes[0].shared
     group = mesh.axes[0].group
     x = torch.ones(4)
@@ -202,22 +202,22 @@ def _meshes() -> tuple[passes.Mesh, Any]:
     return describe(mesh), mesh
 
 
-def _share(text: str) -> list[str]:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, text)
-    return told
+def _all_gather_text(text: str) -> list[str]:
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
 
 
-def test_a_rank_that_ends_is_told_of(ranks: Ranks) -> None:
+def test_a_rank_that_ends_raises_on_the_others(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="rank 1 of the group has ended or left it"):
-        ranks.run(2, one_goes)
+        ranks.run(2, one_leaves)
 
 
-def one_hides(rank: int, world: int) -> str:
-    """What the ranks hear if one of them cannot be reached."""
+def one_cannot_connect(rank: int, world: int) -> str:
+    """The error of each rank if one of them cannot connect."""
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr(local_ranks, "_knock", _refuse)
+            patched.setattr(local_ranks, "_connect", _refuse)
         try:
             compiled_run(rank, NARROW, 1, timeout=2.0)
         except passes.RankMismatchError as error:
@@ -226,23 +226,23 @@ def one_hides(rank: int, world: int) -> str:
 
 
 def _refuse(*_: object) -> None:
-    raise ConnectionRefusedError("nobody is there")
+    raise ConnectionRefusedError("no listener")
 
 
-def test_ranks_that_cannot_connect_say_so(ranks: Ranks) -> None:
-    said = ranks.run(2, one_hides)
-    assert all("could not connect to the others on its host" in each or "was not compiled" in each for each in said)
+def test_ranks_that_cannot_connect_raise(ranks: Ranks) -> None:
+    messages = ranks.run(2, one_cannot_connect)
+    assert all("could not connect to the others on its host" in each or "was not compiled" in each for each in messages)
 
 
-def one_lets_nobody_in(rank: int, world: int) -> bool:
-    """Rank 1 of three cannot let rank 2 in; then it can. Whether they read each other's memory in the end."""
+def one_cannot_accept(rank: int, world: int) -> bool:
+    """Rank 1 of three cannot accept rank 2; then it can. Returns whether they share memory in the end."""
     with pytest.MonkeyPatch.context() as patched, pytest.raises(passes.RankMismatchError):
         if rank == 1:
-            patched.setattr(local_ranks._Door, "_let_in", _refuse)
+            patched.setattr(local_ranks._Listener, "_accept", _refuse)
         compiled_run(rank, NARROW, 1)
     compiled, _ = compiled_run(rank, NARROW, 2)
-    return all(reads_memory(compiled.program))
+    return all(in_shared_memory(compiled.program))
 
 
-def test_all_are_connected_or_nobody_is(ranks: Ranks) -> None:
-    assert ranks.run(3, one_lets_nobody_in) == [True] * 3
+def test_all_ranks_are_connected_or_none(ranks: Ranks) -> None:
+    assert ranks.run(3, one_cannot_accept) == [True] * 3

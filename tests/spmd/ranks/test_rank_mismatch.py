@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import spmd
-from passes.runtime.shared_memory import connect, disconnect
-from spmd.ranks import consensus
+from passes.runtime.local_peers import disconnect, register_local_peers
+from spmd.ranks.consensus import MeshRanks
 from tests.harness.cases import MLP
 from tests.harness.pool import RankError, Ranks
-from tests.passes.runtime.test_shared_memory import connected
+from tests.passes.runtime.local_group import local_group
 
 CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
 
@@ -48,7 +48,7 @@ BEFORE = {"nothing compiled": (), "one of them compiled": (0,), "both compiled":
 
 
 def mismatch(rank: int, world: int, disagree: Any, before: tuple[int, ...]) -> str:
-    """Calls that all ranks make alike (as rank 0 or 1 will), then one that they make differently, then a good one."""
+    """Calls that are the same on all ranks (as rank 0 or 1 will make them), then one that differs, then a good one."""
     objects = CASE.build()
     step = spmd.compile(with_flag)
     for other in before:
@@ -75,14 +75,14 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("disagree", DIFFERENCES, ids=lambda function: function.__name__)
-def test_ranks_that_disagree_raise_together_and_say_where(ranks: Ranks, disagree: Any, before: str) -> None:
+def test_ranks_that_differ_raise_together_and_name_the_difference(ranks: Ranks, disagree: Any, before: str) -> None:
     messages = ranks.run(2, mismatch, disagree, BEFORE[before], timeout=30, grace=3)
     for message in messages:
         assert BEFORE[before] == () or all(word in message for word in DIFFERENCES[disagree]), message
 
 
 def branching(rank: int, world: int) -> str:
-    """Rank 0 evaluates, which the others do not."""
+    """Rank 0 evaluates, the other does not."""
 
     def evaluate(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sum()
@@ -105,7 +105,7 @@ def test_a_branch_on_the_rank_raises_on_all(ranks: Ranks) -> None:
 
 
 def absent(rank: int, world: int) -> str:
-    """Rank 1 does not come to compile in time, and comes later."""
+    """Rank 1 comes too late to compile."""
     objects = CASE.build()
     step = spmd.compile(timeout=1.0)(CASE.step)
     if rank == 1:
@@ -117,11 +117,11 @@ def absent(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for(ranks: Ranks) -> None:
+def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(ranks: Ranks) -> None:
     assert "waited 1 s" in ranks.run(2, absent, timeout=30, grace=3)[0]
 
 
-def dying(rank: int, world: int, calls: int, told: Path) -> None:
+def dying(rank: int, world: int, calls: int, report: Path) -> None:
     """Rank 1 dies after some calls."""
     objects = CASE.build()
     step = spmd.compile(CASE.step)
@@ -133,14 +133,14 @@ def dying(rank: int, world: int, calls: int, told: Path) -> None:
     try:
         step(*objects, *CASE.part(rank, calls))
     except spmd.RankMismatchError as error:
-        told.write_text(f"{time.monotonic() - start:.1f} s: {error}")
+        report.write_text(f"{time.monotonic() - start:.1f} s: {error}")
 
 
 @pytest.mark.parametrize("calls", [0, 3])
-def test_a_rank_that_died_is_told_by_the_others(ranks: Ranks, tmp_path: Path, calls: int) -> None:
+def test_a_rank_that_died_raises_on_the_others(ranks: Ranks, tmp_path: Path, calls: int) -> None:
     with pytest.raises(RankError, match="died with exit code 7"):
-        ranks.run(2, dying, calls, tmp_path / "told", timeout=30, grace=15)
-    seconds, _, message = (tmp_path / "told").read_text().partition(" s: ")
+        ranks.run(2, dying, calls, tmp_path / "report", timeout=30, grace=15)
+    seconds, _, message = (tmp_path / "report").read_text().partition(" s: ")
     assert float(seconds) < 10 and "ended" in message
 
 
@@ -175,7 +175,7 @@ def wrong_call(rank: int, world: int) -> None:
     assert torch.isfinite(step(*objects, x, y))
 
 
-def test_a_rank_that_calls_wrongly_tells_the_others(ranks: Ranks) -> None:
+def test_a_wrong_call_on_one_rank_raises_on_all(ranks: Ranks) -> None:
     ranks.run(2, wrong_call, timeout=30, grace=3)
 
 
@@ -203,24 +203,24 @@ class Group:
         self.group_name = group_name
 
 
-def test_if_one_of_four_ended_all_are_told_along_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2 x 2 ranks the last has ended. Rank 1 misses it along the first axis, rank 0 only rank 1 along the second."""
+def test_if_one_of_four_ended_all_raise_along_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 x 2 ranks the last has ended. Rank 1 waits for it along one axis, rank 0 for rank 1 along the other."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     groups = [[Group(f"{axis} of {rank}") for axis in ("dp", "tp")] for rank in range(4)]
     for axis, lines in enumerate([[(0, 2), (1, 3)], [(0, 1), (2, 3)]]):
         for line in lines:
-            for rank, each in zip(line, connected(2, timeout=20.0), strict=True):
-                connect(groups[rank][axis].group_name, groups[rank][axis], each)
+            for rank, each in zip(line, local_group(2, timeout=20.0), strict=True):
+                register_local_peers(groups[rank][axis].group_name, groups[rank][axis], each)
     for group in groups[3]:
         disconnect(group.group_name)
 
-    def meet(rank: int) -> str:
+    def error_of(rank: int) -> str:
         with pytest.raises(spmd.RankMismatchError) as caught:
-            consensus.Ranks(tuple(groups[rank]), (0, 1, 2, 3), 20.0).meet("step", 16, list)
+            MeshRanks(tuple(groups[rank]), (0, 1, 2, 3), 20.0).agree_on_program("step", 16, list)
         return str(caught.value)
 
     with ThreadPoolExecutor(3) as threads:
-        assert all("has ended or left it" in said for said in threads.map(meet, range(3)))
+        assert all("has ended or left it" in message for message in threads.map(error_of, range(3)))
 
 
 def other_model(rank: int, world: int) -> None:
@@ -235,7 +235,7 @@ def test_ranks_with_different_models_raise_together(ranks: Ranks) -> None:
 
 
 def one_fails(rank: int, world: int) -> None:
-    """Rank 1's own transformation fails: rank 0 is told, and both can go on."""
+    """Rank 1's own transformation fails: rank 0 raises, too, and both can go on."""
 
     def transformation(gm: Any) -> Any:
         if rank == 1:
@@ -248,7 +248,7 @@ def one_fails(rank: int, world: int) -> None:
     assert torch.isfinite(spmd.compile(CASE.step)(*objects, *CASE.part(rank, 1)))
 
 
-def test_a_rank_that_fails_to_compile_tells_the_others(ranks: Ranks) -> None:
+def test_a_rank_that_fails_to_compile_raises_on_all(ranks: Ranks) -> None:
     ranks.run(2, one_fails, timeout=15, grace=3)
 
 
@@ -279,6 +279,6 @@ def interrupted(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_is_interrupted_tells_the_others(ranks: Ranks) -> None:
+def test_a_rank_that_is_interrupted_raises_on_the_others(ranks: Ranks) -> None:
     messages = ranks.run(2, interrupted, timeout=30, grace=3)
     assert "rank 1 failed: KeyboardInterrupt" in messages[0]

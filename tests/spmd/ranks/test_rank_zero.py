@@ -36,5 +36,5 @@ def run(rank: int, world: int, style: str) -> list[str]:
 
 
 @pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
-def test_every_rank_starts_from_what_rank_zero_has(ranks: Ranks, world: int, style: str) -> None:
+def test_every_rank_starts_with_the_state_of_rank_zero(ranks: Ranks, world: int, style: str) -> None:
     assert ranks.run(world, run, style) == [[]] * world

@@ -25,7 +25,7 @@ def sockets() -> set[str]:
 
 
 def run(rank: int, world: int, style: str) -> tuple[list[str], int, set[str], list[str]]:
-    """What differs, the size of the world, sockets that came, collectives of the programs."""
+    """Differences, the size of the world, new sockets, collectives of the programs."""
     before = sockets()
     case = replace(NARROW, optimizer="AdamW")
     compiled, got = compiled_run(0, case, 5, parallel_mode=spmd.DataParallel(style))
@@ -43,6 +43,6 @@ def size_of_world(rank: int, world: int) -> int:
     return spmd.world().size()
 
 
-def test_world_takes_the_process_group_of_the_day(ranks: Ranks) -> None:
+def test_world_uses_the_current_process_group(ranks: Ranks) -> None:
     for world in (2, 4, 2, 1, 4):
         assert ranks.run(world, size_of_world) == [world] * world

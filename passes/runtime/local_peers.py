@@ -1,0 +1,179 @@
+"""Local peers: the ranks of a process group that are on one host, and exchange tensors through shared memory.
+
+Each rank has a connection to each other (``peer_connection.py``). ``publish`` tells all peers where a tensor is stored
+in a segment of this rank (``segments.py``); ``collect`` returns what all ranks have published, as tensors over the same
+memory. ``barrier`` waits until all ranks have arrived, and all-gathers three integers. Nothing else says when a reader
+is done: what was published must not be written to before all ranks have passed another barrier.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .peer_connection import PeerConnection, RemoteSegment, Triple, arrival, publication, release
+from .segments import Segment, SharedBytes, open_segments
+
+_PER_CALL = 1 << 32  # more than a call publishes
+
+
+class LocalPeers:
+    """The other ranks of a process group as one of them sees it: ``sockets`` by rank, one to each other.
+
+    ``timeout``: how many seconds a rank waits for another.
+    """
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout: float) -> None:
+        self.rank, self.ranks, self.timeout = rank, len(sockets) + 1, timeout
+        self._peers = {each: PeerConnection(each, sockets[each]) for each in sorted(sockets)}
+        self._next = 0  # the number of the next publication
+        self._own: dict[int, torch.Tensor] = {}  # publications of this rank, until all of that number are collected
+        _all.add(self)
+
+    def start_call(self, call: int) -> None:
+        """Number publications anew, in a call that has the same number on all ranks, and a higher one than all before.
+
+        So what a rank missed when it failed in an earlier call is never taken for what is published in this one.
+        """
+        self._next = call * _PER_CALL
+        self._own.clear()
+        for peer in self._peers.values():
+            peer.discard_before(self._next)
+
+    def barrier(self, values: Triple, seconds: float) -> list[Triple]:
+        """Wait until all ranks have arrived; returns the ``values`` of each, in the order of ranks.
+
+        Raises ``RuntimeError`` if one has left, or does not arrive within ``seconds``. Then, as when it is interrupted,
+        this rank aborts all its connections: its arrival must not be taken for that at a later barrier.
+        """
+        try:
+            self._release_closed_segments()
+            self._send(arrival(values))
+            start = time.monotonic()
+            others = [self._arrival(peer, seconds, start) for peer in self._peers.values()]
+            for peer in self._peers.values():
+                peer.check_not_aborted()
+            return [*others[: self.rank], values, *others[self.rank :]]
+        except BaseException:
+            for peer in self._peers.values():
+                peer.abort()
+            raise
+
+    def _arrival(self, peer: PeerConnection, seconds: float, start: float) -> Triple:
+        wait = None
+        while not peer.arrivals:
+            if not peer.receive():
+                wait = wait or self._waiting(peer, seconds, start)
+                wait(select.POLLIN)
+        return peer.arrivals.popleft()
+
+    def _release_closed_segments(self) -> None:
+        """Let the peers unmap the segments of this rank that were closed."""
+        known = set[int]().union(*(peer.known for peer in self._peers.values()))
+        for closed in known - open_segments():
+            self._send(release(closed))
+            for peer in self._peers.values():
+                peer.known.discard(closed)
+
+    def publish(self, shared: SharedBytes) -> int:
+        """Let all peers read ``shared``. Returns its number, under which theirs is collected."""
+        number, self._next = self._next, self._next + 1
+        self._send(publication(number, shared), shared.segment)
+        self._own[number] = shared.bytes
+        return number
+
+    def is_pending(self, number: int) -> bool:
+        """Whether what was published under ``number`` in this call is still to be collected."""
+        return number in self._own
+
+    def collect(self, number: int) -> list[torch.Tensor]:
+        """Wait until each rank has published under ``number``; returns all, in the order of ranks, (size,) uint8 each.
+
+        What is at the same address as before is the same object. Raises ``RuntimeError`` if a rank has left, has
+        started another call, or does not publish within the timeout.
+        """
+        own = self._own.pop(number)
+        others = [self._collect(peer, number) for peer in self._peers.values()]
+        return [*others[: self.rank], own, *others[self.rank :]]
+
+    def _collect(self, peer: PeerConnection, number: int) -> torch.Tensor:
+        wait = None
+        while not peer.has(number):
+            if peer.arrivals:  # messages come in order
+                raise RuntimeError(
+                    f"rank {peer.rank} of the group has started another call, while rank {self.rank} still needs it in "
+                    "this one: look at the output of that rank for what went wrong there"
+                )
+            if not peer.receive():
+                wait = wait or self._waiting(peer, self.timeout)
+                wait(select.POLLIN)
+        return peer.take(number)
+
+    def mapped_segments(self) -> Iterator[RemoteSegment]:
+        """The segments of the peers that are mapped here."""
+        for peer in self._peers.values():
+            yield from peer.mapped.values()
+
+    def close(self) -> None:
+        """Close all connections, which the peers notice."""
+        for peer in self._peers.values():
+            peer.socket.close()
+
+    def _send(self, message: bytes, segment: Segment | None = None) -> None:
+        for peer in self._peers.values():
+            wait = None
+            while not peer.send(message, segment):
+                wait = wait or self._waiting(peer, self.timeout)
+                for each in self._peers.values():  # one that cannot receive more may wait for us to receive
+                    each.drain()
+                wait(select.POLLOUT | select.POLLIN)
+
+    def _waiting(self, peer: PeerConnection, seconds: float, start: float | None = None) -> Callable[[int], None]:
+        """A function that waits for events of a peer's socket, and raises when the time is over."""
+        deadline = (time.monotonic() if start is None else start) + seconds
+
+        def wait(events: int) -> None:
+            left = deadline - time.monotonic()
+            if left <= 0 or not peer.poll(events, left):
+                raise RuntimeError(
+                    f"rank {self.rank} of a process group waited {seconds:g} s for its rank {peer.rank}, which "
+                    "did not come: look at the output of that rank"
+                )
+
+        return wait
+
+
+_all: weakref.WeakSet[LocalPeers] = weakref.WeakSet()
+# By the name of the group, and with it: names are used again, groups are not.
+_connected: dict[str, tuple[weakref.ref[Any], LocalPeers]] = {}
+
+
+def register_local_peers(name: str, group: Any, peers: LocalPeers) -> None:
+    """Make ``peers`` those of ``group``, for as long as there is the group; collectives know it by ``name``."""
+    disconnect(name)
+    _connected[name] = weakref.ref(group, lambda gone: disconnect(name, gone)), peers
+
+
+def disconnect(name: str, group: weakref.ref[Any] | None = None) -> None:
+    """Close the connections of the group of this name; if ``group`` is given, only where the name is still its own."""
+    found, peers = _connected.get(name, (None, None))
+    if peers is not None and group in (None, found):
+        peers.close()
+        del _connected[name]
+
+
+def local_peers_of(name: str, group: Any) -> LocalPeers | None:
+    """The local peers in a process group; None if its ranks are not connected."""
+    found = _connected.get(name)
+    return found[1] if found is not None and found[0]() is group else None
+
+
+def mapped_addresses() -> set[int]:
+    """The addresses at which segments of other ranks are mapped: the memory there is theirs, and counts as theirs."""
+    return {segment.address for peers in _all for segment in peers.mapped_segments()}
