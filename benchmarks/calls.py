@@ -60,9 +60,7 @@ def measure(parameters: int, rounds: int) -> dict[str, float]:
             pass
 
     def checks() -> None:
-        arguments = step._reader.read((model, optimizer, x), {})
-        compiled, _ = step._fitting(arguments)
-        assert compiled is not None
+        assert step._dispatch.fit((model, optimizer, x), {}).compiled is not None
 
     return {
         f"an empty loop over the same {len(tensors)} tensors": median(empty_loop, rounds),

@@ -138,11 +138,11 @@ def measure(setting: Setting) -> dict[str, Any]:
     model, optimizer = state(setting)
     x = torch.zeros(1, setting.time, dtype=torch.int64)
     step = spmd.compile(parallel_mode=mode(setting))(train_step)
-    arguments = step._reader.read((model, optimizer, x, x), {})
+    call = step._dispatch.fit((model, optimizer, x, x), {}).call
     before, stopwatch = resident(), Stopwatch()
     watch_stages(stopwatch)
     start = time.perf_counter()
-    compiled = stopwatch.timed("all the rest", step._compile_together)(arguments)
+    compiled = stopwatch.timed("all the rest", step._compile_on_all_ranks)(call)
     wall = time.perf_counter() - start
     dist.destroy_process_group()
     return {

@@ -4,7 +4,7 @@ Usable on its own, on any FX graph with functional collectives: ``Program.from_g
 """
 
 from .analysis.costs import Table
-from .base import Pass
+from .base import Fact, Pass, facts_of
 from .cleanup.dead_code import DeadCode
 from .cleanup.drop_detach import DropDetach
 from .cleanup.drop_profiler import DropProfiler
@@ -46,6 +46,7 @@ __all__ = [
     "DeadCode",
     "DropDetach",
     "DropProfiler",
+    "Fact",
     "FoldViews",
     "FormUnits",
     "FuseUpdate",
@@ -76,6 +77,7 @@ __all__ = [
     "WaitLate",
     "check",
     "default",
+    "facts_of",
     "fill_vals",
     "interpret",
     "print_program",

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import fields
+from enum import StrEnum
 from typing import ClassVar, Literal
 
 from .ir.program import Program
 
 Numerics = Literal["exact", "reassociates", "approximate"]
+
+
+class Fact(StrEnum):
+    """What a pass has to know that is not in the graph; the compiler that runs it finds it out first."""
+
+    STORAGE = "storage"  # which state shares a storage, and which must stay where it is: Program.stored and .fixed
+    SHARED_AXES = "shared axes"  # along which axes the ranks of a host read each other's memory: Axis.shared
 
 
 class Pass(ABC):
@@ -20,6 +29,7 @@ class Pass(ABC):
     - ``numerics``: "exact" (same bits), "reassociates" (the same sums in another order) or "approximate".
     - ``after``: pass classes that must come earlier *if they are in the same pipeline*.
     - ``needs``: pass classes without which this one cannot work.
+    - ``facts``: what it reads of the program that is not in the graph; without a fact it does less.
     - ``last``: nothing may run after it, because it fixes the order of the nodes; but for passes with ``keeps_order``,
       which change nodes where they stand.
     """
@@ -27,6 +37,7 @@ class Pass(ABC):
     numerics: ClassVar[Numerics] = "exact"
     after: ClassVar[tuple[type[Pass], ...]] = ()
     needs: ClassVar[tuple[type[Pass], ...]] = ()
+    facts: ClassVar[frozenset[Fact]] = frozenset()
     last: ClassVar[bool] = False
     keeps_order: ClassVar[bool] = False
 
@@ -37,3 +48,8 @@ class Pass(ABC):
     def __str__(self) -> str:
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))  # type: ignore[arg-type]
         return f"{type(self).__name__}({options})" if options else type(self).__name__
+
+
+def facts_of(passes: Iterable[Pass]) -> frozenset[Fact]:
+    """Every fact that one of ``passes`` reads."""
+    return frozenset[Fact]().union(*(each.facts for each in passes))

@@ -23,7 +23,7 @@ from .runtime.flat_storage import Flats
 from .runtime.lower import Executable
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Compiled:
     """One program with everything it takes to run it."""
 
@@ -33,7 +33,7 @@ class Compiled:
     executable: Executable
     device_mesh: DeviceMesh
     report: Report
-    fixed: dict[str, torch.Tensor]  # state that a transform added
+    added: dict[str, torch.Tensor]  # state that a transform added, by input name
     identity: int  # by which ranks know that they run the same
     ranks: MeshRanks
     guards: Guards
@@ -117,7 +117,7 @@ class Pool:
             *flats,
             *compiled.guards.groups.names,
             *names,
-            *compiled.fixed,
+            *compiled.added,
             *constants,
             "seed",
         ]
@@ -134,7 +134,7 @@ class Pool:
             *state,
             *compiled.guards.groups.values(arguments),
             *given,
-            *compiled.fixed.values(),
+            *compiled.added.values(),
             *compiled.captured.constants,
             self._seed(),
         ]
@@ -145,3 +145,11 @@ class Pool:
             return None
         torch.empty((), dtype=torch.int64).random_()  # as eager, a call with random ops moves the generator on
         return next_call()
+
+
+def describe_for_agreement(captured: Captured, program: Program) -> str:
+    """What must be equal on all ranks: the user's seed, the captured program and its constants, its collectives."""
+    inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
+    constants = [str(constant.tolist()) for constant in captured.constants]
+    traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
+    return "\n".join([told(), *inputs, *constants, captured.program.graph_module.code, *traffic])

@@ -16,15 +16,19 @@ OnStage = Callable[[int, Pass, Program, float], None]
 
 
 class Dump:
-    """Writes one program's stages into ``folder``; on ranks other than 0 it writes nothing."""
+    """Writes one program's stages into ``folder``; without a folder, and on ranks other than 0, it writes nothing."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.silent = dist.is_initialized() and dist.get_rank() != 0
-        if not self.silent:
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = None if dist.is_initialized() and dist.get_rank() != 0 else folder
+        if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in self.folder.glob("[0-9][0-9]_*.py"):
                 old.unlink()
+
+    @classmethod
+    def of(cls, folder: Path | None, name: str) -> Dump:
+        """The dump of the program called ``name`` (``step/program-0``), under ``folder``."""
+        return cls(folder / name if folder is not None else None)
 
     def stage(self, number: int, name: str, program: Program) -> None:
         """``<number>_<name>.py``."""
@@ -39,15 +43,14 @@ class Dump:
         self._write("report.json", lambda: json.dumps(report.to_dict(), indent=2))
 
     def _write(self, name: str, text: Callable[[], str]) -> None:
-        if not self.silent:
+        if self.folder is not None:
             (self.folder / name).write_text(text())
 
 
 def dump_stages(
-    folder: Path, captured: Program, partitioned: Program, pipeline: Sequence[Pass], final: Program, report: Report
+    dump: Dump, captured: Program, partitioned: Program, pipeline: Sequence[Pass], final: Program, report: Report
 ) -> None:
     """Write all stages of a compiled program; the passes run once more, on a copy."""
-    dump = Dump(folder)
     dump.stage(0, "capture", captured)
     dump.stage(1, "partition", partitioned)
     passes.run(partitioned, pipeline, on_stage=dump.on_pass, check=False)

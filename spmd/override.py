@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,16 +83,34 @@ def _replacement(fqn: str, child: nn.Module, overrides: Sequence[Override]) -> n
 
 
 def transform(
-    program: Program, overrides: Sequence[Override], flat_state: list[torch.Tensor]
-) -> tuple[Program, list[torch.Tensor]]:
-    """Run the overrides' transforms; the program takes its inputs over from ``flat_state``."""
+    program: Program, overrides: Sequence[Override], local_state: Sequence[torch.Tensor]
+) -> tuple[Program, dict[str, torch.Tensor]]:
+    """Run the overrides' transforms on ``program`` and its state.
+
+    Returns the program, with the inputs that the transforms left, and the state that they added, by input name.
+    """
+    flat_state = list(local_state)
     for override in overrides:
         if type(override).transform is Override.transform:
             continue
         before = list(flat_state)
         module = override.transform(program.graph_module, flat_state)
         program = _take_over(program, module, before, flat_state, type(override).__name__)
-    return program, flat_state
+    known = {id(tensor) for tensor in local_state}
+    named = zip(program.inputs, flat_state, strict=False)
+    return program, {declared.name: tensor for declared, tensor in named if id(tensor) not in known}
+
+
+def transform_graph_module(
+    program: Program, transformation: Callable[[fx.GraphModule], fx.GraphModule] | None
+) -> Program:
+    """``program`` with the graph that the user's ``gm_transformation`` returns."""
+    if transformation is None:
+        return program
+    module = transformation(program.graph_module)
+    if not isinstance(module, fx.GraphModule):
+        raise PassError(f"expected gm_transformation to return a GraphModule, got {module!r}")
+    return replace(program, graph_module=module, history=[*program.history, "98 gm_transformation"])
 
 
 def _take_over(

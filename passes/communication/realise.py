@@ -11,7 +11,7 @@ from torch import fx
 from ..analysis.agreed_sizes import most_bytes
 from ..analysis.costs import BUILT_IN, Table, Way, ways_along
 from ..analysis.topological import settle
-from ..base import Numerics, Pass
+from ..base import Fact, Numerics, Pass
 from ..ir.collectives import c10d, group_of, is_wait, kind_of, operands, reduction_of
 from ..ir.program import Axis, Program
 from . import realise_by_members, realise_by_messages
@@ -43,6 +43,7 @@ class Realise(Pass):
     table: Table = BUILT_IN
     backend: str | None = None
     numerics: ClassVar[Numerics] = "reassociates"
+    facts: ClassVar[frozenset[Fact]] = frozenset({Fact.SHARED_AXES})
     after: ClassVar[tuple[type[Pass], ...]] = (BucketAllGather, BucketReduceScatter, BucketAllReduce)
 
     def rewrite(self, program: Program) -> int:

@@ -14,7 +14,7 @@ from torch import fx
 
 from ..analysis.aliases import escaping, storages
 from ..analysis.strides import Layouts
-from ..base import Pass
+from ..base import Fact, Pass
 from ..communication.bucket_all_gather import BucketAllGather
 from ..communication.bucket_all_reduce import BucketAllReduce
 from ..communication.bucket_reduce_scatter import BucketReduceScatter
@@ -43,6 +43,7 @@ class OneStorage(Pass):
     updates of the parts.
     """
 
+    facts: ClassVar[frozenset[Fact]] = frozenset({Fact.STORAGE})
     after: ClassVar[tuple[type[Pass], ...]] = (FormUnits, BucketAllGather, BucketReduceScatter, BucketAllReduce)
 
     def rewrite(self, program: Program) -> int:

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from passes import CaptureError, Input, Role
 
 from .._torch import TreeSpec
+from ..ranks.world import spread
 from .grad_scaler import start
 from .tree import flatten, flatten_with_path
 from .unsupported import check_argument
@@ -240,6 +242,18 @@ def slots_of(arguments: Arguments) -> list[Slot]:
     for path, scaler in arguments.scalers.items():
         slots += _scaler_slots(path, scaler, device)
     return slots
+
+
+def on_mesh(slots: Sequence[Slot], mesh: DeviceMesh) -> list[Slot]:
+    """The slots with the placements of DTensors on a part of ``mesh`` said for all of its axes."""
+
+    def described(slot: Slot) -> Input:
+        live = slot.get()
+        if not isinstance(live, DTensor):
+            return slot.input
+        return replace(slot.input, placement=spread(tuple(live.placements), live.device_mesh, mesh))
+
+    return [replace(slot, input=described(slot)) for slot in slots]
 
 
 def _slot(role: Role, name: str, parameter: Parameter) -> Slot:

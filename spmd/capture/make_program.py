@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from passes import CaptureError, Input, Mesh, Output, OutputKind, Program, Role, SpmdError
+from passes import CaptureError, Input, Output, OutputKind, Program, Role, SpmdError
 from passes.ir.origin import Origin
 from passes.runtime.random import draws
 
@@ -38,6 +38,7 @@ from .._torch import (
     tree_unflatten,
     use_lazy_graph_module,
 )
+from ..call.call import Call
 from ..call.inputs import BatchInput
 from ..call.state import Arguments, HyperParameter, Slot, gradient_name, state_name, submodules_of
 from ..source_lines import describe_line, module_of, user_place
@@ -86,24 +87,16 @@ class FromOutput:
     index: int
 
 
-def capture(
-    function: Callable[..., Any],
-    arguments: Arguments,
-    slots: list[Slot],
-    hyper_parameters: list[HyperParameter],
-    inputs: Sequence[BatchInput],
-    mesh: Mesh,
-    name: str,
-    reads: Reads,
-) -> Captured:
+def capture(function: Callable[..., Any], call: Call, name: str, reads: Reads) -> Captured:
     """Trace one call of ``function``, and note in ``reads`` what plain Python state it looks at.
 
     Raises ``CaptureError`` where it cannot be traced; nothing is changed then.
     """
+    arguments, slots, hyper_parameters, inputs = call.arguments, call.slots, call.hyper_parameters, call.inputs
     check_modules(submodules_of(arguments.modules))
     fakes = _fakes(slots, hyper_parameters, inputs)
     trace = Trace(function, arguments, slots, hyper_parameters, fakes, reads)
-    with _explained(function, arguments), constraints_on(mesh):
+    with _explained(function, arguments), constraints_on(call.mesh):
         first = trace.graph_module()
     assert trace.ends is not None
     second, constants = _functional(first, fakes)
@@ -113,7 +106,7 @@ def capture(
         *[Input(x.role, x.name, x.shape, x.dtype, x.placement) for x in inputs],
         *[Input(Role.CONSTANT, f"constant.{k}", tuple(c.shape), c.dtype) for k, c in enumerate(constants)],
     ]
-    program = Program(second, declared, [], mesh, name=name)
+    program = Program(second, declared, [], call.mesh, name=name)
     captured = _bind_outputs(program, trace, constants)
     _drop_unread_hyper_parameters(program)
     captured.guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches)

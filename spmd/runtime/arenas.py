@@ -25,7 +25,7 @@ class User(Protocol):
         """Let go; a later call binds anew."""
 
 
-class Memory:
+class Arenas:
     """Arenas by device."""
 
     def __init__(self) -> None:

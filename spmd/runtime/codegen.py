@@ -36,7 +36,7 @@ from passes.ir.effects import mutates, written
 from passes.runtime.arena import place, reserve, whole
 from passes.runtime.shared_memory_collectives import PERSISTENT
 
-from .arenas import Memory
+from .arenas import Arenas
 from .bindings import direct
 
 aten = torch.ops.aten
@@ -49,18 +49,18 @@ _pointer = torch.Tensor.data_ptr
 class Bound:
     """Runs a graph on the program's inputs. Bound to state at the first call; ``release`` lets go of all of it.
 
-    What the program reserves is ``memory``'s, and stays reserved between calls.
+    What the program reserves is ``arenas``'s, and stays reserved between calls.
     """
 
-    def __init__(self, program: Program, memory: Memory | None = None) -> None:
-        self.memory = memory or Memory()
-        self.memory.users.add(self)
+    def __init__(self, program: Program, arenas: Arenas | None = None) -> None:
+        self.arenas = arenas or Arenas()
+        self.arenas.users.add(self)
         stays = [
             is_fixed(node, declared.role) for node, declared in zip(program.placeholders, program.inputs, strict=True)
         ]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
-        self._bind = _Writer(program, self._fixed, self._given, self.memory).function()
+        self._bind = _Writer(program, self._fixed, self._given, self.arenas).function()
         self.release()
         _all.add(self)
 
@@ -96,8 +96,8 @@ def is_fixed(node: fx.Node, role: Role) -> bool:
 class _Writer:
     """Writes the two functions, node by node."""
 
-    def __init__(self, program: Program, fixed: Sequence[int], given: Sequence[int], memory: Memory) -> None:
-        self.program, self.memory = program, memory
+    def __init__(self, program: Program, fixed: Sequence[int], given: Sequence[int], arenas: Arenas) -> None:
+        self.program, self.arenas = program, arenas
         self.constants = _constants(program.graph)
         self.scope: dict[str, Any] = {}  # what the text names that is not in it: functions, dtypes, modules
         self.known: dict[int, str] = {}
@@ -177,7 +177,7 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> str:
         if node.target is reserve:
-            return f"{self._name(self.memory)}.reserve({self._arguments(node)})"
+            return f"{self._name(self.arenas)}.reserve({self._arguments(node)})"
         if node.op == "get_attr":
             return f"{self._name(operator.attrgetter(str(node.target)))}({self._name(self.program.graph_module)})"
         if node.op == "call_module":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Progra
 from passes.ir.program import Placements, is_sharded
 
 from .._torch import local_tensor
+from ..call.call import Call
 from ..call.state import Arguments, Slot, local_of, parameters_of
 from ..placements import chunk
 from ..ranks.consensus import cpu_group
@@ -44,8 +45,9 @@ class Prepared:
     locals: list[torch.Tensor]
 
 
-def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh, device_mesh: DeviceMesh) -> Prepared:
-    """The local storages of all state; nothing live is changed yet."""
+def prepare(call: Call, inputs: Sequence[Input]) -> Prepared:
+    """The local storages of all state, as ``inputs`` place it; nothing live is changed yet."""
+    slots, device_mesh = call.slots, call.device_mesh
     placements = [declared.placement for declared in inputs[: len(slots)]]
     storages = []
     for slot, placement in zip(slots, placements, strict=True):
@@ -55,27 +57,15 @@ def prepare(slots: Sequence[Slot], inputs: Sequence[Input], mesh: Mesh, device_m
                 f"{slot.input.name} is a DTensor placed as {live.placements}, but the program wants {placement}"
             )
         fresh = is_sharded(placement) and not isinstance(live, DTensor)
-        storages.append(part_of(live.detach(), placement, mesh) if fresh else local_tensor(live))
-    return Prepared(list(slots), placements, storages)
+        storages.append(part_of(live.detach(), placement, call.mesh) if fresh else local_tensor(live))
+    return Prepared(slots, placements, storages)
 
 
-def on_mesh(slots: Sequence[Slot], mesh: DeviceMesh) -> list[Slot]:
-    """The slots with the placements of DTensors on a part of ``mesh`` said for all of its axes."""
-
-    def described(slot: Slot) -> Input:
-        live = slot.get()
-        if not isinstance(live, DTensor):
-            return slot.input
-        return replace(slot.input, placement=spread(tuple(live.placements), live.device_mesh, mesh))
-
-    return [replace(slot, input=described(slot)) for slot in slots]
-
-
-def check_memory(program: Program, slots: Sequence[Slot], arguments: Arguments) -> None:
+def check_memory(program: Program, call: Call) -> None:
     """Raise ``CaptureError`` if two inputs share memory and the step writes one of them: the other would not see it."""
     written = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
-    named = [(slot.input.name, slot.local()) for slot in slots]
-    named += [(leaf.name, local_of(leaf.value)) for leaf in arguments.tensors()]
+    named = [(slot.input.name, slot.local()) for slot in call.slots]
+    named += [(leaf.name, local_of(leaf.value)) for leaf in call.arguments.tensors()]
     spans = sorted((*_span(tensor), name) for name, tensor in named if tensor.numel())
     for (_, end, name), (start, _, other) in pairwise(spans):
         if start < end and (name in written or other in written):
@@ -98,8 +88,9 @@ def part_of(tensor: torch.Tensor, placement: Placements, mesh: Mesh) -> torch.Te
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def commit(prepared: Prepared, arguments: Arguments, mesh: Mesh, device_mesh: DeviceMesh) -> None:
+def commit(prepared: Prepared, call: Call) -> None:
     """Make state equal to rank 0's, and rebind what is split to DTensors."""
+    arguments, device_mesh = call.arguments, call.device_mesh
     _make_equal(prepared, arguments, device_mesh)
     renewed: dict[int, torch.Tensor] = {}
     for slot, placement, local in zip(prepared.slots, prepared.placements, prepared.locals, strict=True):
@@ -107,7 +98,7 @@ def commit(prepared: Prepared, arguments: Arguments, mesh: Mesh, device_mesh: De
         if not is_sharded(placement) or (isinstance(live, DTensor) and live.device_mesh == device_mesh):
             continue
         if not isinstance(live, DTensor):
-            local.copy_(part_of(live.detach(), placement, mesh))
+            local.copy_(part_of(live.detach(), placement, call.mesh))
         split = as_dtensor(local, placement, device_mesh, live.shape, live.stride())
         if slot.input.role is Role.PARAMETER:
             new = renewed[id(live)] = _renewed(live, split)
@@ -202,8 +193,8 @@ def _split_gradients(prepared: Prepared, renewed: dict[int, torch.Tensor], mesh:
                 renewed[id(parameter)].grad = split
 
 
-def follow_split(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Hand optimizers the parameters that took the places of theirs when another step split the model."""
+def rebind_replaced_parameters(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Rebind optimizers to the parameters that replaced theirs when another step split the model."""
     for optimizer in optimizers.values():
         old = [p for group in optimizer.param_groups for p in group["params"]]
         renewed = {id(p): vars(p)[_SUCCESSOR] for p in old if _SUCCESSOR in vars(p)}

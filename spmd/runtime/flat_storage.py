@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
-from passes import Input, OneStorage, Pass, Program
+from passes import Input, Program
 from passes.runtime.arena import place
 from passes.runtime.segments import allocate_segment
 
@@ -42,16 +42,12 @@ _known: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictio
 # Before the passes: what may move
 
 
-def surveyed(
-    program: Program, slots: Sequence[Slot], passes: Iterable[Pass], all_gather_text: AllGatherText
-) -> Program:
-    """``program`` with ``stored`` and ``fixed`` said, the same on all ranks, if some pass asks for it.
+def with_storage_facts(program: Program, slots: Sequence[Slot], all_gather_text: AllGatherText) -> Program:
+    """``program`` with ``stored`` and ``fixed`` filled in, the same on all ranks (``Fact.STORAGE``).
 
-    What anybody else can see stays where it is: memory that is shared with other processes or other tensors, such as a
-    ``detach()`` that the user holds. What is split now for the first time gets memory of its own anyway.
+    State is fixed if anybody else can see its memory: other processes, or other tensors, such as a ``detach()`` that
+    the user holds. A parameter that is split now for the first time gets memory of its own anyway.
     """
-    if not any(isinstance(each, OneStorage) for each in passes):
-        return program
     placed = {declared.name: declared.placement for declared in program.inputs}
     live = {slot.input.name: slot.get() for slot in slots}
     fresh = {name for name, tensor in live.items() if _is_fresh(tensor, placed.get(name, ()))}

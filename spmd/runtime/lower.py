@@ -11,14 +11,14 @@ import torch
 from passes import OutputKind, Part, PassError, Program
 
 from .._torch import DisableAutocast
-from .arenas import Memory
+from .arenas import Arenas
 from .codegen import Bound
 
 Backend = Literal["aten"] | Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class InputRef:
     """An input, or a part of a flat one."""
 
     position: int
@@ -37,7 +37,7 @@ class Executable:
     """Runs a program: results and new state come back, updates are written into the inputs they belong to."""
 
     function: Callable[..., Any]
-    updates: list[tuple[int, Place]]  # each output that is an update, and which the graph itself does not write
+    updates: list[tuple[int, InputRef]]  # each output that is an update, and which the graph itself does not write
     returned: list[int]  # the outputs that are results or new state
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -50,7 +50,7 @@ class Executable:
     def release(self) -> None:
         """Hold on to no state between calls: the model is gone."""
         if isinstance(self.function, Bound):
-            self.function.memory.release()
+            self.function.arenas.release()
 
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if not self.updates:
@@ -58,29 +58,29 @@ class Executable:
         # An update may be another input (buffers that swap places): take those out before anything is written.
         storages = {_storage(x) for x in inputs if isinstance(x, torch.Tensor)}
         values = [outputs[k].clone() if _storage(outputs[k]) in storages else outputs[k] for k, _ in self.updates]
-        for value, (_, place) in zip(values, self.updates, strict=True):
-            place.of(inputs).copy_(value)
+        for value, (_, ref) in zip(values, self.updates, strict=True):
+            ref.of(inputs).copy_(value)
 
 
-def lower(program: Program, backend: Backend, memory: Memory | None = None) -> Executable:
-    """Make ``program`` run: ``"aten"`` as Python (``codegen.py``), in ``memory``; else by the backend's callable."""
+def lower(program: Program, backend: Backend, arenas: Arenas | None = None) -> Executable:
+    """Make ``program`` run: ``"aten"`` as Python (``codegen.py``), in ``arenas``; else by the backend's callable."""
     if backend == "aten":
-        function: Callable[..., Any] = Bound(program, memory)
+        function: Callable[..., Any] = Bound(program, arenas)
     else:
         examples = [node.meta.get("val") for node in program.placeholders]
         function = backend(program.graph_module, examples)
         if not callable(function):
             raise PassError(f"expected the backend to return a callable, got {function!r}")
-    places = _places(program)
-    updates = [(k, places[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
+    refs = _input_refs(program)
+    updates = [(k, refs[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
     returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
     return Executable(function, updates, returned)
 
 
-def _places(program: Program) -> dict[str, Place]:
+def _input_refs(program: Program) -> dict[str, InputRef]:
     """Where each input is among those of a call, by name."""
-    places = {declared.name: Place(k) for k, declared in enumerate(program.inputs)}
-    return places | {p.input.name: Place(k, p) for k, i in enumerate(program.inputs) for p in i.parts}
+    refs = {declared.name: InputRef(k) for k, declared in enumerate(program.inputs)}
+    return refs | {p.input.name: InputRef(k, p) for k, i in enumerate(program.inputs) for p in i.parts}
 
 
 def _storage(tensor: torch.Tensor) -> int:

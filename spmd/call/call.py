@@ -1,0 +1,70 @@
+"""``Call``: one call that has to be compiled, with all that the stages ask of it, each found once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from passes import Mesh
+
+from ..ranks.consensus import AllGatherText
+from ..ranks.local_ranks import connect_local_ranks
+from ..ranks.world import describe, joined, world
+from .inputs import BatchInput, place_inputs
+from .state import Arguments, HyperParameter, Slot, hyper_parameters_of, on_mesh, parameters_of, slots_of
+
+
+class Call:
+    """The arguments of one call, the live state in them, and the mesh that it runs on.
+
+    ``mesh`` is the plain description of ``device_mesh`` that programs carry. A property is computed when it is first
+    read, and raises then what is wrong with the arguments (``CaptureError``, ``PlacementError``).
+    """
+
+    def __init__(
+        self, given: Arguments, mesh: DeviceMesh | None, placements: Mapping[str, Any] | None, batch_dim: int
+    ) -> None:
+        """``mesh``, ``placements`` (by argument name) and ``batch_dim`` are the parallel mode's."""
+        self.given = given
+        self._mesh, self._placements, self._batch_dim = mesh, placements, batch_dim
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The mode's mesh, else that of all ranks for the model's device; with the axes that parameters live on."""
+        tensors = [parameter.tensor for parameter in parameters_of(self.given.modules)]
+        meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+        tensors = tensors[:1] + [leaf.value for leaf in self.given.tensors()[:1]]
+        return joined(self._mesh or world(tensors[0].device if tensors else None), meshes)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """``device_mesh`` as plain data."""
+        return describe(self.device_mesh)
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        """Every state tensor, in the order of the program's inputs."""
+        return on_mesh(slots_of(self.given), self.device_mesh)
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """The arguments, with its name in the place of each that is itself a state tensor."""
+        return self.given.naming_state(self.slots)
+
+    @cached_property
+    def hyper_parameters(self) -> list[HyperParameter]:
+        """The numbers of parameter groups and optimizer state that are read at each call."""
+        return hyper_parameters_of(self.given.optimizers)
+
+    @cached_property
+    def inputs(self) -> list[BatchInput]:
+        """The tensor arguments that are no state, each with its placement."""
+        return place_inputs(self.arguments, self._placements, self._batch_dim, self.mesh)
+
+    def connect_local_ranks(self, all_gather_text: AllGatherText, timeout: float) -> None:
+        """Connect the ranks of each host; ``mesh`` says from now on along which axes. All ranks call it together."""
+        self.mesh = connect_local_ranks(self.mesh, self.device_mesh, all_gather_text, timeout)

@@ -1,0 +1,113 @@
+"""The options of ``spmd.compile``: checked where they are given, so that an error names the user's own line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+import passes
+from passes import Pass
+
+from .modes.base import ParallelMode, check_passes
+from .modes.data_parallel import DataParallel
+from .override import Override
+from .runtime.lower import Backend
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user passed to ``compile``, checked."""
+
+    overrides: tuple[Override, ...]
+    gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None
+    mode: ParallelMode
+    passes: tuple[Pass, ...] | None
+    backend: Backend
+    dump: Path | None
+    timeout: float
+
+    @classmethod
+    def check(
+        cls,
+        module_override: Any,
+        gm_transformation: Any,
+        parallel_mode: Any,
+        passes: Any,
+        backend: Any,
+        dump: Any,
+        timeout: Any,
+    ) -> Options:
+        """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
+        return cls(
+            overrides=_check_overrides(module_override),
+            gm_transformation=_check_callable("gm_transformation", gm_transformation),
+            mode=_check_mode(parallel_mode),
+            passes=check_passes("passes", passes),
+            backend=_check_backend(backend),
+            dump=_check_folder(dump),
+            timeout=_check_timeout(timeout),
+        )
+
+    @property
+    def pipeline(self) -> tuple[Pass, ...]:
+        """The passes to run: the user's, else the mode's, else the default ones."""
+        if self.passes is not None:
+            return self.passes
+        if self.mode.custom_passes is not None:
+            return tuple(self.mode.custom_passes)
+        return passes.default()
+
+    @property
+    def dump_folder(self) -> Path | None:
+        """Where to write dumps: the user's folder, else that of the environment variable ``SPMD_DUMP``."""
+        folder = self.dump or os.environ.get("SPMD_DUMP")
+        return Path(folder) if folder else None
+
+
+def _check_overrides(given: Any) -> tuple[Override, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or not all(isinstance(each, Override) for each in given):
+        raise TypeError(f"expected module_override to be a list of spmd.Override instances, got {given!r}")
+    return tuple(given)
+
+
+def _check_callable(name: str, given: Any) -> Any:
+    if given is not None and not callable(given):
+        raise TypeError(f"expected {name} to be callable or None, got {given!r}")
+    return given
+
+
+def _check_mode(given: Any) -> ParallelMode:
+    if given is None:
+        return DataParallel("replicate")
+    if not isinstance(given, ParallelMode):
+        raise TypeError(
+            f'expected parallel_mode to be a spmd.ParallelMode, such as DataParallel("replicate"), got {given!r}'
+        )
+    return given
+
+
+def _check_backend(given: Any) -> Any:
+    if given != "aten" and not callable(given):
+        raise TypeError(f'expected backend to be "aten" or a callable, got {given!r}')
+    return given
+
+
+def _check_folder(given: Any) -> Path | None:
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"expected dump to be a folder's path or None, got {given!r}")
+    return Path(given) if given is not None else None
+
+
+def _check_timeout(given: Any) -> float:
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"expected timeout to be a number of seconds, got {given!r}")
+    if not given > 0:
+        raise ValueError(f"expected timeout to be more than 0 seconds, got {given!r}")
+    return float(given)
