@@ -16,10 +16,11 @@ WORKERS ?= $(shell n=$(CORES); echo $$(( n > 4 ? 4 : n )))
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
-.PHONY: help train test models bench check format compat clean
+.PHONY: help train quick test models bench check format compat clean
 
 help:
 	@echo 'make train     train a small GPT on $(NPROC) ranks (NPROC=4, ARGS="--steps 100 --mode fully_shard", ARGS=--help)'
+	@echo 'make quick     the tests that need no second process, in under 90 seconds (ARGS="-k name")'
 	@echo 'make test      the whole test suite on torch $(TORCH) (TORCH=2.15.0, ARGS="-k name")'
 	@echo 'make models    train real models on two ranks and print the table (ARGS="GPT2 Llama", ARGS=--help)'
 	@echo 'make bench     race DDP, FSDP2 and this on loopback and, as root, on two hosts (ARGS="--models width64x12", ARGS=--help)'
@@ -31,6 +32,9 @@ help:
 train: $(READY)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python examples/launch.py \
 		--standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
+
+quick: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)

@@ -63,9 +63,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Mark the quick tests, and skip what needs a CUDA device where there is none."""
     for item in items:
-        if "gpu" in item.keywords:
+        assert isinstance(item, pytest.Function)
+        if "ranks" not in item.fixturenames and not {"slow", "processes"} & set(item.keywords):
+            item.add_marker("quick")
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

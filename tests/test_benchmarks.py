@@ -20,6 +20,8 @@ from benchmarks.peers.systems import System, eager
 from benchmarks.peers.table import ratio, table
 from benchmarks.peers.team import SystemFailedError
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parent.parent
 
 

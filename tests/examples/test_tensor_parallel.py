@@ -19,6 +19,8 @@ from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run, random_generator
 from tests.harness.pool import Ranks
 
+pytestmark = pytest.mark.slow
+
 LAYERS, ROWS, TIME, WIDTH, VOCABULARY = 3, 4, 128, 512, 1024
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 import train_gpt
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
 ONE_RANK = [sys.executable, EXAMPLE]

@@ -17,6 +17,8 @@ from tests.harness.oracle import Case, assert_agrees
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Scaled(MLP):

@@ -29,6 +29,8 @@ from tests.harness.oracle import Snapshot, all_unequal, assert_agrees, compiled_
 from tests.harness.pool import RankError, Ranks
 from tests.harness.structure import nodes_of
 
+pytestmark = pytest.mark.slow
+
 F64 = torch.float64
 
 

@@ -26,6 +26,8 @@ from tests.harness.oracle import Snapshot, assert_agrees, compiled_run, unequal
 from tests.harness.pool import Ranks
 from tests.harness.structure import nodes_of
 
+pytestmark = pytest.mark.slow
+
 
 class Block(nn.Module):
     """Two layers with dropout between them."""

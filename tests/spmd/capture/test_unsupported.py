@@ -16,6 +16,8 @@ from tests.harness.cases import MLP
 from tests.harness.oracle import snapshot
 from tests.harness.torch_state import torch_state
 
+pytestmark = pytest.mark.slow
+
 CASE = MLP(sizes=(5, 7, 4), rows=6, optimizer="AdamW")
 BY_PARAMETER: dict[Any, float] = {}
 BAD: list[tuple[Callable[..., Any], str]] = []

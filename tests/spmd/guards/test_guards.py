@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import spmd
 from passes.runtime.segments import allocate_segment
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.slow]
 
 SCALE = 1.0
 SETTINGS = types.SimpleNamespace(scale=1.0)

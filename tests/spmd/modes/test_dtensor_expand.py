@@ -20,6 +20,8 @@ from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 
+pytestmark = pytest.mark.slow
+
 BATCH: dict[str, Any] = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
 MEGATRON: dict[str, Any] = {
     "*up.weight": {"tp": Shard(0)},

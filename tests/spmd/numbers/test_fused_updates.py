@@ -14,6 +14,8 @@ from examples.gpt import GPT, Config
 from passes import Phase
 from tests.harness.fake import fake_world
 
+pytestmark = pytest.mark.slow
+
 
 def step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

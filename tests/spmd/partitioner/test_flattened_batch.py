@@ -17,6 +17,8 @@ from tests.harness.oracle import assert_agrees, random_generator
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts
 
+pytestmark = pytest.mark.slow
+
 F64 = torch.float64
 WIDTH = 8
 

@@ -29,6 +29,8 @@ from passes.runtime.random import _Bits
 from spmd.partitioner.redistribute import LATENCY_BYTES, Reason, Redistribution, cost, total_cost
 from spmd.placements import Interleaved, chunk, local_runs, local_shape
 
+pytestmark = pytest.mark.slow
+
 R, S0, S1, SUM, MAX = Replicate(), Shard(0), Shard(1), Partial(), Partial("max")
 SOURCES, TARGETS = (R, S0, S1, SUM, MAX), (R, S0, S1, SUM)
 SHAPES = [(4, 6), (5, 7), (1, 3)]

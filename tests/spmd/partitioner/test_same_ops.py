@@ -19,6 +19,8 @@ import spmd
 from tests.harness.cases import make_optimizer, mlp
 from tests.harness.fake import fake_world
 
+pytestmark = pytest.mark.slow
+
 F64 = torch.float64
 WORLD = 4
 

@@ -22,6 +22,8 @@ from tests.harness.oracle import Case, all_unequal, assert_agrees, compiled_run,
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks
 
+pytestmark = pytest.mark.slow
+
 SIZES = (6, 6, 6, 2)
 
 
