@@ -25,6 +25,8 @@ class Pass(ABC):
 
     A subclass is a ``@dataclass(frozen=True)`` whose docstring says what it does, assumes and leaves. It knows nothing
     of checking, timing, history and dumps: ``passes.run`` does that. A pass that finds nothing does nothing.
+    Insert and replace nodes by ``ir/edit.py``, which carries their ``meta`` over. Keys that a pass of yours adds to
+    ``node.meta`` need a dot in their names (``"mypackage.cost"``); ``ir/meta.py`` has all others.
 
     - ``numerics``: "exact" (same bits), "reassociates" (the same sums in another order) or "approximate".
     - ``after``: pass classes that must come earlier *if they are in the same pipeline*.

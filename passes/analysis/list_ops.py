@@ -15,6 +15,8 @@ import torch
 from torch import fx
 
 from .._torch import OpOverload
+from ..ir.edit import insert_before, replace
+from ..ir.meta import Relation
 from ..ir.roles import Phase
 
 aten = torch.ops.aten
@@ -84,16 +86,13 @@ def replace_by_entries(old: list[fx.Node], results: fx.Node, start: fx.Node) -> 
     """Let readers of the old nodes read the entries of a list of results instead."""
     entries = [call_before(start, operator.getitem, (results, k)) for k in range(len(old))]
     for node, entry in zip(old, entries, strict=True):
-        entry.meta = dict(node.meta)
-        node.replace_all_uses_with(entry)
+        replace(node, entry, node.meta["val"])
     return entries
 
 
 def call_before(start: fx.Node, op: Any, args: tuple[Any, ...], options: dict[str, Any] | None = None) -> fx.Node:
-    """A new node before ``start``, named as tracing names it."""
-    name = op._schema.name.split("::")[1] if hasattr(op, "_schema") else op.__name__
-    with start.graph.inserting_before(start):
-        node = start.graph.create_node("call_function", op, args, options, name=name)
+    """A new node of the update before ``start``; it serves several parameters, so it belongs to no module."""
+    node = insert_before(start, op, *args, like=None, kwargs=options)
     node.meta["phase"] = Phase.UPDATE
     return node
 
@@ -125,10 +124,9 @@ def erase_results(node: fx.Node) -> None:
 
 
 def _clone(node: fx.Node, before: fx.Node) -> fx.Node:
-    with node.graph.inserting_before(before):
-        copy = node.graph.call_function(aten.clone.default, (node,))
-    copy.meta = dict(node.meta)
-    return copy
+    return insert_before(
+        before, aten.clone.default, node, like=node, relation=Relation.REPLACEMENT, val=node.meta["val"]
+    )
 
 
 def _twin(node: fx.Node) -> Any:

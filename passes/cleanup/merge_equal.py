@@ -12,7 +12,9 @@ from torch import fx
 from ..analysis.aliases import escaping, storages
 from ..base import Pass
 from ..ir.collectives import Collective, is_collective
+from ..ir.edit import insert_before
 from ..ir.effects import is_pure
+from ..ir.meta import Relation
 from ..ir.program import Program
 from ..ir.roles import Role
 
@@ -79,9 +81,8 @@ def _clone(node: fx.Node, original: fx.Node, memory: _Memory) -> None:
     node.replace_all_uses_with(
         original, lambda user: user.op != "output" and not memory.found[user] & memory.found[node]
     )
-    with node.graph.inserting_before(node):
-        copy = node.graph.call_function(torch.ops.aten.clone.default, (original,))
-    copy.meta = {key: value for key, value in node.meta.items() if key != "collective"}
+    clone, val = torch.ops.aten.clone.default, node.meta["val"]
+    copy = insert_before(node, clone, original, like=node, relation=Relation.REPLACEMENT, val=val)
     memory.found[copy] = memory.found[node]
     node.replace_all_uses_with(copy)
 

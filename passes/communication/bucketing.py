@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx
 
-from .._torch import OpOverload
 from ..analysis.agreed_sizes import most_bytes, of_all
 from ..ir.collectives import Collective, Kind, group_of, is_wait, operands, reduction_of
+from ..ir.edit import insert_before, replace
 from ..ir.program import Program
 from ..ir.roles import Role
 
@@ -77,27 +78,14 @@ def joined(bucket: Bucket) -> dict[str, Any]:
 def caller(bucket: Bucket) -> Callable[..., fx.Node]:
     """A function ``call(op, *args)`` that adds nodes where the last member in the graph stands, in its phase."""
     last = max(bucket)
-
-    def call(op: Any, *args: Any) -> fx.Node:
-        with last.graph.inserting_before(last):
-            node = last.graph.create_node("call_function", op, args, name=_name(op))
-        node.meta = {key: last.meta[key] for key in ("phase", "module") if key in last.meta}
-        return node
-
-    return call
-
-
-def _name(op: Any) -> str:
-    """Nodes are called as tracing calls them: ``cat``, not ``cat_default``."""
-    return op._schema.name.split("::")[1] if isinstance(op, OpOverload) else op.__name__
+    return partial(insert_before, last, like=last)
 
 
 def replace_members(bucket: Bucket, results: list[fx.Node]) -> None:
     """Let readers of each member's result read its part of the bucket's, and erase the members with their waits."""
     for member, result in zip(bucket, results, strict=True):
         for wait in list(member.users):
-            result.meta = {key: value for key, value in wait.meta.items() if key != "val"}
-            wait.replace_all_uses_with(result)
+            replace(wait, result)
             member.graph.erase_node(wait)
         member.graph.erase_node(member)
 

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from ..analysis.costs import Way
+from ..ir import edit
 from ..ir.collectives import WAIT, Kind, group_of, kind_of, operands
+from ..ir.edit import insert_before
 from ..ir.program import Axis
-from .bucketing import caller
 
 aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ class Chosen:
 
     def call(self, op: Any, *args: Any) -> fx.Node:
         """A node in the old one's place and phase."""
-        return caller([self.node])(op, *args)
+        return insert_before(self.node, op, *args, like=self.node)
 
     def start(self, by: str, op: Any, *args: Any) -> fx.Node:
         """A node that starts communication for the old one."""
@@ -67,5 +68,4 @@ class Chosen:
 def take_over(old: fx.Node, new: fx.Node) -> None:
     """Let all readers of ``old`` read ``new``, which is as large and contiguous, and carries on what was known."""
     val: torch.Tensor = old.meta["val"]
-    new.meta = {**old.meta, "val": val.new_empty(val.shape)}
-    old.replace_all_uses_with(new)
+    edit.replace(old, new, val.new_empty(val.shape))

@@ -12,6 +12,7 @@ from ..errors import PassError
 from ..runtime.arena import has_arena
 from .collectives import Collective, group_of, is_collective, is_wait
 from .effects import is_profiling, mutates
+from .meta import is_declared
 from .program import Input, OutputKind, Program
 
 
@@ -25,6 +26,7 @@ def check(program: Program, before: Program | None = None) -> None:
     _outputs_match(program)
     for node in program.graph.nodes:
         _node_is_described(node)
+        _keys_are_declared(node)
         _is_functional(program, node)
         _communicates_properly(program, node)
     if before is not None:
@@ -101,6 +103,15 @@ def _node_is_described(node: fx.Node) -> None:
         raise PassError(
             f"{node.name} ({node.target}) has no meta['val'], which says its shape and dtype; "
             "passes.fill_vals(program) infers what is missing"
+        )
+
+
+def _keys_are_declared(node: fx.Node) -> None:
+    unknown = [key for key in node.meta if not is_declared(key)]
+    if unknown:
+        raise PassError(
+            f"{node.name} ({node.target}) has meta[{unknown[0]!r}], which is not declared: add it to KEYS in "
+            f"passes/ir/meta.py, or, if it is your own, put a dot in its name, as in 'mypackage.{unknown[0]}'"
         )
 
 

@@ -126,9 +126,9 @@ class Program:
 
     ``inputs`` and ``outputs`` stand in the order of the graph's placeholders and of its output's arguments. The graph
     is functional (an update is an output) until the pass that writes updates in place. ``history`` has one line a
-    stage. Each node's ``meta`` has ``val`` (this rank's fake value) and, where known: ``phase``, ``module``,
-    ``source`` (the user's line), ``grad_of`` (a parameter's name), ``part_of`` and ``update_of`` (a parameter's name:
-    the part of it that this rank updates, and what becomes of that), ``placement``, ``collective`` (a ``Collective``).
+    stage. Each node's ``meta`` has ``val`` (this rank's fake value) and, where known, ``phase``, ``module``, ``source``
+    (the user's line), ``placement``, ``collective`` and others: ``meta.py`` declares them all. Keys of your own need a
+    dot in their names.
     ``units`` stand in the order in which their gradients come about, the parameters of each in order of registration.
     """
 

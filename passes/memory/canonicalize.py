@@ -11,10 +11,10 @@ from torch import fx
 from ..analysis.aliases import is_view
 from ..analysis.out_variants import FILLS, out_variant
 from ..analysis.strides import Layouts
+from ..ir.edit import insert_before
+from ..ir.meta import Relation
 
 aten = torch.ops.aten
-
-_CARRIED = ("phase", "module", "source", "placement", "recompute_of")
 
 
 def make_writable(graph: fx.Graph) -> None:
@@ -45,10 +45,9 @@ def _select_rows(node: fx.Node, layouts: Layouts) -> None:
         return
     if not layouts.is_contiguous(rows) or not _is_laid_out_as_told(rows):
         return
-    with node.graph.inserting_before(node):
-        flat = _add(node, aten.view.default, (rows, [-1]), rows.meta["val"].reshape(-1))
-        shape = (rows.meta["val"].numel(), table.meta["val"].shape[1])
-        picked = _add(node, aten.index_select.default, (table, 0, flat), val.reshape(shape))
+    flat = _add(node, aten.view.default, (rows, [-1]), rows.meta["val"].reshape(-1))
+    shape = (rows.meta["val"].numel(), table.meta["val"].shape[1])
+    picked = _add(node, aten.index_select.default, (table, 0, flat), val.reshape(shape))
     node.target, node.args, node.kwargs = aten.view.default, (picked, list(val.shape)), {}
 
 
@@ -64,8 +63,7 @@ def _view(node: fx.Node, layouts: Layouts) -> None:
     if not layouts.is_viewable(source, val.shape):
         copy = source.meta["val"].clone(memory_format=torch.contiguous_format)
         options = {"memory_format": torch.contiguous_format}
-        with node.graph.inserting_before(node):
-            source = _add(node, aten.clone.default, (source,), copy, options)
+        source = _add(node, aten.clone.default, (source,), copy, options)
     if _is_laid_out_as_told(source):
         node.target, node.args, node.kwargs = aten.view.default, (source, list(val.shape)), {}
 
@@ -105,6 +103,4 @@ def _fill(node: fx.Node, layouts: Layouts) -> None:
 
 
 def _add(node: fx.Node, op: Any, args: tuple[Any, ...], val: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
-    added = node.graph.create_node("call_function", op, args, kwargs, name=op._schema.name.split("::")[1])
-    added.meta = {key: each for key, each in node.meta.items() if key in _CARRIED} | {"val": val}
-    return added
+    return insert_before(node, op, *args, like=node, relation=Relation.STEP, kwargs=kwargs, val=val)

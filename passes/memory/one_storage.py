@@ -6,6 +6,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from ..communication.bucket_all_gather import BucketAllGather
 from ..communication.bucket_all_reduce import BucketAllReduce
 from ..communication.bucket_reduce_scatter import BucketReduceScatter
 from ..communication.form_units import FormUnits
+from ..ir.edit import insert_before, replace
 from ..ir.program import Input, Part, Program, is_even
 from ..ir.roles import Role
 
@@ -151,17 +153,14 @@ def _with_flat(inputs: Sequence[Input], flat: Input) -> list[Input]:
 def _show(graph: fx.Graph, flat: fx.Node, members: Sequence[fx.Node], sizes: list[int]) -> None:
     """Right after the inputs, take ``flat`` apart and let readers of each member read its part."""
     after = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(after):
-        split = graph.create_node("call_function", aten.split_with_sizes.default, (flat, sizes), name="parts")
-        split.meta["val"] = aten.split_with_sizes.default(flat.meta["val"], sizes)
-        for k, member in enumerate(members):
-            piece = graph.call_function(operator.getitem, (split, k))
-            piece.meta["val"] = split.meta["val"][k]
-            shape = list(member.meta["val"].shape)
-            part = graph.create_node("call_function", aten.view.default, (piece, shape), name="part")
-            part.meta = {**member.meta, "val": aten.view.default(piece.meta["val"], shape)}
-            member.replace_all_uses_with(part)
-            graph.erase_node(member)
+    insert = partial(insert_before, after, like=None)
+    pieces = aten.split_with_sizes.default(flat.meta["val"], sizes)
+    split = insert(aten.split_with_sizes.default, flat, sizes, name="parts", val=pieces)
+    for k, member in enumerate(members):
+        piece, shape = insert(operator.getitem, split, k, val=pieces[k]), list(member.meta["val"].shape)
+        part = insert(aten.view.default, piece, shape, name="part", val=aten.view.default(pieces[k], shape))
+        replace(member, part)
+        graph.erase_node(member)
 
 
 def _drop_concatenations(program: Program) -> None:

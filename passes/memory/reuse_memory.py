@@ -12,6 +12,7 @@ from torch import fx
 
 from ..analysis.out_variants import out_variant
 from ..base import Pass
+from ..ir.edit import insert_before
 from ..ir.program import Program
 from ..runtime.arena import place, reserve, whole
 from .buffers import Lodger, Lodgers
@@ -123,7 +124,4 @@ class _Writer:
         node.target, node.args, node.kwargs = whole, (self.place(node, result, result.val), parts), {}
 
     def _add(self, before: fx.Node, function: Any, args: tuple[Any, ...], val: torch.Tensor) -> fx.Node:
-        with self.graph.inserting_before(before):
-            added = self.graph.call_function(function, args)
-        added.meta = {key: each for key, each in before.meta.items() if key in ("phase", "module")} | {"val": val}
-        return added
+        return insert_before(before, function, *args, like=before, val=val)

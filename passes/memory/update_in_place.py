@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,9 @@ from ..analysis.aliases import Storages, last_reads, storages
 from ..analysis.list_ops import entry_of, write_lists_in_place
 from ..analysis.strides import Layouts
 from ..base import Pass
+from ..ir.edit import insert_before
 from ..ir.effects import is_pure
+from ..ir.meta import Relation
 from ..ir.program import Input, OutputKind, Program
 
 aten = torch.ops.aten
@@ -152,18 +155,15 @@ def _write(
     program: Program, copied: list[tuple[fx.Node, fx.Node]], found: dict[fx.Node, Storages], written: set[fx.Node]
 ) -> None:
     """Clone what the copies would destroy, then copy."""
-    graph, end = program.graph, program.output_node
-    with graph.inserting_before(end):
-        kept = {value: _clone(value) for value in end.all_input_nodes if found[value] & written}
-        end.args = fx.map_arg(end.args, lambda value: kept.get(value, value))
-        targets = {piece for old, _ in copied for piece in found[old]}
-        sources = [_clone(new) if found[new] & targets else new for _, new in copied]
-        for (old, _), source in zip(copied, sources, strict=True):
-            write = graph.call_function(aten.copy_.default, (old, source))
-            write.meta = {**source.meta, "val": old.meta["val"]}
+    end = program.output_node
+    insert = partial(insert_before, end, relation=Relation.REPLACEMENT)
 
+    def clone(node: fx.Node) -> fx.Node:
+        return insert(aten.clone.default, node, like=node, val=node.meta["val"])
 
-def _clone(node: fx.Node) -> fx.Node:
-    copy = node.graph.call_function(aten.clone.default, (node,))
-    copy.meta = dict(node.meta)
-    return copy
+    kept = {value: clone(value) for value in end.all_input_nodes if found[value] & written}
+    end.args = fx.map_arg(end.args, lambda value: kept.get(value, value))
+    targets = {piece for old, _ in copied for piece in found[old]}
+    sources = [clone(new) if found[new] & targets else new for _, new in copied]
+    for (old, _), source in zip(copied, sources, strict=True):
+        insert(aten.copy_.default, old, source, like=source, val=old.meta["val"])

@@ -10,6 +10,7 @@ from torch import fx
 
 from ..analysis.list_ops import Entry, call_before, entries_by_op, erase_results, is_taken_apart
 from ..base import Pass
+from ..ir.edit import replace
 from ..ir.program import Program
 from .fuse_update import FuseUpdate
 
@@ -49,8 +50,7 @@ def _split(op: fx.Node, entries: list[tuple[fx.Node, Entry]], size: int) -> None
         if node.args[0] is not op:  # one of several lists
             results = call_before(op, operator.getitem, (results, node.args[0].args[1]))  # type: ignore[union-attr]
         taken = call_before(op, operator.getitem, (results, entry.index % size))
-        taken.meta = dict(node.meta)
-        node.replace_all_uses_with(taken)
+        replace(node, taken, node.meta["val"])
     erase_results(op)
     op.graph.erase_node(op)
 

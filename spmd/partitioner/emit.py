@@ -11,6 +11,7 @@ from torch import fx
 
 from passes import Mesh, PartitionError, Program, Role
 from passes.analysis.strides import Layouts
+from passes.ir.meta import Relation, carried
 from passes.ir.program import Input, Placements, is_even
 from passes.runtime.random import draw, draws
 
@@ -25,7 +26,6 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _CONTIGUOUS = (aten.contiguous.default, aten.reshape.default)
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.cat.default)
-CARRIED = ("phase", "module", "source", "grad_of", "recompute_of", "draw")
 
 
 class Emitter:
@@ -43,8 +43,7 @@ class Emitter:
     def placeholder(self, node: fx.Node, val: Any) -> fx.Node:
         """The input that ``node`` is, with this rank's ``val``."""
         new = self.graph.placeholder(node.name)
-        new.meta.update(node.meta)
-        new.meta["val"] = val
+        new.meta = {**carried(node, Relation.SHARE), "val": val}
         return new
 
     def mark(self, node: fx.Node, *values: tuple[Sequence[int], Placements]) -> None:
@@ -135,8 +134,7 @@ class Emitter:
         return int(node.meta.get("draw", self._unnumbered))
 
     def _described(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
-        new.meta.update((key, like.meta[key]) for key in CARRIED if key in like.meta)
-        new.meta["val"] = val
+        new.meta = {**carried(like, Relation.SHARE), "val": val}
         self._layouts.see(new)
         if _keeps_layout(new) and any(n in self._unsure or self._is_mixed(new, n) for n in new.all_input_nodes):
             self._unsure.add(new)

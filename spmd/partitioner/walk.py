@@ -19,6 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from passes import Input, Mesh, Output, PartitionError, Phase, Program, Role
 from passes.ir.effects import is_pure
+from passes.ir.meta import Relation, carried
 from passes.ir.program import Placements, is_sharded, output_values
 
 from .._torch import LazyGraphModule, OpOverload
@@ -28,7 +29,7 @@ from ..rules import Call, rule_of, taken_apart
 from .choose import Chooser
 from .context import Facts
 from .diagnostics import Notes
-from .emit import CARRIED, Emitter, traced
+from .emit import Emitter, traced
 from .gather_updated import Updates
 from .hints import Wanted
 from .lookahead import Ahead
@@ -179,7 +180,7 @@ class _Walk:
         graph = traced(how, node.args)
         values = iter(operands)
         for inner in graph.nodes:
-            inner.meta.update((key, node.meta[key]) for key in CARRIED if key in node.meta)
+            inner.meta |= carried(node, Relation.SHARE)
             if inner.op == "placeholder":
                 self.values[inner] = next(values)
             elif inner.op == "call_function":

@@ -87,6 +87,10 @@ BROKEN: dict[str, tuple[Callable[[Program], Any], str]] = {
         lambda p: setattr(p, "mesh", Mesh((Axis("dp", 2, "7"),))),
         r"communicates in group '0' over axis 'dp', but the mesh has dp \(group '7'\)",
     ),
+    "undeclared key": (
+        lambda p: node(p, "neg").meta.update(cost=3),
+        r"neg \(aten.neg.default\) has meta\['cost'\].*KEYS in passes/ir/meta.py, or.*'mypackage.cost'",
+    ),
     "no wait": (read_too_early, "add reads the result of all_reduce before anybody has waited for it"),
     "wait": (wait_for_nothing, "wait_tensor waits for neg, which is no collective"),
 }
@@ -103,6 +107,12 @@ def test_each_rule(what: str) -> None:
     breaks(broken)
     with pytest.raises(PassError, match=sentence):
         check(broken)
+
+
+def test_a_key_with_a_dot_is_the_users_own() -> None:
+    own = program()
+    node(own, "neg").meta["mypackage.cost"] = 3
+    check(own)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""Insert nodes and replace nodes. What the meta of the old node says is carried over by the table in ``meta.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from .._torch import OpOverload
+from .meta import Relation, carried
+
+
+def insert_before(
+    position: fx.Node,
+    op: Any,
+    *args: Any,
+    like: fx.Node | None,
+    relation: Relation = Relation.HELPER,
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    val: Any = None,
+) -> fx.Node:
+    """A new call of ``op`` right before ``position``, with what is carried from ``like`` to a node of this relation.
+
+    Its name is the one that tracing would give it (``cat``, not ``cat_default``), unless ``name`` is another. Without
+    ``val`` the runner infers it after the pass. ``like=None``: the node belongs to no part of the step.
+    """
+    with position.graph.inserting_before(position):
+        node = position.graph.create_node("call_function", op, args, dict(kwargs or {}), name=name or _name(op))
+    node.meta = carried(like, relation) if like is not None else {}
+    if val is not None:
+        node.meta["val"] = val
+    return node
+
+
+def replace(old: fx.Node, new: fx.Node, val: Any = None) -> None:
+    """Let all readers of ``old`` read ``new``, which has the same value: carry over what is known of it.
+
+    ``val`` is that of ``new`` if it has none yet; without it the runner infers it. ``old`` stays in the graph.
+    """
+    new.meta |= carried(old, Relation.REPLACEMENT)
+    if val is not None:
+        new.meta["val"] = val
+    old.replace_all_uses_with(new)
+
+
+def _name(op: Any) -> str:
+    return op._schema.name.split("::")[1] if isinstance(op, OpOverload) else op.__name__
