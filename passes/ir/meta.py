@@ -156,7 +156,7 @@ KEYS: tuple[Key, ...] = (
             "passes/communication",
             f"{_PARTITIONER}/emit.py",
         ),
-        ("passes/ir", _MERGE_EQUAL, "passes/communication", f"{_PARTITIONER}/diagnostics.py", "spmd/step.py"),
+        ("passes/ir", _MERGE_EQUAL, "passes/communication", f"{_PARTITIONER}/diagnostics.py", "spmd/compiled.py"),
         None,
     ),
     Key(
