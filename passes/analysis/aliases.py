@@ -15,7 +15,7 @@ from torch import fx
 
 from .._torch import OpOverload, c10d, is_composite
 from ..ir.collectives import is_collective, is_wait, operands, waits_of
-from ..runtime.message_collectives import NAMESPACE
+from ..runtime.collective_ops import NAMESPACE
 from .list_ops import Entry, entry_of, is_taken_apart
 
 Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..analysis.costs import Way
 from ..ir.collectives import WAIT, Kind, reduction_of
-from ..runtime import message_collectives
+from ..runtime import collective_ops, message_collectives
 from .realisation import Chosen
 
 aten = torch.ops.aten
@@ -35,12 +35,12 @@ def _reduced(chosen: Chosen) -> list[fx.Node]:
     """Exchange, and what reduces this rank's part; without the node that starts it."""
     flat, ranks, reduction = chosen.flat(chosen.operand), chosen.axis.size, reduction_of(chosen.node)
     val = chosen.operand.meta["val"]
-    size = message_collectives.part(val.numel(), ranks, chosen.axis.coordinate)
+    size = collective_ops.part(val.numel(), ranks, chosen.axis.coordinate)
     if ranks == 2:
         started = chosen.start(
             f"a swap of halves, then their {reduction}", message_collectives.swap.default, flat, size
         )
-        begin = message_collectives.bounds(val.numel(), ranks)[chosen.axis.coordinate]
+        begin = collective_ops.bounds(val.numel(), ranks)[chosen.axis.coordinate]
         own = chosen.call(aten.slice.Tensor, flat, 0, begin, begin + size)
         other = chosen.call(WAIT, started)  # [size]
         return [own, other, chosen.call(_PAIRS[reduction], own, other)]

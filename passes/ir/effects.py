@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from .._torch import SYMBOLIC_FUNCTIONS, OpOverload
-from ..runtime.message_collectives import NAMESPACE
+from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
 
 _PURE_NAMESPACES = {"aten", "prims", "_c10d_functional", NAMESPACE}

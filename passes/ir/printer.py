@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from .._torch import HigherOrderOperator, OpOverload
-from ..runtime.message_collectives import NAMESPACE
+from ..runtime.collective_ops import NAMESPACE
 from .collectives import Collective
 from .program import Input, Output, OutputKind, Placements, Program
 

@@ -1,12 +1,9 @@
-"""Ops that let the backend perform its own collective on each member of a bucket, all in one launch.
+"""Coalesced collectives: the backend's own collective on each member of a bucket, all in one launch.
 
-The members lie one after the other, each as it is, so nobody has to pack or unpack them, and NCCL reads and writes them
-there.
+The members are stored one after the other, so nothing is packed or unpacked, and NCCL reads and writes them in place.
 
-- ``coalesced_reduce_scatter(x, reduce_op, lengths, ranks, group)``: as ``transport.define_scatter`` has it.
-- ``coalesced_all_gather(x, lengths, ranks, group)``: the way back.
-
-As torch's functional collectives they return what ``_c10d_functional.wait_tensor`` waits for.
+- ``coalesced_reduce_scatter(x, reduce_op, lengths, ranks, group)``: see ``collective_ops.define_scatter``.
+- ``coalesced_all_gather(x, lengths, ranks, group)``: the inverse, see ``collective_ops.define_gather``.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import group_named, register_work
-from .message_collectives import as_bytes, define_gather, define_scatter, ops
+from .collective_ops import as_bytes, define_gather, define_scatter, ops
 
 REDUCTIONS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -50,7 +47,7 @@ def _coalesced_all_gather(x: Tensor, lengths: Sequence[int], ranks: int, group_n
 
 
 def _members(x: Tensor, lengths: Sequence[int], ranks: int) -> list[Tensor]:
-    """What ``x`` has of each member, but of those without elements, of which backends would have nothing to send."""
+    """The part of each member in ``x``; without empty ones, of which a backend would have nothing to send."""
     return [member for member in x.split([ranks * length for length in lengths]) if member.numel()]
 
 
@@ -60,4 +57,4 @@ define_gather(_coalesced_all_gather)
 coalesced_reduce_scatter, coalesced_all_gather = ops.coalesced_reduce_scatter, ops.coalesced_all_gather
 
 OUT_VARIANTS: dict[Any, Any] = {op.default: op.out for op in (coalesced_reduce_scatter, coalesced_all_gather)}
-"""For each of these ops, the one that writes where it is told."""
+"""The out variant of each of these ops."""

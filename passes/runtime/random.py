@@ -1,12 +1,12 @@
 """Random ops as functions of a seed, so that shards draw different numbers and replicas equal ones.
 
-``draw`` runs one random op on one part of a tensor. What it draws depends on the seed of the call, on the number of the
-op and on where the part lies, in one of two ways:
+``draw`` runs one random op on one region of a tensor. What it draws depends on the seed of the call, the number of the
+op and the position of the region, in one of two ways:
 
-- as a rule, torch's own kernel runs with a generator seeded by the three: as fast as eager, and another way to split
-  the tensor gives other numbers;
-- with a seed that has the bit ``BY_POSITION``, each element depends on the seed, the op and the element's place in the
-  whole tensor alone, however that is split. The bits are those that SplitMix64 gives at that place of its sequence.
+- by default, torch's own kernel runs with a generator seeded by the three: as fast as eager, and a tensor that is split
+  differently gets other numbers;
+- with a seed that has the bit ``BY_POSITION``, each element depends only on the seed, the op and the element's position
+  in the whole tensor, however that is split. Its bits are those at this position of the SplitMix64 sequence.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from ..errors import SpmdError
 
 aten = torch.ops.aten
-Part = Sequence[tuple[int, int, int]]
-"""Where a part lies: for each dim, or each factor of one, its first index, its length and the length of the whole."""
+Region = Sequence[tuple[int, int, int]]
+"""A region of a tensor: for each dim, or factor of a dim, its first index, its length and the length of the whole."""
 
 BY_POSITION = 1 << 62
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -39,17 +39,17 @@ def draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def draw(op: Any, seed: int, number: int, part: Part, *args: Any, **kwargs: Any) -> Any:
-    """Run the random ``op`` on one part of a tensor; the same arguments give the same numbers.
+def draw(op: Any, seed: int, number: int, region: Region, *args: Any, **kwargs: Any) -> Any:
+    """Run the random ``op`` on one region of a tensor; the same arguments give the same numbers.
 
-    ``number`` tells the random ops of a program apart; replicas of a part have the same ``part``. The default generator
-    of the device is left as it was. Raises ``SpmdError`` where ``seed`` asks for numbers by position, the tensor is
-    split, and the op is none that can be drawn so.
+    ``number`` distinguishes the random ops of a program; replicas have the same ``region``. The default generator of
+    the device is left as it was. Raises ``SpmdError`` where ``seed`` asks for numbers by position, the tensor is split,
+    and the op has no implementation by position.
     """
     key = mix(mix(0, int(seed)), number)
     if int(seed) & BY_POSITION and op in _DRAWN_BY_POSITION:
-        return _DRAWN_BY_POSITION[op](_Bits(key, part), *args, **kwargs)
-    for start, *_ in part:
+        return _DRAWN_BY_POSITION[op](_Bits(key, region), *args, **kwargs)
+    for start, *_ in region:
         key = mix(key, start)
     generator = default_generator(device_of(args, kwargs))
     state = generator.get_state()
@@ -59,7 +59,7 @@ def draw(op: Any, seed: int, number: int, part: Part, *args: Any, **kwargs: Any)
     finally:
         generator.set_state(state)
     if int(seed) & BY_POSITION:
-        _check_whole(op, part)
+        _check_whole(op, region)
     return result
 
 
@@ -86,24 +86,24 @@ def mix(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
-def _check_whole(op: Any, part: Part) -> None:
-    if any(length != size for _, length, size in part):
+def _check_whole(op: Any, region: Region) -> None:
+    if any(length != size for _, length, size in region):
         raise SpmdError(
             f"expected an op whose numbers can depend on their global position alone, since spmd.seed was called with "
-            f"invariant=True, but {op} draws with a kernel of its own on a tensor that is split: take it apart "
-            "(attention with SDPBackend.MATH, say), or call spmd.seed without invariant"
+            f"invariant=True, but {op} draws with a kernel of its own on a tensor that is split: use an implementation "
+            "in simpler ops (for attention, SDPBackend.MATH), or call spmd.seed without invariant"
         )
 
 
 @dataclass(frozen=True)
 class _Bits:
-    """64 random bits for each element of a part, as functions of its position in the whole."""
+    """64 random bits for each element of a region, as functions of its position in the whole tensor."""
 
     key: int
-    part: Part
+    region: Region
 
     def bits(self, like: torch.Tensor) -> torch.Tensor:
-        """As int64, in the shape of ``like``: SplitMix64 with ``key`` as its seed, at the flat global index."""
+        """The bits as int64, in the shape of ``like``: SplitMix64 with seed ``key``, at the flat global index."""
         z = self._positions(like).mul_(_signed(_GOLDEN)).add_(_signed(self.key))
         z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(_FIRST))
         z.bitwise_xor_(_shifted(z, 27)).mul_(_signed(_SECOND))
@@ -129,7 +129,7 @@ class _Bits:
 
     def _positions(self, like: torch.Tensor) -> torch.Tensor:
         flat = torch.zeros((), dtype=torch.int64, device=like.device)
-        for start, length, size in self.part:
+        for start, length, size in self.region:
             flat = flat.unsqueeze(-1) * size + torch.arange(start, start + length, device=like.device)
         return flat.reshape(like.shape) + 1
 
@@ -149,8 +149,8 @@ def _in(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like).copy_(values)
 
 
-def _made(value: Callable[..., torch.Tensor], plain: int) -> Callable[..., torch.Tensor]:
-    """For ops that are told a size: ``plain`` arguments, then the size. ``value(bits, empty, *plain)``."""
+def _sized(value: Callable[..., torch.Tensor], plain: int) -> Callable[..., torch.Tensor]:
+    """For ops that take a size, after ``plain`` other arguments, which ``value(bits, empty, *plain)`` gets."""
 
     def drawn(bits: _Bits, *args: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
         if dtype is None:
@@ -162,7 +162,7 @@ def _made(value: Callable[..., torch.Tensor], plain: int) -> Callable[..., torch
 
 
 def _like(value: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """For ops that are told a tensor: ``value(bits, empty, *other arguments)``."""
+    """For ops that take a tensor; ``value(bits, empty, *args, **kwargs)`` gets all other arguments."""
 
     def drawn(
         bits: _Bits,
@@ -234,15 +234,15 @@ def _native_dropout(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = torch.empty_like(x, dtype=torch.bool).copy_(bits.open(x) >= p)
-    return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+    mask = torch.empty_like(x, dtype=torch.bool).copy_(bits.open(x) >= p)
+    return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
 _DRAWN_BY_POSITION: dict[Any, Callable[..., Any]] = {
-    aten.rand.default: _made(_uniform, 0),
-    aten.randn.default: _made(_normal, 0),
-    aten.randint.default: _made(_randint, 1),
-    aten.randint.low: _made(_randint, 2),
+    aten.rand.default: _sized(_uniform, 0),
+    aten.randn.default: _sized(_normal, 0),
+    aten.randint.default: _sized(_randint, 1),
+    aten.randint.low: _sized(_randint, 2),
     aten.rand_like.default: _like(_uniform),
     aten.randn_like.default: _like(_normal),
     aten.randint_like.default: _like(_randint),

@@ -6,10 +6,10 @@ get the same bits. The members of a bucket are stored one after the other, so no
 
 - ``shared_all_reduce(x, scratch, reduce_op, group)``: x of any shape to the same shape. Without ``scratch`` each rank
   reads the whole operands of all others, which is fastest for two ranks or few bytes. With it, as long as the longest
-  part by ``message_collectives.bounds``, each rank reduces one part into it and reads the other parts from the others.
+  part by ``collective_ops.bounds``, each rank reduces one part into it and reads the other parts from the others.
 - ``scratch(x, size, reduce_op, group)``: (size,) such memory, for the all_reduce of x alone.
-- ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: see ``message_collectives.define_scatter``.
-- ``shared_all_gather(x, lengths, ranks, group)``: the inverse, see ``message_collectives.define_gather``.
+- ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: see ``collective_ops.define_scatter``.
+- ``shared_all_gather(x, lengths, ranks, group)``: the inverse, see ``collective_ops.define_gather``.
 
 An operand in a segment (``arena.reserve``) is not copied, and must not be written to before all ranks have passed the
 next barrier. Any other operand is copied into a new segment, which is slow.
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import group_named, register_work
+from .collective_ops import bounds, define, define_gather, define_scatter, ops
 from .local_peers import LocalPeers, local_peers_of
-from .message_collectives import bounds, define, define_gather, define_scatter, ops
 from .segments import copy_to_segment, locate
 
 _Compute = Callable[[], object]
@@ -158,16 +158,16 @@ def _started(make: Callable[..., SharedMemoryWork]) -> Callable[..., Tensor]:
     return start
 
 
-def _reduced(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str) -> Tensor:
+def _make_reduced(x: Tensor, scratch: Tensor | None, reduce_op: str, group_name: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _unwritten(x: Tensor, size: int, reduce_op: str, group_name: str) -> Tensor:
+def _make_scratch(x: Tensor, size: int, reduce_op: str, group_name: str) -> Tensor:
     return x.new_empty([size])
 
 
-define("Tensor x, Tensor? scratch, str reduce_op, str group_name", _started(_shared_all_reduce), _reduced)
-define("Tensor x, int size, str reduce_op, str group_name", _scratch, _unwritten)
+define("Tensor x, Tensor? scratch, str reduce_op, str group_name", _started(_shared_all_reduce), _make_reduced)
+define("Tensor x, int size, str reduce_op, str group_name", _scratch, _make_scratch)
 define_scatter(_started(_shared_reduce_scatter))
 define_gather(_started(_shared_all_gather))
 

@@ -20,7 +20,8 @@ from passes import Axis, Kind, Table
 from passes.analysis.costs import MEASURED_MEMBERS, WAYS, Link, Point, Way, ways_along
 from passes.ir.collectives import OUT_VARIANTS, WAIT, c10d
 from passes.runtime.coalesced_collectives import coalesced_all_gather, coalesced_reduce_scatter
-from passes.runtime.message_collectives import exchange, gather_by_broadcast, gather_by_sending, part, swap
+from passes.runtime.collective_ops import part
+from passes.runtime.message_collectives import exchange, gather_by_broadcast, gather_by_sending, swap
 from passes.runtime.segments import allocate_segment
 from passes.runtime.shared_memory_collectives import shared_all_gather, shared_all_reduce, shared_reduce_scatter
 

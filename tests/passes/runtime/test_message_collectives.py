@@ -1,4 +1,4 @@
-"""The ops of transport, on gloo ranks: what they move, for any dtype and length, and that nobody waits for the dead."""
+"""Collectives as messages, on gloo ranks: their results for any dtype and length, and an error when a rank dies."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from passes.ir.collectives import WAIT, c10d
 from passes.runtime import message_collectives
+from passes.runtime.collective_ops import bounds
 from tests.harness.pool import RankError, Ranks
 
 DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.int16, torch.bool)
@@ -21,20 +22,20 @@ LENGTHS = (0, 1, 3, 8, 1001)  # some ranks have nothing, some less than others
 
 
 def sent_by(rank: int, length: int, dtype: torch.dtype) -> Tensor:
-    """What one rank sends."""
+    """The operand of one rank."""
     return (torch.arange(length) * 7 + rank * 3).remainder(5).to(dtype)
 
 
 def expected(group: int, length: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What an exchange gives this rank, and what a gather of each rank's part of its own tensor gives all."""
-    ends = message_collectives.bounds(length, group)
+    """The result of an exchange on this rank, and of a gather of each rank's part of its own operand."""
+    ends = bounds(length, group)
     each = [sent_by(r, length, dtype) for r in range(group)]
     rows = torch.stack([x[ends[rank] : ends[rank + 1]] for x in each])
     return rows, torch.cat([x[ends[r] : ends[r + 1]] for r, x in enumerate(each)])
 
 
-def moves(rank: int, world: int, shape: tuple[int, ...]) -> list[str]:
-    """What came out wrong along the last axis of a mesh."""
+def wrong_results(rank: int, world: int, shape: tuple[int, ...]) -> list[str]:
+    """The results that differ from those expected, along the last axis of a mesh."""
     mesh = init_device_mesh("cpu", shape)
     group = mesh.get_group(len(shape) - 1)
     mine, ranks = mesh.get_local_rank(len(shape) - 1), shape[-1]
@@ -42,7 +43,7 @@ def moves(rank: int, world: int, shape: tuple[int, ...]) -> list[str]:
     for dtype in DTYPES:
         for length in LENGTHS:
             x = sent_by(mine, length, dtype)
-            ends = message_collectives.bounds(length, ranks)
+            ends = bounds(length, ranks)
             rows, whole = expected(ranks, length, mine, dtype)
             part = x[ends[mine] : ends[mine + 1]]
             swaps = (
@@ -68,12 +69,12 @@ def _both(op: Any, want: Tensor, *args: Any) -> list[tuple[Tensor, Tensor, str]]
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
-def test_parts_come_to_whom_they_belong(ranks: Ranks, shape: tuple[int, ...]) -> None:
+def test_every_rank_gets_its_parts(ranks: Ranks, shape: tuple[int, ...]) -> None:
     world = shape[0] * (shape[1] if len(shape) > 1 else 1)
-    assert [line for lines in ranks.run(world, moves, shape) for line in lines] == []
+    assert [line for lines in ranks.run(world, wrong_results, shape) for line in lines] == []
 
 
-def out_variants(rank: int, world: int) -> list[str]:
+def wrong_out_variants(rank: int, world: int) -> list[str]:
     """The out variants of torch's functional collectives whose results are not those of the functional variant."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     x = torch.arange(12, dtype=torch.float64).reshape(6, 2) + rank
@@ -99,11 +100,11 @@ def out_variants(rank: int, world: int) -> list[str]:
 
 
 def test_out_variants_write_what_functional_variants_return(ranks: Ranks) -> None:
-    assert [line for lines in ranks.run(2, out_variants) for line in lines] == []
+    assert [line for lines in ranks.run(2, wrong_out_variants) for line in lines] == []
 
 
 def in_flight(rank: int, world: int) -> bool:
-    """Several at once, waited for in another order than they were started."""
+    """Start several at once, and wait for them in another order."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     x = torch.arange(1000.0) + rank
     started = [
@@ -116,12 +117,12 @@ def in_flight(rank: int, world: int) -> bool:
     return exchanged and all(torch.equal(WAIT(each), want) for each in reversed(started))
 
 
-def test_many_in_flight(ranks: Ranks) -> None:
+def test_many_collectives_in_flight(ranks: Ranks) -> None:
     assert ranks.run(2, in_flight) == [True, True]
 
 
-def leaves(rank: int, world: int, name: str) -> None:
-    """Rank 1 dies before it takes part."""
+def one_dies(rank: int, world: int, name: str) -> None:
+    """Rank 1 dies before the collective."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     dist.barrier()
     if rank == 1:
@@ -132,9 +133,9 @@ def leaves(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["exchange", "swap", "gather_by_broadcast", "gather_by_sending"])
-def test_a_rank_that_died_is_not_waited_for(ranks: Ranks, name: str) -> None:
+def test_a_rank_that_died_raises_on_the_others(ranks: Ranks, name: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"Connection|closed|reset") as raised:
-        ranks.run(2, leaves, name)
+        ranks.run(2, one_dies, name)
     assert "no answer" not in str(raised.value)
     assert time.monotonic() - start < 60

@@ -1,4 +1,4 @@
-"""Random ops as functions of a seed: what they depend on, and how what they draw is distributed."""
+"""Random ops as functions of a seed: their dependencies and their distributions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def zeros(shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, dtype=F64)
 
 
-# By name: op, what it is called with for a part of this shape, expected mean and variance of what it draws.
+# By name: op, its arguments for a region of a shape, expected mean and variance of its numbers.
 OPS: dict[str, tuple[Any, Any, float, float]] = {
     "rand": (aten.rand.default, lambda s: ((list(s),), {"dtype": F64}), 1 / 2, 1 / 12),
     "randn": (aten.randn.default, lambda s: ((list(s),), {"dtype": F64}), 0, 1),
@@ -47,9 +47,9 @@ BOTH = [0, BY_POSITION]
 
 def drawn(name: str, seed: int, shape: tuple[int, ...], starts: tuple[int, ...] = (), whole: Any = None) -> Tensor:
     op, arguments, _, _ = OPS[name]
-    part = tuple(zip(starts or (0,) * len(shape), shape, whole or shape, strict=True))
+    region = tuple(zip(starts or (0,) * len(shape), shape, whole or shape, strict=True))
     args, kwargs = arguments(shape)
-    result = draw(op, seed, 4, part, *args, **kwargs)
+    result = draw(op, seed, 4, region, *args, **kwargs)
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -64,7 +64,7 @@ def test_mean_and_variance(name: str, kind: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_by_position_parts_are_parts_of_the_whole(name: str) -> None:
+def test_by_position_a_region_gets_its_numbers_of_the_whole(name: str) -> None:
     whole = drawn(name, BY_POSITION + 5, (7, 6))
     for dim, cuts in ((0, [0, 4, 7]), (1, [0, 1, 1, 6])):
         parts = []
@@ -77,7 +77,7 @@ def test_by_position_parts_are_parts_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_by_position_a_dim_may_be_given_by_its_factors(name: str) -> None:
+def test_by_position_a_dim_may_be_given_as_factors(name: str) -> None:
     op, arguments, _, _ = OPS[name]
     whole = drawn(name, BY_POSITION + 5, (6, 5))
     args, kwargs = arguments((3, 5))
@@ -86,8 +86,8 @@ def test_by_position_a_dim_may_be_given_by_its_factors(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_what_a_draw_depends_on(kind: int) -> None:
-    """Seed, number and part; not the default generator, which stays as it was."""
+def test_a_draw_depends_on_seed_number_and_region(kind: int) -> None:
+    """It does not depend on the default generator, and leaves that as it was."""
     state = torch.get_rng_state()
     first = draw(aten.rand.default, 1 + kind, 2, ((0, 4, 8),), [4])
     assert torch.equal(torch.get_rng_state(), state)
@@ -97,7 +97,7 @@ def test_what_a_draw_depends_on(kind: int) -> None:
         assert not torch.equal(first, draw(aten.rand.default, seed + kind, number, ((start, 4, 8),), [4]))
 
 
-def test_by_position_fills_what_the_dtype_has() -> None:
+def test_by_position_numbers_cover_the_range_of_the_dtype() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         unit = draw(aten.rand.default, BY_POSITION, 0, ((0, 50_000, 50_000),), [50_000], dtype=dtype)
         assert unit.dtype == dtype and unit.min() >= 0 and unit.max() < 1
@@ -107,7 +107,7 @@ def test_by_position_fills_what_the_dtype_has() -> None:
     assert abs(median - 3) < 0.2
 
 
-def test_by_position_keeps_the_layout() -> None:
+def test_by_position_like_ops_keep_the_strides() -> None:
     x = torch.zeros(3, 4).t()
     assert draw(aten.rand_like.default, BY_POSITION, 0, ((0, 4, 4), (0, 3, 3)), x).stride() == x.stride()
 
@@ -117,11 +117,11 @@ def test_dropout_of_everything_and_of_nothing() -> None:
     for p, value in ((1.0, 0.0), (0.0, 1.0)):
         out, _ = draw(aten.native_dropout.default, BY_POSITION, 0, ((0, 4, 4), (0, 4, 4)), x, p, True)
         assert torch.equal(out, value * x)
-    out, kept = draw(aten.native_dropout.default, BY_POSITION, 0, ((0, 4, 4), (0, 4, 4)), x, 0.5, False)
-    assert torch.equal(out, x) and kept.all()
+    out, mask = draw(aten.native_dropout.default, BY_POSITION, 0, ((0, 4, 4), (0, 4, 4)), x, 0.5, False)
+    assert torch.equal(out, x) and mask.all()
 
 
-def test_an_op_that_has_no_form_by_position_is_refused_where_it_is_split() -> None:
+def test_an_op_without_numbers_by_position_is_refused_where_it_is_split() -> None:
     rates = torch.full((4,), 3.0)
     draw(aten.poisson.default, BY_POSITION, 0, ((0, 4, 4),), rates)
     with pytest.raises(SpmdError, match=r"invariant=True, but aten\.poisson\.default"):
