@@ -27,8 +27,11 @@ from .ir.printer import print_program
 from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
 from .ir.report import Report
 from .ir.roles import Phase, Role
+from .memory.canonicalize import Canonicalize
+from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
 from .memory.reuse_memory import ReuseMemory
+from .memory.share_state import ShareState
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import default
 from .runner import run
@@ -41,12 +44,14 @@ __all__ = [
     "BucketAllGather",
     "BucketAllReduce",
     "BucketReduceScatter",
+    "Canonicalize",
     "CaptureError",
     "Collective",
     "DeadCode",
     "DropDetach",
     "DropProfiler",
     "Fact",
+    "FoldLayoutCopies",
     "FoldViews",
     "FormUnits",
     "FuseUpdate",
@@ -69,6 +74,7 @@ __all__ = [
     "Report",
     "ReuseMemory",
     "Role",
+    "ShareState",
     "SplitUpdate",
     "SpmdError",
     "StartEarly",

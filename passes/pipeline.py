@@ -16,8 +16,11 @@ from .communication.form_units import FormUnits
 from .communication.realise import Realise
 from .communication.start_early import StartEarly
 from .communication.wait_late import WaitLate
+from .memory.canonicalize import Canonicalize
+from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
 from .memory.reuse_memory import ReuseMemory
+from .memory.share_state import ShareState
 from .memory.update_in_place import UpdateInPlace
 from .update.fuse_update import FuseUpdate
 
@@ -52,6 +55,10 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         WaitLate(),
         # Nothing below may reorder: from here on, values are overwritten.
         UpdateInPlace(),
-        # Lifetimes are final, so memory can be planned.
+        # The order is final: it says when all ranks have read a state that they share, and how long each value lives.
+        # What can write into planned memory, and in which layout, is settled before memory is planned.
+        Canonicalize(),
+        FoldLayoutCopies(),
+        ShareState(),
         ReuseMemory(),
     )

@@ -1,12 +1,13 @@
-"""Make a value in the layout that its only reader wants, where a copy would bring it there: a step of ReuseMemory.
+"""Fold a copy that changes a layout into the stack or concatenation that is copied.
 
-The gradients of query, key and value are stacked, turned and copied, so that the next product can read them: a stack
-that is told where to write can as well write there.
+The gradients of query, key and value are stacked, permuted and copied, so that the next product can read them. A stack
+that writes into planned memory can as well write there in the layout of the copy.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -14,35 +15,51 @@ from torch import fx
 from ..analysis.aliases import escaping, storages
 from ..analysis.out_variants import out_variant
 from ..analysis.strides import Layouts
+from ..base import Pass
+from ..ir.program import Program
+from .canonicalize import Canonicalize
 
 aten = torch.ops.aten
 
-_COPYING: set[Any] = {aten.cat.default, aten.stack.default}  # the same bits in any layout, and torch's own out variant
-_TURNING: set[Any] = {aten.permute.default, aten.t.default, aten.transpose.int}
+_CONCATENATIONS: set[Any] = {aten.cat.default, aten.stack.default}  # the same bits in any layout, and an out variant
+_PERMUTATIONS: set[Any] = {aten.permute.default, aten.t.default, aten.transpose.int}
 
 
-def lay_out(graph: fx.Graph) -> None:
-    """Drop each contiguous copy of a turned stack or concatenation that nobody else reads.
+@dataclass(frozen=True)
+class FoldLayoutCopies(Pass):
+    """A stack or concatenation that is permuted and then copied takes over the layout of the copy.
 
-    What lives on after the call gets no place, so its op does not ask where to write.
+    Its ``val`` gets the strides with which the copied permutation is contiguous, and the copy becomes ``contiguous``.
+    ``ReuseMemory`` lets the op write in that layout and drops the ``contiguous``, which copies where that pass does not
+    follow. Only where the op has no other reader and the copy dies within the call, as what lives on is not in planned
+    memory. Values and the order of nodes stay the same.
     """
-    layouts, kept = Layouts(graph), escaping(graph, storages(graph))
-    for copy in graph.find_nodes(op="call_function", target=aten.clone.default):
-        turns = _turns(copy)
-        if turns and copy not in kept and layouts.is_even(copy) and _is_contiguous_copy(copy, layouts):
-            _turn(turns, copy)
-            copy.replace_all_uses_with(turns[-1])
-            graph.erase_node(copy)
+
+    last: ClassVar[bool] = True
+    keeps_order: ClassVar[bool] = True
+    after: ClassVar[tuple[type[Pass], ...]] = (Canonicalize,)
+
+    def rewrite(self, program: Program) -> int:
+        """Fold copy by copy."""
+        layouts, kept = Layouts(program.graph), escaping(program.graph, storages(program.graph))
+        edits = 0
+        for copy in program.graph.find_nodes(op="call_function", target=aten.clone.default):
+            chain = _permuted(copy)
+            if chain and copy not in kept and layouts.is_even(copy) and _is_contiguous_copy(copy, layouts):
+                _lay_out(chain, copy)
+                copy.target, copy.args, copy.kwargs = aten.contiguous.default, (chain[-1],), {}
+                edits += 1
+        return edits
 
 
-def _turns(copy: fx.Node) -> list[fx.Node]:
-    """The value that is copied and what turns it, first to last; nothing if somebody else reads one of them."""
+def _permuted(copy: fx.Node) -> list[fx.Node]:
+    """The concatenation that is copied, and its permutations in order; nothing if one of them has another reader."""
     chain: list[fx.Node] = []
     node = copy.args[0]
     while isinstance(node, fx.Node) and len(node.users) == 1:
         chain.insert(0, node)
-        if node.target not in _TURNING:
-            return chain if node.target in _COPYING and out_variant(node) is not None and len(chain) > 1 else []
+        if node.target not in _PERMUTATIONS:
+            return chain if node.target in _CONCATENATIONS and out_variant(node) is not None and len(chain) > 1 else []
         node = node.args[0]
     return []
 
@@ -52,18 +69,24 @@ def _is_contiguous_copy(copy: fx.Node, layouts: Layouts) -> bool:
     return layouts.is_contiguous(copy) and source.meta["val"].dtype is copy.meta["val"].dtype
 
 
-def _turn(turns: list[fx.Node], copy: fx.Node) -> None:
-    """Give the first of ``turns`` the strides with which the last one is laid out as ``copy``."""
-    made, *views = turns
+def _lay_out(chain: list[fx.Node], copy: fx.Node) -> None:
+    """Give the first of ``chain`` the strides with which the last one is laid out as ``copy``."""
+    made, *views = chain
     val: torch.Tensor = made.meta["val"]
     numbered = torch.empty([1] * val.ndim, device="meta").as_strided([1] * val.ndim, list(range(val.ndim)))
-    for view in views:
-        turn: Any = view.target
-        numbered = turn(numbered, *view.args[1:])
     strides = [0] * val.ndim
-    for stride, dim in zip(copy.meta["val"].stride(), numbered.stride(), strict=True):
+    for stride, dim in zip(copy.meta["val"].stride(), _permute(views, numbered)[-1].stride(), strict=True):
         strides[dim] = stride
     made.meta["val"] = val.new_empty_strided(val.shape, strides)
-    for view, source in zip(views, turns, strict=False):
-        turn = view.target
-        view.meta["val"] = turn(source.meta["val"], *view.args[1:])
+    for view, permuted in zip(views, _permute(views, made.meta["val"]), strict=True):
+        view.meta["val"] = permuted
+
+
+def _permute(views: list[fx.Node], tensor: torch.Tensor) -> list[torch.Tensor]:
+    """``tensor`` after each of the permutations."""
+    permuted: list[torch.Tensor] = []
+    for view in views:
+        op: Any = view.target
+        tensor = op(tensor, *view.args[1:])
+        permuted.append(tensor)
+    return permuted

@@ -11,15 +11,16 @@ import torch
 from torch import fx
 
 from ..analysis.out_variants import out_variant
+from ..analysis.strides import Layouts
 from ..base import Pass
 from ..ir.edit import insert_before
 from ..ir.program import Program
 from ..runtime.arena import place, reserve, whole
 from .buffers import Lodger, Lodgers
-from .canonicalize import make_writable
-from .fold_layout_copies import lay_out
+from .canonicalize import Canonicalize, drop_contiguous
+from .fold_layout_copies import FoldLayoutCopies
 from .offsets import Block, live_bytes, pack, total
-from .share_state import post_state
+from .share_state import ShareState
 from .update_in_place import UpdateInPlace
 
 aten = torch.ops.aten
@@ -38,13 +39,11 @@ class ReuseMemory(Pass):
 
     last: ClassVar[bool] = True
     keeps_order: ClassVar[bool] = True
-    after: ClassVar[tuple[type[Pass], ...]] = (UpdateInPlace,)
+    after: ClassVar[tuple[type[Pass], ...]] = (UpdateInPlace, Canonicalize, FoldLayoutCopies, ShareState)
 
     def rewrite(self, program: Program) -> int:
         """Plan for each device, then write."""
-        make_writable(program.graph)
-        lay_out(program.graph)
-        post_state(program)
+        _drop_contiguous(program.graph)
         lodgers = Lodgers(program.graph)
         writer = _Writer(program.graph, _arenas(program, lodgers.all()))
         for node, results in lodgers.of.items():
@@ -54,6 +53,13 @@ class ReuseMemory(Pass):
             else:
                 writer.write(node, results)
         return len(lodgers.all())
+
+
+def _drop_contiguous(graph: fx.Graph) -> None:
+    """Drop copies that planned layouts make needless."""
+    layouts = Layouts(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.contiguous.default):
+        drop_contiguous(node, layouts)
 
 
 _Kind = tuple[torch.device, bool]  # where an arena is, and whether other ranks look at it

@@ -1,54 +1,82 @@
-"""State that the ranks of a host read where it lies, not a copy of it: decided when places are, since order is final.
+"""Let the ranks of a host read flat state where it lies, instead of a copy of it.
 
-A rank may write to what it has posted once it knows that all others have read it. Ranks run the same nodes in the same
-order: who has posted a later operand has waited for the earlier ones that stand before it. So whoever has waited for a
-collective that started after the wait for another, of the same group, knows that all ranks have passed that wait.
+A rank may overwrite what it has published once it knows that all others have read it. All ranks run the same nodes in
+the same order, so a rank that publishes an operand has waited for the collectives whose waits stand before it. Whoever
+has waited for a collective that starts after the wait for another one of the same group thus knows that all ranks have
+passed that wait.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from ..analysis.aliases import storages
+from ..base import Pass
 from ..ir.collectives import group_of, is_shared, operands, waits_of
 from ..ir.effects import mutates
 from ..ir.program import Program
+from .update_in_place import UpdateInPlace
 
 aten = torch.ops.aten
 
 
-def post_state(program: Program) -> None:
-    """Let flat state be posted itself where only its copy was, if nobody writes to it before all ranks have read it.
+@dataclass(frozen=True)
+class ShareState(Pass):
+    """A collective through shared memory that reads a copy of flat state reads the state itself, where that is safe.
 
-    Somebody has to have read all before the call ends: then state is the user's again. It is ``shared`` in any case:
-    the first program of a model, which may evaluate it, decides where state lies for all that follow.
+    It is safe if all ranks have read the state before this rank writes to it, and before the call ends and the state is
+    the user's again. The input is marked ``shared`` in any case: the first program of a model, which may only evaluate
+    it, decides where state lies for all programs that follow. Copies without readers are erased. Nothing may reorder
+    the graph afterwards.
     """
-    order = _Order(program.graph)
-    flats = {node: i for node, i in zip(program.placeholders, program.inputs, strict=True) if i.parts}
-    shared: set[str] = set()
-    for start in order.starts:
-        flat = _copied(operands(start)[0])
-        if flat in flats:
-            shared.add(flats[flat].name)
-            if order.is_read_in_time(start, flat):
-                start.replace_input_with(operands(start)[0], flat)
-    program.inputs = [replace(i, shared=True) if i.name in shared else i for i in program.inputs]
-    for node in list(program.graph.nodes):
-        if _copied(node) in flats and not node.users:
-            program.graph.erase_node(node)
+
+    last: ClassVar[bool] = True
+    keeps_order: ClassVar[bool] = True
+    after: ClassVar[tuple[type[Pass], ...]] = (UpdateInPlace,)
+
+    def rewrite(self, program: Program) -> int:
+        """Decide for each collective; returns how many inputs came to be shared and how many copies are not read."""
+        order = _Order(program.graph)
+        flats = {node: i for node, i in zip(program.placeholders, program.inputs, strict=True) if i.parts}
+        shared: set[str] = set()
+        edits = 0
+        for start in order.starts:
+            flat = _copied(operands(start)[0])
+            if flat in flats:
+                shared.add(flats[flat].name)
+                if order.is_read_in_time(start, flat):
+                    start.replace_input_with(operands(start)[0], flat)
+                    edits += 1
+        _erase_copies(program.graph, flats)
+        return edits + _share(program, shared)
+
+
+def _share(program: Program, names: set[str]) -> int:
+    """Mark the inputs of these names as shared; returns how many were not."""
+    new = sum(each.name in names and not each.shared for each in program.inputs)
+    program.inputs = [replace(each, shared=True) if each.name in names else each for each in program.inputs]
+    return new
+
+
+def _erase_copies(graph: fx.Graph, flats: Container[fx.Node]) -> None:
+    for node in list(graph.nodes):
+        if not node.users and _copied(node) in flats:
+            graph.erase_node(node)
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """What ``node`` posts a copy of, as ``Realise`` writes it: a concatenation of one."""
+    """The tensor of which ``node`` publishes a copy, as ``Realise`` writes it: a concatenation of one."""
     members = node.args[0] if node.target is aten.cat.default else ()
     return members[0] if isinstance(members, (list, tuple)) and len(members) == 1 else None  # type: ignore[return-value]
 
 
 class _Order:
-    """Where the collectives of a graph start and end that read memory, and where memory is written to."""
+    """The positions at which collectives through shared memory start and end, and at which memory is written."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position = {node: k for k, node in enumerate(graph.nodes)}
@@ -57,7 +85,7 @@ class _Order:
         self._writers = [node for node in graph.nodes if mutates(node)]
 
     def is_read_in_time(self, start: fx.Node, state: fx.Node) -> bool:
-        """Whether this rank knows that all have read ``state``, before it writes to it and before the call ends."""
+        """Whether this rank knows that all have read ``state`` before it writes to it, and before the call ends."""
         known = [self._end(other) for other in self.starts if self._is_after(other, start)]
         writes = [self.position[node] for node in self._writers if self._may_write(node, state)]
         return bool(known) and all(min(known) < write for write in writes)
@@ -69,5 +97,5 @@ class _Order:
         return max(self.position[wait] for wait in waits_of(start))
 
     def _may_write(self, node: fx.Node, state: fx.Node) -> bool:
-        """Whether a writer also touches ``state`` or a part of it, which is a piece of memory of its own."""
+        """Whether ``node`` may write to ``state`` or to a part of it, which is a piece of memory of its own."""
         return any(self.found[state] & self.found[argument] for argument in node.all_input_nodes)

@@ -11,7 +11,23 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes import Axis, Kind, Mesh, OutputKind, Pass, Program, Role, check, fill_vals, print_program, run
+from passes import (
+    Axis,
+    Canonicalize,
+    FoldLayoutCopies,
+    Kind,
+    Mesh,
+    OutputKind,
+    Pass,
+    Program,
+    ReuseMemory,
+    Role,
+    ShareState,
+    check,
+    fill_vals,
+    print_program,
+    run,
+)
 from passes.ir.collectives import (
     WAIT,
     c10d,
@@ -27,6 +43,7 @@ from passes.runtime.message_collectives import swap
 
 GROUP = "0"
 MESH = Mesh((Axis("dp", 2, GROUP),))
+PLAN_MEMORY: tuple[Pass, ...] = (Canonicalize(), FoldLayoutCopies(), ShareState(), ReuseMemory())
 
 
 def all_reduce(x: Any, reduction: str = "sum") -> Any:

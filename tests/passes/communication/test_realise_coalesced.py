@@ -33,7 +33,17 @@ from passes.runtime import coalesced_collectives
 from passes.runtime.arena import place, reserve
 from tests.harness.pool import Ranks
 
-from ..programs import GROUP, all_gather, assert_same_bits, before_and_after, f64, make_program, reduce_scatter, targets
+from ..programs import (
+    GROUP,
+    PLAN_MEMORY,
+    all_gather,
+    assert_same_bits,
+    before_and_after,
+    f64,
+    make_program,
+    reduce_scatter,
+    targets,
+)
 from . import test_realise_shared_memory
 from .test_realise_shared_memory import BUCKETS
 
@@ -65,7 +75,7 @@ def test_coalesced(golden: Any) -> None:
 
 
 def test_the_whole_pipeline_gives_the_same_bits() -> None:
-    after = run(program(), [*BUCKETS, CHEAP, StartEarly(), WaitLate(), UpdateInPlace(), ReuseMemory()])
+    after = run(program(), [*BUCKETS, CHEAP, StartEarly(), WaitLate(), UpdateInPlace(), *PLAN_MEMORY])
     names = [node.target._schema.name.split("::")[1] for node in after.collectives()]
     assert sorted(names) == ["all_reduce", "coalesced_all_gather", "coalesced_reduce_scatter"]
     assert_same_bits(program(), after)
