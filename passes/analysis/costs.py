@@ -1,6 +1,6 @@
-"""What collectives cost: measured figures by backend, kind, way and size, and which way is cheapest.
+"""What collectives cost: measured figures by backend, kind, algorithm and size, and the cheapest algorithm.
 
-A *way* is how a collective is performed: by the backend's own op, or by others (``message_collectives.py``). The
+An algorithm performs a collective: the backend's own op, or others (``message_collectives.py`` and its like). The
 built-in table was measured on loopback, with gloo; ``python -m spmd calibrate`` measures the user's machines, into a
 file for ``Table.read``.
 """
@@ -19,37 +19,41 @@ from ..ir.collectives import Kind
 from ..ir.program import Axis
 
 
-class Way(StrEnum):
-    """How a collective is performed."""
+class Algorithm(StrEnum):
+    """The implementation of a collective."""
 
-    NATIVE = "native"  # the op of the backend that means it
+    NATIVE = "native"  # the backend's own op
     EXCHANGE = "exchange"  # each rank gets its part of every rank's operand and adds them up
     BROADCAST = "broadcast"  # each rank broadcasts its part, all at once
     SENDING = "sending"  # each rank sends its part to each other
-    SHARED = "shared"  # the ranks of one host read each other's memory
-    COALESCED = "coalesced"  # the op of the backend for each member of a bucket, all in one launch
+    SHARED = "shared"  # through shared memory, where all ranks are on one host
+    COALESCED = "coalesced"  # the backend's own op for each member of a bucket, all in one launch
 
 
-WAYS: dict[Kind, tuple[Way, ...]] = {
-    Kind.ALL_REDUCE: (Way.NATIVE, Way.SHARED),
-    Kind.REDUCE_SCATTER: (Way.NATIVE, Way.EXCHANGE, Way.SHARED, Way.COALESCED),
-    Kind.ALL_GATHER: (Way.NATIVE, Way.BROADCAST, Way.SENDING, Way.SHARED, Way.COALESCED),
+ALGORITHMS: dict[Kind, tuple[Algorithm, ...]] = {
+    Kind.ALL_REDUCE: (Algorithm.NATIVE, Algorithm.SHARED),
+    Kind.REDUCE_SCATTER: (Algorithm.NATIVE, Algorithm.EXCHANGE, Algorithm.SHARED, Algorithm.COALESCED),
+    Kind.ALL_GATHER: (Algorithm.NATIVE, Algorithm.BROADCAST, Algorithm.SENDING, Algorithm.SHARED, Algorithm.COALESCED),
 }
-"""What is measured and chosen from. Of equal ones the first is taken."""
+"""By kind, the algorithms to measure and to choose from; of equal costs the first is taken."""
 
-_BACKENDS: dict[str, set[Way]] = {
-    "gloo": {Way.NATIVE, Way.EXCHANGE, Way.BROADCAST, Way.SENDING, Way.SHARED},
-    "nccl": {Way.NATIVE, Way.COALESCED},
+_BACKENDS: dict[str, set[Algorithm]] = {
+    "gloo": {Algorithm.NATIVE, Algorithm.EXCHANGE, Algorithm.BROADCAST, Algorithm.SENDING, Algorithm.SHARED},
+    "nccl": {Algorithm.NATIVE, Algorithm.COALESCED},
 }
 
 MEASURED_MEMBERS = 8  # all of one size, in what is measured as coalesced
 _LARGE = 1 << 20  # bytes of a member that is surely quicker to send than to copy
 
 
-def ways_along(axis: Axis, kind: Kind, backend: str) -> tuple[Way, ...]:
-    """The ways in which the ranks of ``axis`` can perform a collective, if they talk through ``backend``."""
-    known = _BACKENDS.get(backend, {Way.NATIVE})
-    return tuple(way for way in WAYS[kind] if way in known and (axis.shared or way is not Way.SHARED))
+def algorithms_along(axis: Axis, kind: Kind, backend: str) -> tuple[Algorithm, ...]:
+    """The algorithms that the ranks of ``axis`` can perform a collective by, through ``backend``."""
+    known = _BACKENDS.get(backend, {Algorithm.NATIVE})
+    return tuple(
+        algorithm
+        for algorithm in ALGORITHMS[kind]
+        if algorithm in known and (axis.shared or algorithm is not Algorithm.SHARED)
+    )
 
 
 @dataclass(frozen=True)
@@ -68,16 +72,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured along one axis: for each kind and way, points in the order of their sizes."""
+    """What was measured along one axis: for each kind and algorithm, points in the order of their sizes."""
 
     backend: str
     axis: str
     ranks: int
-    curves: Mapping[tuple[Kind, Way], tuple[Point, ...]]
+    curves: Mapping[tuple[Kind, Algorithm], tuple[Point, ...]]
 
-    def cost(self, kind: Kind, way: Way, size: int) -> float | None:
+    def cost(self, kind: Kind, algorithm: Algorithm, size: int) -> float | None:
         """The cost in seconds at ``size`` bytes, between points by a straight line; None if it was not measured."""
-        points = self.curves.get((kind, way), ())
+        points = self.curves.get((kind, algorithm), ())
         if not points:
             return None
         if size <= points[0].bytes:
@@ -87,10 +91,10 @@ class Link:
                 return one.cost + (other.cost - one.cost) * (size - one.bytes) / (other.bytes - one.bytes)
         return points[-1].cost * size / points[-1].bytes
 
-    def cheapest(self, kind: Kind, size: int, ways: Sequence[Way]) -> Way:
-        """The way of the least cost of ``ways``; the first one if none was measured."""
-        costs = {way: cost for way in ways if (cost := self.cost(kind, way, size)) is not None}
-        return min(costs, key=costs.__getitem__, default=ways[0])
+    def cheapest(self, kind: Kind, size: int, algorithms: Sequence[Algorithm]) -> Algorithm:
+        """The one of ``algorithms`` that costs least; the first one if none was measured."""
+        costs = {algorithm: cost for algorithm in algorithms if (cost := self.cost(kind, algorithm, size)) is not None}
+        return min(costs, key=costs.__getitem__, default=algorithms[0])
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ class Table:
         MB in all, it took 70 times as long as of one vector (https://github.com/NVIDIA/nccl/issues/725).
         """
         link, rate = self.link(axis, backend), self.compute.get("memory")
-        one = link.cost(kind, Way.NATIVE, size) if link else None
-        group = link.cost(kind, Way.COALESCED, MEASURED_MEMBERS * size // members) if link else None
+        one = link.cost(kind, Algorithm.NATIVE, size) if link else None
+        group = link.cost(kind, Algorithm.COALESCED, MEASURED_MEMBERS * size // members) if link else None
         if one is None or group is None or rate is None:
             return size >= _LARGE * members
         return group * members / MEASURED_MEMBERS < one + 2 * size / rate  # a copy reads and writes
@@ -130,8 +134,14 @@ class Table:
                 "axis": link.axis,
                 "ranks": link.ranks,
                 "costs": [
-                    {"kind": kind, "way": way, "bytes": point.bytes, "seconds": point.seconds, "cpu": point.cpu}
-                    for (kind, way), points in link.curves.items()
+                    {
+                        "kind": kind,
+                        "algorithm": algorithm,
+                        "bytes": point.bytes,
+                        "seconds": point.seconds,
+                        "cpu": point.cpu,
+                    }
+                    for (kind, algorithm), points in link.curves.items()
                     for point in points
                 ],
             }
@@ -155,10 +165,11 @@ class Table:
 
 
 def _link(content: Mapping[str, Any]) -> Link:
-    curves: dict[tuple[Kind, Way], list[Point]] = {}
+    curves: dict[tuple[Kind, Algorithm], list[Point]] = {}
     for each in content["costs"]:
         point = Point(int(each["bytes"]), float(each["seconds"]), float(each["cpu"]))
-        curves.setdefault((Kind(each["kind"]), Way(each["way"])), []).append(point)
+        algorithm = each["algorithm"] if "algorithm" in each else each["way"]  # "way" until 2026-11
+        curves.setdefault((Kind(each["kind"]), Algorithm(algorithm)), []).append(point)
     ordered = {key: tuple(sorted(points, key=lambda point: point.bytes)) for key, points in curves.items()}
     return Link(str(content["backend"]), str(content["axis"]), int(content["ranks"]), ordered)
 
@@ -168,8 +179,8 @@ _SIZES = tuple(4096 * 4**k for k in range(7))
 # (milliseconds, milliseconds of CPU) at those sizes, as `python -m spmd calibrate` measures them: 2 ranks on loopback,
 # a core each, torch 2.13. By messages, the least of six runs beside other work, four of which were before two ranks
 # swapped halves; by memory, of three.
-_GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
-    (Kind.ALL_REDUCE, Way.NATIVE): (
+_GLOO: dict[tuple[Kind, Algorithm], tuple[tuple[float, float], ...]] = {
+    (Kind.ALL_REDUCE, Algorithm.NATIVE): (
         (0.28, 0.24),
         (0.26, 0.24),
         (0.36, 0.29),
@@ -178,7 +189,7 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (4.55, 3.04),
         (13.89, 11.25),
     ),
-    (Kind.REDUCE_SCATTER, Way.NATIVE): (
+    (Kind.REDUCE_SCATTER, Algorithm.NATIVE): (
         (0.26, 0.25),
         (0.25, 0.24),
         (0.29, 0.29),
@@ -187,7 +198,7 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (5.57, 3.51),
         (17.34, 14.62),
     ),
-    (Kind.REDUCE_SCATTER, Way.EXCHANGE): (
+    (Kind.REDUCE_SCATTER, Algorithm.EXCHANGE): (
         (0.23, 0.23),
         (0.21, 0.20),
         (0.24, 0.23),
@@ -196,7 +207,7 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (2.29, 1.72),
         (9.79, 6.88),
     ),
-    (Kind.ALL_GATHER, Way.NATIVE): (
+    (Kind.ALL_GATHER, Algorithm.NATIVE): (
         (0.19, 0.19),
         (0.21, 0.20),
         (0.21, 0.21),
@@ -205,7 +216,7 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (3.44, 2.14),
         (11.21, 8.15),
     ),
-    (Kind.ALL_GATHER, Way.BROADCAST): (
+    (Kind.ALL_GATHER, Algorithm.BROADCAST): (
         (0.27, 0.26),
         (0.28, 0.26),
         (0.33, 0.29),
@@ -214,7 +225,7 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (2.35, 1.73),
         (7.79, 6.06),
     ),
-    (Kind.ALL_GATHER, Way.SENDING): (
+    (Kind.ALL_GATHER, Algorithm.SENDING): (
         (1.59, 0.31),
         (0.49, 0.38),
         (1.65, 0.41),
@@ -223,7 +234,7 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (3.23, 1.78),
         (7.00, 6.04),
     ),
-    (Kind.ALL_REDUCE, Way.SHARED): (
+    (Kind.ALL_REDUCE, Algorithm.SHARED): (
         (0.11, 0.11),
         (0.12, 0.12),
         (0.12, 0.13),
@@ -232,7 +243,7 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (0.56, 0.56),
         (3.19, 3.2),
     ),
-    (Kind.REDUCE_SCATTER, Way.SHARED): (
+    (Kind.REDUCE_SCATTER, Algorithm.SHARED): (
         (0.14, 0.14),
         (0.15, 0.15),
         (0.15, 0.15),
@@ -241,7 +252,7 @@ _GLOO: dict[tuple[Kind, Way], tuple[tuple[float, float], ...]] = {
         (0.45, 0.45),
         (1.73, 1.73),
     ),
-    (Kind.ALL_GATHER, Way.SHARED): (
+    (Kind.ALL_GATHER, Algorithm.SHARED): (
         (0.14, 0.14),
         (0.14, 0.14),
         (0.14, 0.14),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..analysis.costs import Way
+from ..analysis.costs import Algorithm
 from ..ir import edit
 from ..ir.collectives import WAIT, Kind, group_of, kind_of, operands
 from ..ir.edit import insert_before
@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Chosen:
-    """A collective, and the way in which it is to be performed."""
+    """A collective, and the algorithm that is to perform it."""
 
     node: fx.Node
-    way: Way
+    algorithm: Algorithm
     axis: Axis
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes
-from ..analysis.costs import BUILT_IN, Table, Way, ways_along
+from ..analysis.costs import BUILT_IN, Algorithm, Table, algorithms_along
 from ..analysis.topological import settle
 from ..base import Fact, Numerics, Pass
 from ..ir.collectives import c10d, group_of, is_wait, kind_of, operands, reduction_of
@@ -27,7 +27,7 @@ _KINDS = {c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.red
 
 @dataclass(frozen=True)
 class Realise(Pass):
-    """Each collective is performed in the way that ``table`` says is cheapest for its axis and size.
+    """Each collective is performed by the algorithm that is cheapest for its axis and size, by ``table``.
 
     On gloo a reduce_scatter becomes an exchange of parts and their sum in the order of ranks, an all_gather a broadcast
     of each part; where the ranks of an axis are on one host, they read each other's memory, member by member of a
@@ -57,24 +57,27 @@ class Realise(Pass):
         axis = program.mesh.axis_of_group(group_of(node))
         if axis is None or node.target not in _KINDS or not node.users or not all(map(is_wait, node.users)):
             return None
-        way = self._cheapest(node, axis, self.backend or axis.backend)
-        return None if way is Way.NATIVE else Chosen(node, way, axis)
+        algorithm = self._cheapest(node, axis, self.backend or axis.backend)
+        return None if algorithm is Algorithm.NATIVE else Chosen(node, algorithm, axis)
 
-    def _cheapest(self, node: fx.Node, axis: Axis, backend: str) -> Way:
+    def _cheapest(self, node: fx.Node, axis: Axis, backend: str) -> Algorithm:
         kind, link = kind_of(node), self.table.link(axis, backend)
-        ways = [way for way in ways_along(axis, kind, backend) if way is Way.NATIVE or _can_perform(way, node, axis)]
-        if Way.COALESCED in ways:
+        algorithms = [each for each in algorithms_along(axis, kind, backend) if _can_perform(each, node, axis)]
+        if Algorithm.COALESCED in algorithms:
             members = realise_by_members.copied(node, axis.size)
-            return Way.COALESCED if self.table.coalesces(axis, backend, kind, most_bytes(node), members) else Way.NATIVE
-        return link.cheapest(kind, most_bytes(node), ways) if link else Way.NATIVE
+            pays = self.table.coalesces(axis, backend, kind, most_bytes(node), members)
+            return Algorithm.COALESCED if pays else Algorithm.NATIVE
+        return link.cheapest(kind, most_bytes(node), algorithms) if link else Algorithm.NATIVE
 
 
-def _can_perform(way: Way, node: fx.Node, axis: Axis) -> bool:
-    """Whether a way suits what ``node`` sends, and can reduce as it reduces, if it does."""
+def _can_perform(algorithm: Algorithm, node: fx.Node, axis: Axis) -> bool:
+    """Whether an algorithm suits what ``node`` sends, and can reduce as it reduces, if it does."""
+    if algorithm is Algorithm.NATIVE:
+        return True
     val, reduction = operands(node)[0].meta["val"], reduction_of(node)
     # gloo was measured with what lies on the CPU; what lies on a GPU it copies there
-    suits = realise_by_members.copied(node, axis.size) if way is Way.COALESCED else val.device.type == "cpu"
-    known = realise_by_members.REDUCTIONS.get(way, realise_by_messages.REDUCTIONS)
+    suits = realise_by_members.copied(node, axis.size) if algorithm is Algorithm.COALESCED else val.device.type == "cpu"
+    known = realise_by_members.REDUCTIONS.get(algorithm, realise_by_messages.REDUCTIONS)
     return bool(suits) and (reduction is None or (reduction in known and val.dtype is not torch.bool))
 
 
@@ -82,7 +85,7 @@ def _written(chosen: Chosen) -> set[fx.Node]:
     """Let other ops do it, for all readers. Returns the nodes that shall stand right before their first reader."""
     late = (
         realise_by_members.write(chosen)
-        if chosen.way in realise_by_members.REDUCTIONS
+        if chosen.algorithm in realise_by_members.REDUCTIONS
         else realise_by_messages.write(chosen)
     )
     operand = chosen.operand

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes
-from ..analysis.costs import Way
+from ..analysis.costs import Algorithm
 from ..analysis.out_variants import CONSTANT_BYTES
 from ..ir.collectives import WAIT, Kind, group_of, is_wait, kind_of, operands, reduction_of
 from ..runtime import coalesced_collectives, shared_memory_collectives
@@ -23,17 +23,17 @@ from .realisation import Chosen, take_over
 aten = torch.ops.aten
 
 REDUCTIONS = {
-    Way.SHARED: frozenset(shared_memory_collectives.REDUCTIONS),
-    Way.COALESCED: frozenset(coalesced_collectives.REDUCTIONS),
+    Algorithm.SHARED: frozenset(shared_memory_collectives.REDUCTIONS),
+    Algorithm.COALESCED: frozenset(coalesced_collectives.REDUCTIONS),
 }
-_BY = {Way.SHARED: "reading each other's memory", Way.COALESCED: "one launch for all members"}
-_GATHER: dict[Way, Any] = {
-    Way.SHARED: shared_memory_collectives.shared_all_gather.default,
-    Way.COALESCED: coalesced_collectives.coalesced_all_gather.default,
+_BY = {Algorithm.SHARED: "reading each other's memory", Algorithm.COALESCED: "one launch for all members"}
+_GATHER: dict[Algorithm, Any] = {
+    Algorithm.SHARED: shared_memory_collectives.shared_all_gather.default,
+    Algorithm.COALESCED: coalesced_collectives.coalesced_all_gather.default,
 }
-_SCATTER: dict[Way, Any] = {
-    Way.SHARED: shared_memory_collectives.shared_reduce_scatter.default,
-    Way.COALESCED: coalesced_collectives.coalesced_reduce_scatter.default,
+_SCATTER: dict[Algorithm, Any] = {
+    Algorithm.SHARED: shared_memory_collectives.shared_reduce_scatter.default,
+    Algorithm.COALESCED: coalesced_collectives.coalesced_reduce_scatter.default,
 }
 
 
@@ -52,7 +52,9 @@ def write(chosen: Chosen) -> set[fx.Node]:
     if chosen.kind is Kind.REDUCE_SCATTER:
         return _scattered(chosen)
     posted, op = _posted(chosen, [chosen.operand]), shared_memory_collectives.shared_all_reduce.default
-    return chosen.finish(chosen.start(_BY[chosen.way], op, posted, _scratch(chosen, posted), reduction_of(chosen.node)))
+    return chosen.finish(
+        chosen.start(_BY[chosen.algorithm], op, posted, _scratch(chosen, posted), reduction_of(chosen.node))
+    )
 
 
 def _scratch(chosen: Chosen, posted: fx.Node) -> fx.Node | None:
@@ -65,7 +67,7 @@ def _scratch(chosen: Chosen, posted: fx.Node) -> fx.Node | None:
 
 
 def _gathered(chosen: Chosen) -> set[fx.Node]:
-    by, op, ranks = _BY[chosen.way], _GATHER[chosen.way], chosen.axis.size
+    by, op, ranks = _BY[chosen.algorithm], _GATHER[chosen.algorithm], chosen.axis.size
     posted, parts = _posted(chosen, [chosen.operand]), _taken_apart(chosen.node, ranks)
     if parts is None:
         return chosen.finish(chosen.start(by, op, posted, [chosen.operand.meta["val"].numel()], ranks))
@@ -112,7 +114,9 @@ def _scattered(chosen: Chosen) -> set[fx.Node]:
     members = _columns(packed, ranks) or [packed]
     lengths = [member.meta["val"].numel() // ranks for member in members]
     posted = _posted(chosen, members)
-    start = chosen.start(_BY[chosen.way], _SCATTER[chosen.way], posted, reduction_of(chosen.node), lengths, ranks)
+    start = chosen.start(
+        _BY[chosen.algorithm], _SCATTER[chosen.algorithm], posted, reduction_of(chosen.node), lengths, ranks
+    )
     return chosen.finish(start)
 
 
@@ -129,7 +133,7 @@ def _posted(chosen: Chosen, members: Sequence[fx.Node]) -> fx.Node:
     For others to look at it is a concatenation, even of one tensor: ``ReuseMemory`` gives that a place that others see,
     and lets what is concatenated be computed there.
     """
-    if len(members) == 1 and chosen.way is not Way.SHARED:
+    if len(members) == 1 and chosen.algorithm is not Algorithm.SHARED:
         return chosen.flat(members[0])
     if len(members) == 1 and members[0].target is aten.cat.default and members[0].meta["val"].ndim == 1:
         return members[0]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..analysis.costs import Way
+from ..analysis.costs import Algorithm
 from ..ir.collectives import WAIT, Kind, reduction_of
 from ..runtime import collective_ops, message_collectives
 from .realisation import Chosen
@@ -55,7 +55,7 @@ def _reduced(chosen: Chosen) -> list[fx.Node]:
 def _gathered(chosen: Chosen) -> fx.Node:
     """The start of a gather of every rank's part."""
     total, flat = chosen.node.meta["val"].numel(), chosen.flat(chosen.operand)
-    if chosen.way is Way.BROADCAST:
+    if chosen.algorithm is Algorithm.BROADCAST:
         op, by = message_collectives.gather_by_broadcast.default, "a broadcast of each part"
     else:
         op, by = message_collectives.gather_by_sending.default, "sending each part to each rank"

@@ -1,7 +1,7 @@
 """Measure what communication and compute cost here: a ``Table`` that ``passes.Realise`` chooses by.
 
-Each collective is performed as a compiled step performs it, into memory that is there already. The ways that compete
-for a kind take turns, so that whatever else the machine does meets all of them; medians count.
+Each collective is performed as a compiled step performs it, into memory that is there already. The algorithms for a
+kind take turns, so that whatever else the machine does slows all of them alike; medians count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Axis, Kind, Table
-from passes.analysis.costs import MEASURED_MEMBERS, WAYS, Link, Point, Way, ways_along
+from passes.analysis.costs import ALGORITHMS, MEASURED_MEMBERS, Algorithm, Link, Point, algorithms_along
 from passes.ir.collectives import OUT_VARIANTS, WAIT, c10d
 from passes.runtime.coalesced_collectives import coalesced_all_gather, coalesced_reduce_scatter
 from passes.runtime.collective_ops import part
@@ -46,14 +46,14 @@ def calibrate(
     """
     machine = _Machine(mesh.device_type, rounds)
     axes = [axis for axis in connect_local_ranks(describe(mesh), mesh, _share, _PATIENCE).axes if axis.size > 1]
-    todo = [(axis, kind, size) for axis, kind, size in product(axes, WAYS, sizes)]
-    curves: dict[str, dict[tuple[Kind, Way], tuple[Point, ...]]] = {axis.name: {} for axis in axes}
+    todo = [(axis, kind, size) for axis, kind, size in product(axes, ALGORITHMS, sizes)]
+    curves: dict[str, dict[tuple[Kind, Algorithm], tuple[Point, ...]]] = {axis.name: {} for axis in axes}
     for done, (axis, kind, size) in enumerate(todo):
         if progress:
             progress(f"{kind} over {axis.name}, {size:,} bytes", done, len(todo) + 1)
-        for way, point in _measured(machine, axis, kind, size):
-            before = curves[axis.name].get((kind, way), ())
-            curves[axis.name][kind, way] = (*before, point)
+        for algorithm, point in _measured(machine, axis, kind, size):
+            before = curves[axis.name].get((kind, algorithm), ())
+            curves[axis.name][kind, algorithm] = (*before, point)
     if progress:
         progress("compute", len(todo), len(todo) + 1)
     compute = machine.rates()
@@ -115,18 +115,18 @@ class _Machine:
         return [float(each) for each in largest]
 
 
-def _measured(machine: _Machine, axis: Axis, kind: Kind, size: int) -> Iterator[tuple[Way, Point]]:
-    ways = ways_along(axis, kind, axis.backend)
+def _measured(machine: _Machine, axis: Axis, kind: Kind, size: int) -> Iterator[tuple[Algorithm, Point]]:
+    algorithms = algorithms_along(axis, kind, axis.backend)
     buffers = _Buffers.of(axis, size, machine.device)
-    times = machine.times([buffers.performing(kind, way) for way in ways])
-    for way, each in zip(ways, times, strict=True):
+    times = machine.times([buffers.performing(kind, algorithm) for algorithm in algorithms])
+    for algorithm, each in zip(algorithms, times, strict=True):
         seconds, cpu = machine.slowest(each)
-        yield way, Point(buffers.whole.nbytes, seconds, cpu)
+        yield algorithm, Point(buffers.whole.nbytes, seconds, cpu)
 
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Operands and results of one size, which all ways share."""
+    """Operands and results of one size, which all algorithms share."""
 
     axis: Axis
     whole: torch.Tensor  # (ranks * size of a part,)
@@ -141,16 +141,16 @@ class _Buffers:
         whole = torch.zeros(axis.size * length, device=device)
         return cls(axis, whole, torch.zeros_like(whole), whole[:length].clone(), whole.view(axis.size, -1).clone())
 
-    def performing(self, kind: Kind, way: Way) -> Callable[[], object]:
-        """What performs a collective of this kind in this way, and waits for it."""
-        if way is Way.NATIVE:
+    def performing(self, kind: Kind, algorithm: Algorithm) -> Callable[[], object]:
+        """What performs a collective of this kind by this algorithm, and waits for it."""
+        if algorithm is Algorithm.NATIVE:
             return self._natively(kind)
-        if way is Way.SHARED:
+        if algorithm is Algorithm.SHARED:
             return self._through_memory(kind)
-        if way is Way.COALESCED:
+        if algorithm is Algorithm.COALESCED:
             return self._coalesced(kind)
         if kind is Kind.ALL_GATHER:
-            return lambda: self._gather(way, self.other)
+            return lambda: self._gather(algorithm, self.other)
         return self._reduce
 
     def _natively(self, kind: Kind) -> Callable[[], object]:
@@ -192,8 +192,8 @@ class _Buffers:
             rows = WAIT(exchange.out(self.whole, self.axis.size, length, self.axis.group, out=self.rows))
             torch.sum(rows, 0, out=self.part)
 
-    def _gather(self, way: Way, out: torch.Tensor) -> None:
-        gather = gather_by_broadcast if way is Way.BROADCAST else gather_by_sending
+    def _gather(self, algorithm: Algorithm, out: torch.Tensor) -> None:
+        gather = gather_by_broadcast if algorithm is Algorithm.BROADCAST else gather_by_sending
         WAIT(gather.out(self.part, len(out), self.axis.size, self.axis.group, out=out))
 
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from passes import Kind, Table
-from passes.analysis.costs import WAYS, Link, Point, Way
+from passes.analysis.costs import ALGORITHMS, Algorithm, Link, Point
 
 from ..ranks.world import world
 from .calibrate import SIZES, Progress, calibrate
@@ -122,26 +122,27 @@ def _show(table: Table, out: Path) -> None:
 
 
 def _shown(link: Link) -> Shown:
-    """Milliseconds by kind, size and way; what a compiled step would take is bold."""
+    """Milliseconds by kind, size and algorithm; a compiled step takes the bold one."""
     shown = Shown(title=f"{link.axis}: {link.ranks} ranks by {link.backend}; ms to the result/ms of CPU")
-    for heading in ("", *Way):
+    for heading in ("", *Algorithm):
         shown.add_column(heading, justify="right", no_wrap=True)
-    for kind in WAYS:
-        curves = [link.curves.get((kind, way), ()) for way in Way]
+    for kind in ALGORITHMS:
+        curves = [link.curves.get((kind, algorithm), ()) for algorithm in Algorithm]
         shown.add_row(kind)
         for points in zip_longest(*curves):
             size = next(point.bytes for point in points if point)
-            shown.add_row(_binary(size), *(_cell(link, kind, way, p) for way, p in zip(Way, points, strict=True)))
+            cells = (_cell(link, kind, each, point) for each, point in zip(Algorithm, points, strict=True))
+            shown.add_row(_binary(size), *cells)
         shown.add_row("latency", *(f"{curve[0].seconds * 1e6:.0f} us" if curve else "" for curve in curves))
         shown.add_row("bandwidth", *(_bandwidth(curve[-1]) if curve else "" for curve in curves), end_section=True)
     return shown
 
 
-def _cell(link: Link, kind: Kind, way: Way, point: Point | None) -> str:
+def _cell(link: Link, kind: Kind, algorithm: Algorithm, point: Point | None) -> str:
     if point is None:
         return ""
     text = f"{_milliseconds(point.seconds)}/{_milliseconds(point.cpu)}"
-    return f"[bold]{text}[/bold]" if link.cheapest(kind, point.bytes, WAYS[kind]) is way else text
+    return f"[bold]{text}[/bold]" if link.cheapest(kind, point.bytes, ALGORITHMS[kind]) is algorithm else text
 
 
 def _milliseconds(seconds: float) -> str:

@@ -24,7 +24,7 @@ from passes import (
     print_program,
     run,
 )
-from passes.analysis.costs import BUILT_IN, WAYS, Link, Point, Way
+from passes.analysis.costs import ALGORITHMS, BUILT_IN, Algorithm, Link, Point
 from passes.ir.collectives import c10d
 
 from ..programs import (
@@ -42,10 +42,11 @@ from ..programs import (
 aten = torch.ops.aten
 
 
-def only(*ways: Way, size: int = 1) -> Table:
-    """Everything in the first of these ways that can do it."""
+def only(*algorithms: Algorithm, size: int = 1) -> Table:
+    """Everything by the first of these algorithms that can do it."""
     point = (Point(size, 0.0, 0.0),)
-    curves = {(kind, way): point for kind, known in WAYS.items() for way in [w for w in ways if w in known][:1]}
+    first = {kind: next((each for each in algorithms if each in known), None) for kind, known in ALGORITHMS.items()}
+    curves = {(kind, algorithm): point for kind, algorithm in first.items() if algorithm}
     return Table("only", (Link("gloo", "", 2, curves),))
 
 
@@ -71,15 +72,15 @@ ROLES = [Role.PARAMETER, Role.GRADIENT, Role.GRADIENT]
 
 def test_realise(golden: Any) -> None:
     program = on_gloo(make_program(step, {0: "w", 1: "v"}, ROLES, w=f64(2, 4), v=f64(4), x=f64(3, 4)))
-    realise = Realise(only(Way.EXCHANGE, Way.BROADCAST))
+    realise = Realise(only(Algorithm.EXCHANGE, Algorithm.BROADCAST))
     golden(before_and_after(program, realise)[1])
     assert_same_bits(program, on_both(program, realise))
 
 
-@pytest.mark.parametrize("way", [Way.BROADCAST, Way.SENDING, Way.NATIVE])
-def test_every_way_gives_the_same_bits_and_is_counted_once(way: Way) -> None:
+@pytest.mark.parametrize("algorithm", [Algorithm.BROADCAST, Algorithm.SENDING, Algorithm.NATIVE])
+def test_every_algorithm_gives_the_same_bits_and_is_counted_once(algorithm: Algorithm) -> None:
     program = on_gloo(make_program(step, {0: "w", 1: "v"}, ROLES, w=f64(2, 4), v=f64(4), x=f64(3, 4)))
-    after = on_both(program, Realise(only(way, Way.EXCHANGE)), StartEarly(), WaitLate())
+    after = on_both(program, Realise(only(algorithm, Algorithm.EXCHANGE)), StartEarly(), WaitLate())
     assert_same_bits(program, after)
     one, other = Report.of(program), Report.of(after[0])
     for kind in ("all_gather", "all_reduce", "reduce_scatter"):
@@ -95,7 +96,7 @@ def test_whole_numbers_and_other_reductions(reduction: str) -> None:
 
     x = torch.zeros(4, 2, dtype=torch.int32)
     program = on_gloo(make_program(reduce, {}, [Role.RESULT], x=x))
-    after = on_both(program, Realise(only(Way.EXCHANGE)))
+    after = on_both(program, Realise(only(Algorithm.EXCHANGE)))
     assert targets(after[0])[1].startswith("spmd_transport.swap")
     assert_same_bits(program, after)
 
@@ -104,7 +105,7 @@ def test_four_ranks_are_summed_in_one_pass() -> None:
     mesh = Mesh((Axis("dp", 4, GROUP, 1, "gloo"),))
     program = make_program(lambda x: (reduce_scatter(x, ranks=4),), {}, [Role.GRADIENT], x=f64(12))
     program.mesh = mesh
-    after = run(program, [Realise(only(Way.EXCHANGE))])
+    after = run(program, [Realise(only(Algorithm.EXCHANGE))])
     assert "sum.dim_IntList" in targets(after)
     exchange = after.collectives()[0]
     assert tuple(exchange.meta["val"].shape) == (4, 3)
@@ -115,11 +116,11 @@ def test_other_backends_keep_their_ops(other: Axis) -> None:
     program = make_program(lambda x: (reduce_scatter(x),), {}, [Role.GRADIENT], x=f64(4))
     program.mesh = Mesh((other,))
     before = print_program(program)
-    after = run(program, [Realise(only(Way.EXCHANGE))])
+    after = run(program, [Realise(only(Algorithm.EXCHANGE))])
     assert targets(after) == targets(program)
     assert after.history == ["02 Realise(table=Table('only'), backend=None): nothing to do"]
     assert print_program(program) == before
-    assert targets(run(program, [Realise(only(Way.EXCHANGE), backend="gloo")])) != targets(program)
+    assert targets(run(program, [Realise(only(Algorithm.EXCHANGE), backend="gloo")])) != targets(program)
 
 
 def test_what_nobody_waits_for_is_left_alone() -> None:
@@ -128,12 +129,12 @@ def test_what_nobody_waits_for_is_left_alone() -> None:
     with program.graph.inserting_before(started):
         program.graph.call_function(c10d.reduce_scatter_tensor.default, (started.args[0], "sum", 2, GROUP))
     program = Program.from_graph(program.graph_module, mesh=program.mesh)
-    assert targets(run(program, [Realise(only(Way.EXCHANGE))])) == targets(program)
+    assert targets(run(program, [Realise(only(Algorithm.EXCHANGE))])) == targets(program)
 
 
 def test_what_cannot_be_added_up_here_is_left_to_the_backend() -> None:
     program = on_gloo(make_program(lambda x: (reduce_scatter(x, "product"),), {}, [Role.RESULT], x=f64(4)))
-    assert targets(run(program, [Realise(only(Way.EXCHANGE))])) == targets(program)
+    assert targets(run(program, [Realise(only(Algorithm.EXCHANGE))])) == targets(program)
 
 
 def test_the_built_in_table_looks_at_kind_and_size() -> None:
@@ -156,6 +157,14 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
     assert repr(again) == "Table('costs.json')"
 
 
+def test_a_file_that_calls_an_algorithm_a_way_is_read(tmp_path: Path) -> None:
+    BUILT_IN.write(tmp_path / "new.json")
+    written = (tmp_path / "new.json").read_text()
+    assert '"algorithm": "exchange"' in written
+    (tmp_path / "old.json").write_text(written.replace('"algorithm":', '"way":'))
+    assert Table.read(tmp_path / "old.json").links == BUILT_IN.links
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"links": []}', '{"links": [{"costs": []}], "compute": {}}'])
 def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(text)
@@ -164,12 +173,12 @@ def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_costs_lie_on_straight_lines_between_what_was_measured() -> None:
-    key = Kind.ALL_GATHER, Way.NATIVE
+    key = Kind.ALL_GATHER, Algorithm.NATIVE
     link = Link("gloo", "dp", 2, {key: (Point(100, 1.0, 1.0), Point(300, 3.0, 3.0))})
     assert [link.cost(*key, size) for size in (10, 100, 200, 300, 600)] == [2.0, 2.0, 4.0, 6.0, 12.0]
-    assert link.cost(Kind.ALL_GATHER, Way.SENDING, 10) is None
-    assert link.cheapest(Kind.ALL_REDUCE, 10, WAYS[Kind.ALL_REDUCE]) is Way.NATIVE
-    assert link.cheapest(Kind.ALL_GATHER, 10, (Way.SENDING, Way.NATIVE)) is Way.NATIVE
+    assert link.cost(Kind.ALL_GATHER, Algorithm.SENDING, 10) is None
+    assert link.cheapest(Kind.ALL_REDUCE, 10, ALGORITHMS[Kind.ALL_REDUCE]) is Algorithm.NATIVE
+    assert link.cheapest(Kind.ALL_GATHER, 10, (Algorithm.SENDING, Algorithm.NATIVE)) is Algorithm.NATIVE
 
 
 def test_the_nearest_link_is_taken() -> None:

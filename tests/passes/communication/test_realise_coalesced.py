@@ -27,7 +27,7 @@ from passes import (
     WaitLate,
     run,
 )
-from passes.analysis.costs import MEASURED_MEMBERS, Link, Point, Way
+from passes.analysis.costs import MEASURED_MEMBERS, Algorithm, Link, Point
 from passes.ir.collectives import WAIT
 from passes.runtime import coalesced_collectives
 from passes.runtime.arena import place, reserve
@@ -55,8 +55,8 @@ AXIS = Axis("dp", 2, GROUP, 0, "nccl")
 def measured(native: float, coalesced: float) -> Table:
     """Seconds for a message, and for a launch of eight; copies take a second for each byte read or written."""
     kinds = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-    curves = {(kind, Way.NATIVE): (Point(1 << 30, native, 0.0),) for kind in kinds}
-    curves |= {(kind, Way.COALESCED): (Point(1 << 30, coalesced, 0.0),) for kind in kinds}
+    curves = {(kind, Algorithm.NATIVE): (Point(1 << 30, native, 0.0),) for kind in kinds}
+    curves |= {(kind, Algorithm.COALESCED): (Point(1 << 30, coalesced, 0.0),) for kind in kinds}
     return Table("measured", (Link("nccl", "dp", 2, curves),), {"memory": 1.0})
 
 
@@ -187,8 +187,8 @@ def test_members_come_to_whom_they_belong(ranks: Ranks, world: int) -> None:
 def test_what_was_measured_decides_else_the_size() -> None:
     """Of two members, 400 bytes in all: 800 are read and written by a copy."""
     curves = {
-        (Kind.ALL_GATHER, Way.NATIVE): (Point(100, 10.0, 0.0), Point(1000, 100.0, 0.0)),  # 40 for both
-        (Kind.ALL_GATHER, Way.COALESCED): (Point(200 * MEASURED_MEMBERS, 320.0, 0.0),),  # 80 for both
+        (Kind.ALL_GATHER, Algorithm.NATIVE): (Point(100, 10.0, 0.0), Point(1000, 100.0, 0.0)),  # 40 for both
+        (Kind.ALL_GATHER, Algorithm.COALESCED): (Point(200 * MEASURED_MEMBERS, 320.0, 0.0),),  # 80 for both
     }
     link = Link("nccl", "dp", 2, curves)
 

@@ -27,7 +27,7 @@ from passes import (
     WaitLate,
     run,
 )
-from passes.analysis.costs import Way
+from passes.analysis.costs import Algorithm
 from passes.ir.collectives import is_shared, operands
 from passes.memory.offsets import aligned
 from passes.runtime.arena import place, reserve
@@ -49,7 +49,7 @@ from .test_realise import only
 aten = torch.ops.aten
 
 ROLES = [Role.PARAMETER, Role.PARAMETER, Role.GRADIENT, Role.GRADIENT, Role.GRADIENT]
-SHARED = Realise(only(Way.SHARED, Way.NATIVE))
+SHARED = Realise(only(Algorithm.SHARED, Algorithm.NATIVE))
 BUCKETS: tuple[Pass, ...] = (BucketAllGather(), BucketReduceScatter(), BucketAllReduce())
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import passes
 import spmd.cli.calibrate
 from passes import Axis, Kind, Mesh, Table
-from passes.analysis.costs import WAYS, ways_along
+from passes.analysis.costs import ALGORITHMS, algorithms_along
 from spmd.cli.calibrate import calibrate
 from spmd.cli.command import main
 from tests.harness.pool import Ranks
@@ -28,12 +28,12 @@ def measured(rank: int, world: int) -> tuple[Table, list[str]]:
     return calibrate(mesh, SIZES, 2, lambda what, done, total: told.append(f"{done}/{total} {what}")), told
 
 
-def test_every_way_of_every_axis_is_measured_and_all_ranks_know_the_same(ranks: Ranks) -> None:
+def test_every_algorithm_of_every_axis_is_measured_and_all_ranks_know_the_same(ranks: Ranks) -> None:
     (table, told), *others = ranks.run(4, measured)
     assert all(other == (table, told) for other in others)
     assert [(link.axis, link.ranks, link.backend) for link in table.links] == [("dp", 2, "gloo"), ("tp", 2, "gloo")]
     for link in table.links:
-        assert set(link.curves) == {(kind, way) for kind in WAYS for way in ways_along(SHARED, kind, "gloo")}
+        assert set(link.curves) == {(k, each) for k in ALGORITHMS for each in algorithms_along(SHARED, k, "gloo")}
         for points in link.curves.values():
             assert [point.bytes for point in points] == list(SIZES)
             assert all(point.seconds > 0 for point in points)
@@ -56,7 +56,8 @@ def test_on_nccl_buckets_sent_in_one_launch_are_measured(ranks: Ranks) -> None:
     table, other = ranks.run(2, measured_as_nccl)
     assert table == other
     (link,) = table.links
-    assert set(link.curves) == {(kind, way) for kind in WAYS for way in ("native", "coalesced") if way in WAYS[kind]}
+    known = {(kind, each) for kind, algorithms in ALGORITHMS.items() for each in algorithms}
+    assert set(link.curves) == {(kind, each) for kind, each in known if each in ("native", "coalesced")}
     assert all(point.seconds > 0 for points in link.curves.values() for point in points)
 
 

@@ -1,4 +1,4 @@
-"""Collectives performed in other ways, in compiled steps on gloo ranks: the numbers stay those of the plain step."""
+"""Compiled steps on gloo ranks with every algorithm for collectives: the numbers stay those of the plain step."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from torch.distributed.tensor import Shard
 import passes
 import spmd
 from passes import Kind, Pass, Program, Realise
-from passes.analysis.costs import WAYS, Link, Point, Table, Way
+from passes.analysis.costs import ALGORITHMS, Algorithm, Link, Point, Table
 from tests.harness.cases import MLP, NARROW
 from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run
 from tests.harness.pool import Ranks
 
 
-def only(*ways: Way) -> Table:
-    """Every collective in the first of these ways that can do it."""
-    curves = {(kind, way): (Point(1, 0.0, 0.0),) for kind in WAYS for way in [w for w in ways if w in WAYS[kind]][:1]}
+def only(*algorithms: Algorithm) -> Table:
+    """Every collective by the first of these algorithms that can do it."""
+    first = {kind: next((each for each in algorithms if each in known), None) for kind, known in ALGORITHMS.items()}
+    curves = {(kind, algorithm): (Point(1, 0.0, 0.0),) for kind, algorithm in first.items() if algorithm}
     return Table("only", (Link("gloo", "dp", 2, curves),))
 
 
 @pytest.mark.parametrize("style, world, gather, optimizer", [
-    ("replicate", 2, Way.BROADCAST, "SGD"),
-    ("replicate", 4, Way.SENDING, "AdamW"),
-    ("fully_shard", 2, Way.SENDING, "AdamW"),
-    ("fully_shard", 4, Way.BROADCAST, "SGD"),
-    ("default", 4, Way.BROADCAST, "Adam"),
+    ("replicate", 2, Algorithm.BROADCAST, "SGD"),
+    ("replicate", 4, Algorithm.SENDING, "AdamW"),
+    ("fully_shard", 2, Algorithm.SENDING, "AdamW"),
+    ("fully_shard", 4, Algorithm.BROADCAST, "SGD"),
+    ("default", 4, Algorithm.BROADCAST, "Adam"),
 ])  # fmt: skip
-def test_numbers_stay(ranks: Ranks, style: str, world: int, gather: Way, optimizer: str) -> None:
+def test_numbers_stay(ranks: Ranks, style: str, world: int, gather: Algorithm, optimizer: str) -> None:
     case = MLP(NARROW.sizes, NARROW.rows, optimizer)
-    assert_agrees(ranks, world, case, style, passes.default(table=only(gather, Way.EXCHANGE)))
+    assert_agrees(ranks, world, case, style, passes.default(table=only(gather, Algorithm.EXCHANGE)))
 
 
 def as_on_nccl() -> tuple[Pass, ...]:
     """The default passes, which let the backend send all members of a bucket in one launch, as gloo can too."""
     point = (Point(1, 0.0, 0.0),)
-    curves = {(kind, way): point for kind in WAYS for way in (Way.NATIVE, Way.COALESCED)}
+    curves = {(kind, algorithm): point for kind in ALGORITHMS for algorithm in (Algorithm.NATIVE, Algorithm.COALESCED)}
     free = Realise(Table("free", (Link("nccl", "dp", 2, curves),), {"memory": 1.0}), backend="nccl")
     return tuple(free if isinstance(each, Realise) else each for each in passes.default())
 
@@ -59,7 +60,7 @@ def test_numbers_stay_where_members_are_sent_in_one_launch(
 
 def ways_taken(rank: int, world: int, style: Any, nccl: bool = False) -> tuple[list[str], dict[str, int]]:
     """The ops that a compiled step communicates by, and what its report counts."""
-    pipeline = as_on_nccl() if nccl else passes.default(table=only(Way.BROADCAST, Way.EXCHANGE))
+    pipeline = as_on_nccl() if nccl else passes.default(table=only(Algorithm.BROADCAST, Algorithm.EXCHANGE))
     compiled, _ = compiled_run(rank, NARROW, 1, parallel_mode=spmd.DataParallel(style), passes=pipeline)
     ops = [node.target._schema.name.split("::")[1] for node in compiled.program.collectives()]
     return sorted(ops), {str(kind): compiled.report().count(kind) for kind in Kind if compiled.report().count(kind)}
@@ -91,7 +92,7 @@ def on_two_axes(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     params = {"*.0.weight": {"tp": Shard(0)}, "*.0.bias": {"tp": Shard(0)}, "*.2.weight": {"tp": Shard(1)}}
     mode = spmd.DataParallel("fully_shard", mesh=mesh, params=params)
-    case, table = Split(optimizer="AdamW"), only(Way.BROADCAST, Way.EXCHANGE)
+    case, table = Split(optimizer="AdamW"), only(Algorithm.BROADCAST, Algorithm.EXCHANGE)
     compiled, got = compiled_run(rank // 2, case, 3, parallel_mode=mode, passes=passes.default(table=table))
     assert compiled.program is not None
     _is_performed_by_others(compiled.program)
@@ -111,7 +112,7 @@ def weights_after(rank: int, world: int) -> list[Tensor]:
     """The weights of a replicated model after three steps in fp32."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7))
-    step = spmd.compile(passes=passes.default(table=only(Way.BROADCAST, Way.EXCHANGE)))(MLP.step)
+    step = spmd.compile(passes=passes.default(table=only(Algorithm.BROADCAST, Algorithm.EXCHANGE)))(MLP.step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for k in range(3):
         torch.manual_seed(10 * k + rank)
@@ -127,7 +128,7 @@ def test_replicas_keep_equal_bits(ranks: Ranks) -> None:
 
 def with_its_own_table(rank: int, world: int) -> str:
     """What a rank hears whose table leads it to other ops than the others'."""
-    table = only(Way.EXCHANGE if rank else Way.NATIVE)
+    table = only(Algorithm.EXCHANGE if rank else Algorithm.NATIVE)
     try:
         mode = spmd.DataParallel("fully_shard")
         compiled_run(rank, NARROW, 1, parallel_mode=mode, passes=passes.default(table=table))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 import passes
 import spmd
 from passes import Program, ReuseMemory
-from passes.analysis.costs import Way
+from passes.analysis.costs import Algorithm
 from passes.ir.collectives import is_shared
 from passes.runtime import local_peers, segments
 from spmd.ranks import local_ranks
@@ -25,7 +25,7 @@ from tests.harness.pool import RankError, Ranks
 
 from ..numbers.test_realise import Split, only
 
-SHARED = passes.default(table=only(Way.SHARED))
+SHARED = passes.default(table=only(Algorithm.SHARED))
 
 
 def in_shared_memory(program: Program | None) -> list[bool]:
