@@ -69,7 +69,8 @@ def joined(bucket: Bucket) -> dict[str, Any]:
     """What is known of the one collective that replaces a bucket, for its ``meta``."""
     said: list[Collective] = [node.meta["collective"] for node in bucket]
     reasons = list(dict.fromkeys(each.why for each in said if each.why))
-    why = "; ".join([f"{len(bucket)} in one", *reasons[:1]]) + (" and the like" if len(reasons) > 1 else "")
+    others = " and others" if len(reasons) > 1 else ""
+    why = "; ".join([*(reason + others for reason in reasons[:1]), f"{len(bucket)} in one"])
     of = tuple(dict.fromkeys(name for each in said for name in each.of))
     collective = Collective(said[0].kind, said[0].axis, said[0].reduction, said[0].role, why, of)
     return {"collective": collective, **of_all(bucket)}

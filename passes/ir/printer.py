@@ -280,7 +280,7 @@ def _group_positions(target: Any) -> set[int | str]:
 def _type(val: Any) -> str:
     """``f32[4, 8]``, ``float``, ``(f32[4], i64[4])``, or nothing for what has no type worth showing."""
     if isinstance(val, torch.Tensor):
-        return f"{_short(val.dtype)}[{', '.join(map(str, val.shape))}]"
+        return f"{short_dtype(val.dtype)}[{', '.join(map(str, val.shape))}]"
     if isinstance(val, (list, tuple)):
         return f"({', '.join(_type(each) or 'None' for each in val)})"
     for kinds, name in (
@@ -293,7 +293,8 @@ def _type(val: Any) -> str:
     return ""
 
 
-def _short(dtype: torch.dtype) -> str:
+def short_dtype(dtype: torch.dtype) -> str:
+    """``f32`` for ``torch.float32``."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -316,12 +317,12 @@ def _whole(shape: Iterable[int], dtype: torch.dtype | None, placement: Placement
     """The global shape and where its parts lie; nothing before partition, where each value is whole."""
     if not placement or dtype is None:
         return ""
-    return f": {_short(dtype)}[{', '.join(map(str, shape))}] as {', '.join(map(repr, placement))}"
+    return f": {short_dtype(dtype)}[{', '.join(map(str, shape))}] as {', '.join(map(repr, placement))}"
 
 
 def _why(said: Collective) -> str:
     why = said.why or f"{said.kind} of {', '.join(said.of[:3]) or said.role} over {said.axis}"
-    return f"{why}; {said.kind} by {said.by}" if said.by else why
+    return f"{why}; {said.kind}: {said.by}" if said.by else why
 
 
 def _comment(text: str) -> str:

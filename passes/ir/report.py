@@ -1,4 +1,4 @@
-"""What a program communicates in one step, and how long it took to make: for people, for files, for tests."""
+"""The report of a program: the collectives of one step, the memory it computes in, the seconds to compile it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from torch import fx
 
 from ..runtime.arena import reserve
 from .collectives import Collective, Kind, input_bytes, operands
+from .printer import short_dtype
 from .program import Program
 
-_PLACES = 4  # that a row names
+_MODULES = 4  # named in a row
+_PATH = 16  # longest module path in the table
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of a step that agree in kind, axis, role, dtype, reason and in how they are performed.
+    """Collectives of a step that agree in kind, axis, role, dtype, reason and implementation.
 
-    ``bytes``: of one rank's local input. ``by`` is empty where the op that means a collective performs it.
+    ``bytes``: of one rank's local input. ``by``: the implementation, empty for the backend's own op.
     """
 
     kind: str
@@ -39,12 +41,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Report:
-    """What one step of a program communicates; rich prints it.
+    """The communication of one step of a program; rich prints it.
 
-    ``seconds`` says how long each stage of compiling took, ``notes`` what a user should know: for example, which ops
-    run replicated because they have no rule. ``every`` has each collective by itself, in the order in which they start.
-    ``memory`` has, by device, the bytes of the arena that the program computes in, which is kept between calls, and the
-    bytes of what lives in it at once: no arena can be smaller.
+    ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start.
+    ``seconds``: the time of each stage of compiling. ``notes``: messages for users, such as the ops that run replicated
+    because they have no rule. ``memory``: by device, the bytes of the arena that the program computes in, which is kept
+    between calls, and the most bytes that live in it at once, below which no arena can be.
     """
 
     name: str
@@ -65,11 +67,11 @@ class Report:
         return cls(program.name, mesh, traffic, dict(seconds or {}), tuple(notes), history, every, memory)
 
     def count(self, kind: str) -> int:
-        """The number of collectives of this kind in one step. Raises ``ValueError`` for any other word."""
+        """The number of collectives of this kind in one step. Raises ``ValueError`` for an unknown kind."""
         return sum(row.count for row in self._rows(kind))
 
     def bytes(self, kind: str) -> int:
-        """Their bytes: of one rank's local input, padding included. Raises ``ValueError`` for any other word."""
+        """Their bytes: of one rank's local input, padding included. Raises ``ValueError`` for an unknown kind."""
         return sum(row.bytes for row in self._rows(kind))
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,53 +84,67 @@ class Report:
         return [row for row in self.traffic if row.kind == kind]
 
     def __rich__(self) -> RenderableType:
-        """What ``rich.print`` shows."""
-        parts: list[RenderableType] = [self._table()]
+        """The table and the lines below it."""
+        parts: list[RenderableType] = [self._collectives()]
         if self.seconds:
             times = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
             parts.append(Text(f"seconds by stage: {times}"))
         for device, (size, live) in self.memory.items():
-            parts.append(Text(f"computes in an arena of {size:,} bytes on {device}; {live:,} live in it at once"))
+            parts.append(Text(f"memory on {device}: arena of {size:,} bytes, at most {live:,} in use"))
         return Group(*parts, *(Text(f"note: {note}") for note in self.notes))
 
-    def _table(self) -> RenderableType:
+    def _collectives(self) -> RenderableType:
         title = f"{self.name} on {self.mesh}"
         if not self.traffic:
             return Text(f"{title}: one step communicates nothing")
-        table = Table(title=f"{title}: what one step communicates", title_justify="left")
-        for heading in ("collective", "axis", "what", "dtype"):
-            table.add_column(heading, no_wrap=True)
-        table.add_column("count", justify="right")
-        table.add_column("bytes", justify="right")
-        table.add_column("why")
-        for row in self.traffic:
-            why = Text(f"{row.why}; by {row.by}" if row.by else row.why)
-            table.add_row(row.kind, row.axis, row.role, row.dtype, f"{row.count:,}", f"{row.bytes:,}", why)
-        return table
+        return _table(f"{title}: collectives of one step", self.traffic)
+
+
+def _table(title: str, traffic: Sequence[Traffic]) -> Table:
+    """The rows; the algorithm is a column only if some collective is not the backend's own op."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    for heading in ("collective", "axis", "dtype"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("count", "bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    algorithms = [word for row in traffic for word in row.by.split()]
+    if algorithms:
+        table.add_column("algorithm", max_width=max(map(len, ["algorithm", *algorithms])))
+    for row in traffic:
+        table.add_row(*map(Text, _cells(row) if algorithms else _cells(row)[:-1]))
+    return table
+
+
+def _cells(row: Traffic) -> tuple[str, ...]:
+    dtype = short_dtype(getattr(torch, row.dtype))
+    return row.kind, row.axis, dtype, f"{row.count:,}", f"{row.bytes:,}", _shortened(row.why), row.by
 
 
 def _memory(program: Program) -> dict[str, tuple[int, int]]:
-    """The arenas, and the least that each could be."""
+    """By device, the bytes of the arena and the least that it could have."""
     arenas = program.graph.find_nodes(op="call_function", target=reserve)
     return {_name(*node.args): (node.args[0], node.meta["live_bytes"]) for node in arenas}
 
 
 def _name(size: int, device: torch.device, shared: bool = False) -> str:
-    return f"{device}, seen by other ranks" if shared else str(device)
+    return f"{device}, shared with local ranks" if shared else str(device)
 
 
 def _one(node: fx.Node) -> Traffic:
-    """What one collective moves."""
-    said: Collective = node.meta["collective"]
+    """The row of one collective."""
+    described: Collective = node.meta["collective"]
     dtype = _dtype(operands(node)[0].meta["val"])
-    return Traffic(str(said.kind), said.axis, str(said.role), dtype, 1, input_bytes(node), said.why, said.by)
+    kind, axis, role = str(described.kind), described.axis, str(described.role)
+    return Traffic(kind, axis, role, dtype, 1, input_bytes(node), described.why, described.by)
 
 
 def _traffic(every: Sequence[Traffic]) -> tuple[Traffic, ...]:
-    """One row for all collectives that agree in all but size and place, in order of first appearance."""
+    """One row for all collectives that agree in all but size and module, in order of first appearance."""
     groups: dict[tuple[str, ...], list[Traffic]] = {}
     for one in every:
-        groups.setdefault((one.kind, one.axis, one.role, one.dtype, _apart(one.why)[0], one.by), []).append(one)
+        key = (one.kind, one.axis, one.role, one.dtype, _without_module(one.why)[0], one.by)
+        groups.setdefault(key, []).append(one)
     return tuple(
         replace(each[0], count=len(each), bytes=sum(one.bytes for one in each), why=_summary([one.why for one in each]))
         for each in groups.values()
@@ -136,19 +152,33 @@ def _traffic(every: Sequence[Traffic]) -> tuple[Traffic, ...]:
 
 
 def _summary(reasons: Sequence[str]) -> str:
-    """One reason, and where it holds: layers that differ in their number alone are one place."""
+    """One text for reasons that differ in modules only; layers that differ in their number are one module."""
     if len(set(reasons)) == 1:
         return reasons[0]
-    apart = [_apart(reason) for reason in reasons]
-    places = list(dict.fromkeys(re.sub(r"\d+", "*", place) for _, place in apart if place))
-    shown = ", ".join(places[:_PLACES]) + (f" and {len(places) - _PLACES} more" if len(places) > _PLACES else "")
-    return apart[0][0] + (f" at {shown}" if shown else "")
+    found = [_without_module(reason) for reason in reasons]
+    modules = list(dict.fromkeys(re.sub(r"\d+", "*", module) for _, module in found if module))
+    more = f" and {len(modules) - _MODULES} more" if len(modules) > _MODULES else ""
+    return found[0][0] + (f" at {', '.join(modules[:_MODULES])}{more}" if modules else "")
 
 
-def _apart(reason: str) -> tuple[str, str]:
-    """A reason and its place: what a pass put in front of it, how many it merged, is left out."""
-    what, _, place = re.sub(r"^\d+ in one; ", "", reason).partition(" at ")
-    return what, place
+def _without_module(reason: str) -> tuple[str, str]:
+    """A reason and its module, without the end that a bucket added."""
+    text, _, module = re.sub(r"( and others)?; \d+ in one$", "", reason).partition(" at ")
+    return text, module
+
+
+def _shortened(why: str) -> str:
+    """Long module paths with their last names only: ``...attention.out`` for ``model.layers.*.attention.out``."""
+    return re.sub(r"[\w*]+(\.[\w*]+)+", lambda path: _last_names(path[0]), why)
+
+
+def _last_names(path: str) -> str:
+    if len(path) <= _PATH:
+        return path
+    _, *names = path.split(".")
+    while len(names) > 1 and len(".".join(names)) > _PATH - 3:
+        del names[0]
+    return "..." + ".".join(names)
 
 
 def _dtype(val: torch.Tensor) -> str:

@@ -107,14 +107,14 @@ class Facts:
     def to_gather(self, parameter: str) -> Reason:
         """For what, and in which dtype, the parts of a parameter are gathered."""
         split = self.updates[parameter] == self.placements[parameter]
-        why = "a split parameter is gathered before its first use" if split else "a parameter is updated in parts"
+        use = "before use" if split else "after its update"
         wire = self.plan.options.get("gather_dtype")
-        return Reason(Role.PARAMETER, why, (parameter,), wire, keeps_own=not split)
+        return Reason(Role.PARAMETER, use, (parameter,), wire, keeps_own=not split)
 
     def to_reduce(self, parameter: str) -> Reason:
         """For what, and in which dtype, a gradient is reduced."""
         wire = self.plan.options.get("reduce_dtype")
-        return Reason(Role.GRADIENT, "a gradient is the sum of the ranks' shares", (parameter,), wire)
+        return Reason(Role.GRADIENT, of=(parameter,), wire=wire)
 
     def on_model_axes(self, placement: Placements) -> Placements:
         """``placement`` over the axes that split the model, and whole over those of the batch."""

@@ -35,12 +35,12 @@ class Notes:
                 f"for which {split} bytes are gathered: register a rule with spmd.register_rule",
             )
 
-    def rows_gathered(self, node: fx.Node, why: str) -> None:
-        """Tell of rows of the batch that are gathered to be cut."""
+    def rows_gathered(self, node: fx.Node) -> None:
+        """Report rows of the batch that are gathered to be cut."""
         self._told.setdefault(
-            why,
-            f"{why} at {_line(node)}, so its rows are gathered first. Parts that are "
-            "arguments of their own, or a dim of their own with input_batch_dim=1, take no traffic",
+            f"{node.target} cuts",
+            f"{node.target} at {_line(node)} cuts the batch across ranks, so its rows are gathered first. To avoid "
+            "that, pass each part as an argument, or stack the parts and set input_batch_dim=1",
         )
 
     def whole_matrices(self, node: fx.Node, operands: Sequence[Value]) -> None:

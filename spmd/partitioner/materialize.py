@@ -15,18 +15,20 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
+from passes import Role
 from passes.ir.program import Placements, is_sharded
 
 from .._torch import OpOverload
 from ..placements import local_shape, splits
 from ..rules import Call, Option
+from . import reasons
 from .choose import Chooser
 from .context import Facts
 from .emit import Emitter
 from .local_op import OnParts
 from .parameters import Parameters
 from .redistribute import Reason
-from .values import Value, infos, leaves, place_of, results
+from .values import Value, infos, leaves, results
 
 # Ops that cost so little that this rank's part is computed once more rather than cut from a whole.
 _CHEAP = set("expand t transpose permute view _unsafe_view unsqueeze squeeze detach clone slice _to_copy".split())
@@ -62,7 +64,7 @@ class Forms:
     def _exact_part(self, held: Value, parameter: str) -> Value:
         """The part of a parameter that this rank updates: of the whole, the rest may have been rounded to get here."""
         place = self.facts.updates[parameter]
-        node = self.want(held, place, Reason(why="an update reads parameters as they are"))
+        node = self.want(held, place, Reason(value=str(Role.PARAMETER), use="for its update"))
         return replace(held, primary=place, forms={place: node}, batch=frozenset())
 
     def _whole_parameter(self, parameter: fx.Node, held: Value) -> Value:
@@ -97,17 +99,18 @@ class Forms:
 
     def _brought(self, op: OnParts, operands: Sequence[Value]) -> Any:
         """The arguments of this rank's call."""
-        reason = Reason(why=f"{op.call.target} needs it so at {place_of(op.node)}")
-        nodes = iter(
-            self._count(held, place, reason) if k in op.from_zero else self.want(held, place, reason)
-            for k, (held, place) in enumerate(zip(operands, op.operands, strict=True))
-        )
+        placed = enumerate(zip(operands, op.operands, strict=True))
+        nodes = iter(self._operand(op, k, held, place) for k, (held, place) in placed)
 
         def local(operand: fx.Node) -> Any:
             held = self.values[operand]
             return next(nodes) if isinstance(held, Value) else held
 
         return fx.node.map_arg((op.node.args, op.node.kwargs), local)
+
+    def _operand(self, op: OnParts, position: int, held: Value, placement: Placements) -> fx.Node:
+        reason = reasons.for_operand(held.source, op.node, self.facts)
+        return (self._count if position in op.from_zero else self.want)(held, placement, reason)
 
     def _batch(self, op: OnParts, operands: Sequence[Value]) -> frozenset[int]:
         """The axes over which the results may have the rows of the batch."""

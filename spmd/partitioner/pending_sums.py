@@ -14,11 +14,11 @@ from torch.distributed.tensor import Partial
 
 from passes import Phase
 
+from . import reasons
 from .context import Facts
 from .hints import Wanted
 from .materialize import Forms
-from .redistribute import Reason
-from .values import Value, place_of
+from .values import Value
 
 
 @dataclass
@@ -61,8 +61,7 @@ class Sums:
         open_axes = [k for k in self.facts.model_axes if isinstance(held.primary[k], Partial)]
         place = tuple(wanted[k] if k in open_axes else p for k, p in enumerate(held.primary))
         if place != held.primary:
-            reason = Reason(why=f"a sum that several values come from is reduced first, at {place_of(node)}")
-            held.move(place, self.forms.want(held, place, reason))
+            held.move(place, self.forms.want(held, place, reasons.for_branches(node, self.facts)))
 
 
 def _fans_out(node: fx.Node) -> bool:

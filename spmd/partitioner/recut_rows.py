@@ -16,6 +16,7 @@ from passes import Role
 
 from ..rules import Call
 from ..rules.cat_split import cuts_between, dim_of, is_cut, takes_all
+from . import reasons
 from .materialize import Forms
 from .redistribute import Reason
 from .values import Value
@@ -36,15 +37,10 @@ def rows_cut(call: Call, operands: Sequence[Value]) -> Rows:
     return {k: dim for k, dim in split.items() if k in operands[0].batch and dim == dim_of(call)}
 
 
-def why_gathered(node: fx.Node) -> str:
-    """What is said of the collective, and in the report."""
-    return f"{node.target} cuts the batch across the ranks"
-
-
 def with_all_rows(node: fx.Node, held: Value, rows: Rows, forms: Forms) -> Value:
     """The value that ``node`` cuts, whole along its rows."""
     place = tuple(Replicate() if k in rows else p for k, p in enumerate(held.primary))
-    gathered = forms.want(held, place, Reason(Role.BATCH, why_gathered(node)))
+    gathered = forms.want(held, place, Reason(Role.BATCH, f"to be cut by {reasons.op_name(node)}"))
     return replace(held, primary=place, forms={place: gathered})
 
 
@@ -53,5 +49,5 @@ def share_out_again(part: Any, rows: Rows, forms: Forms) -> None:
     if not isinstance(part, Value):
         return
     place = tuple(Shard(rows[k]) if k in rows else p for k, p in enumerate(part.primary))
-    part.move(place, forms.want(part, place, Reason(Role.BATCH, "rows are shared out again")))
+    part.move(place, forms.want(part, place, Reason(Role.BATCH, "after a cut")))
     part.batch |= frozenset(rows)

@@ -29,21 +29,29 @@ Emit = Callable[..., fx.Node]
 LATENCY_BYTES = 64 * 1024
 # Local work counts a little, so that of two ways without communication the one with less work is taken.
 _LOCAL = 1e-3
+_MOVED = {Kind.ALL_GATHER: "gathered", Kind.ALL_TO_ALL: "split anew"}
 
 
 @dataclass(frozen=True)
 class Reason:
     """What a collective is for: kept in the graph, shown in reports.
 
+    ``value`` names what is moved, where its role says too little; ``use`` ends the text: "for mm at model.up".
     ``wire``: the dtype in which it is sent, where that is narrower than the value's. ``keeps_own``: of what is gathered
     so, a rank's own part is as it was before.
     """
 
     role: Role = Role.ACTIVATION
-    why: str = ""
+    use: str = ""
     of: tuple[str, ...] = ()
     wire: torch.dtype | None = None
     keeps_own: bool = False
+    value: str = ""
+
+    def why(self, kind: Kind, axis: str, reduction: str | None) -> str:
+        """The text for a collective of this kind: ``parameter: gathered before use``."""
+        moved = f"{reduction} over {axis}" if reduction else _MOVED[kind]
+        return f"{self.value or self.role}: {moved} {self.use}".rstrip()
 
     def narrows(self, dtype: torch.dtype) -> bool:
         """Whether a value of this dtype is rounded to be sent."""
@@ -301,7 +309,8 @@ class Redistribution:
         self, kind: Kind, axis: Axis, op: Any, arguments: tuple[Any, ...], most: int, reduction: str | None = None
     ) -> fx.Node:
         """``most``: elements of the larger of operand and result, on the rank that has the most."""
-        described = Collective(kind, axis.name, reduction, self.reason.role, self.reason.why, self.reason.of)
+        why = self.reason.why(kind, axis.name, reduction)
+        described = Collective(kind, axis.name, reduction, self.reason.role, why, self.reason.of)
         sent, *others = arguments
         dtype, narrow = sent.meta["val"].dtype, self.reason.narrows(sent.meta["val"].dtype)
         if narrow:

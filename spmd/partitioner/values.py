@@ -98,8 +98,3 @@ def results(val: Any) -> list[Any]:
 def infos(vals: Sequence[Any]) -> tuple[Info | None, ...]:
     """An ``Info`` for each tensor."""
     return tuple(Info(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in vals)
-
-
-def place_of(node: fx.Node) -> str:
-    """Where in the model a node is, for what is told to the user."""
-    return node.meta.get("module") or "the step itself"

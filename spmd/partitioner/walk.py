@@ -26,6 +26,7 @@ from .._torch import LazyGraphModule, OpOverload
 from ..capture.constraint import CONSTRAIN, constrained_to
 from ..placements import local_shape
 from ..rules import Call, rule_of, taken_apart
+from . import reasons
 from .choose import Chooser
 from .context import Facts
 from .diagnostics import Notes
@@ -37,9 +38,9 @@ from .materialize import Forms
 from .parameters import Parameters
 from .pending_sums import Sums
 from .plan import Plan
-from .recut_rows import rows_cut, share_out_again, why_gathered, with_all_rows
-from .redistribute import Reason, cost
-from .values import Value, infos, place_of, results
+from .recut_rows import rows_cut, share_out_again, with_all_rows
+from .redistribute import cost
+from .values import Value, infos, results
 
 
 def partition(program: Program, plan: Plan) -> Program:
@@ -120,7 +121,7 @@ class _Walk:
         """From here on the value lives where the user says; nobody takes it from where it was."""
         (held,) = self.forms.operands(node)
         place = constrained_to(node, held.primary)
-        new = self.forms.want(held, place, Reason(why=f"spmd.constrain wants it so at {place_of(node)}"))
+        new = self.forms.want(held, place, reasons.for_constraint(held.source, node, self.facts))
         self.values[node] = Value(
             node, held.shape, held.dtype, place, {place: new}, held.batch_in(place), held.counts, held.weights
         )
@@ -130,7 +131,7 @@ class _Walk:
 
         def whole(operand: fx.Node) -> fx.Node:
             held = self.values[operand]
-            reason = Reason(why=f"{node.target} needs the whole value")
+            reason = reasons.for_operand(operand, node, self.facts)
             return self.forms.want(held, self.facts.whole, reason) if isinstance(held, Value) else held
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), whole)
@@ -142,7 +143,7 @@ class _Walk:
         call = self.forms.call(node, operands)
         rows = rows_cut(call, operands)
         if rows:
-            self.notes.rows_gathered(node, why_gathered(node))
+            self.notes.rows_gathered(node)
             operands = [with_all_rows(node, operands[0], rows, self.forms)]
         apart = taken_apart(call)
         if apart is not None and self._saves(apart[0], operands[0]):
@@ -196,7 +197,7 @@ class _Walk:
             held = self.values[value] if isinstance(value, fx.Node) else value
             if isinstance(held, Value):
                 placement = self.wanted.of_output(held, output)
-                reason = Reason(output.role, f"{output.name} is needed as a whole", (output.name,))
+                reason = reasons.for_output(held.source, output, self.facts)
                 returned.append(self.forms.want(held, placement, reason))
                 outputs.append(replace(output, placement=placement))
             else:

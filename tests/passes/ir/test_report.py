@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from passes import Report, Role
-from passes.ir.report import _summary
+from passes.ir.report import Traffic, _summary
 
 from ..programs import all_gather, all_reduce, f64, make_program
 
@@ -26,7 +26,9 @@ def report() -> Report:
     roles = [Role.RESULT, Role.GRADIENT, Role.PARAMETER, Role.GRADIENT]
     program = make_program(step, {}, roles, w=torch.empty(5), x=f64(3, 3))
     for node, layer in zip(list(program.collectives())[1::2], (3, 10), strict=True):
-        node.meta["collective"] = replace(node.meta["collective"], why=f"mm needs it so at model.{layer}.up")
+        node.meta["collective"] = replace(
+            node.meta["collective"], why=f"gradient: sum over dp for mm at model.{layer}.up"
+        )
     program.history.append("00 capture")
     return Report.of(program, {"capture": 1.25, "partition": 0.5}, ["aten.foo ran replicated"])
 
@@ -42,19 +44,18 @@ def test_rows() -> None:
     rows = [(row.kind, row.axis, row.role, row.dtype, row.count, row.bytes, row.why) for row in report().traffic]
     assert rows == [
         ("all_reduce", "dp", "result", "float64", 1, 8, "result of sum_1"),
-        ("all_reduce", "dp", "gradient", "float64", 2, 144, "mm needs it so at model.*.up"),
+        ("all_reduce", "dp", "gradient", "float64", 2, 144, "gradient: sum over dp for mm at model.*.up"),
         ("all_gather", "dp", "parameter", "float32", 1, 20, "parameter of w"),
     ]
 
 
-def test_a_row_names_places_and_says_how_many_more() -> None:
-    places = [*(f"model.{k}.up" for k in range(9)), "a", "b", "c", "d", "e"]
-    assert (
-        _summary([f"mm needs it so at {place}" for place in places])
-        == "mm needs it so at model.*.up, a, b, c and 2 more"
-    )
-    assert _summary(["2 in one; a gradient is a sum", "a gradient is a sum"]) == "a gradient is a sum"
-    assert _summary(["2 in one; a gradient is a sum"]) == "2 in one; a gradient is a sum"
+def test_a_row_names_modules_and_how_many_more_there_are() -> None:
+    modules = [*(f"model.{k}.up" for k in range(9)), "a", "b", "c", "d", "e"]
+    text = "activation: gathered for mm at"
+    assert _summary([f"{text} {module}" for module in modules]) == f"{text} model.*.up, a, b, c and 2 more"
+    assert _summary(["gradient: sum over dp; 2 in one", "gradient: sum over dp"]) == "gradient: sum over dp"
+    assert _summary(["gradient: sum over dp; 2 in one"]) == "gradient: sum over dp; 2 in one"
+    assert _summary([f"{text} a.0 and others; 2 in one", f"{text} a.1"]) == f"{text} a.*"
 
 
 def test_an_unknown_kind_names_the_five() -> None:
@@ -66,15 +67,53 @@ def test_it_is_json() -> None:
     assert json.loads(json.dumps(report().to_dict()))["traffic"][1]["bytes"] == 144
 
 
+def text_of(report: Report, width: int) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(report)
+    return console.export_text()
+
+
 def test_rich_prints_it() -> None:
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(report())
-    text = console.export_text()
+    text = text_of(report(), 120)
     for expected in ("program on dp=2", "reduce", "gradient", "144", "capture 1.25", "note: aten.foo ran replicated"):
         assert expected in text
 
 
+LARGE = Report(
+    "train_step/program-1",
+    "dp=2 x tp=2",
+    (
+        Traffic("all_reduce", "dp", "activation", "int64", 1, 8, "label count: sum over dp"),
+        Traffic(
+            "all_gather", "dp", "parameter", "bfloat16", 1, 6_738_415_616, "parameter: gathered before use; 21 in one"
+        ),
+        Traffic(
+            "reduce_scatter",
+            "tp",
+            "activation",
+            "float32",
+            10,
+            100_663_296,
+            "activation: sum over tp for spmd.constrain at model.blocks.*.attention.out, model.blocks.*",
+            "through shared memory",
+        ),
+    ),
+)
+
+
+def test_at_80_columns_no_word_is_broken() -> None:
+    text = text_of(LARGE, 80)
+    words = set(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+    for row in LARGE.traffic:
+        assert {row.kind, row.axis, f"{row.bytes:,}", *row.by.split()} <= words
+    assert {"label", "gathered", "spmd.constrain", "...attention.out,", "model.blocks.*", "bf16"} <= words
+
+
+def test_the_algorithm_is_a_column_where_it_is_not_the_backend_s() -> None:
+    assert "algorithm" in text_of(LARGE, 80)
+    assert "algorithm" not in text_of(replace(LARGE, traffic=LARGE.traffic[:2]), 80)
+
+
 def test_a_program_that_communicates_nothing() -> None:
-    console = Console(record=True, file=io.StringIO())
-    console.print(Report.of(make_program(lambda x: (x,), x=f64(2))))
-    assert "one step communicates nothing" in console.export_text()
+    assert "one step communicates nothing" in text_of(Report.of(make_program(lambda x: (x,), x=f64(2))), 80)
