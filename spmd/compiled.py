@@ -19,7 +19,7 @@ from .capture import Captured, FromOutput
 from .guards.guards import Guards
 from .ranks.consensus import MeshRanks, identity_of
 from .runtime.distribute_state import as_dtensor
-from .runtime.flat_storage import Flats
+from .runtime.flat_storage import FlatInputs
 from .runtime.lower import Executable
 
 
@@ -34,15 +34,15 @@ class Compiled:
     device_mesh: DeviceMesh
     report: Report
     added: dict[str, torch.Tensor]  # state that a transform added, by input name
-    identity: int  # by which ranks know that they run the same
+    identity: int  # equal on all ranks that run the same program
     ranks: MeshRanks
     guards: Guards
-    _flats: Flats = field(init=False)
+    _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
-    _shared: list[Any] = field(init=False)  # the groups whose ranks see each other's memory
+    _shared: list[Any] = field(init=False)  # the groups whose ranks read each other's memory
 
     def __post_init__(self) -> None:
-        self._flats = Flats(self.program.inputs, self.guards.layout.names)
+        self._flats = FlatInputs(self.program.inputs, self.guards.layout.names)
         self._pool = Pool(self, self._flats.names)
         names = {axis.group for axis in self.program.mesh.axes if axis.shared}
         self._shared = [group for group in self.ranks.groups if group.group_name in names]
@@ -54,11 +54,11 @@ class Compiled:
         self._flats.release()
 
     def is_connected(self) -> bool:
-        """Whether this rank still sees the memory of those whose memory the program reads: a call may have failed."""
+        """Whether the local peers whose memory the program reads are still connected: a call may have failed."""
         return all(local_peers_of(group.group_name, group) is not None for group in self._shared)
 
     def intent(self) -> int:
-        """What this rank tells the others it is about to run: the program and, if it draws, with which seed."""
+        """The number that ranks compare before a call: of the program and, if it draws random numbers, the seed."""
         return identity_of(str(self.identity), told()) if self._pool.draws else self.identity
 
     def run(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Any:
@@ -105,7 +105,7 @@ class Compiled:
 
 
 class Pool:
-    """All values of a call in one list, and where in it each input of the program is: found out once, not per call."""
+    """All values of a call in one list, and the position of each input of the program in it, found once."""
 
     def __init__(self, compiled: Compiled, flats: Sequence[str]) -> None:
         self.compiled = compiled

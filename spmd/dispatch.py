@@ -100,7 +100,7 @@ class Dispatch:
         return [*lines, f"has to compile, since this changed: {self.change(choice.call) or 'nothing was compiled yet'}"]
 
     def _report_failure(self, error: Exception) -> None:
-        """Tell the other ranks, which wait for this call to begin, that it failed before it could."""
+        """Report to the other ranks, which wait for this call to begin, that it failed before it could."""
         mesh = self.options.mode.mesh or (self.last.device_mesh if self.last else None)
         with suppress(RankMismatchError):
             message = f"failed: {type(error).__name__}: {error}"

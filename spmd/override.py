@@ -25,7 +25,7 @@ class Override:
     """
 
     def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
-        """The module to trace in the place of ``orig_submodule``, which is called ``fqn`` in its model."""
+        """The module to trace instead of ``orig_submodule``, whose name in its model is ``fqn``."""
         return orig_submodule
 
     def transform(self, gm: fx.GraphModule, flat_state: list[torch.Tensor]) -> fx.GraphModule:
@@ -39,7 +39,7 @@ class Override:
 
 @contextmanager
 def replaced(modules: dict[str, nn.Module], overrides: Sequence[Override]) -> Iterator[None]:
-    """Put the replacements in the modules' places for the length of a trace."""
+    """Replace modules as the overrides say, for the length of a trace."""
     undo: list[tuple[dict[str, Any], str, nn.Module]] = []
     try:
         for module in modules.values():
@@ -128,7 +128,7 @@ def _take_over(
     if len(placeholders) != len(inputs):
         raise PassError(
             f"after {who}.transform the graph has {len(placeholders)} placeholders, but flat_state and the arguments "
-            f"are {len(inputs)}: add to and remove from both alike"
+            f"are {len(inputs)}: add to or remove from both"
         )
     program.graph_module, program.inputs = module, inputs
     program.history.append(f"01 {who}.transform")

@@ -1,4 +1,4 @@
-"""``spmd.compile`` and what it returns: the path of a train step, from the user's function to a program that runs."""
+"""``spmd.compile`` and ``CompiledStep``: the path of a train step from the user's function to a program that runs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .override import replaced, transform, transform_graph_module
 from .ranks.consensus import Agreement, all_or_none, identity_of
 from .runtime.arenas import Arenas
 from .runtime.distribute_state import check_memory, commit, prepare
-from .runtime.flat_storage import with_storage_facts
 from .runtime.lower import Backend, lower
+from .runtime.storage_facts import with_storage_facts
 
 
 class CompiledStep:
@@ -172,7 +172,7 @@ class CompiledStep:
             )
 
     def flush(self) -> None:
-        """Finish what the last call left for the next one. No pass leaves anything so far."""
+        """Finish the work that the last call left for the next one. No pass defers any so far."""
 
 
 def compile(
@@ -194,7 +194,7 @@ def compile(
     - ``module_override``: a list of ``Override``.
     - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
     - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``.
-    - ``passes``: the passes to run in the place of the mode's own; ``()`` runs none.
+    - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
     - ``backend``: ``"aten"``, or ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
     - ``timeout``: seconds by which ranks may be apart when they come to compile; then all raise.

@@ -52,7 +52,7 @@ class Call:
 
     @cached_property
     def arguments(self) -> Arguments:
-        """The arguments, with its name in the place of each that is itself a state tensor."""
+        """The arguments, with a ``StateRef`` for each that is itself a state tensor."""
         return self.given.naming_state(self.slots)
 
     @cached_property
@@ -66,5 +66,5 @@ class Call:
         return place_inputs(self.arguments, self._placements, self._batch_dim, self.mesh)
 
     def connect_local_ranks(self, all_gather_text: AllGatherText, timeout: float) -> None:
-        """Connect the ranks of each host; ``mesh`` says from now on along which axes. All ranks call it together."""
+        """Connect the ranks of each host; ``mesh`` says from then on which axes share memory. All ranks call it."""
         self.mesh = connect_local_ranks(self.mesh, self.device_mesh, all_gather_text, timeout)

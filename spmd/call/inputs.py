@@ -1,4 +1,4 @@
-"""The tensor arguments of a call: which are split over the mesh, and so what their global shapes are."""
+"""Place the tensor arguments of a call on the mesh, which gives their global shapes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class BatchInput:
 def place_inputs(arguments: Arguments, named: Mapping[str, Any] | None, batch_dim: int, mesh: Mesh) -> list[BatchInput]:
     """Give every tensor argument its placement: as named, else split along ``batch_dim`` over the first axis.
 
-    0-dim tensors are replicated. Raises ``PlacementError`` if the tensors that nobody named differ in size along
-    ``batch_dim``, or if a name fits no argument.
+    0-dim tensors are replicated. Raises ``PlacementError`` if the tensors that ``named`` leaves out differ in size
+    along ``batch_dim``, or if a name fits no argument.
     """
     named = dict(named or {})
     tensors = arguments.tensors()
@@ -67,9 +67,9 @@ def _check_sizes(tensors: list[tuple[str, torch.Tensor]], dim: int) -> None:
     short = [name for name, tensor in tensors if not -tensor.ndim <= dim < tensor.ndim]
     sizes = {name: tensor.shape[dim] for name, tensor in tensors if name not in short}
     if short or len(set(sizes.values())) > 1:
-        told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         missing = "".join(f", {name} has no such dim" for name in short)
         raise PlacementError(
-            f"the tensor arguments must agree in size along the batch dim {dim}, but {told}{missing}. Say what each "
+            f"the tensor arguments must agree in size along the batch dim {dim}, but {listed}{missing}. Say what each "
             f"of them is with inputs={{'{tensors[0][0]}': Shard({dim}), 'a_table_all_ranks_share': Replicate()}}"
         )

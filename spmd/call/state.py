@@ -2,7 +2,7 @@
 
 In: the arguments of one call. Out: the modules and optimizers found anywhere in them, a ``Slot`` for each state tensor
 (parameter, buffer, optimizer state, kept gradient) that says where it lives, the live hyper-parameters, and the leaves
-that are plain values. This is the one place that knows where torch keeps state.
+that are plain values. Only this file knows where torch keeps state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from passes import CaptureError, Input, Role
 
 from .._torch import TreeSpec
-from ..ranks.world import spread
+from ..ranks.world import extend_placement
 from .grad_scaler import start
 from .tree import flatten, flatten_with_path
 from .unsupported import check_argument
@@ -32,7 +32,7 @@ SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momen
 
 @dataclass(frozen=True)
 class Slot:
-    """One state tensor: what it is to the program, and the place ``holder[key]`` that holds it."""
+    """One state tensor: the program input that it becomes, and ``holder[key]``, which holds it."""
 
     input: Input
     holder: Any  # a dict, or a ``GradientOf``
@@ -80,11 +80,11 @@ class HyperParameter:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter with every place that holds it (more than one when tied)."""
+    """A parameter with each ``(holder, key)`` that holds it (more than one when tied)."""
 
     name: str
     tensor: torch.Tensor
-    places: tuple[tuple[dict[str, Any], str], ...]
+    holders: tuple[tuple[dict[str, Any], str], ...]
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class OfState:
-    """In the place of an argument that is itself state (``list(model.parameters())``): the state's name."""
+class StateRef:
+    """Stands for an argument that is itself state (``list(model.parameters())``), by the name of that state."""
 
     name: str
 
@@ -117,9 +117,9 @@ class Arguments:
         return [leaf for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
 
     def naming_state(self, slots: Sequence[Slot]) -> Arguments:
-        """The same with an ``OfState`` in the place of each leaf that is a state tensor."""
+        """The same arguments, with a ``StateRef`` instead of each leaf that is a state tensor."""
         names = {id(slot.get()): slot.input.name for slot in slots}
-        leaves = [Leaf(x.name, OfState(names[id(x.value)])) if id(x.value) in names else x for x in self.leaves]
+        leaves = [Leaf(x.name, StateRef(names[id(x.value)])) if id(x.value) in names else x for x in self.leaves]
         return replace(self, leaves=leaves)
 
 
@@ -214,9 +214,9 @@ def _collect(modules: dict[str, nn.Module], attribute: str) -> list[Parameter]:
         holder: dict[str, Any] = getattr(submodule, attribute)
         for key, tensor in holder.items():
             if tensor is not None:
-                _, _, places = found.setdefault(id(tensor), (f"{prefix}.{key}", tensor, []))
-                places.append((holder, key))
-    return [Parameter(name, tensor, tuple(places)) for name, tensor, places in found.values()]
+                _, _, holders = found.setdefault(id(tensor), (f"{prefix}.{key}", tensor, []))
+                holders.append((holder, key))
+    return [Parameter(name, tensor, tuple(holders)) for name, tensor, holders in found.values()]
 
 
 def submodules_of(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -245,20 +245,20 @@ def slots_of(arguments: Arguments) -> list[Slot]:
 
 
 def on_mesh(slots: Sequence[Slot], mesh: DeviceMesh) -> list[Slot]:
-    """The slots with the placements of DTensors on a part of ``mesh`` said for all of its axes."""
+    """The slots, with the placements of DTensors on a submesh extended to all axes of ``mesh``."""
 
-    def described(slot: Slot) -> Input:
+    def extended(slot: Slot) -> Input:
         live = slot.get()
         if not isinstance(live, DTensor):
             return slot.input
-        return replace(slot.input, placement=spread(tuple(live.placements), live.device_mesh, mesh))
+        return replace(slot.input, placement=extend_placement(tuple(live.placements), live.device_mesh, mesh))
 
-    return [replace(slot, input=described(slot)) for slot in slots]
+    return [replace(slot, input=extended(slot)) for slot in slots]
 
 
 def _slot(role: Role, name: str, parameter: Parameter) -> Slot:
     tensor = parameter.tensor
-    holder, key = parameter.places[0]
+    holder, key = parameter.holders[0]
     return Slot(_described(role, name, tensor), holder, key)
 
 
@@ -266,7 +266,7 @@ def _gradient_slot(parameter: Parameter) -> Slot:
     gradient = parameter.tensor.grad
     assert gradient is not None
     described = _described(Role.GRADIENT, gradient_name(parameter.name), gradient, parameter.name)
-    return Slot(described, GradientOf(*parameter.places[0]), None)
+    return Slot(described, GradientOf(*parameter.holders[0]), None)
 
 
 def _scaler_slots(path: str, scaler: GradScaler, device: torch.device) -> list[Slot]:

@@ -31,7 +31,7 @@ from .._torch import (
 )
 from ..call.grad_scaler import Skips
 from ..call.rng import only_torch_draws
-from ..call.state import Arguments, HyperParameter, OfState, Slot, buffers_of, parameters_of, submodules_of
+from ..call.state import Arguments, HyperParameter, Slot, StateRef, buffers_of, parameters_of, submodules_of
 from ..call.tree import flatten
 from .batch_norm import traceable
 from .decompositions import while_recorded
@@ -171,7 +171,7 @@ class Trace:
         state = {slot.input.name: fake for slot, fake in zip(self.slots, fakes.slots, strict=True)}
 
         def stand_in(value: Any) -> Any:
-            if isinstance(value, OfState):
+            if isinstance(value, StateRef):
                 return state[value.name]
             return next(tensors) if isinstance(value, torch.Tensor) else value
 
@@ -242,7 +242,7 @@ class _Swap:
                     f"{held.name} is new in a replacement that an Override made, and would not be trained: "
                     "a replacement may hold no parameters or buffers but those of the module it replaces"
                 )
-            places += [(holder, key, fake) for holder, key in held.places]
+            places += [(holder, key, fake) for holder, key in held.holders]
         return places
 
     def _hook(self, stack: ExitStack, name: str) -> None:

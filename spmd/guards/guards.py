@@ -26,8 +26,8 @@ from ..call.state import (
     SCHEDULER_NOTES,
     Arguments,
     HyperParameter,
-    OfState,
     Slot,
+    StateRef,
     hyper_parameters_of,
     is_live,
     submodules_of,
@@ -136,7 +136,7 @@ class Leaves:
         number = {name: k for k, (name, _) in enumerate(state)}
         names, values = [leaf.name for leaf in arguments.leaves], [leaf.value for leaf in arguments.leaves]
         kinds = [_kind(value) for value in values]
-        own = [(k, number[value.name]) for k, value in enumerate(values) if isinstance(value, OfState)]
+        own = [(k, number[value.name]) for k, value in enumerate(values) if isinstance(value, StateRef)]
         alike = [
             (leaf, k)
             for leaf, kind in enumerate(kinds)
@@ -224,7 +224,7 @@ def _check(kind: Any) -> Callable[[Any], bool]:
                 and value.device == kind.device
             )
         )
-    if isinstance(kind, OfState):
+    if isinstance(kind, StateRef):
         return lambda value: isinstance(value, torch.Tensor)
     if isinstance(kind, Settings):
         return lambda value: isinstance(value, GradScaler) and Settings.of(value) == kind

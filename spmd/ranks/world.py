@@ -74,7 +74,7 @@ def joined(mesh: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
     return whole
 
 
-def spread(placement: Placements, mesh: DeviceMesh, whole: DeviceMesh) -> Placements:
+def extend_placement(placement: Placements, mesh: DeviceMesh, whole: DeviceMesh) -> Placements:
     """A placement on ``mesh``, said for all axes of the mesh that it is a part of; over others it is replicated."""
     names = mesh.mesh_dim_names or ()
     if mesh == whole or not names:

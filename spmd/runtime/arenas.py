@@ -1,10 +1,10 @@
-"""The memory that the programs of one step compute in: one arena a device, kept from call to call.
+"""Arenas: the memory that the programs of one step compute in, one per device, reused by every call.
 
-What other ranks of the host look at lies in an arena of its own. It is written to again in the next call only, which
-begins with an exchange among all ranks (``consensus.py``): by then all have read what they wanted.
+Values that the other ranks of the host read are in an arena of their own. It is written to again in the next call only,
+which begins with a barrier among all ranks (``consensus.py``), so all of them have read it by then.
 
-A step runs one program at a time, and nothing that lives on after a call is in an arena, so that all programs of a step
-share it. It is as large as the largest of them needs.
+A step runs one program at a time, and no value in an arena outlives a call, so all programs of a step share the arenas.
+Each is as large as the largest program needs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from passes.runtime.arena import reserve
 
 
 class User(Protocol):
-    """What is bound to an arena, and can be told to let go of it."""
+    """Anything that is bound to an arena and can release it."""
 
     def release(self) -> None:
-        """Let go; a later call binds anew."""
+        """Drop all references to the arena; a later call binds anew."""
 
 
 class Arenas:
@@ -33,7 +33,7 @@ class Arenas:
         self._arenas: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
     def reserve(self, size: int, device: torch.device, shared: bool = False) -> torch.Tensor:
-        """At least ``size`` bytes. Where there are not so many yet, all users let go of the old arena first."""
+        """At least ``size`` bytes. All users release an arena that is too small before it is replaced."""
         kind = device, shared
         if device.type == "cpu":
             _keep_what_is_freed()
@@ -55,8 +55,8 @@ class Arenas:
 def _keep_what_is_freed() -> None:
     """Let the process keep memory that ops without an out variant free (attention, layer norm), for the next call.
 
-    glibc gives large blocks back to the kernel, and what it gives back costs a page fault for each 4 KiB when it is
-    taken again: 1,800 a step for a GPT of width 256, 6 of 108 ms. How large is large follows the blocks that were
-    freed, up to 32 MiB (``M_MMAP_THRESHOLD`` in mallopt(3)); so one such block is freed, without ever being touched.
+    glibc returns large blocks to the kernel, and then the next allocation costs a page fault for each 4 KiB: 1,800 a
+    step for a GPT of width 256, 6 of 108 ms. How large is large follows the blocks that were freed, up to 32 MiB
+    (``M_MMAP_THRESHOLD`` in mallopt(3)); so one such block is freed, without ever being touched.
     """
     torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8)

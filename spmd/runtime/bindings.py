@@ -1,9 +1,9 @@
-"""The quickest Python function that performs a node's op.
+"""Find the fastest Python function that computes a node's op.
 
 ``torch.ops.aten.mm.default(a, b)`` matches its arguments against a schema in general, which costs a microsecond or two
 more than the function that torch's bindings have for it, ``torch.mm(a, b)``. For small models that is much of a step.
-A binding chooses among the overloads of an op by its arguments; that it comes to the very op of the node, with the very
-arguments, is seen by calling it once without computing anything.
+A binding chooses among the overloads of an op by its arguments. Calling it once without computing anything shows
+whether it reaches the very overload of the node, with the very arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def direct(node: fx.Node) -> Callable[..., Any]:
     op = node.target
     assert callable(op)
     if not isinstance(op, OpOverload) or op.namespace != "aten" or not _has_tensor(node):
-        return op  # what makes a tensor from nothing also asks torch's modes on which device
+        return op  # a factory also asks torch's modes for its device
     key = (op, *map(_kind, node.args), *((name, _kind(value)) for name, value in node.kwargs.items()))
     if key not in _found:
         _found[key] = next((each for each in _candidates(op) if _comes_to(each, op, node)), op)
@@ -51,7 +51,7 @@ def _comes_to(function: Callable[..., Any], op: OpOverload, node: fx.Node) -> bo
         with torch.no_grad(), seen:
             function(*args, **kwargs)
     except Exception:
-        return False  # a binding that takes other arguments, or that wants a result of another kind
+        return False  # a binding with other arguments, or with a result of another kind
     if len(seen.calls) != 1:
         return False
     called, its_args, its_kwargs = seen.calls[0]

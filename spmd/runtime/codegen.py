@@ -1,7 +1,7 @@
-"""A program's graph as Python that does at each call only what depends on the call.
+"""Generate Python from a program's graph that does at each call only what depends on the call.
 
-What a node gives is *fixed* where it is the same tensor object at every call, as long as state stays where it lies: an
-input that is state, a view of what is fixed, and what an op returns that wrote into a fixed tensor. Fixed views are
+The value of a node is *fixed* if it is the same tensor object at every call, as long as state keeps its address: an
+input that is state, a view of a fixed tensor, and the result of an op that writes into a fixed tensor. Fixed views are
 made once, when the graph is bound to state. The rest runs at every call, as the inner one of two generated functions::
 
     def bind(weight):
@@ -11,7 +11,7 @@ made once, when the graph is bound to state. The rest runs at every call, as the
             ...
         return run
 
-What is bound is made anew when a state tensor is another one, or lies elsewhere.
+It is bound anew when a state tensor is another object, or has another address.
 """
 
 from __future__ import annotations
@@ -67,29 +67,29 @@ class Bound:
     def release(self) -> None:
         """Hold on to no state; the next call binds anew."""
         self._state: list[torch.Tensor] = []
-        self._lies: list[int] | None = None
+        self._addresses: list[int] | None = None
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         """What the graph returns."""
         state = [inputs[k] for k in self._fixed]
-        lies = list(map(_pointer, state))
+        addresses = list(map(_pointer, state))
         run = self._run  # another thread, whose step is compiled, may let go of it meanwhile
-        if run is None or lies != self._lies or not all(map(is_, state, self._state)):
+        if run is None or addresses != self._addresses or not all(map(is_, state, self._state)):
             self.release()
             run = self._bind(*state)
-            self._run, self._state, self._lies = run, state, lies
+            self._run, self._state, self._addresses = run, state, addresses
         return run(*[inputs[k] for k in self._given])
 
 
 def release_all() -> None:
-    """Let every program bind anew at its next call: views that they hold keep storages from being given up."""
+    """Let every program bind anew at its next call: the views that they hold keep storages alive."""
     for each in _all:
         each.release()
 
 
 def is_fixed(node: fx.Node, role: Role) -> bool:
-    """Whether an input is a tensor that is there before and after a call."""
+    """Whether an input is a tensor that outlives a call."""
     return (role.is_state or role is Role.CONSTANT) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -99,10 +99,10 @@ class _Writer:
     def __init__(self, program: Program, fixed: Sequence[int], given: Sequence[int], arenas: Arenas) -> None:
         self.program, self.arenas = program, arenas
         self.constants = _constants(program.graph)
-        self.scope: dict[str, Any] = {}  # what the text names that is not in it: functions, dtypes, modules
-        self.known: dict[int, str] = {}
+        self.scope: dict[str, Any] = {}  # values that the text refers to by name: functions, dtypes, modules
+        self.named: dict[int, str] = {}
         placeholders = program.placeholders
-        self.names = {node: f"{node.name}_" for node in program.graph.nodes}  # no keyword, and no name of ours
+        self.names = {node: f"{node.name}_" for node in program.graph.nodes}  # no keyname, and no name of ours
         self.prepared: dict[Any, str] = {}  # collectives that are made once and started at each call
         self.arguments = [placeholders[k] for k in fixed], [placeholders[k] for k in given]
         self.fixed = set(self.arguments[0])
@@ -123,7 +123,7 @@ class _Writer:
         return _compiled(self._text(), self.scope)
 
     def _detach(self) -> None:
-        """Compute with state beyond autograd's sight; what is returned is the state itself.
+        """Compute with detached state, so that autograd sees none of it; the state itself is returned.
 
         A view of a parameter that lives on raises once it is looked at (``is_leaf``, say), since that was written to.
         """
@@ -142,7 +142,7 @@ class _Writer:
             self._prepare(node)
             return
         target = _returned_argument(node)
-        if target is not None and self._all_fixed(_nodes(target)):  # runs each time, but what it gives is known before
+        if target is not None and self._all_fixed(_nodes(target)):  # runs each time, but its result is known before
             self.fixed.add(node)
             self.done_once.append(f"{self.names[node]} = {self._value(target)}")
             line = f"{self.prepared[target]}.wait()" if target in self.prepared else self._call(node)
@@ -166,7 +166,7 @@ class _Writer:
         return all(node in self.fixed for node in nodes)
 
     def _return(self) -> None:
-        """A returned view is an object of its own at each call: the user may keep it, or change what it shows."""
+        """Return a new object for each view at each call: the user may keep it, or write to it."""
         returned = self.program.output_node.args[0]
         views = [node for node in _nodes(returned) if node in self.fixed and node.op != "placeholder"]
         for node in dict.fromkeys(views):
@@ -208,13 +208,13 @@ class _Writer:
         return self._name(value)
 
     def _name(self, value: Any) -> str:
-        """The name in the text for what cannot be written down."""
-        if id(value) not in self.known:
-            word = getattr(value, "__name__", type(value).__name__).replace(".", "_")
-            word = word if word.isidentifier() else "value"
-            self.known[id(value)] = f"{word}_{len(self.scope)}"
-            self.scope[self.known[id(value)]] = value
-        return self.known[id(value)]
+        """The name in the text for a value that has no literal."""
+        if id(value) not in self.named:
+            name = getattr(value, "__name__", type(value).__name__).replace(".", "_")
+            name = name if name.isidentifier() else "value"
+            self.named[id(value)] = f"{name}_{len(self.scope)}"
+            self.scope[self.named[id(value)]] = value
+        return self.named[id(value)]
 
     def _text(self) -> str:
         bound, given = [", ".join(self.names[node] for node in each) for each in self.arguments]
@@ -233,7 +233,7 @@ def _constants(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _returned_argument(node: fx.Node) -> Any:
-    """The argument that a node writes into, or waits for, and returns; a tuple if there are several; None if not so."""
+    """The argument that a node returns after writing into it or waiting for it; a tuple of several; None if neither."""
     if is_wait(node):
         return node.args[0]
     targets = written(node)
@@ -243,7 +243,7 @@ def _returned_argument(node: fx.Node) -> Any:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the nodes that nobody reads after it; one that nobody reads at all goes at once."""
+    """For each node, the nodes that it is the last to read; a node without readers is its own last use."""
     dying: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):

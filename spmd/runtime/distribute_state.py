@@ -1,4 +1,4 @@
-"""Live state on the mesh: made equal to rank 0's, split where the plan says, and bound to a program's inputs.
+"""Distribute live state over the mesh: make it equal to rank 0's, and split it as the plan places it.
 
 Splitting a parameter means a new object: torch cannot turn a Parameter into a DTensor in place. The module's entry, the
 optimizers' groups and state keys are rebound, and hooks, attributes and gradients move along. All of it happens after
@@ -27,18 +27,18 @@ from ..call.call import Call
 from ..call.state import Arguments, Slot, local_of, parameters_of
 from ..placements import chunk
 from ..ranks.consensus import cpu_group
-from ..ranks.world import spread
+from ..ranks.world import extend_placement
 
 # What is rank 0's already, by id (tensors compare by value): optimizers, and this rank's parts of parameters, buffers
 # and scalers' state. Nothing here refers to a DTensor weakly: torch could not convert it (``model.double()``) any more.
 _equal: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-# Where a parameter that was split keeps what took its place: optimizers of other steps may still hold the old one.
+# The attribute by which a parameter that was split leads to its replacement: optimizers of other steps may hold it.
 _SUCCESSOR = "_spmd_successor"
 
 
 @dataclass
 class Prepared:
-    """State on its way to the mesh: ``locals[k]`` is the storage that the program binds for slot k."""
+    """State that is about to be distributed: ``locals[k]`` is the storage that the program binds for slot k."""
 
     slots: list[Slot]
     placements: list[Placements]
@@ -52,7 +52,10 @@ def prepare(call: Call, inputs: Sequence[Input]) -> Prepared:
     storages = []
     for slot, placement in zip(slots, placements, strict=True):
         live = slot.get()
-        if isinstance(live, DTensor) and spread(tuple(live.placements), live.device_mesh, device_mesh) != placement:
+        if (
+            isinstance(live, DTensor)
+            and extend_placement(tuple(live.placements), live.device_mesh, device_mesh) != placement
+        ):
             raise PlacementError(
                 f"{slot.input.name} is a DTensor placed as {live.placements}, but the program wants {placement}"
             )
@@ -119,7 +122,7 @@ def as_dtensor(
 
 
 def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> None:
-    """Broadcast what rank 0 has not handed out yet: an optimizer's state at first sight, all else once."""
+    """Broadcast from rank 0: the state of an optimizer when it is first seen, all other state once."""
     known = all(map(_is_equal, arguments.optimizers.values()))
     with torch.no_grad():
         for slot in prepared.slots:
@@ -163,14 +166,14 @@ def _broadcast_along(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> None:
 
 
 def _axes_beyond(live: DTensor, mesh: DeviceMesh) -> list[int]:
-    """The axes of ``mesh`` that a DTensor on a part of it knows nothing of."""
+    """The axes of ``mesh`` that the mesh of a DTensor does not have."""
     return [
         k for k, name in enumerate(mesh.mesh_dim_names or ()) if name not in (live.device_mesh.mesh_dim_names or ())
     ]
 
 
 def _renewed(old: torch.Tensor, split: DTensor) -> torch.Tensor:
-    """The DTensor Parameter that takes the place of ``old``, with its hooks and attributes."""
+    """The DTensor Parameter that replaces ``old``, with its hooks and attributes."""
     new = nn.Parameter(split, requires_grad=old.requires_grad)
     for name, value in vars(old).items():
         if name != _SUCCESSOR:
@@ -208,7 +211,7 @@ def _rebind(arguments: Arguments, renewed: dict[int, torch.Tensor]) -> None:
     for parameter in parameters_of(arguments.modules):
         new = renewed.get(id(parameter.tensor))
         if new is not None:
-            for holder, key in parameter.places:
+            for holder, key in parameter.holders:
                 holder[key] = new
     for optimizer in arguments.optimizers.values():
         _rebind_optimizer(optimizer, renewed)

@@ -25,7 +25,7 @@ class InputRef:
     part: Part | None = None
 
     def of(self, inputs: Sequence[Any]) -> torch.Tensor:
-        """The tensor there."""
+        """The tensor that is referred to."""
         tensor: torch.Tensor = inputs[self.position]
         return (
             tensor if self.part is None else tensor.narrow(0, self.part.offset, self.part.numel).view(self.part.shape)
@@ -48,14 +48,14 @@ class Executable:
         return [outputs[k] for k in self.returned]
 
     def release(self) -> None:
-        """Hold on to no state between calls: the model is gone."""
+        """Drop all references to state: the model is gone."""
         if isinstance(self.function, Bound):
             self.function.arenas.release()
 
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if not self.updates:
             return
-        # An update may be another input (buffers that swap places): take those out before anything is written.
+        # An update may be another input (buffers that are swapped): copy those before anything is written.
         storages = {_storage(x) for x in inputs if isinstance(x, torch.Tensor)}
         values = [outputs[k].clone() if _storage(outputs[k]) in storages else outputs[k] for k, _ in self.updates]
         for value, (_, ref) in zip(values, self.updates, strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import spmd
 from passes import print_program
-from spmd.runtime.flat_storage import _is_movable, _known, as_it_lies, parts_of
+from spmd.runtime.flat_storage import _flat_tensors, flat_tensor_of, is_movable, parts_of
 from tests.harness.cases import MLP, make_optimizer, mlp
 from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, all_unequal, assert_agrees, compiled_run, plain_run, snapshot
@@ -107,29 +107,29 @@ TENSORS: dict[str, tuple[Callable[[], Tensor], bool]] = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_what_nobody_would_notice_may_move(name: str) -> None:
     make, movable = TENSORS[name]
-    assert _is_movable(make()) is movable
+    assert is_movable(make()) is movable
 
 
 def test_what_another_tensor_shows_may_not_move() -> None:
     tensor = torch.ones(3)
     seen = tensor.detach()
-    assert not _is_movable(tensor)
+    assert not is_movable(tensor)
     del seen
-    assert _is_movable(tensor)
+    assert is_movable(tensor)
 
 
 def test_tensors_are_a_flat_one_if_they_are_all_of_it_in_order() -> None:
     flat = torch.arange(6.0)
-    _known[flat.data_ptr()] = flat
+    _flat_tensors[flat.data_ptr()] = flat
     one, two = parts_of(flat, [torch.empty(2), torch.empty(2, 2)])
-    assert as_it_lies([one, two]) is flat
-    assert as_it_lies([one]) is None
-    assert as_it_lies([two]) is None
-    assert as_it_lies([two, one]) is None
-    assert as_it_lies([one, two.t()]) is None
-    assert as_it_lies([one, two.view(torch.int32)]) is None
-    assert as_it_lies([one, two.clone()]) is None
-    assert as_it_lies([one.clone(), two]) is None
+    assert flat_tensor_of([one, two]) is flat
+    assert flat_tensor_of([one]) is None
+    assert flat_tensor_of([two]) is None
+    assert flat_tensor_of([two, one]) is None
+    assert flat_tensor_of([one, two.t()]) is None
+    assert flat_tensor_of([one, two.view(torch.int32)]) is None
+    assert flat_tensor_of([one, two.clone()]) is None
+    assert flat_tensor_of([one.clone(), two]) is None
 
 
 class OtherData(Small):
