@@ -52,13 +52,12 @@ def prepare(call: Call, inputs: Sequence[Input]) -> Prepared:
     storages = []
     for slot, placement in zip(slots, placements, strict=True):
         live = slot.get()
-        if (
-            isinstance(live, DTensor)
-            and extend_placement(tuple(live.placements), live.device_mesh, device_mesh) != placement
-        ):
-            raise PlacementError(
-                f"{slot.input.name} is a DTensor placed as {live.placements}, but the program wants {placement}"
-            )
+        if isinstance(live, DTensor):
+            has = extend_placement(tuple(live.placements), live.device_mesh, device_mesh)
+            if has != placement:
+                raise PlacementError(
+                    f"{slot.input.name} is a DTensor placed as {live.placements}, but the program needs {placement}"
+                )
         fresh = is_sharded(placement) and not isinstance(live, DTensor)
         storages.append(part_of(live.detach(), placement, call.mesh) if fresh else local_tensor(live))
     return Prepared(slots, placements, storages)
