@@ -2,13 +2,15 @@
 
 Each is trained by SGD with momentum on two gloo ranks, each with rows of its own, and in one process on the whole
 batch. A line of the table: how many nodes one rank's program has, what it communicates, how long one program takes to
-compile, and the largest difference of any number, or what is wrong in a line. Exits with 1 if something is.
+compile, and the largest difference of any number, or what is wrong in a line. Exits with 1 if something is. A run of
+all architectures in both styles rewrites the table in ``docs/models.md``, without the seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +27,8 @@ from .zoo import Entry
 
 STYLES: tuple[Style, ...] = get_args(Style)
 HEADINGS = ("architecture", "kind", "style", "nodes", "collectives", "seconds", "agrees")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+TABLE = re.compile(r"(?<=<!-- models: begin -->\n).*(?=<!-- models: end -->)", re.DOTALL)
 
 
 def main() -> int:
@@ -43,8 +47,8 @@ def main() -> int:
     finally:
         ranks.close()
     Console(width=None if sys.stdout.isatty() else 160).print(_table(lines))
-    if arguments.markdown:
-        arguments.markdown.write_text(_markdown(lines))
+    if len(lines) == len(ENTRIES) * len(STYLES):
+        DOCUMENT.write_text(TABLE.sub(lambda _: _markdown(lines), DOCUMENT.read_text()))
     wrong = [line for line in lines if not line[-1].startswith("yes")]
     print(f"{len(lines) - len(wrong)} of {len(lines)} agree")
     return bool(wrong)
@@ -55,7 +59,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help=f"all, if none is given; there are {_listed()}")
     parser.add_argument("--style", choices=STYLES, help="both by default")
     parser.add_argument("--steps", type=int, default=4, help="of training; 4 by default")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file, too, as the README has it")
     return parser.parse_args()
 
 
@@ -103,11 +106,12 @@ def _table(lines: list[tuple[str, ...]]) -> Table:
 
 
 def _markdown(lines: list[tuple[str, ...]]) -> str:
-    """A row for each architecture: what the styles share once, what differs side by side."""
+    """A row for each architecture, styles side by side where they differ; no seconds, which differ from run to run."""
     names = dict.fromkeys(line[0] for line in lines)
     rows = [_side_by_side([line for line in lines if line[0] == name]) for name in names]
-    table = (HEADINGS, tuple("---" for _ in HEADINGS), *rows)
-    return "\n".join("| " + " | ".join(row) + " |" for row in table) + "\n"
+    columns = [k for k, heading in enumerate(HEADINGS) if heading not in ("style", "seconds")]
+    table = (HEADINGS, ("---",) * len(HEADINGS), *rows)
+    return "".join("| " + " | ".join(row[k] for k in columns) + " |\n" for row in table)
 
 
 def _side_by_side(lines: list[tuple[str, ...]]) -> tuple[str, ...]:
