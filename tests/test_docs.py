@@ -1,0 +1,187 @@
+"""The documents: their code runs, their dumps and reports are today's, and what they name exists.
+
+The Python blocks of a document run in order, on rank 0 of 2. ``pytest tests/test_docs.py --renew`` writes today's dumps
+and reports into the documents. A comment in front of a block names what it shows: a file under the folder ``runs``, or
+an excerpt of it, or the report of a step of the document's code::
+
+    <!-- dump: train_step/program-0/99_lowered.py -->
+    <!-- dump: train_step/program-0/*_wait_late.py, 15 lines from: # ---- backward -->
+    <!-- report: train_step -->
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_gpt
+from rich.console import Console
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+from spmd.cli import command as spmd_command
+from spmd.rules import RULES
+from tests.harness.fake import fake_world
+
+TORCH = "2.13."  # other versions decompose mse_loss into other ops
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(r"(<!-- (dump|report): (.+?) -->\n```\w+\n)(.*?)(^```)", re.DOTALL | re.MULTILINE)
+EXCERPT = re.compile(r"(\S+), (\d+) lines from: (.+)")
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """The code of a language, in order, without what dumps and reports wrote."""
+    text = SHOWN.sub("", DOCUMENTS[document].read_text())
+    return [body for kind, body in BLOCK.findall(text) if kind == language]
+
+
+WITH_CODE = [document for document in DOCUMENTS if blocks(document, "python")]
+
+
+@pytest.fixture
+def rules_kept() -> Iterator[None]:
+    """Forget the rules that a document registers."""
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+@pytest.mark.usefixtures("rules_kept")
+@pytest.mark.parametrize("document", WITH_CODE)
+def test_code_runs_and_dumps_are_todays(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(blocks(document, "python")))
+    names: dict[str, Any] = {"__name__": "train"}
+    with fake_world(2):
+        exec(compile(script.read_text(), str(script), "exec"), names)
+
+    text = DOCUMENTS[document].read_text()
+    today = SHOWN.sub(lambda found: found[1] + shown(found[2], found[3], names) + found[5], text)
+    if request.config.getoption("--renew"):
+        DOCUMENTS[document].write_text(today)
+    elif torch.__version__.startswith(TORCH):
+        assert text == today
+
+
+def shown(kind: str, what: str, names: dict[str, Any]) -> str:
+    """The text of a dump, from its function on, or of a report, without its seconds."""
+    if kind == "report":
+        console = Console(file=io.StringIO(), width=100)
+        console.print(replace(names[what].report(), seconds={}))
+        return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+    excerpt = EXCERPT.fullmatch(what)
+    (dump,) = Path("runs").glob(excerpt[1] if excerpt else what)
+    text = dump.read_text()
+    if not excerpt:
+        return text[text.index("def program(") :]
+    lines = text.splitlines(keepends=True)
+    start = next(number for number, line in enumerate(lines) if excerpt[3] in line)
+    return "".join(lines[start : start + int(excerpt[2])])
+
+
+def spans(document: str) -> list[str]:
+    """What stands between single backticks outside of code blocks."""
+    text = BLOCK.sub("", DOCUMENTS[document].read_text())
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def commands(document: str) -> list[str]:
+    """The lines of shell blocks, and the targets of make and commands of ours that the text names."""
+    lines = [line for block in blocks(document, "sh") for line in block.replace("\\\n", "").splitlines()]
+    return [*lines, *(span for span in spans(document) if re.match(r"make |pytest |python ", span))]
+
+
+COMMANDS = [(document, command) for document in DOCUMENTS for command in dict.fromkeys(commands(document))]
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS)
+def test_commands_can_be_given(document: str, command: str) -> None:
+    words = shlex.split(command, comments=True)
+    if words[0] == "srun":
+        words = words[words.index("torchrun") :]
+    match words:
+        case ["make", target, *rest]:
+            targets_exist(words)
+            check_options(target, [word.removeprefix("ARGS=") for word in rest if word.startswith("ARGS=")])
+        case ["torchrun", *options]:
+            torchrun_parser().parse_args(["2" if "$" in word else word for word in options])
+        case ["python", "-m", "spmd", *options]:
+            spmd_command._arguments(options)
+        case ["python", script, *_]:
+            assert (ROOT / script).exists()
+        case ["pytest", *options]:
+            assert all(word in ("--renew", "--exhaustive") or (ROOT / word).exists() for word in options)
+        case _:
+            raise AssertionError(f"nothing here checks {command!r}")
+
+
+def targets_exist(words: list[str]) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    done = subprocess.run([*words, "-n"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def check_options(target: str, arguments: list[str]) -> None:
+    """Parse what ``make train`` passes on."""
+    for options in arguments:
+        if target == "train":
+            train_gpt.parse(shlex.split(options))
+
+
+@cache
+def paths() -> frozenset[str]:
+    """Every file and folder of the repository, folders with a slash at the end."""
+    tops = (".ci", "benchmarks", "docs", "examples", "passes", "spmd", "tests")
+    found = [*ROOT.glob("*.*"), *(path for top in tops for path in [ROOT / top, *(ROOT / top).rglob("*")])]
+    return frozenset(path.relative_to(ROOT).as_posix() + "/" * path.is_dir() for path in found)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_and_names_exist(document: str) -> None:
+    wrong = []
+    for span in spans(document):
+        is_path = re.fullmatch(r"[\w./-]+(\.(py|md|toml)|/)", span) and not re.match(r"\d\d_|runs/", span)
+        if is_path and not any(path == span or path.endswith(f"/{span}") for path in paths()):
+            wrong.append(span)
+        name = re.match(r"(spmd|passes)((?:\.[A-Za-z_]\w*)+)(?=\(|$)", span)
+        if name and not is_path and not has(name[1], name[2][1:].split(".")):
+            wrong.append(span)
+    assert not wrong
+
+
+def has(package: str, attributes: list[str]) -> bool:
+    found: Any = importlib.import_module(package)
+    for attribute in attributes:
+        found = getattr(found, attribute, None)
+    return found is not None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", DOCUMENTS[document].read_text())
+    assert not [target for target in targets if not (DOCUMENTS[document].parent / target).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_lines_fit_120_columns(document: str) -> None:
+    text = SHOWN.sub("", DOCUMENTS[document].read_text())
+    lines = [line for line in text.splitlines() if not line.startswith("|") and "](http" not in line]
+    assert not [line for line in lines if len(line) > 120]
