@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, time, width)
-        # Heads first, then q, k and v of each: rows of the weight that are neighbours belong to one head, so that ranks
+        # Heads first, then q, k and v of each: consecutive rows of the weight belong to one head, so that ranks
         # can share out the heads by having a part of the rows each.
         qkv = self.qkv(x).unflatten(-1, (self.heads, 3, -1)).transpose(1, 3)
         y = F.scaled_dot_product_attention(*qkv.unbind(1), is_causal=True)  # (batch, heads, time, width / heads)

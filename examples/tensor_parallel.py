@@ -29,7 +29,7 @@ PLACEMENTS = {
 
 def placements(config: gpt.Config) -> dict[str, Any]:
     """Where the parameters of a model live; one matrix that both reads and writes bytes has one name."""
-    return {name: place for name, place in PLACEMENTS.items() if not (config.tied and "head" in name)}
+    return {name: placement for name, placement in PLACEMENTS.items() if not (config.tied and "head" in name)}
 
 
 def split_sequence(model: gpt.GPT) -> None:

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     before = held_out_bits(judge, model, batches(corpus.held_out), options.checks)
     console.print(f"held-out text before training: {before:.3f} bits per byte")
 
-    # Made after the first compiled call, which in "fully_shard" puts each rank's shards in the place of the parameters.
+    # Made after the first compiled call, which in "fully_shard" replaces the parameters by each rank's shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(options.steps))
     learn(step, model, optimizer, schedule, batches(corpus.train), options, console)

@@ -96,10 +96,10 @@ def program(sequence: bool, tied: bool = False, passes: Any = ()) -> Any:
 
 def activations(found: Any) -> Counter[tuple[str, str]]:
     """How often each kind of collective moves activations over "tp" in each phase, those of numbers a row left out."""
-    said = [(node, node.meta["collective"]) for node in found.collectives()]
+    collectives = [(node, node.meta["collective"]) for node in found.collectives()]
     return Counter(
         (str(node.meta["phase"]), str(each.kind))
-        for node, each in said
+        for node, each in collectives
         if each.axis == "tp" and each.role == "activation" and shape(node.args[0])[-1:] == (WIDTH,)
     )
 
@@ -135,10 +135,10 @@ def assert_nothing_large_is_whole(found: Any) -> None:
     shapes = {shape(node) for node in found.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
     assert (ROWS * TIME, VOCABULARY // 8) in shapes and (VOCABULARY // 8, WIDTH) in shapes
     assert not [each for each in shapes if VOCABULARY in each]
-    said = [node.meta["collective"] for node in found.collectives()]
+    collectives = [node.meta["collective"] for node in found.collectives()]
     split = {i.name for i in found.inputs if i.role == "parameter" and i.placement[1].is_shard()}
     assert len(split) == 4 * LAYERS + 2
-    assert not [each for each in said if each.axis == "tp" and split & set(each.of)]
+    assert not [each for each in collectives if each.axis == "tp" and split & set(each.of)]
 
 
 def test_small_reductions_are_all_that_a_split_vocabulary_needs() -> None:

@@ -27,7 +27,7 @@ TINY = (
 
 
 def environment() -> dict[str, str]:
-    """Ours, without what says that this process is a rank of something."""
+    """Our environment, without the variables that make this process a rank."""
     ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SPMD_DUMP")}
     return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 

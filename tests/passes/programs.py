@@ -123,7 +123,7 @@ class Step:
 def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[Any]]) -> list[Step]:
     """Run one program, or one for each rank, on a list of inputs per rank, and apply updates. Inputs are not touched.
 
-    A collective other than all_reduce, which copies first, reads its operands only when somebody waits for it: the
+    A collective other than all_reduce, which copies first, reads its operands only at the wait: the
     latest that a backend may. Ranks that read each other's memory may do so until all know that all have (``_Posted``).
     """
     each_its = [programs] * len(inputs) if isinstance(programs, Program) else programs
@@ -269,7 +269,7 @@ def _overlaps(left: Step) -> set[tuple[str, str]]:
 
 
 def _spans(values: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The addresses between which each tensor lies."""
+    """The first and last address of each tensor."""
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.numel()}
     return {
         name: (
@@ -302,7 +302,7 @@ def stored_flat(before: Program, after: Program, inputs: Sequence[Any]) -> list[
 
 
 def _unfolded(program: Program, inputs: Sequence[Any]) -> dict[str, Any]:
-    """The inputs by name, parts in the place of flat ones."""
+    """The inputs by name, with the parts of flat ones instead of these."""
     values: dict[str, Any] = {}
     for declared, value in zip(program.inputs, inputs, strict=True):
         parts = {p.input.name: value[p.offset : p.offset + p.numel].view(p.shape) for p in declared.parts}

@@ -54,9 +54,9 @@ def test_random_programs(seed: int) -> None:
     program = random_program(seed)
     roles = random.Random(seed)
     for node in program.collectives():
-        said = node.meta["collective"]
+        collective = node.meta["collective"]
         role = roles.choice([Role.GRADIENT, Role.GRADIENT, Role.ACTIVATION, Role.UNKNOWN])
-        node.meta["collective"] = type(said)(said.kind, said.axis, said.reduction, role)
+        node.meta["collective"] = type(collective)(collective.kind, collective.axis, collective.reduction, role)
     pipeline = default(bucket_bytes=roles.choice([300, 1000, 25_000_000]))
     for length in (len(pipeline), roles.randrange(len(pipeline))):
         assert_same_bits(program, run(program, pipeline[:length]))

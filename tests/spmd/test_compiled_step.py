@@ -77,8 +77,8 @@ def test_results_are_plain_tensors() -> None:
 def test_a_report_counts_times_and_prints() -> None:
     compiled = compile_on_fake_ranks(4, train_step, regression(5, 3)[:2], *regression(5, 3)[2:])
     report = compiled.report()
-    told = json.loads(json.dumps(report.to_dict()))
-    assert isinstance(told, dict) and told
+    as_dict = json.loads(json.dumps(report.to_dict()))
+    assert isinstance(as_dict, dict) and as_dict
     assert all(seconds >= 0 for seconds in report.seconds.values()) and "capture" in report.seconds
     assert _printed(report)
     with pytest.raises((ValueError, KeyError), match="all_reduce"):

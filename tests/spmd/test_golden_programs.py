@@ -1,7 +1,7 @@
 """Whole programs as text, before the passes and as they run: what a change of the compiler must not change unseen.
 
 ``pytest tests/spmd/test_golden_programs.py --renew`` writes them anew, for review as a diff. The header of a dump, with
-options and counts of edits, is left out. The backend is said to be gloo, so that ``Realise`` has something to do.
+options and counts of edits, is left out. ``Realise`` takes the backend for gloo, so that it has something to do.
 """
 
 from __future__ import annotations

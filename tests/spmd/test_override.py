@@ -45,7 +45,7 @@ class DDMFunction(torch.autograd.Function):
 
 
 class Untraceable(nn.Module):
-    """Branches on data; ``inner`` and ``unused`` are for the tests of who is asked."""
+    """Branches on data; ``inner`` and ``unused`` are for the tests of which modules are asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class TwoUntraceable(MLP):
 
 @dataclass
 class Watching(spmd.Override):
-    """Replaces what is untraceable; ``real_ops`` also puts additions in the place of the ops. Notes what it sees."""
+    """Replaces what is untraceable; ``real_ops`` also replaces the ops by additions. Records what it sees."""
 
     real_ops: bool = True
     asked: list[str] = field(default_factory=list)

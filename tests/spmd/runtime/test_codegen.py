@@ -61,7 +61,7 @@ def test_views_of_arguments_are_made_at_each_call() -> None:
         assert torch.equal(bound(p, x)[0], x @ p.t())
 
 
-def test_state_that_lies_elsewhere_is_bound_anew() -> None:
+def test_state_at_another_address_is_bound_anew() -> None:
     bound, p, x = Bound(program_of(product, p=f64(3, 2), x=f64(4, 2))), torch.rand(3, 2), torch.rand(4, 2)
     bound(p, x)
     p.data = torch.rand(3, 2)
@@ -69,7 +69,7 @@ def test_state_that_lies_elsewhere_is_bound_anew() -> None:
     assert torch.equal(bound(other := torch.rand(3, 2), x)[0], x @ other.t())
 
 
-def test_what_is_written_in_place_is_known_before() -> None:
+def test_results_written_in_place_are_bound_once() -> None:
     program = program_of(lambda p, g: (aten.sum.default(aten.t.default(aten.add.Tensor(p, g))),), p=f64(2), g=f64(2))
     (add,) = (node for node in program.graph.nodes if node.target is aten.add.Tensor)
     add.target = aten.add_.Tensor

@@ -86,7 +86,7 @@ def test_shards_lie_flat_and_are_gathered_from_there() -> None:
 
 
 class OfTheirOwn(Tensor):
-    """A class that somebody made."""
+    """A class of the user's."""
 
 
 HELD = torch.ones(2, 3).numpy()
@@ -105,7 +105,7 @@ TENSORS: dict[str, tuple[Callable[[], Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_what_nobody_would_notice_may_move(name: str) -> None:
+def test_memory_that_nobody_else_sees_is_movable(name: str) -> None:
     make, movable = TENSORS[name]
     assert is_movable(make()) is movable
 
@@ -133,7 +133,7 @@ def test_tensors_are_a_flat_one_if_they_are_all_of_it_in_order() -> None:
 
 
 class OtherData(Small):
-    """Between calls, data is put in the place of parameters' and state's: of all, of some, and of another layout."""
+    """Between calls, the data of parameters and state is replaced: of all, of some, and by another layout."""
 
     def after(self, objects: tuple[Any, ...], step: int) -> None:
         parameters = list(objects[0].parameters())
@@ -147,7 +147,7 @@ class OtherData(Small):
 
 
 class Swapped(Small):
-    """Two layers change places by their data, and others by a shared tensor."""
+    """Two layers are swapped by their data, and others by a shared tensor."""
 
     def after(self, objects: tuple[Any, ...], step: int) -> None:
         first, second = objects[0][0].weight, objects[0][2].weight
@@ -205,7 +205,7 @@ def test_what_happens_between_calls_counts(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_memory_that_somebody_looks_at_stays() -> None:
+def test_memory_that_is_seen_elsewhere_stays() -> None:
     model, optimizer = Small().build()
     seen = model[0].weight.detach()
     step = spmd.compile(Small.step)
@@ -323,7 +323,7 @@ def moved_by_one(rank: int, world: int) -> tuple[list[str], str, list[int]]:
     return all_unequal(expected, got, rank, world), print_program(step.program), flats(step)
 
 
-def test_ranks_agree_on_what_lies_flat_already(ranks: Ranks) -> None:
+def test_ranks_agree_on_what_is_flat_already(ranks: Ranks) -> None:
     (one, text, joined), (other, same, _) = ranks.run(2, moved_by_one)
     assert one == other == []
     assert text == same
