@@ -87,8 +87,8 @@ class Dispatch:
         self._changes.append(change)
         if len(self.programs) == _MANY:
             warnings.warn(
-                f"{self.name} has compiled {_MANY} programs. What changed before the last ones: "
-                f"{'; '.join(self._changes[-3:])}. If it changes at every call, pass it as a tensor, or leave it out",
+                f"{self.name} has compiled {_MANY} programs. The last ones were compiled because this changed: "
+                f"{'; '.join(self._changes[-3:])}. Pass what changes at every call as a tensor, or leave it out",
                 stacklevel=5,
             )
 

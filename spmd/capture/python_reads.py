@@ -224,8 +224,8 @@ class Reads:
     def _tell(self, changed: list[str]) -> None:
         if changed:
             warnings.warn(
-                f"the step changes {', '.join(changed)}: a compiled step does so while traced, not at every call. "
-                "Return it, or change it outside of the step",
+                f"the step changes {', '.join(changed)}, which a compiled step does only once, while it is traced. "
+                "Return the new value, or change it outside of the step",
                 stacklevel=2,
             )
 

@@ -47,8 +47,8 @@ def attributes_kept(name: str, module: nn.Module) -> Iterator[None]:
     _put_back(module, before, contents, [key for key in changed if holds_traced(module.__dict__[key])])
     if lost:
         warnings.warn(
-            f"the step changes {', '.join(f'{name}.{key}' for key in lost)}: a compiled step does so while traced, "
-            "not at every call. Make it a buffer, or change it outside of the step",
+            f"the step changes {', '.join(f'{name}.{key}' for key in lost)}, which a compiled step does only once, "
+            "while it is traced. Make it a buffer, or change it outside of the step",
             stacklevel=2,
         )
 

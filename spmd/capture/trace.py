@@ -156,8 +156,8 @@ class Trace:
         gone = [name for name, leaf in zip(names, before, strict=True) if all(leaf is not other for other in after)]
         if gone or now != spec:
             warnings.warn(
-                f"the step changes what its arguments hold ({', '.join(gone) or 'more than was given'}): a compiled "
-                "step works on a copy of lists, dicts and dataclasses. Return what is new, or write into tensors",
+                f"the step changes containers among its arguments ({', '.join(gone) or 'new entries'}), but a compiled "
+                "step gets copies of lists, dicts and dataclasses. Return the new values, or write into tensors",
                 stacklevel=2,
             )
 

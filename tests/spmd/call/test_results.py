@@ -174,7 +174,7 @@ def test_a_change_of_what_arguments_hold_is_told(alone: None) -> None:
         return batch.pop("y") + batch["x"]
 
     batch = {"x": torch.ones(2), "y": torch.ones(2)}
-    with pytest.warns(UserWarning, match=r"changes what its arguments hold \(batch.y\)"):
+    with pytest.warns(UserWarning, match=r"changes containers among its arguments \(batch.y\)"):
         spmd.compile(step)(batch)
     assert list(batch) == ["x", "y"]
 

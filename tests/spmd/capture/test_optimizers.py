@@ -105,7 +105,7 @@ def test_whole_matrices_are_gathered_once_and_the_report_says_so(ranks: Ranks) -
         assert gathered == [(2, "bfloat16")], "one for each matrix"
         size = 2 * (15 * 7 + 7 * 3)
         assert "aten.mm" in note and "test_optimizers.py" in note and "optimizer.step()" in note
-        assert f"2 of them, {size} bytes" in note
+        assert f"2 matrices ({size} bytes)" in note
 
 
 class CountsInPython(optim.Optimizer):

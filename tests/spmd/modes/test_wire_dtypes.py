@@ -239,8 +239,8 @@ def test_bytes_are_those_of_the_narrow_dtype_and_the_report_says_what_is_rounded
         assert narrow.bytes(kind) * 4 == wide.bytes(kind)
     assert not wide.notes
     assert narrow.notes == (
-        f"reduce_dtype=torch.bfloat16: {COUNT} of {COUNT} gradients are rounded to be sent",
-        f"gather_dtype=torch.float16: {COUNT} of {COUNT} parameters are rounded to be sent",
+        f"reduce_dtype=torch.bfloat16 rounds {COUNT} of {COUNT} gradients before they are sent",
+        f"gather_dtype=torch.float16 rounds {COUNT} of {COUNT} parameters before they are sent",
     )
 
 
