@@ -35,6 +35,7 @@ from .memory.share_state import ShareState
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import default
 from .runner import run
+from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
 from .update.split_update import SplitUpdate
 
@@ -54,6 +55,7 @@ __all__ = [
     "FoldLayoutCopies",
     "FoldViews",
     "FormUnits",
+    "FuseForeach",
     "FuseUpdate",
     "Input",
     "Kind",

@@ -22,6 +22,7 @@ from .memory.one_storage import OneStorage
 from .memory.reuse_memory import ReuseMemory
 from .memory.share_state import ShareState
 from .memory.update_in_place import UpdateInPlace
+from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
 
 
@@ -48,6 +49,8 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         OneStorage(),
         # A unit is updated by one op; the op needs all of its gradients, so these are merged first.
         FuseUpdate(),
+        # Whatever no kernel computes is left for ops over lists.
+        FuseForeach(),
         # What is meant is final; which ops perform it decides what can be moved.
         Realise(table=table),
         # A collective's start decides where its wait can stand at the earliest.

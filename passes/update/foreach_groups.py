@@ -1,4 +1,4 @@
-"""Which ops of an update can be done together: the analysis behind the second half of ``FuseUpdate``.
+"""Structurally equal ops of an update, grouped: the analysis behind ``FuseForeach``.
 
 An op over a list is the op on each entry, and a pointwise op on numbers in a row is the op on each number. So any two
 updates that do the same may share it: nothing is assumed to be equal.
@@ -18,10 +18,11 @@ from .._torch import OpOverload
 from ..ir.effects import is_pure
 from ..ir.program import Program
 from ..ir.roles import Phase, Role
+from .optimizer_formulas import kernels
 
 aten = torch.ops.aten
 
-Alike = list[fx.Node]
+Group = list[fx.Node]
 
 # By op, the op over lists where all its operands are tensors, and the one where the second is a number.
 _OVER_LISTS: dict[Any, tuple[Any, Any]] = {
@@ -40,6 +41,8 @@ _OVER_LISTS: dict[Any, tuple[Any, Any]] = {
         for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sign", "sqrt")
     },
 }
+
+_KERNELS = {kernel.op for kernel in kernels()}
 
 
 def over_lists(node: fx.Node) -> Any:
@@ -64,7 +67,7 @@ def in_a_row(node: fx.Node) -> bool:
     return bool(operands) and not lists and not any(val.ndim for val in (*operands, node.meta["val"]))
 
 
-def alike(program: Program, max_elements: int) -> list[Alike]:
+def groups(program: Program, max_elements: int) -> list[Group]:
     """Nodes of the update that one op can do: no member needs another, also not by way of what others become.
 
     Members do the same, with the same numbers, to what was computed alike, in one unit. Where memory is cached (on a
@@ -72,7 +75,7 @@ def alike(program: Program, max_elements: int) -> list[Alike]:
     In an order in which each follows what it needs.
     """
     reader = _Reader(program, max_elements)
-    found: dict[Hashable, Alike] = defaultdict(list)
+    found: dict[Hashable, Group] = defaultdict(list)
     for node in program.graph.nodes:
         if (key := reader.key(node)) is not None:
             found[key].append(node)
@@ -138,13 +141,18 @@ def _owners(program: Program) -> dict[fx.Node, str]:
         if name in values and name is not None:
             owner[node] = name
     updates = [node for node in program.graph.nodes if node.meta.get("phase") == Phase.UPDATE]
-    updates = [node for node in updates if is_pure(node) and _is_tensor(node)]
+    updates = [node for node in updates if is_pure(node) and _is_tensor(node) and not _serves_kernel(node)]
     for nodes, others in ((updates, "all_input_nodes"), (updates[::-1], "users")):
         for node in nodes:
             found = next((owner[each] for each in getattr(node, others) if each in owner), None)
             if found is not None:
                 owner.setdefault(node, found)
     return owner
+
+
+def _serves_kernel(node: fx.Node) -> bool:
+    """Whether a fused kernel alone reads ``node``: then it belongs to all parameters that the kernel updates."""
+    return bool(node.users) and all(user.target in _KERNELS for user in node.users)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -12,12 +12,13 @@ from ..analysis.list_ops import Entry, call_before, entries_by_op, erase_results
 from ..base import Pass
 from ..ir.edit import replace
 from ..ir.program import Program
+from .fuse_foreach import FuseForeach
 from .fuse_update import FuseUpdate
 
 
 @dataclass(frozen=True)
 class SplitUpdate(Pass):
-    """Each op over lists becomes ops over lists of up to ``entries`` each: ``FuseUpdate`` made one of them.
+    """Each op over lists, as ``FuseUpdate`` and ``FuseForeach`` make them, becomes ops over up to ``entries`` entries.
 
     An op does to an entry what it does to it among others, so the bits stay. The parts stand where the whole stood, in
     its order, and each needs only what its own entries need. An op whose results somebody takes as a whole is left
@@ -25,7 +26,7 @@ class SplitUpdate(Pass):
     """
 
     entries: int = 1
-    after: ClassVar[tuple[type[Pass], ...]] = (FuseUpdate,)
+    after: ClassVar[tuple[type[Pass], ...]] = (FuseUpdate, FuseForeach)
 
     def __post_init__(self) -> None:
         if self.entries < 1:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from passes import FuseUpdate, SplitUpdate, UpdateInPlace, run
+from passes import FuseForeach, FuseUpdate, SplitUpdate, UpdateInPlace, run
 
 from ..programs import assert_same_bits, before_and_after, targets
-from .test_fuse_update import adamax_program, adamw_program, assert_close, both
+from .test_fuse_foreach import adamax_program
+from .test_fuse_update import adamw_program, assert_close, both
 
 
 def test_split_update(golden: Any) -> None:
@@ -28,7 +29,7 @@ def test_the_parts_write_in_place() -> None:
 @pytest.mark.parametrize("entries", [1, 2])
 def test_lists_that_lead_to_lists(entries: int) -> None:
     program = adamax_program()
-    after = run(program, [FuseUpdate(), SplitUpdate(entries)])
+    after = run(program, [FuseForeach(), SplitUpdate(entries)])
     assert_same_bits(program, after)
     assert targets(after).count("_foreach_maximum.List") == 2 // entries
 
