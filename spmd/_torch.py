@@ -1,12 +1,17 @@
-"""Every private or experimental torch name that spmd uses, each with why, and the torch versions it was seen in."""
+"""Every private or experimental torch name that spmd uses, each with why, and the torch versions it was seen in.
+
+Imports come first, then accessors of private attributes, then private flags and functions behind a public shape. Code
+outside of this file uses these names only; ``tests/spmd/test_layers.py`` checks that.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributions import Distribution
 
@@ -93,14 +98,56 @@ from torch.utils._pytree import (
 
 # isort: on
 
-# Where a GradScaler keeps its state, how it begins, where it notes what it found for each optimizer until its update,
-# and the method that branches on that; what a fused optimizer says to take this over. No public way. 2.11 to 2.15.
+# Names of private attributes, and accessors of their values. The accessors are attrgetters, since guards map some of
+# them over all state at every call, where a function's own frame would count.
+
+# The dicts in which a module keeps what it holds itself, None included. Programs are bound to these dicts, and guards
+# compare them in bulk; ``named_parameters`` and its like skip None and walk the tree. 2.11 to 2.15.
+PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
+own_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter(PARAMETERS)
+own_buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter(BUFFERS)
+own_children: Callable[[nn.Module], dict[str, Any]] = attrgetter(CHILDREN)
+
+# Hooks can be registered in public but not listed: forward hooks of a module; hooks of a tensor on its gradient, and
+# on the gradient that was accumulated (each a dict, or None). 2.11 to 2.15.
+forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+forward_hooks: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
+GRADIENT_HOOKS, ACCUMULATION_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter(GRADIENT_HOOKS)
+accumulation_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter(ACCUMULATION_HOOKS)
+
+# Attributes of every module that are no settings of the user's: dicts of hooks, which torch never rebinds, and notes
+# that say more of state or of hooks. Guards on Python reads tell them from the user's attributes. 2.11 to 2.15.
+HOOK_DICTS = frozenset(key for key in vars(nn.Module()) if key.endswith("_hooks"))
+MODULE_NOTES = frozenset(
+    (
+        "_non_persistent_buffers_set",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs",
+    )
+)
+
+# How often a tensor was written in place: tells whether an optimizer or the step wrote it. 2.11 to 2.15.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+# The number of an autograd node: leads from a backward op to the forward op that made it. 2.11 to 2.15.
+sequence_number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+# The schema of an op: its name, its arguments, what it writes, what it returns. 2.11 to 2.15.
+schema_of: Callable[[OpOverload], torch.FunctionSchema] = attrgetter("_schema")
+
+# Namespaces of ops that communicate; a step that calls one itself is refused. 2.11 to 2.15.
+COLLECTIVE_NAMESPACES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))
+
+# A GradScaler: the attributes of its state, the method that makes this state lazily, the notes on each optimizer until
+# its update, and the method that branches on them. Then the flag of a fused optimizer that handles scaling itself. None
+# of them has a public accessor. 2.11 to 2.15.
 SCALER_STATE = {"scale": "_scale", "growth_tracker": "_growth_tracker"}
 SCALER_LAZY_START = "_lazy_init_scale_growth_tracker"
 SCALER_OPTIMIZERS = "_per_optimizer_states"
 SCALER_STEP = "_maybe_opt_step"
-STEPS_SCALED = "_step_supports_amp_scaling"
-
+STEP_HANDLES_SCALING = "_step_supports_amp_scaling"
 
 symbolic_functions: dict[str, object] = vars(_sympy_functions)
 
@@ -212,6 +259,21 @@ class TensorGuards:
         return bool(self._guards.check(*tensors))
 
 
+def check_batch_norm_input(norm: nn.Module, x: torch.Tensor) -> None:
+    """Raise ``ValueError`` for an input of a number of dims that this batch norm does not take.
+
+    ``_check_input_dim`` is private; seen in 2.11 to 2.15.
+    """
+    norm._check_input_dim(x)  # type: ignore[operator]
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Let ``new`` have the very dicts of hooks of ``old``, so that handles which the user holds still remove hooks."""
+    for name in (GRADIENT_HOOKS, ACCUMULATION_HOOKS):
+        if hooks := getattr(old, name):
+            setattr(new, name, hooks)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's storage; for a DTensor that is ``_local_tensor``, without the view that ``to_local`` makes.
 
@@ -252,11 +314,19 @@ def timeout_of(group: Any) -> float:
 
 
 __all__ = [
+    "ACCUMULATION_HOOKS",
+    "BUFFERS",
+    "CHILDREN",
+    "COLLECTIVE_NAMESPACES",
+    "GRADIENT_HOOKS",
+    "HOOK_DICTS",
+    "MODULE_NOTES",
+    "PARAMETERS",
     "SCALER_LAZY_START",
     "SCALER_OPTIMIZERS",
     "SCALER_STATE",
     "SCALER_STEP",
-    "STEPS_SCALED",
+    "STEP_HANDLES_SCALING",
     "BatchNorm",
     "ConstantSource",
     "DataDependentOutputException",
@@ -278,26 +348,39 @@ __all__ = [
     "TorchFunctionMode",
     "TreeSpec",
     "UnsupportedOperatorException",
+    "accumulation_hooks",
+    "check_batch_norm_input",
     "compiling",
     "core_aten_decompositions",
     "current_autograd_node",
     "default_store",
     "disable_modes",
+    "forward_hooks",
+    "forward_pre_hooks",
     "get_decompositions",
     "get_proxy_mode",
     "get_proxy_slot",
     "global_hooks",
+    "gradient_hooks",
     "local_tensor",
     "make_fx",
+    "masks_as_given",
+    "move_hooks",
     "newest_sequence_number",
     "nn_bindings",
+    "one_at_a_time",
+    "own_buffers",
+    "own_children",
+    "own_parameters",
     "owners",
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
     "register_pytree_node",
     "rename",
     "root_mesh",
+    "schema_of",
     "selecting",
+    "sequence_number_of",
     "storage_number",
     "symbolic_functions",
     "timeout_of",
@@ -305,5 +388,7 @@ __all__ = [
     "tree_flatten_with_path",
     "tree_map",
     "tree_unflatten",
+    "unchecked_distributions",
     "use_lazy_graph_module",
+    "version_of",
 ]

@@ -14,6 +14,8 @@ from passes import PassError, Program, Role
 from passes.ir.infer_shapes import fill_vals
 from passes.ir.program import Input, output_values
 
+from ._torch import own_children
+
 
 class Override:
     """For a submodule that cannot or should not be traced as it is. Both methods may be overridden; both do nothing.
@@ -60,7 +62,7 @@ def _replace_in(
     if id(module) in seen:
         return
     seen.add(id(module))
-    for key, child in list(module._modules.items()):
+    for key, child in list(own_children(module).items()):
         if child is None:
             continue
         fqn = f"{prefix}{key}"
@@ -68,8 +70,8 @@ def _replace_in(
         if new is child:
             _replace_in(child, f"{fqn}.", overrides, undo, seen)
         else:
-            undo.append((module._modules, key, child))
-            module._modules[key] = new
+            undo.append((own_children(module), key, child))
+            own_children(module)[key] = new
 
 
 def _replacement(fqn: str, child: nn.Module, overrides: Sequence[Override]) -> nn.Module:

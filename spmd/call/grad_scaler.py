@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from passes import CaptureError
 
-from .._torch import SCALER_LAZY_START, SCALER_OPTIMIZERS, SCALER_STATE, SCALER_STEP, STEPS_SCALED
+from .._torch import SCALER_LAZY_START, SCALER_OPTIMIZERS, SCALER_STATE, SCALER_STEP, STEP_HANDLES_SCALING, version_of
 
 
 def start(path: str, scaler: GradScaler, device: torch.device) -> dict[str, str]:
@@ -85,7 +85,7 @@ class Skips:
         with ExitStack() as stack:
             stack.enter_context(_no_others_start())
             for optimizer in optimizers.values() if scalers else ():
-                stack.enter_context(_set(vars(optimizer), STEPS_SCALED, False))  # as fused ones do on their own
+                stack.enter_context(_set(vars(optimizer), STEP_HANDLES_SCALING, False))  # as fused ones do on their own
             for scaler in (each for each in scalers.values() if each.is_enabled()):
                 notes: dict[int, Any] = defaultdict(vars(scaler)[SCALER_OPTIMIZERS].default_factory)
                 stack.enter_context(_set(vars(scaler), SCALER_OPTIMIZERS, notes))
@@ -127,11 +127,11 @@ class _Written:
     """A tensor that an optimizer may write, as it was before."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version, self.before = tensor, tensor._version, tensor.detach().clone()
+        self.tensor, self.version, self.before = tensor, version_of(tensor), tensor.detach().clone()
 
     def undo(self, condition: Tensor) -> None:
         """Put the values from before back where ``condition`` holds."""
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             self.tensor.copy_(torch.where(condition, self.before, self.tensor))
 
 

@@ -8,7 +8,7 @@ that are plain values. Only this file knows where torch keeps state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from passes import CaptureError, Input, Role
 
-from .._torch import TreeSpec
+from .._torch import TreeSpec, own_buffers, own_parameters
 from ..ranks.world import extend_placement
 from .grad_scaler import start
 from .tree import flatten, flatten_with_path
@@ -200,18 +200,18 @@ def _key(entry: Any) -> str:
 
 def parameters_of(modules: dict[str, nn.Module]) -> list[Parameter]:
     """Every parameter of ``modules``, once, under its first name."""
-    return _collect(modules, "_parameters")
+    return _collect(modules, own_parameters)
 
 
 def buffers_of(modules: dict[str, nn.Module]) -> list[Parameter]:
     """Every buffer of ``modules``, once, under its first name."""
-    return _collect(modules, "_buffers")
+    return _collect(modules, own_buffers)
 
 
-def _collect(modules: dict[str, nn.Module], attribute: str) -> list[Parameter]:
+def _collect(modules: dict[str, nn.Module], held_by: Callable[[nn.Module], dict[str, Any]]) -> list[Parameter]:
     found: dict[int, tuple[str, torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
     for prefix, submodule in submodules_of(modules):
-        holder: dict[str, Any] = getattr(submodule, attribute)
+        holder = held_by(submodule)
         for key, tensor in holder.items():
             if tensor is not None:
                 _, _, holders = found.setdefault(id(tensor), (f"{prefix}.{key}", tensor, []))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._torch import BatchNorm
+from .._torch import BatchNorm, check_batch_norm_input
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def _form_of(module: nn.Module) -> Any:
 
 def _cumulative(module: Any, x: Tensor) -> Tensor:
     """A batch norm whose running statistics are the mean over all batches so far."""
-    module._check_input_dim(x)
+    check_batch_norm_input(module, x)
     module.num_batches_tracked.add_(1)
     mean, variance = torch.zeros_like(module.running_mean), torch.zeros_like(module.running_var)
     # With a momentum of 1 the "running" statistics are those of this batch.

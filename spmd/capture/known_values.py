@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import OpOverload, disable_modes, get_proxy_mode
+from .._torch import OpOverload, disable_modes, get_proxy_mode, schema_of
 from .provenance import proxy_node
 from .state_branches import ancestors, cut_out
 
@@ -39,7 +39,7 @@ def _written_elsewhere(needed: set[fx.Node], graph: fx.Graph) -> bool:
         op, read = node.target, node.all_input_nodes[:1]
         if not isinstance(op, OpOverload) or not same.issuperset(read) or not read or node in needed:
             continue
-        if op._schema.is_mutable:
+        if schema_of(op).is_mutable:
             return True
         if op.is_view:
             same.add(node)

@@ -30,6 +30,7 @@ from .._torch import (
     newest_sequence_number,
     register_module_forward_hook,
     register_module_forward_pre_hook,
+    sequence_number_of,
     tree_flatten,
 )
 from ..call.rng import Draws
@@ -176,7 +177,7 @@ class Recorder(TorchDispatchMode):
     def _origin(self, current: Any) -> Origin:
         self._count += 1
         if current is not None:
-            forward = self._forward.get(current._sequence_nr())
+            forward = self._forward.get(sequence_number_of(current))
             module, source = (forward.module, forward.source) if forward else ("", user_line(sys._getframe(3)))
             return Origin(self._count, Phase.BACKWARD, module, source)
         module = self._modules[-1] if self._modules else ""
@@ -204,7 +205,7 @@ class Recorder(TorchDispatchMode):
             self._kept.append(child)
             if hasattr(child, "variable"):  # accumulates into a leaf; tagged by the leaf's own hook
                 continue
-            self._hooks.append(child.register_prehook(self._cotangent_hook(child._sequence_nr())))
+            self._hooks.append(child.register_prehook(self._cotangent_hook(sequence_number_of(child))))
             pending += [grandchild for grandchild, _ in child.next_functions if grandchild is not None]
 
     def _cotangent_hook(self, sequence_number: int) -> Any:

@@ -33,6 +33,7 @@ from torch import nn
 
 import passes
 
+from .._torch import BUFFERS, CHILDREN, HOOK_DICTS, MODULE_NOTES, PARAMETERS
 from .namespaces import Namespaces
 from .side_effects import holds_traced
 
@@ -44,9 +45,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Held apart: state tensors and the tree of modules are guarded as a whole; `training` of every module always is.
 _ELSEWHERE = {
     nn.Module: {
-        *("_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"),
-        # Say more of hooks that are noted.
-        *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+        *(PARAMETERS, BUFFERS, CHILDREN, "training"),
+        *MODULE_NOTES,
     },
     torch.optim.Optimizer: {"state", "param_groups", "defaults", "step"},  # schedulers wrap step to count it
 }
@@ -59,7 +59,6 @@ _PLAIN = (
     *(int, float, complex, str, bytes, type, enum.Enum, slice, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_HOOKS = {key for key in vars(nn.Module()) if key.endswith("_hooks")}
 _WRAPPED = {  # what wraps a function of the user's, and where it keeps it
     types.MethodType: ("__func__", "__self__"),
     partial: ("func", "args", "keywords"),
@@ -282,7 +281,7 @@ class Reads:
         if id(module) in self.names:
             return
         self.names[id(module)] = name
-        for key in ("training", "_modules", "_parameters", "_buffers"):
+        for key in ("training", CHILDREN, PARAMETERS, BUFFERS):
             self._note("item", vars(module), key, f"{name}.{key}", kept=True)
 
     def _look_into_function(self, function: types.FunctionType) -> None:
@@ -370,7 +369,7 @@ class Reads:
         self._reach(type(instance))
         if fields is not None and key in fields:
             kept = isinstance(instance, tuple(_ELSEWHERE))
-            if kept and key in _HOOKS:  # torch never binds another dict there
+            if kept and key in HOOK_DICTS:  # torch never binds another dict there
                 self._look_into(fields[key], f"{self._name(instance)}.{key}", kept)
                 return
             self._note("item", fields, key, f"{self._name(instance)}.{key}", kept)

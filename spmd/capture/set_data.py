@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._torch import TorchFunctionMode, storage_number
+from .._torch import TorchFunctionMode, storage_number, version_of
 from .unsupported import Refused
 
 _SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ class SetDataCopies(TorchFunctionMode):
         tensor, new = args
         self._check(tensor, new)
         tensor.data.copy_(new)
-        self._given.append((new, new._version))
+        self._given.append((new, version_of(new)))
         self._holders[id(new)] = tensor
         return None
 
@@ -59,7 +59,7 @@ class SetDataCopies(TorchFunctionMode):
 
     def check_end(self) -> None:
         """Raise ``Refused`` if something was written into after it had become a tensor's data."""
-        if any(new._version != version for new, version in self._given):
+        if any(version_of(new) != version for new, version in self._given):
             raise Refused(
                 "it writes into a tensor that it has made another's .data before, and so into both: copy instead, with "
                 "tensor.data.copy_(value). This happens"

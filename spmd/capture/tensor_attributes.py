@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import TorchDispatchMode, tree_map
+from .._torch import TorchDispatchMode, schema_of, tree_map
 from .unsupported import Refused
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ class _Held(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _taken(self, func: Any, value: Tensor) -> Tensor:
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             name = self.held[id(value)][0]
             raise Refused(
                 f"it may write into {name} ({func}), a plain attribute of a module: make that a buffer, with "

@@ -22,9 +22,13 @@ from passes import CaptureError
 from .._torch import (
     FakeTensorMode,
     ShapeEnv,
+    accumulation_hooks,
     compiling,
+    gradient_hooks,
     make_fx,
     masks_as_given,
+    own_buffers,
+    own_parameters,
     selecting,
     tree_unflatten,
     unchecked_distributions,
@@ -216,8 +220,8 @@ class _Swap:
         for name, submodule in submodules_of(self.modules):
             stack.enter_context(attributes_kept(name, submodule))
             stack.enter_context(traceable(submodule))
-            stack.enter_context(_restored(submodule._parameters))
-            stack.enter_context(_restored(submodule._buffers))
+            stack.enter_context(_restored(own_parameters(submodule)))
+            stack.enter_context(_restored(own_buffers(submodule)))
         for holder in {id(holder): holder for holder, _, _ in places}.values():
             stack.enter_context(_restored(holder))
         for holder, key, fake in places:
@@ -250,9 +254,9 @@ class _Swap:
         fake, live = self.fake_of[name], self.live_of[name]
         if not fake.requires_grad:
             return
-        for hook in (getattr(live, "_backward_hooks", None) or {}).values():
+        for hook in (gradient_hooks(live) or {}).values():
             stack.callback(fake.register_hook(hook).remove)
-        for hook in (getattr(live, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in (accumulation_hooks(live) or {}).values():
             stack.callback(fake.register_post_accumulate_grad_hook(hook).remove)
 
         def tag(tensor: torch.Tensor) -> None:
@@ -322,7 +326,7 @@ class _Swap:
     def _refuse_what_would_be_lost(self) -> None:
         known = {(id(holder), key) for holder, key, _ in self._swapped}
         for name, submodule in submodules_of(self.modules):
-            for holder in (submodule._parameters, submodule._buffers):
+            for holder in (own_parameters(submodule), own_buffers(submodule)):
                 for key, tensor in holder.items():
                     if tensor is not None and (id(holder), key) not in known:
                         raise CaptureError(

@@ -16,10 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from passes import CaptureError
 
-from .._torch import tree_flatten
+from .._torch import (
+    COLLECTIVE_NAMESPACES,
+    forward_hooks,
+    forward_pre_hooks,
+    own_buffers,
+    own_parameters,
+    tree_flatten,
+)
 from .side_effects import holds_traced
-
-_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Refused(Exception):
@@ -47,7 +52,7 @@ def check_modules(submodules: Iterable[tuple[str, nn.Module]]) -> None:
                 "leave that out, say where parameters live with DataParallel(mesh=mesh, params={'*.up.weight': "
                 "{'tp': Shard(0)}}) or distribute_tensor, and where activations do with spmd.constrain"
             )
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        for key, tensor in [*own_parameters(module).items(), *own_buffers(module).items()]:
             if tensor is not None and tensor.is_meta:
                 raise CaptureError(
                     f"{name}.{key} is on the meta device and has no values to train: materialize the model first, "
@@ -57,7 +62,7 @@ def check_modules(submodules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def _has_hooks_of_styles(module: nn.Module) -> bool:
     """Whether torch's tensor parallel styles put hooks on ``module``; they are told by where they are defined."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
     return any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor") for hook in hooks)
 
 
@@ -79,7 +84,7 @@ def check_results(leaves: Sequence[Any]) -> None:
 
 def check_op(func: Any, result: Any) -> None:
     """Raise ``Refused`` if a compiled step cannot have this op."""
-    if func.namespace in _COLLECTIVES:
+    if func.namespace in COLLECTIVE_NAMESPACES:
         raise Refused(
             f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
             "batch, and spmd adds what must be communicated: leave it out. It is called"

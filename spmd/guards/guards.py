@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 
 from passes import CaptureError
 
-from .._torch import TreeSpec, global_hooks
+from .._torch import CHILDREN, TreeSpec, global_hooks, own_children
 from ..call.grad_scaler import Settings
 from ..call.state import (
     SCHEDULER_NOTES,
@@ -273,15 +273,15 @@ class Tree:
     def of(cls, arguments: Arguments) -> Tree:
         """As it is now."""
         named = list(submodules_of(arguments.modules))
-        children = [module._modules for _, module in named if module._modules]
+        children = [own_children(module) for _, module in named if own_children(module)]
         modules = list(chain.from_iterable(map(dict.values, children)))
         return cls(
             [name for name, _ in named],
             [vars(module) for _, module in named],
             [vars(module).get("training") for _, module in named],  # a compiled module asks the one that it holds
             children,
-            [module._modules for _, module in named if not module._modules],
-            [f"{name}.{key}" for name, module in named for key in module._modules],
+            [own_children(module) for _, module in named if not own_children(module)],
+            [f"{name}.{key}" for name, module in named for key in own_children(module)],
             modules,
             list(map(type, modules)),
         )
@@ -298,7 +298,7 @@ class Tree:
         now = [
             (f"{name}.{key}", module)
             for name, fields in zip(self.names, self.fields, strict=True)
-            for key, module in fields["_modules"].items()
+            for key, module in fields[CHILDREN].items()
         ]
         before = dict(zip(self.child_names, self.modules, strict=True))
         for name, module in now:

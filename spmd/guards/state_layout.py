@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._torch import TensorGuards, local_tensor
+from .._torch import TensorGuards, accumulation_hooks, gradient_hooks, local_tensor, own_buffers, own_parameters
 from ..call.grad_scaler import state_of
 from ..call.state import Arguments, Slot, is_number, submodules_of
 
 _gradient = attrgetter("grad")
-_early = attrgetter("_backward_hooks")
-_late = attrgetter("_post_accumulate_grad_hooks")
 
 
 class Places:
@@ -169,8 +167,8 @@ class StateLayout:
     def of(cls, arguments: Arguments, slots: Sequence[Slot]) -> StateLayout:
         """The layout now; ``slots`` are the program's."""
         modules = [module for _, module in submodules_of(arguments.modules)]
-        owned: list[dict[str, Any]] = [module._parameters for module in modules]
-        buffered: list[dict[str, Any]] = [module._buffers for module in modules]
+        owned: list[dict[str, Any]] = [own_parameters(module) for module in modules]
+        buffered: list[dict[str, Any]] = [own_buffers(module) for module in modules]
         parameters = Places(_flat(owned))
         tensors = parameters.pick(_flat(owned)) or []
         layout = cls(
@@ -245,6 +243,6 @@ def _are(tensors: Collection[torch.Tensor], among: list[torch.Tensor], positions
 
 def _hooks_of(parameters: list[torch.Tensor]) -> list[Any]:
     """The user's hooks on parameters: nearly always none."""
-    if not any(map(_early, parameters)) and not any(map(_late, parameters)):
+    if not any(map(gradient_hooks, parameters)) and not any(map(accumulation_hooks, parameters)):
         return []
-    return [list((hooks(p) or {}).values()) for hooks in (_early, _late) for p in parameters]
+    return [list((hooks(p) or {}).values()) for hooks in (gradient_hooks, accumulation_hooks) for p in parameters]

@@ -15,7 +15,7 @@ from passes.ir.meta import Relation, carried
 from passes.ir.program import Input, Placements, is_even
 from passes.runtime.random import draw, draws
 
-from .._torch import OpOverload, make_fx
+from .._torch import OpOverload, make_fx, schema_of
 from ..placements import local_runs
 from ..rules.pointwise import is_pointwise
 from .memo import Shapes
@@ -165,7 +165,7 @@ def _name(target: Any, like: fx.Node) -> str:
     """The name in the global graph for the same op; a new node of another kind is named after its op."""
     if target is like.target:
         return like.name
-    return target._schema.name.split("::")[1] if isinstance(target, OpOverload) else getitem.__name__
+    return schema_of(target).name.split("::")[1] if isinstance(target, OpOverload) else getitem.__name__
 
 
 def _fake_mode(program: Program) -> Any:

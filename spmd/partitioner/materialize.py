@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from passes import Role
 from passes.ir.program import Placements, is_sharded
 
-from .._torch import OpOverload
+from .._torch import OpOverload, schema_of
 from ..placements import local_shape, splits
 from ..rules import Call, Option
 from . import reasons
@@ -194,6 +194,6 @@ def _is_cheap(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False  # it would draw other numbers
-    name = target._schema.name.split("::")[1]
+    name = schema_of(target).name.split("::")[1]
     makes = name.startswith("new_") or not any(isinstance(leaf, fx.Node) for leaf in leaves(node))
     return makes or name in _CHEAP or torch.Tag.pointwise in target.tags

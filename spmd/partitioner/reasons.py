@@ -13,7 +13,7 @@ from torch import fx
 
 from passes import Output, Phase, Role
 
-from .._torch import OpOverload
+from .._torch import OpOverload, schema_of
 from .context import Facts
 from .redistribute import Reason
 
@@ -82,7 +82,7 @@ def op_name(node: fx.Node) -> str:
     target: Any = node.target
     if not isinstance(target, OpOverload):
         return getattr(target, "__name__", str(target))
-    name = str(target._schema.name).removeprefix("aten::").replace("::", ".")
+    name = schema_of(target).name.removeprefix("aten::").replace("::", ".")
     return f"backward of {name.removesuffix('_backward')}" if name.endswith("_backward") else name
 
 

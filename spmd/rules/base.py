@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch import OpOverload
+from .._torch import OpOverload, schema_of
 from ..placements import Interleaved
 
 R = Replicate()
@@ -56,7 +56,7 @@ def parameters(op: OpOverload) -> dict[str, tuple[int | None, Any]]:
     """
     return {
         argument.name: (None if argument.kwarg_only else position, argument.default_value)
-        for position, argument in enumerate(op._schema.arguments)
+        for position, argument in enumerate(schema_of(op).arguments)
     }
 
 

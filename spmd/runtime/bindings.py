@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import OpOverload, TorchDispatchMode, nn_bindings
+from .._torch import OpOverload, TorchDispatchMode, nn_bindings, schema_of
 
 _HOMES: tuple[Any, ...] = (torch, nn_bindings, torch.Tensor)
 _BINDINGS = (types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -36,7 +36,7 @@ def direct(node: fx.Node) -> Callable[..., Any]:
 
 
 def _candidates(op: OpOverload) -> Iterator[Callable[..., Any]]:
-    name = op._schema.name.removeprefix("aten::")
+    name = schema_of(op).name.removeprefix("aten::")
     for home in _HOMES:
         function = getattr(home, name, None)
         if isinstance(function, _BINDINGS):
@@ -73,7 +73,7 @@ class _Seen(TorchDispatchMode):
 
 def _named(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name, defaults too."""
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
 

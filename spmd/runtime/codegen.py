@@ -36,6 +36,7 @@ from passes.ir.effects import mutates, written
 from passes.runtime.arena import place, reserve, whole
 from passes.runtime.shared_memory_collectives import PERSISTENT
 
+from .._torch import schema_of
 from .arenas import Arenas
 from .bindings import direct
 
@@ -237,7 +238,7 @@ def _returned_argument(node: fx.Node) -> Any:
     if is_wait(node):
         return node.args[0]
     targets = written(node)
-    if not targets or not is_view(node) or len(node.target._schema.returns) != len(targets):  # type: ignore[union-attr]
+    if not targets or not is_view(node) or len(schema_of(node.target).returns) != len(targets):  # type: ignore[arg-type]
         return None
     return targets[0] if len(targets) == 1 else tuple(targets)
 

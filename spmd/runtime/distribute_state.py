@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Program, Role
 from passes.ir.program import Placements, is_sharded
 
-from .._torch import local_tensor
+from .._torch import local_tensor, move_hooks
 from ..call.call import Call
 from ..call.state import Arguments, Slot, local_of, parameters_of
 from ..placements import chunk
@@ -177,11 +177,7 @@ def _renewed(old: torch.Tensor, split: DTensor) -> torch.Tensor:
     for name, value in vars(old).items():
         if name != _SUCCESSOR:
             new.__dict__.setdefault(name, value)
-    # The hook tables themselves move, so that handles which the user holds still remove their hooks.
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(old, table, None)
-        if hooks:
-            setattr(new, table, hooks)
+    move_hooks(old, new)
     return new
 
 
