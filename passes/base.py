@@ -28,7 +28,8 @@ class Pass(ABC):
     Insert and replace nodes by ``ir/edit.py``, which carries their ``meta`` over. Keys that a pass of yours adds to
     ``node.meta`` need a dot in their names (``"mypackage.cost"``); ``ir/meta.py`` has all others.
 
-    - ``numerics``: "exact" (same bits), "reassociates" (the same sums in another order) or "approximate".
+    - ``numerics``: "exact" (same bits), "reassociates" (the same sums in another order) or "approximate". The history
+      names it where a pass that is not exact made edits.
     - ``after``: pass classes that must come earlier *if they are in the same pipeline*.
     - ``needs``: pass classes without which this one cannot work.
     - ``facts``: what it reads of the program that is not in the graph; without a fact it does less.

@@ -56,7 +56,7 @@ def _stage(number: int, each: Pass, program: Program, promised: Program | None) 
             check_program(program, promised)
     except Exception as error:
         raise _failure(number, each, program, error) from error
-    program.history.append(f"{number:02} {each}: {_outcome(edits, communicated, len(program.collectives()))}")
+    program.history.append(f"{number:02} {each}: {_outcome(each, edits, communicated, len(program.collectives()))}")
     return seconds
 
 
@@ -68,10 +68,12 @@ def _complete(program: Program, edits: object) -> None:
     program.note_collectives()
 
 
-def _outcome(edits: int, before: int, after: int) -> str:
-    if before != after:
-        return f"{before} -> {after} collectives"
-    return f"{edits} edit{'' if edits == 1 else 's'}" if edits else "nothing to do"
+def _outcome(each: Pass, edits: int, before: int, after: int) -> str:
+    """What a pass did, and what that may change in the numbers unless they stay the same bits."""
+    if not edits and before == after:
+        return "nothing to do"
+    did = f"{before} -> {after} collectives" if before != after else f"{edits} edit{'' if edits == 1 else 's'}"
+    return did if each.numerics == "exact" else f"{did}, {each.numerics}"
 
 
 def _failure(number: int, each: Pass, program: Program, error: Exception) -> PassError:

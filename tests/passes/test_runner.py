@@ -8,7 +8,21 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from passes import DeadCode, DropDetach, MergeEqual, Pass, PassError, Program, StartEarly, WaitLate, run
+from passes import (
+    BucketAllReduce,
+    DeadCode,
+    DropDetach,
+    MergeEqual,
+    Pass,
+    PassError,
+    Program,
+    Role,
+    StartEarly,
+    WaitLate,
+    print_program,
+    run,
+)
+from passes.base import Numerics
 
 from .programs import all_reduce, f64, make_program, targets
 
@@ -68,6 +82,32 @@ def test_history_counts_collectives_where_they_change() -> None:
     given = make_program(lambda x: (all_reduce(x), all_reduce(x)), x=f64(3))
     given.set_outputs([given.output_values()[0]], given.outputs[:1])
     assert run(given, [DeadCode()]).history == ["02 DeadCode: 2 -> 1 collectives"]
+
+
+@dataclass(frozen=True)
+class Negate(Pass):
+    """Twice where ``often`` says so, which changes no number."""
+
+    numerics: ClassVar[Numerics] = "approximate"
+    often: bool = True
+
+    def rewrite(self, program: Program) -> int:
+        for node in program.graph.find_nodes(op="call_function", target=aten.neg.default) if self.often else ():
+            with program.graph.inserting_before(node):
+                node.args = (program.graph.call_function(aten.neg.default, node.args),)
+        return int(self.often)
+
+
+def test_history_says_what_may_change_numbers() -> None:
+    assert run(program(), [Negate()]).history == ["02 Negate(often=True): 1 edit, approximate"]
+    assert run(program(), [Negate(False)]).history == ["02 Negate(often=False): nothing to do"]
+    given = make_program(lambda x, y: (all_reduce(x), all_reduce(y)), {}, [Role.GRADIENT], x=f64(3), y=f64(2))
+    (line,) = run(given, [BucketAllReduce()]).history
+    assert line.endswith(": 2 -> 1 collectives, reassociates")
+
+
+def test_dumps_say_what_may_change_numbers() -> None:
+    assert "# 02 Negate(often=True): 1 edit, approximate\n" in print_program(run(program(), [Negate()]))
 
 
 @pytest.mark.parametrize(
