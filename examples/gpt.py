@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    """The size of a model."""
+    """Sizes of a model."""
 
     width: int = 128
     layers: int = 4
@@ -28,7 +28,7 @@ class Config:
 
 
 class Attention(nn.Module):
-    """Each position looks at itself and those before it."""
+    """Causal self-attention."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -37,15 +37,15 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, time, width)
-        # Heads first, then q, k and v of each: consecutive rows of the weight belong to one head, so that ranks
-        # can share out the heads by having a part of the rows each.
+        # Heads first, then q, k and v of each: consecutive rows of the weight belong to one head, so that a rank with
+        # a part of the rows has whole heads.
         qkv = self.qkv(x).unflatten(-1, (self.heads, 3, -1)).transpose(1, 3)
         y = F.scaled_dot_product_attention(*qkv.unbind(1), is_causal=True)  # (batch, heads, time, width / heads)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """Each position by itself."""
+    """Two linear layers and a GELU, for each position alone."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to what came in."""
+    """Attention and an MLP, each with a norm and a residual connection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

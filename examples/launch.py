@@ -1,10 +1,10 @@
-"""torchrun that ends with a sentence: Ctrl-C and a rank that fails leave no traceback of the launcher's own.
+"""torchrun that ends quietly: Ctrl-C and a rank that fails leave no traceback of the launcher.
 
 Takes torchrun's arguments:
 
     python examples/launch.py --standalone --nproc-per-node 2 examples/train_gpt.py --steps 100
 
-``torchrun`` itself runs the examples just as well; it only says more when they end early.
+``torchrun`` itself runs the examples just as well; it prints more when they end early.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def end_on_ctrl_c() -> None:
 
 
 def wait_for_ctrl_c() -> None:
-    """Wait for the signal, say so as rank 0, and give the other ranks a moment to hear it before this one is gone."""
+    """Wait for the signal, print a line on rank 0, and leave the other ranks a moment to receive it before exiting."""
     signal.sigwait({signal.SIGINT})
     show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
     output = os.dup(1)
-    for stream in (1, 2):  # silence for what the rest of the program still has to say
+    for stream in (1, 2):  # no more output from the rest of the program
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     if os.environ.get("RANK", "0") == "0":
         os.write(output, f"{show_cursor}\nStopped by Ctrl-C.\n".encode())
@@ -47,14 +47,14 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable()  # in the launcher alone; the ranks speak for themselves
+    logging.disable()  # in the launcher alone; the ranks log for themselves
     try:
         run.run(run.parse_args(sys.argv[1:]))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode < 0:  # a rank that was killed could not say so itself
+        if failure.exitcode < 0:  # a rank that was killed could not report it
             print(f"rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
         return abs(failure.exitcode)
     return 0

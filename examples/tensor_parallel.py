@@ -1,9 +1,9 @@
-"""Tensor parallel for ``gpt.GPT``, as Megatron-LM does it: where its weights live, and, if asked, its activations.
+"""Tensor and sequence parallel for ``gpt.GPT``, as in Megatron-LM: placements of its weights and activations.
 
-Ranks along the axis "tp" share out the heads, the hidden width of the MLPs and the bytes of the vocabulary. A block
-then needs two all_reduces in forward and two in backward. With ``split_sequence`` they share out the positions, too,
-wherever every position goes by itself: each all_reduce becomes a reduce_scatter and an all_gather, and no rank has a
-whole residual stream.
+The heads, the hidden width of the MLPs and the bytes of the vocabulary are sharded over the axis "tp". A block then
+needs two all_reduces in forward and two in backward. ``split_sequence`` shards the positions as well, wherever they do
+not interact: each all_reduce becomes a reduce_scatter and an all_gather, and no rank has the whole residual stream
+between the blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import spmd
 
-# Rows of a weight are outputs of its layer: columns meet the rows of the layer before on the rank that has them.
+# Rows of a weight are outputs of its layer: a rank that has rows of one layer has the matching columns of the next.
 PLACEMENTS = {
     "*.qkv.weight": {"tp": Shard(0)},
     "*.out.weight": {"tp": Shard(1)},
@@ -28,12 +28,12 @@ PLACEMENTS = {
 
 
 def placements(config: gpt.Config) -> dict[str, Any]:
-    """Where the parameters of a model live; one matrix that both reads and writes bytes has one name."""
+    """Placements of the parameters of a model; a tied matrix has one name."""
     return {name: placement for name, placement in PLACEMENTS.items() if not (config.tied and "head" in name)}
 
 
 def split_sequence(model: gpt.GPT) -> None:
-    """Let ranks share out the positions between blocks: (batch, time, width) is split along time there."""
+    """Shard activations (batch, time, width) along time between the parts of the blocks, by hooks."""
     model.bytes.register_forward_hook(split)
     for block in model.blocks:
         assert isinstance(block, gpt.Block)
@@ -44,10 +44,10 @@ def split_sequence(model: gpt.GPT) -> None:
 
 
 def whole(module: nn.Module, arguments: tuple[Tensor]) -> Tensor:
-    """What goes into a part that shares out its weights has all positions."""
+    """Gather all positions in front of a part whose weights are sharded."""
     return spmd.constrain(arguments[0], {"dp": Shard(0)})
 
 
 def split(module: nn.Module, arguments: tuple[Tensor], result: Tensor) -> Tensor:
-    """What comes out is added up into some of the positions on each rank."""
+    """Reduce the result to some of the positions on each rank."""
     return spmd.constrain(result, {"dp": Shard(0), "tp": Shard(1)})

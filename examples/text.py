@@ -1,4 +1,4 @@
-"""Real text on every machine: the source of Python's standard library, or any file or folder, as bytes.
+"""Text to train on, as bytes: the source of Python's standard library, or any file or folder.
 
 In: a path and a number of bytes. Out: a ``Corpus`` of training and held-out text, the same on every rank and in every
 run. Nothing here knows about training; a byte is a token.
@@ -19,7 +19,7 @@ SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text to learn from, and text to be judged on."""
+    """Training text and held-out text."""
 
     train: bytes
     held_out: bytes
@@ -38,7 +38,7 @@ def load(path: Path | None = None, limit: int | None = None) -> Corpus:
 
 
 def files_under(folder: Path, suffix: str = "") -> list[Path]:
-    """All files below ``folder`` whose names end in ``suffix``, in an order that does not depend on the disk."""
+    """All files below ``folder`` whose names end in ``suffix``, sorted."""
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in SKIPPED and not name.startswith(".")]
@@ -68,7 +68,7 @@ def divide(text: bytes, origin: Path) -> Corpus:
 
 
 def table_bits(corpus: Corpus) -> float:
-    """The naive baseline: bits per held-out byte of a table that says how often each byte is in the training text."""
+    """The naive baseline: bits per held-out byte under the byte frequencies of the training text."""
     seen, asked = Counter(corpus.train), Counter(corpus.held_out)
     total = len(corpus.train) + 256  # every byte counts as seen once more, so that none is impossible
     bits = sum(count * -math.log2((seen[byte] + 1) / total) for byte, count in asked.items())

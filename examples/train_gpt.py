@@ -1,12 +1,12 @@
 """Train a small GPT on real text, byte by byte, with the whole step as one compiled program on every rank.
 
-On two ranks of one machine, on one rank, and what can be chosen:
+On two ranks of one machine, on one rank, and the options:
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
     python examples/train_gpt.py
     python examples/train_gpt.py --help
 
-On four ranks, of which two share out each matrix (tensor parallel) and two the batch:
+On four ranks, as a mesh of two (data parallel) by two (tensor parallel):
 
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --mesh 2x2 --tensor-parallel --sequence-parallel
 
@@ -46,7 +46,7 @@ import spmd
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """One step, as one writes it for one device. The loss is in nats per byte."""
+    """One step, as for one device. Returns the loss in nats per byte."""
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     loss.backward()
     optimizer.step()
@@ -55,13 +55,13 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The loss alone."""
+    """The loss, without an update."""
     with torch.no_grad():
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read, build, compile, train, and show what came of it."""
+    """Read, build, compile, train, and show the result."""
     options = parse(arguments)
     corpus = load(options)
     mesh, device = join(options)
@@ -72,23 +72,23 @@ def main(arguments: list[str] | None = None) -> None:
     model = gpt.GPT(options.model).to(device, getattr(torch, options.dtype))
 
     if options.eager:
-        step, judge = train_step, evaluate
+        step, loss_of = train_step, evaluate
     else:
         distribute = spmd.compile(parallel_mode=parallel_mode(options, mesh, model), dump=options.dump)
-        step, judge = distribute(train_step), distribute(evaluate)
+        step, loss_of = distribute(train_step), distribute(evaluate)
 
     def batches(data: bytes) -> Batches:
         return Batches(data, options.batch, options.context, rank, ranks, device, options.seed)
 
     console.print(summary(options, corpus, model, ranks), soft_wrap=True)
-    before = held_out_bits(judge, model, batches(corpus.held_out), options.checks)
+    before = held_out_bits(loss_of, model, batches(corpus.held_out), options.checks)
     console.print(f"held-out text before training: {before:.3f} bits per byte")
 
     # Made after the first compiled call, which in "fully_shard" replaces the parameters by each rank's shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(options.steps))
     learn(step, model, optimizer, schedule, batches(corpus.train), options, console)
-    after = held_out_bits(judge, model, batches(corpus.held_out), options.checks)
+    after = held_out_bits(loss_of, model, batches(corpus.held_out), options.checks)
 
     table = text.table_bits(corpus)
     console.print(f"\nheld-out text, bits per byte: {before:.3f} before, [bold]{after:.3f}[/bold] after training")
@@ -113,7 +113,7 @@ def parallel_mode(options: argparse.Namespace, mesh: DeviceMesh | None, model: g
 
 
 class Batches:
-    """Random pieces of a text: this rank's rows of a global batch that depends on its size and the seed only."""
+    """Random pieces of a text: this rank's rows of a global batch, which depends only on its size and the seed."""
 
     def __init__(
         self, data: bytes, batch: int, context: int, rank: int, ranks: int, device: torch.device, seed: int
@@ -126,7 +126,7 @@ class Batches:
         self.generator = torch.Generator().manual_seed(seed)
 
     def draw(self) -> tuple[Tensor, Tensor]:
-        """Bytes, and the byte that follows each of them: two tensors (batch, context)."""
+        """Bytes, and the byte that follows each of them: two tensors of shape (batch, context)."""
         last = len(self.data) - len(self.piece)
         starts = torch.randint(last + 1, (self.global_batch,), generator=self.generator)[self.rows]
         pieces = self.data[starts[:, None] + self.piece].to(self.device, torch.long)
@@ -153,7 +153,7 @@ def learn(
 
 
 class ProgressLine:
-    """How it goes: a line that moves on a terminal, a line at a time elsewhere."""
+    """Progress: a bar on a terminal, a line per message elsewhere."""
 
     def __init__(self, steps: int, tokens: int, console: Console) -> None:
         self.steps, self.tokens, self.console = steps, tokens, console  # tokens: in one step, of all ranks
@@ -176,7 +176,7 @@ class ProgressLine:
         self.bar.stop()
 
     def show(self, done: int, bits: float) -> None:
-        """Say that ``done`` steps are done, the last one at ``bits`` per byte."""
+        """Show that ``done`` steps are done, the last one at ``bits`` per byte."""
         now = time.perf_counter()
         seconds = (now - self.since) / (done - self.done)
         self.done, self.since = done, now
@@ -186,14 +186,14 @@ class ProgressLine:
             self.console.print(f"step {done}/{self.steps}  {line}", soft_wrap=True)
 
 
-def held_out_bits(judge: Callable[..., Tensor], model: nn.Module, batches: Batches, count: int) -> float:
+def held_out_bits(loss_of: Callable[..., Tensor], model: nn.Module, batches: Batches, count: int) -> float:
     """Bits per byte over ``count`` global batches."""
-    nats = sum(judge(model, *batches.draw()).item() for _ in range(count)) / count
+    nats = sum(loss_of(model, *batches.draw()).item() for _ in range(count)) / count
     return nats / math.log(2)
 
 
 def show_sample(model: nn.Module, options: argparse.Namespace, console: Console) -> None:
-    """Let a plain copy of the model write. Every rank must call this: a sharded parameter is gathered from all."""
+    """Sample from a plain copy of the model. Every rank must call this: sharded parameters are gathered from all."""
     full = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
     if console.quiet or not options.sample_bytes:
         return
@@ -207,13 +207,13 @@ def show_sample(model: nn.Module, options: argparse.Namespace, console: Console)
 
 
 def printable(written: bytes) -> str:
-    """As text, without what would move the cursor about."""
+    """As text, without characters that would move the cursor."""
     letters = written.decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in letters)
 
 
 def warmup_then_cosine(steps: int) -> Callable[[int], float]:
-    """What the learning rate is multiplied by: up over the first twentieth, then a cosine down to a twentieth."""
+    """A factor of the learning rate: linear warmup over the first twentieth, then a cosine down to a twentieth."""
     warmup = max(1, steps // 20)
 
     def factor(done: int) -> float:
@@ -229,7 +229,7 @@ def join(options: argparse.Namespace) -> tuple[DeviceMesh | None, torch.device]:
     """The mesh of all ranks, None for the plain step, and this rank's device."""
     kind = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
-        refuse("there is no CUDA device here: leave --device out, or say --device cpu")
+        refuse("there is no CUDA device here: leave --device out, or use --device cpu")
     if options.eager:
         return None, torch.device(kind)
     world = spmd.world(kind)
@@ -242,7 +242,7 @@ def join(options: argparse.Namespace) -> tuple[DeviceMesh | None, torch.device]:
 
 
 def load(options: argparse.Namespace) -> text.Corpus:
-    """Read the text, or end with a sentence."""
+    """Read the text, or exit with a message."""
     try:
         corpus = text.load(options.text, options.text_bytes)
     except (OSError, ValueError) as error:
@@ -258,7 +258,7 @@ def summary(options: argparse.Namespace, corpus: text.Corpus, model: nn.Module, 
     count = sum(parameter.numel() for parameter in model.parameters())
     mode = "eager, nothing compiled" if options.eager else options.mode
     if options.shard_optimizer:
-        mode += ", optimizer in parts"
+        mode += ", sharded optimizer"
     if options.tensor_parallel:
         mode += f", tensor parallel over {options.mesh[1]}"
     return (
@@ -269,7 +269,7 @@ def summary(options: argparse.Namespace, corpus: text.Corpus, model: nn.Module, 
 
 
 class Parser(argparse.ArgumentParser):
-    """Rank 0 speaks for all."""
+    """Prints on rank 0 only."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if is_first():
@@ -277,7 +277,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options; a wrong one ends the program with a sentence."""
+    """The options; a wrong one exits with a message."""
     parser = Parser(
         description="Train a small GPT on real text, on any number of ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -285,26 +285,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--text", type=Path, metavar="PATH", help="a file or folder to learn from; None: Python's standard library")
     add("--text-bytes", type=positive, metavar="N", help="read no more than this much of it; None: all")
-    add("--width", type=positive, metavar="N", default=128, help="numbers per position")
+    add("--width", type=positive, metavar="N", default=128, help="size of the hidden state")
     add("--layers", type=positive, metavar="N", default=4, help="blocks of the model")
     add("--heads", type=positive, metavar="N", default=4, help="attention heads of a block")
-    add("--context", type=positive, metavar="N", default=128, help="bytes the model sees at once")
-    add("--tied", action="store_true", help="read and write bytes with one matrix")
-    add("--batch", type=positive, metavar="N", default=32, help="pieces of text in a step, per rank")
+    add("--context", type=positive, metavar="N", default=128, help="bytes in a sequence")
+    add("--tied", action="store_true", help="one matrix for the embedding and the output")
+    add("--batch", type=positive, metavar="N", default=32, help="sequences in a step, per rank")
     add("--steps", type=positive, metavar="N", default=320, help="steps to train")
     add("--lr", type=float, metavar="RATE", default=2e-3, help="highest learning rate")
-    add("--mode", choices=["replicate", "fully_shard", "default"], default="replicate", help="where parameters live")
-    add("--shard-optimizer", action="store_true", help="each rank updates a part of the parameters that all have")
-    add("--mesh", type=mesh_sizes, metavar="DPxTP", help="ranks that share out the batch, and each matrix: 2x2")
-    add("--tensor-parallel", action="store_true", help="share out heads, MLPs and vocabulary over the second axis")
-    add("--sequence-parallel", action="store_true", help="and the positions between them")
+    add("--mode", choices=["replicate", "fully_shard", "default"], default="replicate", help="data parallel style")
+    add("--shard-optimizer", action="store_true", help="shard optimizer state and updates")
+    add("--mesh", type=mesh_sizes, metavar="DPxTP", help="ranks along the data and the tensor axis: 2x2")
+    add("--tensor-parallel", action="store_true", help="shard heads, MLPs and vocabulary over the second axis")
+    add("--sequence-parallel", action="store_true", help="shard the positions between them, too")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: CUDA if there is any")
     add("--dtype", choices=["float32", "float64", "bfloat16"], default="float32", help="of the parameters")
     add("--seed", type=int, metavar="N", default=0, help="of parameters, batches and the sample")
-    add("--dump", default="runs/train_gpt", metavar="FOLDER", help="where the graphs of every stage go")
-    add("--eager", action="store_true", help="run the plain step on one rank, to compare with")
-    add("--checks", type=positive, metavar="N", default=8, help="batches in a measurement on held-out text")
-    add("--log-every", type=positive, metavar="N", default=20, help="steps from one message to the next")
+    add("--dump", default="runs/train_gpt", metavar="FOLDER", help="where to write the graphs of every stage")
+    add("--eager", action="store_true", help="run the plain step on one rank, for comparison")
+    add("--checks", type=positive, metavar="N", default=8, help="batches per evaluation on held-out text")
+    add("--log-every", type=positive, metavar="N", default=20, help="steps between messages")
     add("--prompt", default="def ", help="what the sample starts with")
     add("--sample-bytes", type=int, metavar="N", default=400, help="length of the sample, 0 for none")
     options = parser.parse_args(arguments)
@@ -337,11 +337,11 @@ def mesh_sizes(value: str) -> tuple[int, int]:
 
 
 def refuse(why: str) -> NoReturn:
-    """End the program with a sentence, said by rank 0 only."""
+    """Exit with a message, printed by rank 0 only."""
     if is_first():
         print(f"train_gpt: {why}", file=sys.stderr)
     else:
-        time.sleep(60)  # whoever ends first has the launcher end all others: rank 0 has to come to say it
+        time.sleep(60)  # the first rank to exit makes the launcher end the others: leave rank 0 time to print
     sys.exit(2)
 
 
