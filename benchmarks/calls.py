@@ -1,9 +1,9 @@
-"""What a compiled step costs before its program runs: the checks of one call, in microseconds.
+"""Call overhead of a compiled step: the time of its checks before the program runs, in microseconds.
 
     python benchmarks/calls.py [--parameters 300] [--json out.json]
 
-One process, a model of linear layers, AdamW with state. Beside the checks stand an empty loop over the
-same tensors (parameters and their optimizer state), the whole call, and the plain step. Medians over rounds.
+One process, a model of linear layers, AdamW with state. For comparison: an empty loop over the same tensors (parameters
+and their optimizer state), the whole call, and the plain step. Medians over rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import spmd
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    """A step with as little to compute as there can be."""
+    """A step with as little computation as possible."""
     loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
@@ -34,7 +34,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 
 
 def median(function: Callable[[], Any], rounds: int) -> float:
-    """Microseconds."""
+    """The median time of a call of ``function``, in microseconds."""
     function()
     seconds = []
     for _ in range(rounds):
@@ -45,7 +45,7 @@ def median(function: Callable[[], Any], rounds: int) -> float:
 
 
 def measure(parameters: int, rounds: int) -> dict[str, float]:
-    """Every figure by name."""
+    """Measure all figures, in microseconds, by name."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(parameters // 2)])
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(2, 4)
@@ -73,12 +73,12 @@ def measure(parameters: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--parameters", type=int, default=300, help="parameters of the model (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=500, help="repetitions (%(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     found = measure(options.parameters, options.rounds)
-    table = Table("what", "microseconds", title=f"{options.parameters} parameters, AdamW")
+    table = Table("figure", "microseconds", title=f"{options.parameters} parameters, AdamW")
     for name, value in found.items():
         table.add_row(name, f"{value:,.0f}")
     Console().print(table)

@@ -1,11 +1,11 @@
-"""What compiling costs: seconds per stage, nodes and memory for a GPT with AdamW on many ranks that are not there.
+"""Cost of compiling: seconds per stage, nodes and memory for a GPT with AdamW on many fake ranks.
 
     python benchmarks/compiler.py [--depths 6 12 24 48] [--worlds 8 1024] [--plans fully_shard tensor_parallel]
 
-A process per measurement, on a fake group: rank 0 compiles the whole step, optimizer state included, and does not run
-it. Seconds are of CPU, on one core, so that other work on the machine does not count, and exclusive: they add up to the
-total. Memory is the most that the process had resident, and what it had before (torch, mostly): nobody writes to the
-model's tensors. The first plan is FSDP's, the second Megatron's on a 2-D mesh (128 x 8 for 1,024 ranks). ``--smoke``
+One process per measurement, on a fake process group: rank 0 compiles the whole step, optimizer state included, and does
+not run it. Seconds are CPU time on one core, so that other work on the machine does not count, and exclusive: they add
+up to the total. Memory is the peak of the resident set, and its size before (mostly torch): the model's tensors are
+never written to. The first plan is FSDP's, the second Megatron's on a 2-D mesh (128 x 8 for 1,024 ranks). ``--smoke``
 measures one tiny model, in this process.
 """
 
@@ -44,7 +44,7 @@ PLANS = ("fully_shard", "tensor_parallel")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compiled, and for how many ranks."""
+    """One measurement: the model, the number of ranks and the plan."""
 
     depth: int
     world: int
@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass
 class Stopwatch:
-    """Seconds of CPU by stage, exclusive: what an inner stage takes does not count for the outer one."""
+    """Seconds of CPU time by stage, exclusive: the time of an inner stage does not count for the outer one."""
 
     seconds: Counter[str] = field(default_factory=Counter)
     _inner: list[float] = field(default_factory=lambda: [0.0])
@@ -78,12 +78,12 @@ class Stopwatch:
         return run
 
     def watch(self, stage: str, owner: Any, name: str) -> None:
-        """Count every call of ``owner.name`` from now on as ``stage``."""
+        """Count every later call of ``owner.name`` as ``stage``."""
         setattr(owner, name, self.timed(stage, getattr(owner, name)))
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """A language model's step."""
+    """The train step of a language model."""
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     loss.backward()
     optimizer.step()
@@ -92,7 +92,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 
 
 def state(setting: Setting) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after a step, in memory that nobody has written to."""
+    """A model and its optimizer as after one step, in memory that was never written to."""
     with torch.device("meta"):
         model = GPT(Config(setting.width, setting.depth, setting.heads, setting.time, vocabulary=8 * setting.width))
     model = model.to_empty(device="cpu")
@@ -115,7 +115,7 @@ def mode(setting: Setting) -> spmd.ParallelMode:
 
 
 def watch_stages(stopwatch: Stopwatch) -> None:
-    """Name the stages of a compile."""
+    """Watch the functions that the stages of a compile consist of."""
     from passes import runner
     from spmd import step
     from spmd.capture import make_program
@@ -133,7 +133,7 @@ def watch_stages(stopwatch: Stopwatch) -> None:
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """Compile once in this process: ``seconds`` by stage, ``nodes`` after capture, partition and passes, ``bytes``."""
+    """Compile once in this process. Returns seconds by stage, nodes after capture, partition and passes, and memory."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.world)
     model, optimizer = state(setting)
     x = torch.zeros(1, setting.time, dtype=torch.int64)
@@ -160,7 +160,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def resident() -> int:
-    """The most bytes that this process has had in memory."""
+    """The peak of this process's resident set, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -173,7 +173,7 @@ def measure_apart(setting: Setting) -> dict[str, Any]:
 
 
 def table(plan: str, found: list[dict[str, Any]]) -> Table:
-    """A column for each measurement."""
+    """A table with a column for each measurement."""
     shown = Table(title=f"{plan}, width {found[0]['setting']['width']}, AdamW: seconds")
     shown.add_column("stage")
     for each in found:
@@ -182,8 +182,8 @@ def table(plan: str, found: list[dict[str, Any]]) -> Table:
         shown.add_row(stage, *(f"{each['seconds'].get(stage, 0):.2f}" for each in found))
     shown.add_section()
     shown.add_row("total", *(f"{each['total']:.2f}" for each in found), style="bold")
-    shown.add_row("total, by the clock", *(f"{each['wall']:.2f}" for each in found))
-    shown.add_row("total for a layer", *(f"{each['total'] / each['setting']['depth']:.2f}" for each in found))
+    shown.add_row("total, wall clock", *(f"{each['wall']:.2f}" for each in found))
+    shown.add_row("total per layer", *(f"{each['total'] / each['setting']['depth']:.2f}" for each in found))
     for stage in found[-1]["nodes"]:
         shown.add_row(f"nodes, {stage}", *(f"{each['nodes'][stage]:,}" for each in found))
     for name in found[-1]["bytes"]:
@@ -191,27 +191,38 @@ def table(plan: str, found: list[dict[str, Any]]) -> Table:
     return shown
 
 
+def parse() -> argparse.Namespace:
+    """The options of the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depths", type=int, nargs="+", default=[6, 12, 24, 48], help="numbers of layers")
+    parser.add_argument(
+        "--worlds",
+        type=int,
+        nargs="+",
+        default=[8, 1024],
+        help="numbers of ranks; the last at all depths",
+    )
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), help="by default both")
+    parser.add_argument("--width", type=int, default=1024, help="of the model (%(default)s)")
+    parser.add_argument("--smoke", action="store_true", help="measure one tiny model only")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depths", type=int, nargs="+", default=[6, 12, 24, 48])
-    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 1024], help="the last for each depth")
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--smoke", action="store_true", help="one tiny model")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse()
     if options.one:
         print(json.dumps(measure(Setting(**options.one))))
         return
     if options.smoke:
         options.depths, options.worlds, options.plans, options.width = [1], [8], ["fully_shard"], 64
     *others, world = options.worlds
-    places = [(min(options.depths), other) for other in others] + [(depth, world) for depth in options.depths]
+    pairs = [(min(options.depths), other) for other in others] + [(depth, world) for depth in options.depths]
     everything = []
     for plan in options.plans:
-        settings = [Setting(depth, ranks, plan, options.width) for depth, ranks in places]
+        settings = [Setting(depth, ranks, plan, options.width) for depth, ranks in pairs]
         found = [measure(setting) if options.smoke else measure_apart(setting) for setting in settings]
         Console().print(table(plan, found))
         everything += found

@@ -1,4 +1,4 @@
-"""The benchmarks run, and say what they promise to say."""
+"""The benchmarks run, and their tables and JSON have the figures they promise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.peers.models import SMOKE, build
 from benchmarks.peers.network import NoNetworkError, connect, left_over
 from benchmarks.peers.race import Result, compare
 from benchmarks.peers.systems import System, eager
-from benchmarks.peers.table import ratio, table
+from benchmarks.peers.table import speedup, table
 from benchmarks.peers.team import SystemFailedError
 
 pytestmark = pytest.mark.processes
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parent.parent
 
 
-def test_calls(tmp_path: Path) -> None:
+def test_calls_measures_the_overhead_of_a_call(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/calls.py", "--parameters", "4", "--rounds", "40", "--json", tmp_path / "out"]
     run = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, check=True)
     found = json.loads((tmp_path / "out").read_text())
@@ -34,16 +34,16 @@ def test_calls(tmp_path: Path) -> None:
     assert all(name in run.stdout for name in found)
 
 
-def test_compiler(tmp_path: Path) -> None:
+def test_compiler_measures_all_stages(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/compiler.py", "--smoke", "--json", tmp_path / "out"]
     run = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, check=True)
     (found,) = json.loads((tmp_path / "out").read_text())
     assert {"capture: trace", "partition", "check after each pass", "pass UpdateInPlace"} <= found["seconds"].keys()
     assert found["nodes"]["partitioned"] > found["nodes"]["captured"] > 100
-    assert all(name in run.stdout for name in ("capture: trace", "total for a layer", "GB, peak"))
+    assert all(name in run.stdout for name in ("capture: trace", "total per layer", "GB, peak"))
 
 
-def test_peers(tmp_path: Path) -> None:
+def test_peers_measures_all_systems(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.peers", "--smoke", "--json", tmp_path / "out"]
     run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -56,25 +56,25 @@ def test_peers(tmp_path: Path) -> None:
     for name, each in found.items():
         assert each["median"] > 0
         assert each["peak_bytes"] > 3 * parameters / 2  # of a half of each, itself and AdamW's two averages
-        by_messages = each["family"] != "no communication" and not name.startswith("spmd")  # ours reads memory here
+        by_messages = each["family"] != "no communication" and not name.startswith("spmd")  # which shares memory
         assert (each["received_bytes"] > 0) == by_messages, name
     assert found["DDP"]["received_bytes"] == pytest.approx(parameters, rel=0.1)  # of two ranks, each gradient once
 
 
-def test_a_system_with_other_losses_takes_no_part() -> None:
+def test_a_system_with_other_losses_fails() -> None:
     compare([5.5, 5.4], [5.5, 5.4 * (1 + 1e-6)])
-    with pytest.raises(SystemFailedError, match=r"the loss of step 2 is 5\.300000, .* 5\.400000"):
+    with pytest.raises(SystemFailedError, match=r"the loss of step 2 is 5\.300000, but 5\.400000"):
         compare([5.5, 5.3], [5.5, 5.4])
 
 
-def test_the_best_peer_is_the_fastest_of_the_same_family_that_took_part() -> None:
+def test_the_best_peer_is_the_fastest_of_the_same_family_that_did_not_fail() -> None:
     peers = [System("slow", "a", eager), System("wrong", "a", eager), System("other", "b", eager)]
     slow, wrong, other = (Result(peer, seconds=[took]) for peer, took in zip(peers, (4.0, 1.0, 1.0), strict=True))
     wrong.failed = "wrong: a loss"
     mine = Result(System("mine", "a", eager, ours=True), seconds=[1.0, 2.0, 3.0])
     results = [slow, wrong, other, mine]
-    assert ratio(mine, results) == 2.0
-    assert ratio(wrong, results) is None
+    assert speedup(mine, results) == 2.0
+    assert speedup(wrong, results) is None
     console = Console(width=140)
     with console.capture() as shown:
         console.print(table("title", results, counts_wire=True))
@@ -82,7 +82,7 @@ def test_the_best_peer_is_the_fastest_of_the_same_family_that_took_part() -> Non
     assert "wrong: wrong: a loss" in shown.get()
 
 
-def test_no_trace_is_left_of_two_hosts() -> None:
+def test_the_hosts_of_a_network_are_removed() -> None:
     with contextlib.ExitStack() as stack:
         try:
             network = stack.enter_context(connect("1gbit"))
@@ -92,5 +92,5 @@ def test_no_trace_is_left_of_two_hosts() -> None:
         assert "rate 1Gbit" in subprocess.check_output(["tc", "-n", network.hosts[0], "qdisc"], text=True)
     assert not left_over()
     with pytest.raises(NoNetworkError, match="fast"), connect("fast"):
-        pass  # no rate that tc knows
+        pass  # not a rate to tc
     assert not left_over()

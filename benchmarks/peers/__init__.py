@@ -1,9 +1,9 @@
-"""A step of ours beside the same step without communication, under DDP and under FSDP2.
+"""Race a compiled step against the same step without communication, under DDP and under FSDP2.
 
-In the order in which a run goes through them: ``models`` (what is trained), ``systems`` (who trains it), ``network``
-(what joins the ranks), ``team`` (the processes of one system), ``rank`` (what each of them does), ``memory``, ``wire``
-and ``spent`` (what it measures beside time), ``race`` (rounds in turn), ``table``. The command is ``python -m
-benchmarks.peers``.
+The files in the order in which a run uses them: ``models`` (workloads), ``systems`` (DDP, FSDP2, spmd, with their
+options), ``network`` (loopback or two hosts), ``team`` (the processes of one system), ``rank`` (one of them),
+``memory``, ``wire`` and ``spent`` (measurements besides time), ``race`` (rounds in turn), ``table``. The command is
+``python -m benchmarks.peers``.
 """
 
 import os

@@ -1,13 +1,19 @@
-"""How fast a step of ours is beside its peers, in one run: a table and JSON.
+"""Race spmd against DDP and FSDP2 in one run: a table, and JSON.
 
     python -m benchmarks.peers [--networks loopback 2gbit] [--models width64x12] [--json out.json]     (or: make bench)
 
-Every system first shows that its losses are those of the whole batch on one device, or else it takes no part. Then all
-take their rounds in turn. A time is the median over rounds, of a round the slowest rank's. Each rank has one core; a
-network given as a rate joins two hosts made for the run (as root). "over the floor": ms beyond the fastest step without
-communication. "of the best peer": how many times as fast as the fastest peer that keeps parameters the same way. Peak
-memory is tensors and the transport's buffers; bytes received are what the kernel counted on one rank's connections. The
-second table divides a step: compute, ops that copy, CPU time of the transport's threads, and idle, which nothing hides.
+The losses of every system are first compared with those of the whole batch on one device; a system that differs fails.
+Then all take their rounds in turn. A time is the median over rounds, and that of the slowest rank in a round. Each rank
+has one core; a network given as a rate connects two hosts that are made for the run (as root).
+
+ms/step                the median time of a step
+min - max              of all rounds
+over floor             ms beyond the fastest step without communication
+speedup                over the fastest peer that distributes parameters the same way
+peak MB                tensors, and the buffers of the communication backend
+MB received            counted by the kernel on one rank's connections
+
+The second table divides a step into compute, ops that copy, CPU time of the backend's threads, and idle time.
 ``--smoke`` runs a tiny model without torch.compile.
 """
 
@@ -37,7 +43,7 @@ CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 def main() -> int:
-    """Run what was asked for; 130 after Ctrl-C, 1 where a system of ours took no part."""
+    """Run the races. Returns 130 after Ctrl-C, 1 if spmd failed."""
     options = parse()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -46,7 +52,7 @@ def main() -> int:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
             races = run(options, Path(folder))
     except KeyboardInterrupt:
-        CONSOLE.print("\nStopped: all that this run made is gone.")
+        CONSOLE.print("\nStopped; all processes and networks of this run are removed.")
         return 130
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(options), "races": races}, indent=2))
@@ -55,7 +61,7 @@ def main() -> int:
 
 
 def _stop(number: int, frame: object) -> NoReturn:
-    """From the first signal on no other interrupts the taking down."""
+    """Interrupt the run, and ignore further signals while it is taken down."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -68,14 +74,14 @@ def parse() -> argparse.Namespace:
     )
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--networks", nargs="+", default=["loopback", "2gbit"], help="loopback, or rates of a link")
-    parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument("--models", nargs="+", choices=names, default=names, help="by default all")
     parser.add_argument("--systems", nargs="+", default=["*"], metavar="PATTERN", help="by name: 'DDP*' 'spmd*'")
-    parser.add_argument("--rounds", type=int, default=Pace.rounds)
-    parser.add_argument("--steps", type=int, default=Pace.steps, help="of each system in a round")
-    parser.add_argument("--ranks", type=int, help="2, or as many as there are GPUs")
+    parser.add_argument("--rounds", type=int, default=Pace.rounds, help="of each system (%(default)s)")
+    parser.add_argument("--steps", type=int, default=Pace.steps, help="of each system in a round (%(default)s)")
+    parser.add_argument("--ranks", type=int, help="by default 2, or the number of GPUs")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--smoke", action="store_true", help="one tiny model, no torch.compile, loopback")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="one tiny model on loopback, without torch.compile")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     if platform.system() != "Linux":
         parser.error(f"this benchmark reads Linux's /proc and TCP_INFO, and this is {platform.system()}")
@@ -88,13 +94,13 @@ def parse() -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[System]:
-    """The systems asked for."""
+    """The systems that match ``--systems``."""
     found = [each for each in SYSTEMS if any(fnmatch.fnmatch(each.name, pattern) for pattern in options.systems)]
     return [each for each in found if not (options.smoke and each.needs_compiler)]
 
 
 def settle(options: argparse.Namespace) -> argparse.Namespace:
-    """What follows from the options."""
+    """Complete the options from each other."""
     options.workloads = [workload for workload in WORKLOADS if workload.name in options.models]
     if options.device == "cuda":
         options.networks = ["loopback"]  # GPUs of one machine have links of their own
@@ -105,19 +111,19 @@ def settle(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """All races; a network that cannot be had is told and left out."""
+    """Run all races, except on networks that cannot be made here."""
     races = []
     for name in options.networks:
         try:
             with connect(name) as network:
-                races += [one(options, network, workload, folder) for workload in options.workloads]
+                races += [run_race(options, network, workload, folder) for workload in options.workloads]
         except NoNetworkError as missing:
-            CONSOLE.print(f"left out, {name}: {missing}")
+            CONSOLE.print(f"skipped {name}: {missing}")
     return races
 
 
-def one(options: argparse.Namespace, network: Network, workload: Workload, folder: Path) -> dict[str, Any]:
-    """One race, shown and as plain data."""
+def run_race(options: argparse.Namespace, network: Network, workload: Workload, folder: Path) -> dict[str, Any]:
+    """Run one race, print its tables and return it as plain data."""
     batch = f"{workload.batch} x {workload.config.context}"
     title = f"{workload.name} on {network.name}: {options.ranks} ranks, a batch of {batch} each"
     with CONSOLE.status(title) as status, tempfile.TemporaryDirectory(dir=folder) as stores:
@@ -129,19 +135,19 @@ def one(options: argparse.Namespace, network: Network, workload: Workload, folde
             ranks=options.ranks,
             device=options.device,
             folder=Path(stores),
-            tell=lambda what: status.update(f"{title}: {what}"),
+            report=lambda what: status.update(f"{title}: {what}"),
         )
     CONSOLE.print(table(title, results, counts_wire=options.device == "cpu"))
     if options.device == "cpu":
         CONSOLE.print(spending(results))
     busy = os.getloadavg()[0]
     if busy > os.cpu_count() + 1:
-        CONSOLE.print(f"this machine is busy (load {busy:.0f} on {os.cpu_count()} cores): do not trust these times")
+        CONSOLE.print(f"this machine is busy (load {busy:.0f} on {os.cpu_count()} cores): these times are not reliable")
     return {"network": network.name, "model": workload.name, "load": busy, "systems": plain(results)}
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """Where and how it was measured."""
+    """The machine and the options of the run."""
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu",

@@ -1,9 +1,9 @@
-"""Peak memory of a step: the tensors alive before it, and the most that came on top while it ran.
+"""Peak memory of a step: the tensors alive before it, and the most memory that it allocates in addition.
 
-What the process holds besides (the interpreter, graphs, compilers' caches) is left out: it depends neither on the
-width of the model nor on the batch. On CUDA the allocator knows the peak. On the CPU the first part are the storages
-that Python objects refer to (buckets that DDP has besides the gradients, without bucket views, are C++'s own and
-missing), the second is how far the resident set rises, so that the transport's buffers count, too.
+Other memory of the process (the interpreter, graphs, compilers' caches) is left out: it depends neither on the width of
+the model nor on the batch. On CUDA the allocator records the peak. On the CPU the first part are the storages that
+Python objects refer to (without DDP's buckets beside the gradients, which belong to C++ unless they are views); the
+second is the rise of the resident set, so that the buffers of the communication backend count, too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from passes.runtime.local_peers import mapped_addresses
 
 
 def peak(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes, while ``run`` runs."""
+    """The peak memory while ``run`` runs, in bytes."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         run()
         return int(torch.cuda.max_memory_allocated(device))
     alive = _tensors()
-    ctypes.CDLL(None).malloc_trim(0)  # pages that are free already would hide what a step takes
+    ctypes.CDLL(None).malloc_trim(0)  # free pages would hide what a step allocates
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
     before = _status("VmRSS")
     run()
@@ -33,9 +33,9 @@ def peak(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _tensors() -> int:
-    """Bytes on the CPU that tensors have which Python objects refer to, each once: storages may lie in one another.
+    """Bytes on the CPU of the tensors that Python objects refer to, each once: storages may overlap.
 
-    What this rank looks at in another one's memory counts there.
+    Segments of other ranks that are mapped here count there.
     """
     gc.collect()
     others = mapped_addresses()
@@ -51,7 +51,7 @@ def _tensors() -> int:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The first address of a tensor's memory and the one after its last; None for one that has none, as fakes."""
+    """The first address of a tensor's memory and the one after its last; None without memory, as of a fake tensor."""
     try:
         storage = tensor.untyped_storage()
         if storage.device.type != "cpu" or not storage.data_ptr():

@@ -1,4 +1,4 @@
-"""What is trained: three sizes of the example GPT, and batches of bytes that differ from row to row."""
+"""Workloads: three sizes of the example GPT, and random batches of bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.gpt import GPT, Config
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and how many sequences each rank reads per step."""
+    """A model, and the number of sequences per rank and step."""
 
     name: str
     config: Config
@@ -36,7 +36,7 @@ def build(workload: Workload, device: torch.device) -> GPT:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """The step that all systems train by. It is also in ``examples/train_gpt.py``, a script with imports of its own."""
+    """The train step of all systems, as in ``examples/train_gpt.py``, which is a script with imports of its own."""
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     loss.backward()
     optimizer.step()
@@ -45,15 +45,15 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 
 @dataclass
-class Batches:
-    """Rows ``part`` of ``parts`` of one global batch after the other: the same global batches, whoever draws them."""
+class RandomBatches:
+    """Part ``part`` of ``parts`` of each global batch. Global batches are the same for any number of parts."""
 
     workload: Workload
     ranks: int
     part: int
     parts: int
     device: torch.device
-    different: int = 8  # batches, drawn before time is taken
+    different: int = 8  # batches, drawn before the time is measured
     _drawn: list[tuple[Tensor, Tensor]] = field(init=False)
     _next: int = 0
 
@@ -69,6 +69,6 @@ class Batches:
             yield rows[:, :-1].contiguous().to(self.device), rows[:, 1:].contiguous().to(self.device)
 
     def draw(self) -> tuple[Tensor, Tensor]:
-        """Bytes, and the byte that follows each of them."""
+        """The next batch: bytes, and the byte that follows each of them."""
         self._next += 1
         return self._drawn[(self._next - 1) % self.different]

@@ -1,7 +1,7 @@
-"""What joins the ranks: this machine's loopback, or a link of a given rate between two hosts made for the run.
+"""Networks: this machine's loopback, or a link of a given rate between two hosts that are made for the run.
 
-A host is a network namespace of the kernel: whoever is in one has no way to the other but the link. Making them needs
-root and iproute2. What was made is taken down when the context ends, however it ends.
+A host is a network namespace of the kernel: its processes reach the other host by the link only. Making them needs root
+and iproute2. They are removed when the context ends, however it ends.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CLONE_NEWNET = 0x40000000  # from <sched.h>: the kind of namespace that setns ex
 
 
 class NoNetworkError(Exception):
-    """Why a network cannot be had here, in a sentence."""
+    """A network that cannot be made here, and why, in a sentence."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """``hosts``: the namespace of each rank, in order and over again; empty for the one that this process is in."""
+    """A network interface. ``hosts``: namespaces that ranks enter in turn; empty for that of this process."""
 
     name: str
     interface: str
@@ -45,7 +45,7 @@ class Network:
 
 @contextlib.contextmanager
 def connect(name: str) -> Iterator[Network]:
-    """``"loopback"``, or two hosts joined at a rate in the words of ``tc``: ``"2gbit"``.
+    """Make a network: ``"loopback"``, or two hosts connected at a rate as ``tc`` writes it, such as ``"2gbit"``.
 
     Raises ``NoNetworkError``.
     """
@@ -56,7 +56,7 @@ def connect(name: str) -> Iterator[Network]:
     hosts = tuple(f"spmd-bench-{os.getpid()}-{number}" for number in range(2))
     with contextlib.ExitStack() as made:
         for host in hosts:
-            made.callback(_ip, "netns", "del", host, check=False)  # said first: an interrupt can come at any time
+            made.callback(_ip, "netns", "del", host, check=False)  # registered first: an interrupt can come at any time
             _ip("netns", "add", host)
         _link(hosts, name)
         yield Network(f"two hosts, {name}", "eth0", hosts)
@@ -86,13 +86,13 @@ def _ip(*words: str, check: bool = True) -> None:
 
 
 def _run(*words: str, check: bool = True) -> None:
-    """In a session of its own, since Ctrl-C goes to all programs of a session and must not stop the taking down."""
+    """Run a program in a session of its own: Ctrl-C ends all programs of a session, but not the removal."""
     done = subprocess.run(words, capture_output=True, text=True, start_new_session=True)
     if check and done.returncode:
-        said = done.stderr.strip() or f"exit status {done.returncode}"
-        raise NoNetworkError(f"two hosts cannot be made here: `{' '.join(words)}` says: {said}")
+        message = done.stderr.strip() or f"exit status {done.returncode}"
+        raise NoNetworkError(f"two hosts cannot be made here: `{' '.join(words)}` failed: {message}")
 
 
 def left_over() -> list[str]:
-    """Hosts made by this process that are still there."""
+    """The hosts of this process that were not removed."""
     return [path.name for path in Path("/run/netns").glob(f"spmd-bench-{os.getpid()}-*")]

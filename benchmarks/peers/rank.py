@@ -1,6 +1,6 @@
-"""What one process does: it joins its host and its group, builds its system, and then does as it is told.
+"""One process of a system: it enters its host, joins its process group, builds the system and executes orders.
 
-It answers each order of the team with ``("done", result)`` or ``("failed", why)``.
+It answers each order of its team with ``("done", result)`` or ``("failed", message)``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from . import memory, wire
-from .models import Batches, Workload, build
+from .models import RandomBatches, Workload, build
 from .network import Network
 from .spent import Spent, copying, spent
 from .systems import System
@@ -28,8 +28,8 @@ PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The place of one process. ``parts`` is 1 for the one that reads the batch of all ``ranks``."""
+class RankSpec:
+    """What one process runs, and as which rank. ``parts``: 1 for the reference, which trains on the whole batch."""
 
     system: System
     workload: Workload
@@ -38,25 +38,25 @@ class Seat:
     ranks: int
     parts: int
     device: str
-    store: str  # a file, by which the ranks find each other
+    store: str  # the file store of the process group
 
 
 @dataclass(frozen=True)
 class Lap:
-    """Some steps: seconds of all together, bytes that came in over the network, CPU time."""
+    """The figures of some steps together: seconds, bytes received over the network, CPU time."""
 
     seconds: float
     received: int
     spent: Spent
 
 
-def serve(seat: Seat, orders: Connection) -> None:
-    """Do what comes, until the other side closes; the body of a process."""
+def serve(spec: RankSpec, orders: Connection) -> None:
+    """Execute orders until the connection is closed; the body of a process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends its ranks
-    logging.disable(logging.WARNING)  # torch.compile's remarks would tear the table
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and so is any other end of it
-    rank = Rank(seat)
+    logging.disable(logging.WARNING)  # those of torch.compile would interrupt the table
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends them in any case
+    rank = RankProcess(spec)
     while True:
         name, arguments = orders.recv()
         try:
@@ -70,71 +70,71 @@ def _first_line(raised: Exception) -> str:
     return f"{type(raised).__name__}: {lines[0] if lines else 'no message'}"
 
 
-class Rank:
+class RankProcess:
     """One process of one system."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
-        on_gpu = seat.device == "cuda"
-        self.device = torch.device("cuda", seat.rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
+        on_gpu = spec.device == "cuda"
+        self.device = torch.device("cuda", spec.rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
 
     def prepare(self, steps: int) -> list[float]:
-        """Join, build, and take the first ``steps``, in which systems compile: their losses."""
-        seat = self.seat
-        if seat.system.needs_compiler and self.device.type == "cpu" and not _has_compiler():
+        """Join the group, build the system and run the first ``steps``, in which it compiles; returns their losses."""
+        spec = self.spec
+        if spec.system.needs_compiler and self.device.type == "cpu" and not _has_compiler():
             raise RuntimeError("torch.compile needs a C++ compiler on the CPU, and there is none: set CXX")
-        seat.network.enter(seat.rank)
-        self._take_core()
-        if seat.system.communicates:
+        spec.network.enter(spec.rank)
+        self._bind_core()
+        if spec.system.communicates:
             self._join()
-        self.step = seat.system.make(build(seat.workload, self.device))
-        self.batches = Batches(seat.workload, seat.ranks, seat.rank % seat.parts, seat.parts, self.device)
-        return [self._one().item() for _ in range(steps)]
+        self.step = spec.system.make(build(spec.workload, self.device))
+        self.batches = RandomBatches(spec.workload, spec.ranks, spec.rank % spec.parts, spec.parts, self.device)
+        return [self._step().item() for _ in range(steps)]
 
     def lap(self, steps: int) -> Lap:
-        """Time ``steps`` steps, that all ranks start together."""
-        self._meet()
+        """Measure ``steps`` steps, which all ranks start together."""
+        self._barrier()
         before, used, start = wire.received(), spent(), time.perf_counter()
         for _ in range(steps):
-            self._one()
-        self._wait()
+            self._step()
+        self._synchronize()
         seconds = time.perf_counter() - start
         return Lap(seconds, wire.received() - before, spent().since(used))
 
     def peak(self) -> int:
-        """Bytes of memory that a step needs at the most."""
-        self._meet()
-        return memory.peak(self._one, self.device)
+        """Peak memory of a step, in bytes."""
+        self._barrier()
+        return memory.peak(self._step, self.device)
 
     def copies(self) -> float:
         """Seconds of a step in ops that copy; 0 on a GPU, whose kernels overlap."""
-        self._meet()
-        return copying(self._one) if self.device.type == "cpu" else 0.0
+        self._barrier()
+        return copying(self._step) if self.device.type == "cpu" else 0.0
 
-    def _take_core(self) -> None:
-        """A core for each rank, as if each had a machine; a GPU's rank keeps all."""
+    def _bind_core(self) -> None:
+        """Bind this process to one core, as if each rank had a machine; with a GPU, it keeps all cores."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             return
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[self.seat.rank % len(cores)]})
+        os.sched_setaffinity(0, {cores[self.spec.rank % len(cores)]})
         torch.set_num_threads(1)
 
     def _join(self) -> None:
-        seat, backend = self.seat, "nccl" if self.device.type == "cuda" else "gloo"
-        store = dist.FileStore(seat.store, seat.ranks)
-        patience = timedelta(minutes=15)  # ranks compile at different speeds
-        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=patience)
+        spec, backend = self.spec, "nccl" if self.device.type == "cuda" else "gloo"
+        store = dist.FileStore(spec.store, spec.ranks)
+        timeout = timedelta(minutes=15)  # ranks compile at different speeds
+        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.ranks, timeout=timeout)
 
-    def _one(self) -> torch.Tensor:
+    def _step(self) -> torch.Tensor:
         return self.step(*self.batches.draw())
 
-    def _meet(self) -> None:
-        if self.seat.system.communicates:
+    def _barrier(self) -> None:
+        if self.spec.system.communicates:
             dist.barrier()
-        self._wait()
+        self._synchronize()
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

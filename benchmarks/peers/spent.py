@@ -1,7 +1,7 @@
-"""Where a step's time goes: CPU time of the transport's threads and of all others, and how much of that is copies.
+"""CPU time of a step: of the communication backend's threads, of all other threads, and in ops that copy.
 
-With one core a rank, what is left of the wall clock is idle: waits for the network or for another rank that nothing
-hides. Where a rank has several cores, or a GPU, the parts overlap and say less.
+With one core per rank, the rest of the wall-clock time is idle: waits for the network or another rank that are not
+hidden. Where a rank has several cores, or a GPU, the parts overlap and mean less.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ COPIES = frozenset(
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of CPU time since the process began, over all its threads."""
+    """CPU seconds since the process started, over all its threads."""
 
     transport: float
     others: float
 
     def since(self, earlier: Spent) -> Spent:
-        """What was spent from ``earlier`` to now."""
+        """The CPU time from ``earlier`` to now."""
         return Spent(self.transport - earlier.transport, self.others - earlier.others)
 
 
 def spent() -> Spent:
-    """By the names of the threads that are there now: the transport's have ``gloo`` in theirs."""
+    """The CPU time by the names of the threads that exist now: those of the backend contain ``gloo``."""
     transport = others = 0.0
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -56,9 +56,9 @@ def spent() -> Spent:
 
 
 def copying(run: Callable[[], object], times: int = 3) -> float:
-    """Seconds that one ``run`` spends in ops that copy, by the profiler; a first one only warms up."""
+    """Seconds of one ``run`` in ops that copy, by the profiler, after one run to warm up."""
     run()
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         for _ in range(times):
             run()
-    return sum(each.self_cpu_time_total for each in seen.key_averages() if each.key in COPIES) / 1e6 / times
+    return sum(each.self_cpu_time_total for each in profiled.key_averages() if each.key in COPIES) / 1e6 / times

@@ -1,8 +1,7 @@
-"""Who trains: a table of systems, each with how it makes a step out of a model.
+"""The systems that race: each makes a train step from a model.
 
-A new option of ours is a new line in ``SYSTEMS``. A system's family names those that it is compared with: ours against
-the fastest peer of the same family. Peers get what makes them fastest: a fused optimizer, graphs, views instead of
-copies.
+A new option of spmd is a new line in ``SYSTEMS``. spmd is compared with the fastest peer of the same family. Peers get
+the options that make them fastest: a fused optimizer, graphs, views instead of copies.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ import spmd
 
 from .models import GPT, train_step
 
-Step = Callable[[Tensor, Tensor], Tensor]
+TrainStep = Callable[[Tensor, Tensor], Tensor]
 
 FLOOR, REPLICATE, SHARD = "no communication", "replicate", "fully_shard"
 
 
 @dataclass(frozen=True)
 class System:
-    """A line of the table: ``make`` turns this process's copy of the model into a step."""
+    """A line of the table. ``make`` makes the train step from this process's copy of the model."""
 
     name: str
     family: str
-    make: Callable[[GPT], Step]
+    make: Callable[[GPT], TrainStep]
     ours: bool = False
     needs_compiler: bool = False  # on the CPU, torch.compile calls a C++ compiler
 
@@ -44,35 +43,35 @@ class System:
         return self.family != FLOOR
 
 
-def eager(model: GPT) -> Step:
+def eager(model: GPT) -> TrainStep:
     """The plain step."""
     return functools.partial(train_step, model, AdamW(model.parameters()))
 
 
-def compiled(model: GPT) -> Step:
+def compiled(model: GPT) -> TrainStep:
     """Forward and backward by ``torch.compile``."""
     return functools.partial(train_step, torch.compile(model), AdamW(model.parameters(), fused=True))
 
 
-def ddp(model: GPT) -> Step:
-    """DDP as one finds it."""
+def ddp(model: GPT) -> TrainStep:
+    """DDP with its default options."""
     return functools.partial(train_step, DistributedDataParallel(model), AdamW(model.parameters()))
 
 
-def tuned_ddp(model: GPT) -> Step:
-    """DDP with the options that spare copies and searches."""
+def tuned_ddp(model: GPT) -> TrainStep:
+    """DDP with the options that avoid copies and the search for unused parameters."""
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     return functools.partial(train_step, replica, AdamW(model.parameters(), fused=True))
 
 
-def compiled_ddp(model: GPT) -> Step:
-    """DDP around a compiled model, which torch cuts where a bucket ends."""
+def compiled_ddp(model: GPT) -> TrainStep:
+    """DDP around a compiled model, which torch splits at the ends of buckets."""
     replica: nn.Module = torch.compile(DistributedDataParallel(model, gradient_as_bucket_view=True))
     return functools.partial(train_step, replica, AdamW(model.parameters(), fused=True))
 
 
-def fsdp(model: GPT, *, compile_blocks: bool = False) -> Step:
-    """FSDP2: each block is gathered and reduced by itself, the rest with the root."""
+def fsdp(model: GPT, *, compile_blocks: bool = False) -> TrainStep:
+    """FSDP2: each block is gathered and reduced on its own, the rest with the root."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (torch.distributed.get_world_size(),))
     for block in model.blocks:
         if compile_blocks:
@@ -82,8 +81,8 @@ def fsdp(model: GPT, *, compile_blocks: bool = False) -> Step:
     return functools.partial(train_step, model, AdamW(model.parameters(), fused=True))
 
 
-def ours(model: GPT, **options: Any) -> Step:
-    """The whole step as one program; ``options`` are those of ``DataParallel``."""
+def ours(model: GPT, **options: Any) -> TrainStep:
+    """spmd: the whole step as one program. ``options`` are those of ``DataParallel``."""
     step = spmd.compile(parallel_mode=spmd.DataParallel(**options))(train_step)
     return functools.partial(step, model, AdamW(model.parameters()))
 

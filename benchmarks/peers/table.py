@@ -1,4 +1,4 @@
-"""The results of one race as a table for people, and as plain data for JSON."""
+"""The results of one race as tables, and as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def best_peer(results: Sequence[Result], family: str) -> float:
     return min((each.median for each in peers), default=math.inf)
 
 
-def ratio(result: Result, results: Sequence[Result]) -> float | None:
-    """How many times as fast as the best peer of its family."""
+def speedup(result: Result, results: Sequence[Result]) -> float | None:
+    """The speedup over the best peer of the same family; None without one."""
     peer = best_peer(results, result.system.family)
     return peer / result.median if math.isfinite(peer) and math.isfinite(result.median) else None
 
 
 def table(title: str, results: Sequence[Result], *, counts_wire: bool) -> Table:
-    """A row for each system, a section for each family."""
+    """A table with a row for each system and a section for each family."""
     shown = Table(title=title, title_justify="left")
     shown.add_column("system")
-    for heading in ("ms a step", "fastest - slowest", "over the floor", "of the best peer", "MB peak", "MB received"):
+    for heading in ("ms/step", "min - max", "over floor", "speedup", "peak MB", "MB received"):
         shown.add_column(heading, justify="right")
     floor = best_peer(results, FLOOR)
     for number, result in enumerate(results):
@@ -43,10 +43,10 @@ def table(title: str, results: Sequence[Result], *, counts_wire: bool) -> Table:
 
 
 def spending(results: Sequence[Result]) -> Table:
-    """What each step's time consists of, by medians: with one core a rank, the parts add up."""
-    shown = Table(title="of which, in ms", title_justify="left")
+    """A table of the parts of a step's time, by medians: with one core per rank, they add up."""
+    shown = Table(title="of which, in ms/step", title_justify="left")
     shown.add_column("system")
-    for heading in ("compute", "copies", "transport's CPU", "idle"):
+    for heading in ("compute", "copies", "backend CPU", "idle"):
         shown.add_column(heading, justify="right")
     for result in results:
         if not result.failed:
@@ -56,7 +56,7 @@ def spending(results: Sequence[Result]) -> Table:
 
 
 def _parts(result: Result) -> dict[str, float]:
-    """Seconds of a step; what no thread of the process used is idle."""
+    """Seconds per step. Time that no thread of the process uses is idle."""
     transport, others = statistics.median(result.transport), statistics.median(result.others)
     idle = max(0.0, result.median - transport - others)
     return {"compute": others - result.copies, "copies": result.copies, "transport": transport, "idle": idle}
@@ -65,26 +65,26 @@ def _parts(result: Result) -> dict[str, float]:
 def _cells(result: Result, results: Sequence[Result], floor: float, counts_wire: bool) -> list[str]:
     if result.failed:
         return ["see below", *[""] * 5]
-    of_peer = ratio(result, results)
+    over_peer = speedup(result, results)
     return [
         f"{1e3 * result.median:.1f}",
         f"{1e3 * min(result.seconds):.1f} - {1e3 * max(result.seconds):.1f}",
         f"{1e3 * (result.median - floor):+.1f}" if math.isfinite(floor) else "",
-        f"{of_peer:.2f}x" if of_peer and result.system.family != FLOOR else "",
+        f"{over_peer:.2f}x" if over_peer and result.system.family != FLOOR else "",
         f"{result.peak / 1e6:.1f}",
         f"{result.received / 1e6:.2f}" if counts_wire else "",
     ]
 
 
 def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Everything that was measured."""
+    """All figures, as plain data."""
     return [
         {
             "system": each.system.name,
             "family": each.system.family,
             "failed": each.failed,
             "median": each.median if math.isfinite(each.median) else None,
-            "of_best_peer": ratio(each, results),
+            "of_best_peer": speedup(each, results),
             "seconds": each.seconds,
             "peak_bytes": each.peak,
             "received_bytes": each.received,

@@ -1,4 +1,4 @@
-"""The processes of one system, forked from a process that has imported everything already."""
+"""A team: the processes of one system, forked from a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ from contextlib import contextmanager
 from multiprocessing import connection
 from typing import Any
 
-from .rank import Seat, serve
+from .rank import RankSpec, serve
 
-PATIENCE = 1800.0  # seconds for one order; a compile of a deep model on a busy machine takes minutes
+TIMEOUT = 1800.0  # seconds for one order; a deep model takes minutes to compile on a busy machine
 
 
 class SystemFailedError(Exception):
-    """Why a system cannot go on, in a sentence."""
+    """A system that cannot go on, and why, in a sentence."""
 
 
 class Team:
-    """One process for each seat. What is ordered, all of them do at the same time."""
+    """One process for each rank. All execute an order at the same time."""
 
-    def __init__(self, seats: list[Seat]) -> None:
+    def __init__(self, specs: list[RankSpec]) -> None:
         context = multiprocessing.get_context("fork")
         self._orders: list[connection.Connection] = []
         self._processes = []
-        for seat in seats:
+        for spec in specs:
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(seat, theirs), daemon=True)
+            process = context.Process(target=serve, args=(spec, theirs), daemon=True)
             process.start()
             theirs.close()
             self._orders.append(ours)
             self._processes.append(process)
 
     def order(self, name: str, *arguments: Any) -> list[Any]:
-        """What each rank answers, in order. Raises ``SystemFailedError``, and ends the team, where one fails."""
+        """Give an order; returns the answers, by rank. If one fails, ends the team and raises ``SystemFailedError``."""
         try:
             for orders in self._orders:
                 orders.send((name, arguments))
             return self._answers()
         except (SystemFailedError, OSError, EOFError) as failed:
             self.end()
-            raise SystemFailedError(str(failed) or "a rank ended without a word") from failed
+            raise SystemFailedError(str(failed) or "a rank ended without an answer") from failed
 
     def _answers(self) -> list[Any]:
-        """As they come, since those who wait for one that failed would never answer."""
+        """Receive answers as they come, since ranks that wait for one that failed never answer."""
         answers: dict[int, Any] = {}
         while len(answers) < len(self._orders):
-            ready = connection.wait([orders for i, orders in enumerate(self._orders) if i not in answers], PATIENCE)
+            ready = connection.wait([orders for i, orders in enumerate(self._orders) if i not in answers], TIMEOUT)
             if not ready:
-                raise SystemFailedError(f"no answer for {PATIENCE:.0f} seconds")
+                raise SystemFailedError(f"no answer for {TIMEOUT:.0f} seconds")
             for rank, orders in enumerate(self._orders):
                 if orders in ready:
-                    word, answers[rank] = orders.recv()
-                    if word == "failed":
+                    state, answers[rank] = orders.recv()
+                    if state == "failed":
                         raise SystemFailedError(f"rank {rank}: {answers[rank]}")
         return [answers[rank] for rank in sorted(answers)]
 
     def end(self) -> None:
-        """Leave nothing running."""
+        """End all processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -65,11 +65,11 @@ class Team:
 
 
 @contextmanager
-def teams(seats: dict[str, list[Seat]]) -> Iterator[dict[str, Team]]:
-    """A team for each name; none of its processes outlives the context."""
+def teams(specs: dict[str, list[RankSpec]]) -> Iterator[dict[str, Team]]:
+    """Start a team for each name. All processes end with the context."""
     started: dict[str, Team] = {}
     try:
-        for name, each in seats.items():
+        for name, each in specs.items():
             started[name] = Team(each)
         yield started
     finally:
