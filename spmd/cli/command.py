@@ -1,6 +1,6 @@
-"""``python -m spmd calibrate``: measure what communication costs on these machines, into a file for compiled steps.
+"""Measure what communication costs on these machines, into a file from which compiled steps choose algorithms.
 
-Run alone it starts ranks of its own on this machine; under torchrun it measures the ranks that are there::
+Run alone, it starts ranks of its own on this machine; under torchrun it measures those ranks::
 
     python -m spmd calibrate --out costs.json
     torchrun --nnodes 2 --nproc-per-node 8 ... -m spmd calibrate --mesh 2x8 --axes dp,tp --out costs.json
@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich import box
 from rich.console import Console
 from rich.progress import Progress as Bar
-from rich.table import Table as Shown
+from rich.table import Table as RichTable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
@@ -33,44 +34,58 @@ from .calibrate import SIZES, Progress, calibrate
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command that ``argv`` names."""
+    """Run ``python -m spmd`` with the arguments ``argv``."""
     arguments = _arguments(argv)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        world()  # joins torchrun's ranks
-        _on_one_rank(arguments)
+        world()  # joins the ranks of torchrun
+        _run_rank(arguments)
         return
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_local_rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks)
+        spawn(_start_rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m spmd", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser("python -m spmd", description="Commands of spmd, a compiler for train steps.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("calibrate", help="measure what communication costs, into a file")
+    command = commands.add_parser(
+        "calibrate",
+        help="measure what communication costs, into a file",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.add_argument("--out", type=Path, default=Path("costs.json"), help="the file to write (%(default)s)")
     command.add_argument("--ranks", type=int, default=2, help="ranks to start, without torchrun (%(default)s)")
-    command.add_argument("--mesh", help="the ranks along each axis, as 2x8; by default one axis")
-    command.add_argument("--axes", help="the names of the axes, as dp,tp; by default dp, axis1, ...")
-    command.add_argument("--rounds", type=int, default=20, help="how often each is measured (%(default)s)")
-    command.add_argument("--max-bytes", type=int, default=SIZES[-1], help="the largest size (%(default)s)")
+    command.add_argument("--mesh", help="ranks along each axis, such as 2x8; by default one axis")
+    command.add_argument("--axes", help="names of the axes, such as dp,tp; by default dp,axis1,...")
+    command.add_argument("--rounds", type=int, default=20, help="measurements of each collective (%(default)s)")
+    command.add_argument("--max-bytes", type=int, default=SIZES[-1], help="the largest operand (%(default)s)")
     arguments = parser.parse_args(argv)
-    ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks))
     try:
-        arguments.shape = tuple(int(part) for part in (arguments.mesh or str(ranks)).split("x"))
-    except ValueError:
-        command.error(f"expected --mesh as numbers of ranks, such as 2x8, got {arguments.mesh!r}")
-    unnamed = ("dp", *(f"axis{k}" for k in range(1, len(arguments.shape))))
-    arguments.names = tuple(arguments.axes.split(",")) if arguments.axes else unnamed
-    if ranks < 2 or math.prod(arguments.shape) != ranks:
-        command.error(f"expected a mesh of all ranks, two at least, but {arguments.shape} is not one of {ranks}")
-    if len(arguments.names) != len(arguments.shape):
-        command.error(f"expected a name for each of {len(arguments.shape)} axes, got {arguments.axes!r}")
-    arguments.sizes = [size for size in SIZES if size <= arguments.max_bytes] or SIZES[:1]
+        _complete(arguments)
+    except ValueError as error:
+        command.error(str(error))
     return arguments
 
 
-def _local_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
-    """One of the ranks that this command starts itself, on its share of the cores."""
+def _complete(arguments: argparse.Namespace) -> None:
+    """Set ``shape``, ``names`` and ``sizes`` from the options. Raises ``ValueError`` if these do not fit together."""
+    ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks))
+    try:
+        shape = tuple(int(part) for part in (arguments.mesh or str(ranks)).split("x"))
+    except ValueError:
+        raise ValueError(f"expected --mesh as numbers of ranks, such as 2x8, got {arguments.mesh!r}") from None
+    if ranks < 2 or math.prod(shape) != ranks:
+        raise ValueError(f"expected a mesh of all ranks, at least 2, got {shape} for {ranks} ranks")
+    default_names = ("dp", *(f"axis{k}" for k in range(1, len(shape))))
+    arguments.names = tuple(arguments.axes.split(",")) if arguments.axes else default_names
+    if len(arguments.names) != len(shape):
+        raise ValueError(f"expected a name for each of {len(shape)} axes, got {arguments.axes!r}")
+    arguments.shape = shape
+    arguments.sizes = [size for size in SIZES if size <= arguments.max_bytes] or SIZES[:1]
+
+
+def _start_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
+    """Run one of the ranks that this command starts itself, on its share of the cores."""
     ranks = arguments.ranks
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = max(1, len(cores) // ranks)
@@ -81,11 +96,11 @@ def _local_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
     if cuda:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    _on_one_rank(arguments)
+    _run_rank(arguments)
 
 
-def _on_one_rank(arguments: argparse.Namespace) -> None:
-    """Measure with all others; the first rank shows and writes the table."""
+def _run_rank(arguments: argparse.Namespace) -> None:
+    """Measure together with all other ranks; the first rank prints and writes the table."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     mesh = init_device_mesh(device, arguments.shape, mesh_dim_names=arguments.names)
     first = dist.get_rank() == 0
@@ -94,7 +109,7 @@ def _on_one_rank(arguments: argparse.Namespace) -> None:
             table = calibrate(mesh, arguments.sizes, arguments.rounds, progress)
         if first:
             table.write(arguments.out)
-            _show(table, arguments.out)
+            _print(table, arguments.out)
     finally:
         dist.destroy_process_group()
 
@@ -110,28 +125,31 @@ def _progress(shown: bool) -> Iterator[Progress]:
         yield update
 
 
-def _show(table: Table, out: Path) -> None:
+def _print(table: Table, out: Path) -> None:
     console = Console()
     for link in table.links:
-        console.print(_shown(link))
+        console.print(_link_table(link))
     console.print(
-        f"each rank multiplies matrices at {table.compute['matmul float32'] / 1e9:.1f} GFLOP/s (float32) "
-        f"and moves {table.compute['memory'] / 1e9:.1f} GB/s"
+        f"compute per rank: {table.compute['matmul float32'] / 1e9:.1f} GFLOP/s (float32 matmul), "
+        f"{table.compute['memory'] / 1e9:.1f} GB/s (memory)"
     )
-    console.print(f"written to {out}; on all ranks: passes=passes.default(table=passes.Table.read({str(out)!r}))")
+    console.print(f"wrote {out}; on all ranks:", soft_wrap=True)
+    console.print(f"passes=passes.default(table=passes.Table.read({str(out)!r}))", soft_wrap=True)
 
 
-def _shown(link: Link) -> Shown:
-    """Milliseconds by kind, size and algorithm; a compiled step takes the bold one."""
-    shown = Shown(title=f"{link.axis}: {link.ranks} ranks by {link.backend}; ms to the result/ms of CPU")
-    for heading in ("", *Algorithm):
+def _link_table(link: Link) -> RichTable:
+    """Milliseconds by kind, size and algorithm. Compiled steps choose the bold ones."""
+    title = f"{link.axis}: {link.ranks} ranks, {link.backend}; ms elapsed/ms of CPU time"
+    shown = RichTable(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    algorithms = [each for each in Algorithm if any(algorithm is each for _, algorithm in link.curves)]
+    for heading in ("", *algorithms):
         shown.add_column(heading, justify="right", no_wrap=True)
     for kind in ALGORITHMS:
-        curves = [link.curves.get((kind, algorithm), ()) for algorithm in Algorithm]
+        curves = [link.curves.get((kind, algorithm), ()) for algorithm in algorithms]
         shown.add_row(kind)
         for points in zip_longest(*curves):
             size = next(point.bytes for point in points if point)
-            cells = (_cell(link, kind, each, point) for each, point in zip(Algorithm, points, strict=True))
+            cells = (_cell(link, kind, each, point) for each, point in zip(algorithms, points, strict=True))
             shown.add_row(_binary(size), *cells)
         shown.add_row("latency", *(f"{curve[0].seconds * 1e6:.0f} us" if curve else "" for curve in curves))
         shown.add_row("bandwidth", *(_bandwidth(curve[-1]) if curve else "" for curve in curves), end_section=True)

@@ -1,4 +1,4 @@
-"""``python -m spmd calibrate``: what it measures, writes, shows and refuses."""
+"""``python -m spmd calibrate``: measurements, the file, the printed tables, and errors in its arguments."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SHARED = Axis("dp", 2, "0", shared=True)
 
 
 def measured(rank: int, world: int) -> tuple[Table, list[str]]:
-    """The table of 2 x 2 ranks, and what was said while it was made."""
-    told: list[str] = []
+    """The table of 2 x 2 ranks, and the reported progress."""
+    reports: list[str] = []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return calibrate(mesh, SIZES, 2, lambda what, done, total: told.append(f"{done}/{total} {what}")), told
+    return calibrate(mesh, SIZES, 2, lambda what, done, total: reports.append(f"{done}/{total} {what}")), reports
 
 
 def test_every_algorithm_of_every_axis_is_measured_and_all_ranks_know_the_same(ranks: Ranks) -> None:
-    (table, told), *others = ranks.run(4, measured)
-    assert all(other == (table, told) for other in others)
+    (table, reports), *others = ranks.run(4, measured)
+    assert all(other == (table, reports) for other in others)
     assert [(link.axis, link.ranks, link.backend) for link in table.links] == [("dp", 2, "gloo"), ("tp", 2, "gloo")]
     for link in table.links:
         assert set(link.curves) == {(k, each) for k in ALGORITHMS for each in algorithms_along(SHARED, k, "gloo")}
@@ -38,11 +38,11 @@ def test_every_algorithm_of_every_axis_is_measured_and_all_ranks_know_the_same(r
             assert [point.bytes for point in points] == list(SIZES)
             assert all(point.seconds > 0 for point in points)
     assert all(rate > 0 for rate in table.compute.values())
-    assert told[0] == "0/13 all_reduce over dp, 4,096 bytes" and told[-1] == "13/13 done"
+    assert reports[0] == "0/13 all_reduce over dp, 4,096 bytes" and reports[-1] == "13/13 done"
 
 
 def measured_as_nccl(rank: int, world: int) -> Table:
-    """The table of two ranks whose backend is taken for NCCL."""
+    """The table of two ranks whose backend is described as NCCL."""
     described = spmd.cli.calibrate.describe
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     try:
@@ -52,7 +52,7 @@ def measured_as_nccl(rank: int, world: int) -> Table:
         spmd.cli.calibrate.describe = described
 
 
-def test_on_nccl_buckets_sent_in_one_launch_are_measured(ranks: Ranks) -> None:
+def test_on_nccl_coalesced_collectives_are_measured(ranks: Ranks) -> None:
     table, other = ranks.run(2, measured_as_nccl)
     assert table == other
     (link,) = table.links
@@ -64,22 +64,22 @@ def test_on_nccl_buckets_sent_in_one_launch_are_measured(ranks: Ranks) -> None:
 def test_the_command_starts_ranks_and_writes_a_table(tmp_path: Path, capfd: Any) -> None:
     out = tmp_path / "costs.json"
     main(["calibrate", "--rounds", "1", "--max-bytes", "4096", "--out", str(out)])
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     link = Table.read(out).links[0]
     assert (link.axis, link.ranks) == ("dp", 2)
-    assert "dp: 2 ranks by gloo" in said and "GFLOP/s" in said
+    assert "dp: 2 ranks, gloo" in output and "GFLOP/s" in output
     assert len(passes.default(table=Table.read(out))) == len(passes.default())
     assert {kind for kind, _ in link.curves} == {Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER}
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--ranks", "1"], "expected a mesh of all ranks, two at least, but (1,) is not one of 1"),
-    (["--ranks", "4", "--mesh", "2x3"], "(2, 3) is not one of 4"),
+    (["--ranks", "1"], "expected a mesh of all ranks, at least 2, got (1,) for 1 ranks"),
+    (["--ranks", "4", "--mesh", "2x3"], "got (2, 3) for 4 ranks"),
     (["--mesh", "two"], "expected --mesh as numbers of ranks, such as 2x8, got 'two'"),
     (["--ranks", "4", "--mesh", "2x2", "--axes", "dp"], "expected a name for each of 2 axes, got 'dp'"),
     (["--axes", "dp,tp"], "expected a name for each of 1 axes, got 'dp,tp'"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: Any) -> None:
+def test_arguments_that_do_not_fit_together_are_refused(arguments: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["calibrate", *arguments])
     assert message in capsys.readouterr().err
