@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from ..analysis.topological import settle
 from ..base import Numerics, Pass
-from ..ir.collectives import WAIT, Kind, c10d, operands
+from ..ir.collectives import Kind, c10d
 from ..ir.program import Program
-from .bucketing import Bucket, buckets, caller, joined, replace_members
+from .bucketing import Packing, merge
+from .packed import pack_flat, unpack_flat
 
-aten = torch.ops.aten
+_PACKING = Packing(Kind.ALL_REDUCE, c10d.all_reduce.default, pack_flat, unpack_flat)
 
 
 @dataclass(frozen=True)
@@ -34,22 +30,4 @@ class BucketAllReduce(Pass):
 
     def rewrite(self, program: Program) -> int:
         """Replace each bucket, then bring the graph into order."""
-        found = buckets(program, Kind.ALL_REDUCE, c10d.all_reduce.default, self.max_bytes, self.first_bytes)
-        for bucket in found:
-            _merge(bucket)
-        settle(program.graph)
-        return len(found)
-
-
-def _merge(bucket: Bucket) -> None:
-    call = caller(bucket)
-    tensors = [operands(member)[0] for member in bucket]
-    flat = call(aten.cat.default, [call(aten.reshape.default, tensor, [-1]) for tensor in tensors])  # [total]
-    merged = call(c10d.all_reduce.default, flat, *bucket[0].args[1:])
-    merged.meta |= joined(bucket)
-    # A reduction has its operand's shape; the operand itself may be another bucket's new node, which has no val yet.
-    shapes = [list(member.meta["val"].shape) for member in bucket]
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = call(aten.split_with_sizes.default, call(WAIT, merged), sizes)
-    results = [call(aten.view.default, call(operator.getitem, parts, k), shape) for k, shape in enumerate(shapes)]
-    replace_members(bucket, results)
+        return merge(program, _PACKING, self.max_bytes, self.first_bytes)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import fx
 
-from ..analysis.topological import settle
 from ..base import Numerics, Pass
-from ..ir.collectives import WAIT, Kind, c10d, operands
+from ..ir.collectives import Kind, c10d
 from ..ir.program import Program
-from .bucketing import Bucket, buckets, caller, joined, replace_members
+from .bucketing import Packing, merge
+from .packed import Bucket, Call, pack_columns, unpack_flat
 
 aten = torch.ops.aten
+
+
+def _unpack(call: Call, row: fx.Node, bucket: Bucket) -> list[fx.Node]:
+    return unpack_flat(call, call(aten.view.default, row, [-1]), bucket)  # [1, total] -> [total]
+
+
+_PACKING = Packing(Kind.REDUCE_SCATTER, c10d.reduce_scatter_tensor.default, pack_columns, _unpack)
 
 
 @dataclass(frozen=True)
@@ -34,26 +40,4 @@ class BucketReduceScatter(Pass):
 
     def rewrite(self, program: Program) -> int:
         """Replace each bucket, then bring the graph into order."""
-        found = buckets(
-            program, Kind.REDUCE_SCATTER, c10d.reduce_scatter_tensor.default, self.max_bytes, self.first_bytes
-        )
-        for bucket in found:
-            _merge(bucket)
-        settle(program.graph)
-        return len(found)
-
-
-def _merge(bucket: Bucket) -> None:
-    call = caller(bucket)
-    ranks = bucket[0].args[2]
-    columns = [
-        call(aten.reshape.default, operands(member)[0], [ranks, -1]) for member in bucket
-    ]  # row r goes to rank r
-    rows = call(aten.cat.default, columns, 1)  # [ranks, total]
-    merged = call(c10d.reduce_scatter_tensor.default, rows, *bucket[0].args[1:])  # [1, total]
-    merged.meta |= joined(bucket)
-    flat = call(aten.view.default, call(WAIT, merged), [-1])
-    shapes = [list(member.meta["val"].shape) for member in bucket]
-    parts = call(aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes])
-    results = [call(aten.view.default, call(operator.getitem, parts, k), shape) for k, shape in enumerate(shapes)]
-    replace_members(bucket, results)
+        return merge(program, _PACKING, self.max_bytes, self.first_bytes)

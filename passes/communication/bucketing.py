@@ -15,13 +15,37 @@ from typing import Any
 from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes, of_all
-from ..ir.collectives import Collective, Kind, group_of, is_wait, operands, reduction_of
+from ..analysis.topological import settle
+from ..ir.collectives import WAIT, Collective, Kind, group_of, is_wait, operands, reduction_of
 from ..ir.edit import insert_before, replace
 from ..ir.program import Program
 from ..ir.roles import Role
+from .packed import Bucket, Call
 
-Bucket = list[fx.Node]
 _Place = tuple[int, int]  # a unit's number, and that of a parameter in it
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How collectives of one kind become one: the op, packing of operands, unpacking of the result (``packed.py``)."""
+
+    kind: Kind
+    op: Any
+    pack: Callable[[Call, Bucket], fx.Node]
+    unpack: Callable[[Call, fx.Node, Bucket], list[fx.Node]]
+
+
+def merge(program: Program, packing: Packing, max_bytes: int, first_bytes: int | None = None) -> int:
+    """Put one collective in the place of each bucket, then bring the graph into order; returns how many there are."""
+    found = buckets(program, packing.kind, packing.op, max_bytes, first_bytes)
+    for bucket in found:
+        last = max(bucket)
+        call = partial(insert_before, last, like=last)
+        merged = call(packing.op, packing.pack(call, bucket), *bucket[0].args[1:])
+        merged.meta |= joined(bucket)
+        _replace_members(bucket, packing.unpack(call, call(WAIT, merged), bucket))
+    settle(program.graph)
+    return len(found)
 
 
 def buckets(program: Program, kind: Kind, op: Any, max_bytes: int, first_bytes: int | None = None) -> list[Bucket]:
@@ -76,13 +100,7 @@ def joined(bucket: Bucket) -> dict[str, Any]:
     return {"collective": collective, **of_all(bucket)}
 
 
-def caller(bucket: Bucket) -> Callable[..., fx.Node]:
-    """A function ``call(op, *args)`` that adds nodes where the last member in the graph stands, in its phase."""
-    last = max(bucket)
-    return partial(insert_before, last, like=last)
-
-
-def replace_members(bucket: Bucket, results: list[fx.Node]) -> None:
+def _replace_members(bucket: Bucket, results: list[fx.Node]) -> None:
     """Let readers of each member's result read its part of the bucket's, and erase the members with their waits."""
     for member, result in zip(bucket, results, strict=True):
         for wait in list(member.users):

@@ -37,14 +37,12 @@ def _reduced(chosen: Chosen) -> list[fx.Node]:
     val = chosen.operand.meta["val"]
     size = collective_ops.part(val.numel(), ranks, chosen.axis.coordinate)
     if ranks == 2:
-        started = chosen.start(
-            f"a swap of halves, then their {reduction}", message_collectives.swap.default, flat, size
-        )
+        started = chosen.start(f"swap + {reduction}", message_collectives.swap.default, flat, size)
         begin = collective_ops.bounds(val.numel(), ranks)[chosen.axis.coordinate]
         own = chosen.call(aten.slice.Tensor, flat, 0, begin, begin + size)
         other = chosen.call(WAIT, started)  # [size]
         return [own, other, chosen.call(_PAIRS[reduction], own, other)]
-    by = f"an exchange of parts, then their {reduction}"
+    by = f"exchange + {reduction}"
     rows = chosen.call(WAIT, chosen.start(by, message_collectives.exchange.default, flat, ranks, size))  # [ranks, size]
     total = chosen.call(_ROWS[reduction], rows, [0])  # [size]
     if reduction == "sum":
@@ -56,7 +54,7 @@ def _gathered(chosen: Chosen) -> fx.Node:
     """The start of a gather of every rank's part."""
     total, flat = chosen.node.meta["val"].numel(), chosen.flat(chosen.operand)
     if chosen.algorithm is Algorithm.BROADCAST:
-        op, by = message_collectives.gather_by_broadcast.default, "a broadcast of each part"
+        op, by = message_collectives.gather_by_broadcast.default, "broadcast per part"
     else:
-        op, by = message_collectives.gather_by_sending.default, "sending each part to each rank"
+        op, by = message_collectives.gather_by_sending.default, "send per pair"
     return chosen.start(by, op, flat, total, chosen.axis.size)

@@ -105,6 +105,13 @@ def group_of(node: fx.Node) -> str:
     return group
 
 
+def group_size_of(node: fx.Node) -> int:
+    """The number of ranks, as the op of an all_gather or a reduce_scatter has it."""
+    size = _argument(node, "group_size")
+    assert isinstance(size, int), f"{node} gives its number of ranks as {size!r}"
+    return size
+
+
 def reduction_of(node: fx.Node) -> str | None:
     """``"sum"``, ``"max"``, ... or None for a collective that reduces nothing."""
     reduction = _argument(node, "reduce_op")

@@ -11,6 +11,7 @@ from .._torch import OpOverload, c10d
 from ..analysis.aliases import escaping, last_reads, storages
 from ..analysis.out_variants import is_constant, out_variant, results_of
 from ..analysis.strides import Layouts, is_dense
+from ..communication.published import read_by_peers
 from ..ir.collectives import is_shared
 from ..runtime.arena import extent
 
@@ -109,7 +110,7 @@ class Lodgers:
 
     def _share(self, start: fx.Node) -> None:
         """Let operand and scratch of a collective lie where others can look at them, and nothing else ever."""
-        for read in (each for each in start.args if isinstance(each, fx.Node)):
+        for read in read_by_peers(start):
             for block in self._blocks(read):
                 block.shared = block.settled = True
 

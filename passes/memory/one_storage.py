@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -20,15 +20,13 @@ from ..communication.bucket_all_gather import BucketAllGather
 from ..communication.bucket_all_reduce import BucketAllReduce
 from ..communication.bucket_reduce_scatter import BucketReduceScatter
 from ..communication.form_units import FormUnits
+from ..communication.packed import FLATTENING, packed_flat
 from ..ir.edit import insert_before, replace
 from ..ir.program import Input, Part, Program, is_even
 from ..ir.roles import Role
 
 aten = torch.ops.aten
 Group = tuple[str, ...]  # state by name, in the order in which it is to lie
-
-# What leaves the elements of a contiguous tensor in their order.
-_FLATTENING: frozenset[Any] = frozenset({aten.contiguous.default, aten.reshape.default, aten.view.default})
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def _wanted(program: Program) -> Iterator[tuple[str, Group]]:
                 yield f"{kind} of unit {k}", tuple(of[name] for name in unit)
     names = {node: declared.name for declared, node in program.values().values()}
     for k, node in enumerate(program.graph.find_nodes(op="call_function", target=aten.cat.default)):
-        yield f"concatenation {k}", tuple(names[operand] for operand in _concatenated(node, names))
+        yield f"concatenation {k}", tuple(names[operand] for operand in packed_flat(node, names))
 
 
 def _state_by_kind(program: Program) -> dict[str, dict[str, str]]:
@@ -171,7 +169,7 @@ def _drop_concatenations(program: Program) -> None:
     parts = {node for nodes in whole for node in nodes}
     kept = escaping(program.graph, storages(program.graph))
     for node in program.graph.find_nodes(op="call_function", target=aten.cat.default):
-        flat = whole.get(tuple(_concatenated(node, parts)))
+        flat = whole.get(tuple(packed_flat(node, parts)))
         if flat is not None and node not in kept:  # what is returned must not come to share memory with state
             node.replace_all_uses_with(flat)
             _erase(node, parts)
@@ -182,27 +180,5 @@ def _erase(node: fx.Node, parts: Container[fx.Node]) -> None:
     operands = node.all_input_nodes
     node.graph.erase_node(node)
     for operand in operands:
-        if not operand.users and operand.target in _FLATTENING and operand not in parts:
+        if not operand.users and operand.target in FLATTENING and operand not in parts:
             _erase(operand, parts)
-
-
-def _concatenated(cat: fx.Node, known: Container[fx.Node]) -> list[fx.Node]:
-    """The values among ``known`` that ``cat`` puts one after the other, each whole; nothing if it does not."""
-    given = cat.args[0]
-    assert isinstance(given, (list, tuple))
-    sources = [_flattened(operand, known) for operand in given]
-    found = [source for source in sources if source is not None]
-    return found if len(found) == len(given) else []
-
-
-def _flattened(value: Any, known: Container[fx.Node]) -> fx.Node | None:
-    """What of ``known`` a one-dimensional value shows, in order if it is contiguous, as all that is joined is."""
-    if not isinstance(value, fx.Node) or value.meta["val"].dim() != 1:
-        return None
-    node = value
-    while node not in known:
-        source = node.args[0] if node.target in _FLATTENING else None
-        if not isinstance(source, fx.Node):
-            return None
-        node = source
-    return node

@@ -12,17 +12,15 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from ..analysis.aliases import storages
 from ..base import Pass
+from ..communication.published import published_copy_of
 from ..ir.collectives import group_of, is_shared, operands, waits_of
 from ..ir.effects import mutates
 from ..ir.program import Program
 from .update_in_place import UpdateInPlace
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class ShareState(Pass):
         shared: set[str] = set()
         edits = 0
         for start in order.starts:
-            flat = _copied(operands(start)[0])
+            flat = published_copy_of(operands(start)[0])
             if flat in flats:
                 shared.add(flats[flat].name)
                 if order.is_read_in_time(start, flat):
@@ -65,14 +63,8 @@ def _share(program: Program, names: set[str]) -> int:
 
 def _erase_copies(graph: fx.Graph, flats: Container[fx.Node]) -> None:
     for node in list(graph.nodes):
-        if not node.users and _copied(node) in flats:
+        if not node.users and published_copy_of(node) in flats:
             graph.erase_node(node)
-
-
-def _copied(node: fx.Node) -> fx.Node | None:
-    """The tensor of which ``node`` publishes a copy, as ``Realise`` writes it: a concatenation of one."""
-    members = node.args[0] if node.target is aten.cat.default else ()
-    return members[0] if isinstance(members, (list, tuple)) and len(members) == 1 else None  # type: ignore[return-value]
 
 
 class _Order:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -14,19 +14,11 @@ from ..analysis.list_ops import call_before, replace_by_entries
 from ..analysis.topological import settle
 from ..base import Numerics, Pass
 from ..cleanup.dead_code import DeadCode
-from ..ir.collectives import is_wait
+from ..communication.packed import is_unpacked
 from ..ir.program import Program
 from .match_optimizers import Chain, groups
 
 aten = torch.ops.aten
-
-# What cuts contiguous parts out of a contiguous tensor.
-_PARTS: set[Any] = {
-    operator.getitem,
-    aten._unsafe_view.default,
-    aten.split_with_sizes.default,
-    aten.view.default,
-}
 
 
 @dataclass(frozen=True)
@@ -95,7 +87,4 @@ def _counted(counts: list[fx.Node], new: list[fx.Node], start: fx.Node) -> list[
 
 def _dense(gradient: fx.Node, start: fx.Node) -> fx.Node:
     """A gradient that surely is contiguous: parts of what was communicated are, of others a fake may be wrong."""
-    node = gradient
-    while node.target in _PARTS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return gradient if is_wait(node) else call_before(start, aten.contiguous.default, (gradient,))
+    return gradient if is_unpacked(gradient) else call_before(start, aten.contiguous.default, (gradient,))

@@ -72,7 +72,7 @@ def program() -> Program:
     return on_one_host(make_program(step, updates, ROLES, w=f64(2, 4), v=f64(2, 6), b=f64(6), x=f64(3, 4)))
 
 
-def test_by_memory(golden: Any) -> None:
+def test_shared_memory(golden: Any) -> None:
     bucketed = run(program(), BUCKETS)
     after, text = before_and_after(bucketed, SHARED)
     golden(text)

@@ -26,7 +26,7 @@ from passes import (
     WaitLate,
     run,
 )
-from passes.analysis.costs import Way
+from passes.analysis.costs import Algorithm
 from passes.ir.collectives import WAIT, operands
 from passes.runtime.shared_memory_collectives import shared_all_gather, shared_all_reduce
 
@@ -46,7 +46,7 @@ from ..programs import (
 aten = torch.ops.aten
 
 SHARED: list[Pass] = [
-    *(BucketAllGather(), BucketReduceScatter(), OneStorage(), Realise(only(Way.SHARED, Way.NATIVE))),
+    *(BucketAllGather(), BucketReduceScatter(), OneStorage(), Realise(only(Algorithm.SHARED, Algorithm.NATIVE))),
     *(StartEarly(), WaitLate(), UpdateInPlace()),
 ]
 

@@ -1,0 +1,47 @@
+"""Operands that other ranks of the host read: how ``Realise`` writes them, and how the passes over memory find them.
+
+An operand is published as a concatenation, even of one tensor: a value that nothing else writes to, that
+``ReuseMemory`` can put where other ranks read it, and whose members can be computed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ..analysis.agreed_sizes import most_bytes
+from ..analysis.out_variants import CONSTANT_BYTES
+from ..ir.collectives import group_of, reduction_of
+from ..runtime import shared_memory_collectives
+from .realisation import Chosen
+
+aten = torch.ops.aten
+
+
+def publish(chosen: Chosen, members: Sequence[fx.Node]) -> fx.Node:
+    """The members one after the other: (total,)."""
+    if len(members) == 1 and members[0].target is aten.cat.default and members[0].meta["val"].ndim == 1:
+        return members[0]
+    return chosen.call(aten.cat.default, [chosen.flat(member) for member in members])
+
+
+def published_copy_of(node: fx.Node) -> fx.Node | None:
+    """The one tensor that ``publish`` copied to make ``node``; None for any other node."""
+    members = node.args[0] if node.target is aten.cat.default else ()
+    return members[0] if isinstance(members, (list, tuple)) and len(members) == 1 else None  # type: ignore[return-value]
+
+
+def scratch(chosen: Chosen, published: fx.Node) -> fx.Node | None:
+    """Memory for a part of an all_reduce, where to read a part from each rank costs less than to read everything."""
+    val, ranks = chosen.operand.meta["val"], chosen.axis.size
+    if ranks == 2 or most_bytes(chosen.node) <= ranks * CONSTANT_BYTES:
+        return None
+    op, longest = shared_memory_collectives.scratch.default, -(-val.numel() // ranks)
+    return chosen.call(op, published, longest, reduction_of(chosen.node), group_of(chosen.node))
+
+
+def read_by_peers(start: fx.Node) -> list[fx.Node]:
+    """The tensors of a collective through shared memory that other ranks read where they lie: operand and scratch."""
+    return [each for each in start.args if isinstance(each, fx.Node)]
