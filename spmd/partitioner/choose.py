@@ -19,7 +19,7 @@ from passes import Axis, Mesh, Phase
 from passes.ir.program import Placements
 
 from ..placements import Interleaved, all_shapes, chunk, first_of_each_length, local_shape, splits
-from ..rules import Call, Info, Option, localize_of, rule_of
+from ..rules import Info, OpCall, Option, localize_of, rule_of
 from .memo import likeness
 from .redistribute import LATENCY_BYTES, cost
 from .values import Value
@@ -38,7 +38,7 @@ class Chooser:
 
     def cheapest(
         self,
-        call: Call,
+        call: OpCall,
         operands: Sequence[Value],
         wanted: Placements | None,
         phase: Phase | None,
@@ -70,11 +70,11 @@ class Chooser:
         split = (axis.size for axis, o in zip(self.mesh.axes, chosen, strict=False) if isinstance(o.results[0], Shard))
         return 1 / prod(split)
 
-    def whole(self, call: Call) -> list[Option]:
+    def whole(self, call: OpCall) -> list[Option]:
         """Everything whole, along every axis."""
         return [_whole(call) for _ in self.mesh.axes]
 
-    def without_traffic(self, call: Call, operands: Sequence[Value], result: Placements) -> list[Option] | None:
+    def without_traffic(self, call: OpCall, operands: Sequence[Value], result: Placements) -> list[Option] | None:
         """One option per axis that gives exactly ``result`` and takes only what this rank has."""
         chosen: list[Option] = []
         for index in range(len(self.mesh.axes)):
@@ -85,7 +85,7 @@ class Chooser:
             chosen.append(min(fits, key=lambda o: sum(isinstance(p, Shard) for p in o.operands)))
         return chosen
 
-    def options(self, call: Call, operands: Sequence[Value], chosen: Sequence[Option]) -> list[Option]:
+    def options(self, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option]) -> list[Option]:
         """What is right along the next axis: everything whole, and what the rule says."""
         axis = self.mesh.axes[len(chosen)]
         interleaved = tuple(_runs(held, tuple(o.operands[k] for o in chosen)) for k, held in enumerate(operands))
@@ -93,7 +93,7 @@ class Chooser:
         first, *others = map(self._ask, calls)
         return [option for option in first if all(option in other for other in others)] if others else first
 
-    def _ask(self, call: Call) -> list[Option]:
+    def _ask(self, call: OpCall) -> list[Option]:
         """Everything whole, and what the rule says."""
         given = likeness(call.args), likeness(call.kwargs), call.results
         key = (call.target, *given, call.size, call.interleaved)
@@ -105,7 +105,7 @@ class Chooser:
     def _cost(
         self,
         option: Option,
-        call: Call,
+        call: OpCall,
         operands: Sequence[Value],
         axis: int,
         wanted: Placements | None,
@@ -141,7 +141,7 @@ class Chooser:
         nbytes = min(held.bytes_before(form, axis, self.mesh) for form in held.forms)
         return cost(placement, Replicate(), nbytes, self.mesh.axes[axis].size)
 
-    def along(self, call: Call, axis: int) -> list[Option]:
+    def along(self, call: OpCall, axis: int) -> list[Option]:
         """What is right along one axis of a call whose operands are not there yet, on global shapes."""
         return self._ask(replace(call, size=self.mesh.axes[axis].size))
 
@@ -174,7 +174,7 @@ def _is_contraction(options: Sequence[Option]) -> bool:
     )
 
 
-def _on_matrices(call: Call, options: Sequence[Option], operands: Sequence[Value], axis: int) -> list[Option]:
+def _on_matrices(call: OpCall, options: Sequence[Option], operands: Sequence[Value], axis: int) -> list[Option]:
     """What an update may do with a product of state: all of it at once, or rows that this rank has.
 
     An optimizer that multiplies a matrix with itself does so again and again, often in half precision. It gets the
@@ -187,7 +187,7 @@ def _on_matrices(call: Call, options: Sequence[Option], operands: Sequence[Value
     return [whole, *(o for o in rows if grows or _is_free(o, operands, axis))]
 
 
-def _whole(call: Call) -> Option:
+def _whole(call: OpCall) -> Option:
     return Option(
         tuple(Replicate() for _ in call.operands), tuple(None if r is None else Replicate() for r in call.results)
     )
@@ -208,7 +208,7 @@ def _runs(held: Value, before: Placements) -> tuple[Interleaved, ...]:
     return tuple(placement for placement in there if isinstance(placement, Interleaved))
 
 
-def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> list[Call]:
+def _narrowed(call: OpCall, chosen: Sequence[Option], mesh: Mesh) -> list[OpCall]:
     """The call with the shapes that the axes before have left, the first rank's first; each way in which ranks differ.
 
     All ranks must choose alike, and what is right for parts of one length may be wrong for others.
@@ -218,7 +218,7 @@ def _narrowed(call: Call, chosen: Sequence[Option], mesh: Mesh) -> list[Call]:
     return [_narrowed_on(call, chosen, rank) for rank in _unlike_ranks(call, chosen, mesh.axes[: len(chosen)])]
 
 
-def _unlike_ranks(call: Call, chosen: Sequence[Option], axes: Sequence[Axis]) -> list[Mesh]:
+def _unlike_ranks(call: OpCall, chosen: Sequence[Option], axes: Sequence[Axis]) -> list[Mesh]:
     """The axes seen from ranks whose parts have all the lengths there are: from one rank, if all is split evenly."""
     coordinates: list[set[int]] = [{0} for _ in axes]
     placed = [(info, tuple(o.operands[n] for o in chosen)) for n, info in enumerate(call.operands)]
@@ -240,9 +240,9 @@ def _unlike_ranks(call: Call, chosen: Sequence[Option], axes: Sequence[Axis]) ->
     return [Mesh(tuple(replace(axis, coordinate=n) for axis, n in zip(axes, rank, strict=True))) for rank in ranks]
 
 
-def _narrowed_on(call: Call, chosen: Sequence[Option], before: Mesh) -> Call:
-    def narrow(info: Info, placement: tuple[Any, ...], counts: int | None = None) -> Info:
-        return Info(local_shape(info.shape, placement, before), info.dtype, counts)
+def _narrowed_on(call: OpCall, chosen: Sequence[Option], before: Mesh) -> OpCall:
+    def narrow(info: Info, placement: tuple[Any, ...], iota_dim: int | None = None) -> Info:
+        return Info(local_shape(info.shape, placement, before), info.dtype, iota_dim)
 
     operands = [
         narrow(info, tuple(o.operands[k] for o in chosen), _still_counted(info, k, chosen))
@@ -262,8 +262,8 @@ def _narrowed_on(call: Call, chosen: Sequence[Option], before: Mesh) -> Call:
 
 def _still_counted(info: Info, position: int, chosen: Sequence[Option]) -> int | None:
     """The dim that an operand counts, if the axes before have left it counting from 0 on."""
-    cut = (o for o in chosen if splits(o.operands[position], info.counts or 0) and position not in o.from_zero)
-    return info.counts if next(cut, None) is None else None
+    cut = (o for o in chosen if splits(o.operands[position], info.iota_dim or 0) and position not in o.from_zero)
+    return info.iota_dim if next(cut, None) is None else None
 
 
 def _map_infos(tree: Any, function: Any) -> Any:

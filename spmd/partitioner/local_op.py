@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate
 from passes.ir.program import Placements, is_sharded
 
 from ..placements import local_shape, local_start, smallest_shape
-from ..rules import Call, Info, Local, Option, Part, counted_dim, localize_of
+from ..rules import Info, Local, LocalPart, OpCall, Option, iota_dim_of, localize_of
 from ..rules.factories import makes_zeros
 from .emit import Emitter
 from .values import Value
@@ -27,7 +27,7 @@ class OnParts:
 
     emitter: Emitter
     node: fx.Node
-    call: Call
+    call: OpCall
     chosen: Sequence[Option]
 
     @cached_property
@@ -73,7 +73,7 @@ class OnParts:
         """What the results are now that ``new`` computes them: a ``Value``, or a tuple of them."""
         val = self.node.meta["val"]
         if isinstance(val, torch.Tensor):
-            held = Value.of(self.node, val, self.results[0], new, batch, counted_dim(self.call), weights)
+            held = Value.of(self.node, val, self.results[0], new, batch, iota_dim_of(self.call), weights)
             if makes_zeros(self.call):
                 held.forms |= dict.fromkeys(_as_sums(self.results[0]), new)
             return held
@@ -101,11 +101,11 @@ class OnParts:
             node.meta["numbers"] = f"of {self.call.target} on {uneven}"  # such as how many rows this rank has
         return node
 
-    def _part(self, info: Info | None, place: Placements) -> Part | None:
+    def _part(self, info: Info | None, place: Placements) -> LocalPart | None:
         if info is None:
             return None
         of = (info.shape, place, self.emitter.mesh)
-        return Part(local_start(*of), local_shape(*of), smallest_shape(*of))
+        return LocalPart(local_start(*of), local_shape(*of), smallest_shape(*of))
 
 
 def _as_sums(placement: Placements) -> Iterator[Placements]:

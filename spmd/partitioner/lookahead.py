@@ -21,7 +21,7 @@ from passes import Mesh, Phase
 
 from .._torch import OpOverload
 from ..capture.constraint import CONSTRAIN, constrained_to
-from ..rules import Call, Info, Option
+from ..rules import Info, OpCall, Option
 from .choose import Chooser
 from .redistribute import cost
 from .values import Value, infos, leaves, results
@@ -126,7 +126,7 @@ class _Along:
         return cost(source, target, nbytes * self.share, self.ranks, allow_split_sum=True)
 
 
-def _call(node: fx.Node) -> Call:
+def _call(node: fx.Node) -> OpCall:
     """The call of a node that the walk has not come to, on global shapes."""
 
     def info(operand: fx.Node) -> Any:
@@ -137,7 +137,7 @@ def _call(node: fx.Node) -> Call:
     tensors = (leaf for leaf in leaves(node) if isinstance(leaf, fx.Node))
     operands = tuple(i for leaf in tensors for i in infos([leaf.meta.get("val")]) if i is not None)
     target: Any = node.target
-    return Call(target, args, kwargs, operands, infos(results(node.meta["val"])), 1)
+    return OpCall(target, args, kwargs, operands, infos(results(node.meta["val"])), 1)
 
 
 def _nbytes(node: fx.Node) -> float:

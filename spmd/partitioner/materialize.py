@@ -20,7 +20,7 @@ from passes.ir.program import Placements, is_sharded
 
 from .._torch import OpOverload, schema_of
 from ..placements import local_shape, splits
-from ..rules import Call, Option
+from ..rules import OpCall, Option
 from . import reasons
 from .choose import Chooser
 from .context import Facts
@@ -79,7 +79,7 @@ class Forms:
             self._gathered[parameter] = Value(parameter, held.shape, held.dtype, place, {place: node}, weights=True)
         return self._gathered[parameter]
 
-    def call(self, node: fx.Node, operands: Sequence[Value]) -> Call:
+    def call(self, node: fx.Node, operands: Sequence[Value]) -> OpCall:
         """The call on global shapes, with an ``Info`` in the place of each tensor."""
         remaining = iter(operands)
 
@@ -88,9 +88,9 @@ class Forms:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
         target: Any = node.target
-        return Call(target, args, kwargs, tuple(v.info for v in operands), infos(results(node.meta["val"])), 1)
+        return OpCall(target, args, kwargs, tuple(v.info for v in operands), infos(results(node.meta["val"])), 1)
 
-    def compute(self, node: fx.Node, call: Call, operands: Sequence[Value], chosen: Sequence[Option]) -> Any:
+    def compute(self, node: fx.Node, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option]) -> Any:
         """Bring the operands to where the options want them, and compute the op on this rank's parts."""
         op = OnParts(self.emitter, node, call, chosen)
         args, kwargs = self._brought(op, operands)
@@ -131,9 +131,9 @@ class Forms:
 
     def _count(self, held: Value, placement: Placements, reason: Reason) -> fx.Node:
         """A count of rows that ``placement`` splits, numbering this rank's own from 0."""
-        uncut = tuple(Replicate() if splits(p, held.counts or 0) else p for p in placement)
-        length = local_shape(held.shape, placement, self.facts.mesh)[held.counts or 0]
-        arguments = (self.want(held, uncut, reason), held.counts, 0, length)
+        uncut = tuple(Replicate() if splits(p, held.iota_dim or 0) else p for p in placement)
+        length = local_shape(held.shape, placement, self.facts.mesh)[held.iota_dim or 0]
+        arguments = (self.want(held, uncut, reason), held.iota_dim, 0, length)
         node = self.emitter.call(torch.ops.aten.slice.Tensor, arguments, {}, like=held.source)
         node.meta["placement"] = placement
         self.emitter.mark(node, (held.shape, placement))
@@ -166,7 +166,7 @@ class Forms:
         return self._form(held.source, call, [viewed], chosen, placement)
 
     def _form(
-        self, node: fx.Node, call: Call, operands: Sequence[Value], chosen: Sequence[Option], placement: Placements
+        self, node: fx.Node, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], placement: Placements
     ) -> fx.Node:
         """The result of ``node``, computed once more, in ``placement``."""
         part = self.compute(node, call, operands, chosen)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from passes import Role
 
-from ..rules import Call
+from ..rules import OpCall
 from ..rules.cat_split import cuts_between, dim_of, is_cut, takes_all
 from . import reasons
 from .materialize import Forms
@@ -25,7 +25,7 @@ Rows = Mapping[int, int]
 """By mesh axis, the dim of the batch's rows that it splits."""
 
 
-def rows_cut(call: Call, operands: Sequence[Value]) -> Rows:
+def rows_cut(call: OpCall, operands: Sequence[Value]) -> Rows:
     """The rows of the batch that a call cuts across the ranks; empty if it does not."""
     if not is_cut(call) or takes_all(call):
         return {}

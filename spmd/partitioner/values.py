@@ -24,7 +24,7 @@ class Value:
 
     ``source`` is its node in the global graph; ``primary`` the placement it was computed in; ``batch`` the mesh axes
     over which ``primary`` splits it because some argument of the step is split there: its rows are those of the batch.
-    ``counts`` is the dim along which it is known to hold 0, 1, 2, ...; ``weights`` whether it is made of parameters
+    ``iota_dim`` is the dim along which it is known to hold 0, 1, 2, ...; ``weights`` whether it is made of parameters
     alone.
     """
 
@@ -34,7 +34,7 @@ class Value:
     primary: Placements
     forms: dict[Placements, fx.Node]
     batch: frozenset[int] = frozenset()
-    counts: int | None = None
+    iota_dim: int | None = None
     weights: bool = False
 
     @classmethod
@@ -45,13 +45,13 @@ class Value:
         placement: Placements,
         node: fx.Node,
         batch: frozenset[int],
-        counts: int | None = None,
+        iota_dim: int | None = None,
         weights: bool = False,
     ) -> Value:
         """A value that ``node`` holds in ``placement``; ``val`` is the global one."""
         node.meta["placement"] = placement
         split = frozenset(k for k, p in enumerate(placement) if isinstance(p, Shard))
-        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split, counts, weights)
+        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split, iota_dim, weights)
 
     def batch_in(self, placement: Placements) -> frozenset[int]:
         """The axes over which ``placement`` keeps the rows of the batch where they are."""
@@ -60,7 +60,7 @@ class Value:
     @property
     def info(self) -> Info:
         """Global shape and dtype, and what it counts."""
-        return Info(self.shape, self.dtype, self.counts)
+        return Info(self.shape, self.dtype, self.iota_dim)
 
     @property
     def nbytes(self) -> int:

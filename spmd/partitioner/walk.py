@@ -25,7 +25,7 @@ from passes.ir.program import Placements, is_sharded, output_values
 from .._torch import LazyGraphModule, OpOverload
 from ..capture.constraint import CONSTRAIN, constrained_to
 from ..placements import local_shape
-from ..rules import Call, rule_of, taken_apart
+from ..rules import OpCall, decomposition_of, rule_of
 from . import reasons
 from .choose import Chooser
 from .context import Facts
@@ -123,7 +123,7 @@ class _Walk:
         place = constrained_to(node, held.primary)
         new = self.forms.want(held, place, reasons.for_constraint(held.source, node, self.facts))
         self.values[node] = Value(
-            node, held.shape, held.dtype, place, {place: new}, held.batch_in(place), held.counts, held.weights
+            node, held.shape, held.dtype, place, {place: new}, held.batch_in(place), held.iota_dim, held.weights
         )
 
     def _number(self, node: fx.Node) -> None:
@@ -145,7 +145,7 @@ class _Walk:
         if rows:
             self.notes.rows_gathered(node)
             operands = [with_all_rows(node, operands[0], rows, self.forms)]
-        apart = taken_apart(call)
+        apart = decomposition_of(call)
         if apart is not None and self._saves(apart[0], operands[0]):
             self.values[node] = self._apart(node, operands, apart[1])
             return
@@ -153,7 +153,7 @@ class _Walk:
         for part in results(self.values[node]) if rows else ():
             share_out_again(part, rows, self.forms)
 
-    def _compute(self, node: fx.Node, call: Call, operands: Sequence[Value]) -> Any:
+    def _compute(self, node: fx.Node, call: OpCall, operands: Sequence[Value]) -> Any:
         """The op as it costs least, of all that is right."""
         phase: Phase | None = node.meta.get("phase")
         later = partial(self.ahead.of, node, operands) if phase in (Phase.FORWARD, Phase.BACKWARD) else None

@@ -26,29 +26,28 @@ from . import loss as loss
 from . import size_arguments as size_arguments
 # isort: on
 
-from .base import Call, Info, Local, Localize, Option, P, Part, R, Rule, S
-from .decomposed import taken_apart
-from .iota import counted_dim
-from .registry import LOCALIZE, RULES, known, localize_of, rule_of
+from .base import Info, Local, Localize, LocalPart, OpCall, Option, P, R, Rule, S
+from .decomposed import decomposition_of
+from .iota import iota_dim_of
+from .registry import LOCALIZE, RULES, localize_of, rule_of
 from .user import register_rule
 
 __all__ = [
     "LOCALIZE",
     "RULES",
-    "Call",
     "Info",
     "Local",
+    "LocalPart",
     "Localize",
+    "OpCall",
     "Option",
     "P",
-    "Part",
     "R",
     "Rule",
     "S",
-    "counted_dim",
-    "known",
+    "decomposition_of",
+    "iota_dim_of",
     "localize_of",
     "register_rule",
     "rule_of",
-    "taken_apart",
 ]

@@ -9,7 +9,7 @@ its queries.
 from __future__ import annotations
 
 from .aten import aten
-from .base import Call, Info, Option
+from .base import Info, OpCall, Option
 from .einsum_labels import EQUAL, WHOLE, Dims, aligned, options
 from .registry import rule
 
@@ -28,7 +28,7 @@ BACKWARD = {op: layout for name, layout in LAYOUTS.items() for op in aten(f"{nam
 
 
 @rule(*FORWARD)
-def attention(call: Call) -> list[Option]:
+def attention(call: OpCall) -> list[Option]:
     """Batch and heads; a debug mask is not split."""
     if call.arg("return_debug_mask") or call.arg("query").ndim != 4:
         return []
@@ -39,7 +39,7 @@ def attention(call: Call) -> list[Option]:
 
 
 @rule(*BACKWARD)
-def attention_backward(call: Call) -> list[Option]:
+def attention_backward(call: OpCall) -> list[Option]:
     """Batch and heads, as forward; the gradient of a mask only where the mask has the dim."""
     if call.arg("query").ndim != 4:
         return []
@@ -50,7 +50,7 @@ def attention_backward(call: Call) -> list[Option]:
     return options(call, Dims(operands, results, even="*", grouped="h", broadcast=True))
 
 
-def _mask(call: Call) -> dict[str, str]:
+def _mask(call: OpCall) -> dict[str, str]:
     """Masks and biases line up with (batch, head, query, key) from the right, and broadcast."""
     found = ((name, call.arg(name)) for name in ("attn_mask", "attn_bias"))
     return {name: aligned(info, HEADS) for name, info in found if isinstance(info, Info)}

@@ -31,11 +31,11 @@ def S(dim: int) -> Shard:
 
 @dataclass(frozen=True)
 class Info:
-    """Shape and dtype of a tensor in a call; ``counts`` is the dim along which it holds 0, 1, 2, ... (iota.py)."""
+    """Shape and dtype of a tensor in a call; ``iota_dim`` is the dim along which it holds 0, 1, 2, ... (iota.py)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    counts: int | None = None
+    iota_dim: int | None = None
 
     @property
     def ndim(self) -> int:
@@ -61,7 +61,7 @@ def parameters(op: OpOverload) -> dict[str, tuple[int | None, Any]]:
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One call of ``target``.
 
     ``args`` and ``kwargs`` are the call's own, with an ``Info`` in the place of each tensor; ``operands`` are those
@@ -91,7 +91,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalPart:
     """What a rank has of a tensor: where that starts, its shape, and the shape of the smallest part on any rank."""
 
     start: tuple[int, ...]
@@ -102,7 +102,10 @@ class Part:
 Run = Callable[..., Any]
 """``(op, args, kwargs={}) -> result``: runs an op on tensors, or writes it into a graph."""
 
-Local = Callable[[Run, Call, tuple[Any, ...], list[Part | None], list[Part | None]], Any]
+Parts = list[LocalPart | None]
+"""The parts of a call's operands or results on one rank; None for what is no tensor."""
+
+Local = Callable[[Run, OpCall, tuple[Any, ...], Parts, Parts], Any]
 """``(run, call, args, parts of the operands, parts of the results) -> results``: what a rank does in the op's place."""
 
 
@@ -121,8 +124,8 @@ class Option:
     local: Local | None = None
 
 
-Rule = Callable[[Call], list[Option]]
+Rule = Callable[[OpCall], list[Option]]
 """The options besides "everything replicated", which is always right and which the partitioner adds itself."""
 
-Localize = Callable[[Call, tuple[Any, ...], dict[str, Any], tuple[tuple[int, ...] | None, ...]], tuple[Any, ...]]
+Localize = Callable[[OpCall, tuple[Any, ...], dict[str, Any], tuple[tuple[int, ...] | None, ...]], tuple[Any, ...]]
 """``(call, args, kwargs, local result shapes) -> args``: the arguments with global sizes in them made local."""

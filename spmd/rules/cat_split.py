@@ -12,13 +12,13 @@ from torch.distributed.tensor import Replicate
 
 from ..placements import rows
 from .aten import aten
-from .base import Call, Option, parameters
+from .base import OpCall, Option, parameters
 from .einsum_labels import WHOLE, Dims, grows, is_zero, letters, option, options, without, wrap
 from .registry import localize, rule
 from .size_arguments import Shapes, replaced
 
 
-def dim_of(call: Call, name: str = "dim") -> int:
+def dim_of(call: OpCall, name: str = "dim") -> int:
     """The dim that the op works along."""
     return wrap(call.arg(name), call.arg("self").ndim)
 
@@ -29,13 +29,13 @@ CUTS = aten(
 )
 
 
-def is_cut(call: Call) -> bool:
+def is_cut(call: OpCall) -> bool:
     """Whether the results are runs of rows along ``dim_of(call)``."""
     return call.target in CUTS
 
 
 @rule(*CUTS)
-def cut(call: Call) -> list[Option]:
+def cut(call: OpCall) -> list[Option]:
     """All dims but the one cut; that one too where a slice takes all of it, or where it is cut between runs of rows."""
     names = letters(call.arg("self").ndim)
     if takes_all(call):
@@ -46,13 +46,13 @@ def cut(call: Call) -> list[Option]:
     return found + [_between(call, dim, outer) for outer in _runs_along(call, dim) if cuts_between(call, outer)]
 
 
-def _between(call: Call, dim: int, outer: int) -> Option:
+def _between(call: OpCall, dim: int, outer: int) -> Option:
     length = call.arg("self").shape[dim] // outer
     pieces = [info.shape[dim] // length for info in call.results if info is not None]
     return option(call, {"self": rows(dim, outer)}, [rows(dim, count) for count in pieces])
 
 
-def cuts_between(call: Call, outer: int) -> bool:
+def cuts_between(call: OpCall, outer: int) -> bool:
     """Whether a cut along rows in ``outer`` runs leaves each run in one piece: what was joined is taken apart again."""
     dim = dim_of(call)
     length, left = divmod(call.arg("self").shape[dim], outer)
@@ -61,7 +61,7 @@ def cuts_between(call: Call, outer: int) -> bool:
     return outer > 1 and call.arg("step", 1) == 1 and whole_runs and call.even(length)
 
 
-def _start(call: Call) -> int:
+def _start(call: OpCall) -> int:
     """The first row of the first piece."""
     size: int = call.arg("self").shape[dim_of(call)]
     start: int = call.arg("start") or 0
@@ -69,7 +69,7 @@ def _start(call: Call) -> int:
 
 
 @localize(*CUTS)
-def own_rows(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+def own_rows(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
     """Where a cut begins and how long its pieces are, counted in a rank's own rows."""
     dim = dim_of(call)
     first, here = call.results[0], [shape[dim] for shape in shapes if shape is not None]
@@ -84,7 +84,7 @@ def own_rows(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: 
     return (args[0], dim, start, here[0] if "narrow" in str(call.target) else start + here[0])
 
 
-def takes_all(call: Call) -> bool:
+def takes_all(call: OpCall) -> bool:
     """Whether the call is a slice from the first row to the last, so that every rank's part is taken whole."""
     if "slice" not in str(call.target):
         return False
@@ -93,20 +93,20 @@ def takes_all(call: Call) -> bool:
     return call.arg("step", 1) == 1 and start in (None, 0) and (end is None or end >= size)
 
 
-def _rows(call: Call) -> int:
+def _rows(call: OpCall) -> int:
     sizes: list[int] = call.arg("input_sizes")
     return sizes[wrap(call.arg("dim"), len(sizes))]
 
 
 @rule(*aten("select.int", "select_copy.int", "unbind.int", "unbind_copy.int"))
-def select(call: Call) -> list[Option]:
+def select(call: OpCall) -> list[Option]:
     """All dims but the one that goes."""
     names = without(letters(call.arg("self").ndim), dim_of(call))
     return options(call, Dims({"self": names}, names.replace(WHOLE, ""), moves=("self",)))
 
 
 @rule(*aten("cat"))
-def cat(call: Call) -> list[Option]:
+def cat(call: OpCall) -> list[Option]:
     """All dims; torch skips empty 1-D tensors among others.
 
     Along the dim on which the tensors follow each other, a rank has its part of each: two views of the batch, say.
@@ -119,7 +119,7 @@ def cat(call: Call) -> list[Option]:
     return options(call, Dims({"tensors": labels}, names, moves=("tensors",))) + _joined(call, dim)
 
 
-def _joined(call: Call, dim: int) -> list[Option]:
+def _joined(call: OpCall, dim: int) -> list[Option]:
     """Options that split ``dim``, along which tensors of equal size follow each other."""
     result = call.results[0]
     assert result is not None
@@ -135,13 +135,13 @@ def _joined(call: Call, dim: int) -> list[Option]:
     return found
 
 
-def _runs_along(call: Call, dim: int) -> list[int]:
+def _runs_along(call: OpCall, dim: int) -> list[int]:
     """One, and the numbers of runs in which operands are there along ``dim``."""
     return list(dict.fromkeys([1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == dim)]))
 
 
 @rule(*aten("stack"))
-def stack(call: Call) -> list[Option]:
+def stack(call: OpCall) -> list[Option]:
     """All dims of the tensors."""
     names = letters(call.operands[0].ndim)
     at = wrap(call.arg("dim"), len(names) + 1)
@@ -149,7 +149,7 @@ def stack(call: Call) -> list[Option]:
 
 
 @rule(*aten("slice_backward"))
-def slice_backward(call: Call) -> list[Option]:
+def slice_backward(call: OpCall) -> list[Option]:
     """Zeros with the gradient at the slice."""
     names = letters(call.arg("grad_output").ndim)
     kept = names if takes_all(call) else without(names, wrap(call.arg("dim"), len(names)))
@@ -157,7 +157,7 @@ def slice_backward(call: Call) -> list[Option]:
 
 
 @rule(*aten("select_backward"))
-def select_backward(call: Call) -> list[Option]:
+def select_backward(call: OpCall) -> list[Option]:
     """Zeros with the gradient at one row."""
     names = letters(call.arg("grad_output").ndim)
     at = wrap(call.arg("dim"), len(names) + 1)
@@ -165,7 +165,7 @@ def select_backward(call: Call) -> list[Option]:
 
 
 @rule(*aten("slice_scatter"))
-def slice_scatter(call: Call) -> list[Option]:
+def slice_scatter(call: OpCall) -> list[Option]:
     """One tensor with another in place of a slice."""
     names = letters(call.arg("self").ndim)
     kept = names if takes_all(call) else without(names, dim_of(call))
@@ -173,7 +173,7 @@ def slice_scatter(call: Call) -> list[Option]:
 
 
 @rule(*aten("select_scatter"))
-def select_scatter(call: Call) -> list[Option]:
+def select_scatter(call: OpCall) -> list[Option]:
     """One tensor with another in place of a row."""
     names = without(letters(call.arg("self").ndim), dim_of(call))
     row = names.replace(WHOLE, "")
@@ -181,40 +181,40 @@ def select_scatter(call: Call) -> list[Option]:
 
 
 @rule(*aten("diagonal", "diagonal_copy"))
-def diagonal(call: Call) -> list[Option]:
+def diagonal(call: OpCall) -> list[Option]:
     """All dims but the two of the diagonal, which becomes the last."""
     whole, rest = _off_diagonal(call, call.arg("self").ndim)
     return options(call, Dims({"self": whole}, rest, moves=("self",)))
 
 
 @rule(*aten("diagonal_backward"))
-def diagonal_backward(call: Call) -> list[Option]:
+def diagonal_backward(call: OpCall) -> list[Option]:
     """Zeros with the gradient on the diagonal."""
     whole, rest = _off_diagonal(call, len(call.arg("input_sizes")))
     return options(call, Dims({"grad_output": rest}, whole, linear=(("grad_output",),)))
 
 
 @rule(*aten("diagonal_scatter"))
-def diagonal_scatter(call: Call) -> list[Option]:
+def diagonal_scatter(call: OpCall) -> list[Option]:
     """One tensor with another on its diagonal."""
     whole, rest = _off_diagonal(call, call.arg("self").ndim)
     return options(call, Dims({"self": whole, "src": rest}, whole, moves=("self", "src")))
 
 
-def _off_diagonal(call: Call, ndim: int) -> tuple[str, str]:
+def _off_diagonal(call: OpCall, ndim: int) -> tuple[str, str]:
     names = without(letters(ndim), *(wrap(call.arg(name), ndim) for name in ("dim1", "dim2")))
     return names, names.replace(WHOLE, "") + WHOLE
 
 
 @rule(*aten("unfold", "unfold_copy"))
-def unfold(call: Call) -> list[Option]:
+def unfold(call: OpCall) -> list[Option]:
     """Windows along one dim, in a new last dim."""
     names = without(letters(call.arg("self").ndim), dim_of(call, "dimension"))
     return options(call, Dims({"self": names}, names + WHOLE, moves=("self",)))
 
 
 @rule(*aten("unfold_backward"))
-def unfold_backward(call: Call) -> list[Option]:
+def unfold_backward(call: OpCall) -> list[Option]:
     """The sum of windows."""
     ndim = len(call.arg("input_sizes"))
     names = without(letters(ndim), wrap(call.arg("dim"), ndim))
@@ -222,7 +222,7 @@ def unfold_backward(call: Call) -> list[Option]:
 
 
 @rule(*aten("tril", "triu"))
-def triangle(call: Call) -> list[Option]:
+def triangle(call: OpCall) -> list[Option]:
     """All dims but the last two."""
     ndim = call.arg("self").ndim
     names = without(letters(ndim), ndim - 2, ndim - 1)
@@ -230,7 +230,7 @@ def triangle(call: Call) -> list[Option]:
 
 
 @rule(*aten("constant_pad_nd"))
-def pad(call: Call) -> list[Option]:
+def pad(call: OpCall) -> list[Option]:
     """All dims that are not padded; a sum passes if the padding is zero."""
     ndim = call.arg("self").ndim
     pairs: list[int] = list(call.arg("pad"))
@@ -240,7 +240,7 @@ def pad(call: Call) -> list[Option]:
 
 
 @rule(*aten("repeat"))
-def repeat(call: Call) -> list[Option]:
+def repeat(call: OpCall) -> list[Option]:
     """All dims; of one that is repeated, a rank has its part of each repetition."""
     repeats: list[int] = call.arg("repeats")
     names = letters(call.arg("self").ndim)
@@ -251,7 +251,7 @@ def repeat(call: Call) -> list[Option]:
     return found + [o for d, n in enumerate(repeats[new:]) if n > 1 for o in _repeated(call, d, d + new, n)]
 
 
-def _repeated(call: Call, before: int, after: int, times: int) -> Iterator[Option]:
+def _repeated(call: OpCall, before: int, after: int, times: int) -> Iterator[Option]:
     """Options that split the dim ``before``, which is repeated and then is ``after``."""
     size = call.arg("self").shape[before]
     for outer in _runs_along(call, before):
@@ -260,7 +260,7 @@ def _repeated(call: Call, before: int, after: int, times: int) -> Iterator[Optio
 
 
 @rule(*aten("repeat_interleave.self_int"))
-def repeat_interleave(call: Call) -> list[Option]:
+def repeat_interleave(call: OpCall) -> list[Option]:
     """All dims but the one whose rows are repeated; without a dim the tensor is flattened."""
     if call.arg("dim") is None:
         return []

@@ -6,13 +6,13 @@ All splits are even: kernels refuse tensors without rows.
 from __future__ import annotations
 
 from .aten import aten
-from .base import Call, Option
+from .base import OpCall, Option
 from .einsum_labels import WHOLE, Dims, options
 from .registry import rule
 
 
 @rule(*aten("convolution"))
-def convolution(call: Call) -> list[Option]:
+def convolution(call: OpCall) -> list[Option]:
     """Rows, output channels, and (unless a bias would be added on every rank) input channels."""
     labels = _labels(call)
     if labels is None:
@@ -26,7 +26,7 @@ def convolution(call: Call) -> list[Option]:
 
 
 @rule(*aten("convolution_backward"))
-def convolution_backward(call: Call) -> list[Option]:
+def convolution_backward(call: OpCall) -> list[Option]:
     """The gradient of the input sums over output channels, those of weight and bias over rows."""
     labels = _labels(call)
     if labels is None:
@@ -38,7 +38,7 @@ def convolution_backward(call: Call) -> list[Option]:
     return options(call, dims)
 
 
-def _labels(call: Call) -> tuple[str, str, str] | None:
+def _labels(call: OpCall) -> tuple[str, str, str] | None:
     """Labels of input, weight and result: n rows, i channels in, o channels out; with groups, rows alone."""
     source, weight = call.arg("input"), call.arg("weight")
     if source.ndim != weight.ndim:

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from .aten import aten
-from .base import Call, Info
+from .base import Info, OpCall
 from .einsum_labels import wrap
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def taken_apart(call: Call) -> tuple[int, Callable[..., Any]] | None:
+def decomposition_of(call: OpCall) -> tuple[int, Callable[..., Any]] | None:
     """(the dim of the first operand that may be split then, the op as a function of others), if there is a way."""
-    how = _APART.get(call.target)
+    how = _DECOMPOSITIONS.get(call.target)
     if how is None:
         return None
     first: Info = call.operands[0]
@@ -61,4 +61,4 @@ _SOFTMAXES: dict[str, Callable[..., torch.Tensor]] = {
     "_softmax_backward_data": softmax_backward,
     "_log_softmax_backward_data": log_softmax_backward,
 }
-_APART = {op: how for name, how in _SOFTMAXES.items() for op in aten(name)}
+_DECOMPOSITIONS = {op: how for name, how in _SOFTMAXES.items() for op in aten(name)}

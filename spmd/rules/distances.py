@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .aten import aten
-from .base import Call, Option, parameters
+from .base import OpCall, Option, parameters
 from .einsum_labels import WHOLE, Dims, letters, options
 from .registry import rule, whole
 
@@ -11,7 +11,7 @@ ROW, OTHER = "YZ"
 
 
 @rule(*aten("_cdist_forward"))
-def distances(call: Call) -> list[Option]:
+def distances(call: OpCall) -> list[Option]:
     """``x1``: (..., row, width), ``x2``: (..., other, width), with the same dims in front."""
     batch = _batch(call)
     if batch is None:
@@ -20,7 +20,7 @@ def distances(call: Call) -> list[Option]:
 
 
 @rule(*aten("_cdist_backward"))
-def distances_backward(call: Call) -> list[Option]:
+def distances_backward(call: OpCall) -> list[Option]:
     """The gradient of ``x1``: a row's is a sum over the others. Linear in the gradient that comes in."""
     batch = _batch(call)
     if batch is None:
@@ -35,7 +35,7 @@ def distances_backward(call: Call) -> list[Option]:
 whole(*aten("_pdist_forward", "_pdist_backward"))
 
 
-def _batch(call: Call) -> str | None:
+def _batch(call: OpCall) -> str | None:
     """Labels of the dims in front of the rows; None where they broadcast."""
     one, other = call.arg("x1"), call.arg("x2")
     return letters(one.ndim - 2) if one.shape[:-2] == other.shape[:-2] else None

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..placements import rows
-from .base import Call, Info, Option, P, R, parameters
+from .base import Info, OpCall, Option, P, R, parameters
 
 Labels = str | Sequence[str]
 """One character per dim; for an argument that is a list of tensors, one such string per tensor."""
@@ -91,7 +91,7 @@ def aligned(info: Info, labels: str) -> str:
     return labels[len(labels) - info.ndim :]
 
 
-def options(call: Call, dims: Dims) -> list[Option]:
+def options(call: OpCall, dims: Dims) -> list[Option]:
     """Every split of a letter that is right, and every partial operand that passes through."""
     splits = (split(call, dims, letter) for letter in dims.letters())
     found = [option for option in splits if option is not None]
@@ -100,7 +100,7 @@ def options(call: Call, dims: Dims) -> list[Option]:
     return found + [option for kind in PARTIALS if dims.moves for option in partial(call, dims.moves, kind)]
 
 
-def split(call: Call, dims: Dims, letter: str) -> Option | None:
+def split(call: OpCall, dims: Dims, letter: str) -> Option | None:
     """All dims called ``letter`` split over the ranks, or None where that is not right."""
     results = _result_labels(call, dims)
     sizes = _sizes(call, dims, results, letter)
@@ -118,7 +118,7 @@ def split(call: Call, dims: Dims, letter: str) -> Option | None:
     return option(call, operands, placed)
 
 
-def in_runs(call: Call, plain: Option) -> list[Option]:
+def in_runs(call: OpCall, plain: Option) -> list[Option]:
     """``plain``, which splits one letter, with its rows in runs as an operand has them.
 
     All dims of a letter run over the same rows, so it does not matter which rows a rank has, if all its operands have
@@ -132,7 +132,7 @@ def in_runs(call: Call, plain: Option) -> list[Option]:
     return list(found.values())
 
 
-def _sizes_split(call: Call, plain: Option) -> set[int]:
+def _sizes_split(call: OpCall, plain: Option) -> set[int]:
     """The sizes of all dims that an option splits."""
     placed = zip((*plain.operands, *plain.results), (*call.operands, *call.results), strict=True)
     return {info.shape[p.dim] for p, info in placed if isinstance(p, Shard) and info is not None}
@@ -145,7 +145,7 @@ def _with_runs(plain: Option, outer: int) -> Option:
     return Option(tuple(map(lifted, plain.operands)), tuple(map(lifted, plain.results)))
 
 
-def partial(call: Call, names: Sequence[str], kind: Partial) -> list[Option]:
+def partial(call: OpCall, names: Sequence[str], kind: Partial) -> list[Option]:
     """``names`` all partial gives partial results, unless one is no tensor or a result's dtype would lose bits."""
     given = [list(infos(call.arg(name))) for name in names]
     present = [info for info in call.results if info is not None]
@@ -170,14 +170,14 @@ def is_zero(value: Any) -> bool:
     return type(value) in (int, float, bool) and value == 0
 
 
-def grows(call: Call, names: Sequence[str]) -> bool:
+def grows(call: OpCall, names: Sequence[str]) -> bool:
     """Whether the results have more elements than any of ``names``: reducing later would then move more bytes."""
     before = max((prod(i.shape) for name in names for i in infos(call.arg(name))), default=0)
     return any(prod(info.shape) > before for info in call.results if info is not None)
 
 
 def option(
-    call: Call,
+    call: OpCall,
     operands: Mapping[str, Placement | Sequence[Placement]],
     results: Placement | Sequence[Placement | None],
 ) -> Option:
@@ -187,7 +187,7 @@ def option(
     return Option(placed, tuple(None if info is None else p for p, info in zip(given, call.results, strict=True)))
 
 
-def arguments(call: Call) -> Iterator[tuple[str, Any]]:
+def arguments(call: OpCall) -> Iterator[tuple[str, Any]]:
     """The arguments that the call gives, with their names, in the order of its operands."""
     yield from zip(parameters(call.target), call.args, strict=False)
     yield from call.kwargs.items()
@@ -213,12 +213,12 @@ def _spread(value: Any, placement: Placement | Sequence[Placement]) -> Iterator[
         yield from (placement for _ in infos(value))  # type: ignore[misc]
 
 
-def _result_labels(call: Call, dims: Dims) -> list[str]:
+def _result_labels(call: OpCall, dims: Dims) -> list[str]:
     """One string per result; a lone string in ``Dims`` goes for all of them."""
     return [dims.results] * len(call.results) if isinstance(dims.results, str) else list(dims.results)
 
 
-def _sizes(call: Call, dims: Dims, results: Sequence[str], letter: str) -> set[int]:
+def _sizes(call: OpCall, dims: Dims, results: Sequence[str], letter: str) -> set[int]:
     """How many rows ``letter`` has (several counts if they are grouped), or nothing where its dims disagree."""
     sizes = set[int]()
     for labels, info in _labelled(call, dims, results):
@@ -231,7 +231,7 @@ def _sizes(call: Call, dims: Dims, results: Sequence[str], letter: str) -> set[i
     return sizes if len(sizes) == 1 else set()
 
 
-def _labelled(call: Call, dims: Dims, results: Sequence[str]) -> Iterator[tuple[str, Info]]:
+def _labelled(call: OpCall, dims: Dims, results: Sequence[str]) -> Iterator[tuple[str, Info]]:
     """Every operand and result that is there, with its labels."""
     for name, labels in dims.operands.items():
         yield from _pairs(call.arg(name), labels)
@@ -251,7 +251,7 @@ def _pairs(value: Any, labels: Labels) -> Iterator[tuple[str, Info]]:
 
 
 def _place_operand(
-    call: Call, name: str, labels: Labels, letter: str, sizes: set[int]
+    call: OpCall, name: str, labels: Labels, letter: str, sizes: set[int]
 ) -> Placement | Sequence[Placement]:
     value = call.arg(name)
     if isinstance(value, Info):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .aten import aten
-from .base import Call, Option, P, R, parameters
+from .base import OpCall, Option, P, R, parameters
 from .einsum_labels import PARTIALS, Dims, is_zero, letters, option, options
 from .registry import rule, whole
 
@@ -20,7 +20,7 @@ ZEROS = frozenset(aten("zeros", "new_zeros", "zeros_like"))
 FULL = frozenset(aten("full", "new_full", "full_like"))
 
 
-def makes_zeros(call: Call) -> bool:
+def makes_zeros(call: OpCall) -> bool:
     """Whether the call makes zeros, whatever name it has."""
     return call.target in ZEROS or (call.target in FULL and is_zero(call.arg("fill_value")))
 
@@ -30,13 +30,13 @@ def makes_zeros(call: Call) -> bool:
     *aten("rand", "rand.generator", "randn", "randn.generator"),
     *aten("randint", "randint.generator", "randint.low", "randint.low_generator"),
 )
-def made(call: Call) -> list[Option]:
+def made(call: OpCall) -> list[Option]:
     """Any dim, and zeros also as a sum."""
     return [Option((), (placement,)) for placement in _made_as(call)[1:]]
 
 
 @rule(*aten("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"))
-def made_beside(call: Call) -> list[Option]:
+def made_beside(call: OpCall) -> list[Option]:
     """Any dim, whatever the placement of the operand."""
     given = [R, *(Shard(d) for d in range(call.arg("self").ndim)), *PARTIALS]
     every = [option(call, {"self": source}, result) for source in given for result in _made_as(call)]
@@ -50,7 +50,7 @@ def made_beside(call: Call) -> list[Option]:
     *aten("bernoulli.p", "uniform", "normal_functional", "exponential", "geometric", "log_normal", "cauchy"),
     *aten("random", "random.from", "random.to"),
 )
-def made_like(call: Call) -> list[Option]:
+def made_like(call: OpCall) -> list[Option]:
     """Split as the operand is; of a partial operand only the shape matters."""
     names = letters(call.arg("self").ndim)
     whole = [option(call, {"self": kind}, R) for kind in PARTIALS]
@@ -60,7 +60,7 @@ def made_like(call: Call) -> list[Option]:
 
 
 @rule(*aten("bernoulli", "native_dropout"))
-def drawn(call: Call) -> list[Option]:
+def drawn(call: OpCall) -> list[Option]:
     """Drawn by the operand's values: split as it is, evenly."""
     # Of a tensor without elements native_dropout returns a mask of another dtype.
     names = letters(call.operands[0].ndim)
@@ -74,6 +74,6 @@ whole(
 )
 
 
-def _made_as(call: Call) -> list[Placement]:
+def _made_as(call: OpCall) -> list[Placement]:
     (result,) = (info for info in call.results if info is not None)
     return [R, *(Shard(d) for d in range(result.ndim)), *([P] if makes_zeros(call) else [])]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from .aten import aten
-from .base import Call, Option
+from .base import OpCall, Option
 from .einsum_labels import Dims, letters, options, without
 from .registry import rule
 
 
 @rule(*aten("_fft_r2c", "_fft_c2r", "_fft_c2c"))
-def transform(call: Call) -> list[Option]:
+def transform(call: OpCall) -> list[Option]:
     """All dims but the transformed ones, evenly: some kernels refuse a rank without rows."""
     ndim = call.operands[0].ndim
     names = without(letters(ndim), *call.arg("dim"))

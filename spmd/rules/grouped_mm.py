@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .aten import aten as ops
-from .base import Call, Option, P, Part, Run, S
+from .base import OpCall, Option, P, Parts, Run, S
 from .einsum_labels import Dims, option, options
 from .registry import rule, whole
 
@@ -46,7 +46,7 @@ _FORMS = {
 
 
 @rule(*ops("_grouped_mm"))
-def grouped_mm(call: Call) -> list[Option]:
+def grouped_mm(call: OpCall) -> list[Option]:
     """The dims of each product, where the parts' rows still begin where kernels want them; and the ragged rows."""
     form = _form(call)
     if call.arg("bias") is not None:
@@ -60,11 +60,11 @@ def grouped_mm(call: Call) -> list[Option]:
     return [replace(o, local=by_parts) for o in ordered]
 
 
-def _form(call: Call) -> Grouped:
+def _form(call: OpCall) -> Grouped:
     return _FORMS[call.arg("self").ndim, call.arg("mat2").ndim]
 
 
-def _begins_well(call: Call, option: Option) -> bool:
+def _begins_well(call: OpCall, option: Option) -> bool:
     """Whether parts of matrices have rows, or columns, of whole multiples of ``_STRIDE`` bytes."""
     return all(
         call.even(info.shape[p.dim]) and info.shape[p.dim] // call.size * info.dtype.itemsize % _STRIDE == 0
@@ -73,7 +73,7 @@ def _begins_well(call: Call, option: Option) -> bool:
     )
 
 
-def by_parts(run: Run, call: Call, args: tuple[Any, ...], parts: list[Part | None], results: list[Part | None]) -> Any:
+def by_parts(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """The products of this rank's rows: those of a group that other ranks have count nothing."""
     *factors, ends = args[:3]
     for k, name in enumerate(("self", "mat2")):

@@ -16,13 +16,13 @@ from torch.distributed.tensor import Shard
 
 from . import lookup
 from .aten import aten
-from .base import Call, Info, Option, P, S
+from .base import Info, OpCall, Option, P, S
 from .einsum_labels import WHOLE, Dims, aligned, letters, option, options, without, wrap
 from .registry import rule, whole
 
 
 @rule(*aten("embedding"))
-def embedding(call: Call) -> list[Option]:
+def embedding(call: OpCall) -> list[Option]:
     """The dims of the indices, and the columns of the weight; also its rows, of which each rank finds those it has."""
     rows = letters(call.arg("indices").ndim)
     found = options(call, Dims({"weight": WHOLE + "D", "indices": rows}, rows + "D", linear=(("weight",),)))
@@ -30,7 +30,7 @@ def embedding(call: Call) -> list[Option]:
 
 
 @rule(*aten("embedding_dense_backward"))
-def embedding_dense_backward(call: Call) -> list[Option]:
+def embedding_dense_backward(call: OpCall) -> list[Option]:
     """Each rank adds up the rows that its indices name, or, with all indices, those of its part of the table.
 
     Frequencies have to be counted over all indices.
@@ -44,7 +44,7 @@ def embedding_dense_backward(call: Call) -> list[Option]:
 
 
 @rule(*aten("gather"))
-def gather(call: Call) -> list[Option]:
+def gather(call: OpCall) -> list[Option]:
     """Dims where index and tensor agree; along the gathered dim, the index alone."""
     index = letters(call.arg("index").ndim)
     whole = without(index, wrap(call.arg("dim"), len(index)))
@@ -54,7 +54,7 @@ def gather(call: Call) -> list[Option]:
 
 
 @rule(*aten("scatter.value", "scatter.src", "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"))
-def scatter(call: Call) -> list[Option]:
+def scatter(call: OpCall) -> list[Option]:
     """Dims where index, source and tensor agree."""
     names = _scattered(call)
     if names is None:
@@ -64,7 +64,7 @@ def scatter(call: Call) -> list[Option]:
 
 
 @rule(*aten("scatter_add"))
-def scatter_add(call: Call) -> list[Option]:
+def scatter_add(call: OpCall) -> list[Option]:
     """Dims where index, source and tensor agree; along the scattered dim each rank adds its part."""
     names = _scattered(call)
     if names is None:
@@ -75,7 +75,7 @@ def scatter_add(call: Call) -> list[Option]:
     return options(call, Dims(operands, names, reduced="I", onto="self", linear=(("self", "src"),)))
 
 
-def _scattered(call: Call) -> str | None:
+def _scattered(call: OpCall) -> str | None:
     """Labels for tensor, index and source; None if they have unlike numbers of dims."""
     if len({info.ndim for info in call.operands}) != 1:
         return None
@@ -84,7 +84,7 @@ def _scattered(call: Call) -> str | None:
 
 
 @rule(*aten("index_select"))
-def index_select(call: Call) -> list[Option]:
+def index_select(call: OpCall) -> list[Option]:
     """The index, and all dims that are not indexed."""
     names = without(letters(call.arg("self").ndim), wrap(call.arg("dim"), call.arg("self").ndim))
     index = "I"[: call.arg("index").ndim]
@@ -93,7 +93,7 @@ def index_select(call: Call) -> list[Option]:
 
 
 @rule(*aten("index_add", "index_copy", "index_reduce", "index_fill.int_Scalar", "index_fill.int_Tensor"))
-def index_write(call: Call) -> list[Option]:
+def index_write(call: OpCall) -> list[Option]:
     """All dims that are not indexed; rows that are added may be split, each rank adding its part."""
     names = without(letters(call.arg("self").ndim), wrap(call.arg("dim"), call.arg("self").ndim))
     adds = "index_add" in str(call.target)
@@ -110,7 +110,7 @@ def index_write(call: Call) -> list[Option]:
 
 
 @rule(*aten("index.Tensor", "_unsafe_index.Tensor"))
-def index(call: Call) -> list[Option]:
+def index(call: OpCall) -> list[Option]:
     """The dims of the indices (which broadcast), and all dims of the tensor that have no index."""
     labels = _indexed(call)
     if labels is None:
@@ -121,7 +121,7 @@ def index(call: Call) -> list[Option]:
 
 
 @rule(*aten("index_put", "_unsafe_index_put"))
-def index_put(call: Call) -> list[Option]:
+def index_put(call: OpCall) -> list[Option]:
     """All dims that have no index; if values are added, also the dims of the indices, each rank adding its part."""
     labels = _indexed(call)
     if labels is None:
@@ -138,7 +138,7 @@ def index_put(call: Call) -> list[Option]:
     return _from_zero(call, options(call, added))
 
 
-def _indexed(call: Call) -> tuple[str, list[str], str] | None:
+def _indexed(call: OpCall) -> tuple[str, list[str], str] | None:
     """Labels of tensor, indices and indexed rows; None where an index is a mask, whose count of rows is not known.
 
     The dims of the indices stand where the first index stood if the indexed dims are neighbours, else in front.
@@ -162,13 +162,13 @@ def _with_counted(source: Info, indices: list[Any], names: str, labels: list[str
     """``names`` with the letter of a dim of the indices for a dim that is indexed by the number of each of its rows."""
     found = list(names)
     for d, one in enumerate(indices):
-        if isinstance(one, Info) and one.counts is not None and one.shape[one.counts] == source.shape[d] > 1:
-            letter = labels[d][one.counts]
+        if isinstance(one, Info) and one.iota_dim is not None and one.shape[one.iota_dim] == source.shape[d] > 1:
+            letter = labels[d][one.iota_dim]
             found[d] = letter if letter not in found else WHOLE
     return "".join(found)
 
 
-def _from_zero(call: Call, found: list[Option]) -> list[Option]:
+def _from_zero(call: OpCall, found: list[Option]) -> list[Option]:
     """The options, with the index of a split dim counting from 0 on."""
     given = [d for d, one in enumerate(call.arg("indices")) if isinstance(one, Info)]
     splits = {d: 1 + k for k, d in enumerate(given)}  # operands: the tensor, then the indices
@@ -180,21 +180,21 @@ def _from_zero(call: Call, found: list[Option]) -> list[Option]:
 
 
 @rule(*aten("one_hot"))
-def one_hot(call: Call) -> list[Option]:
+def one_hot(call: OpCall) -> list[Option]:
     """All dims, if the number of classes is not left to the data."""
     names = letters(call.arg("self").ndim)
     return options(call, Dims({"self": names}, names + WHOLE)) if call.arg("num_classes") > 0 else []
 
 
 @rule(*aten("bucketize.Tensor"))
-def bucketize(call: Call) -> list[Option]:
+def bucketize(call: OpCall) -> list[Option]:
     """Each element alone, against all boundaries."""
     names = letters(call.arg("self").ndim)
     return options(call, Dims({"self": names}, names))
 
 
 @rule(*aten("searchsorted.Tensor"))
-def searchsorted(call: Call) -> list[Option]:
+def searchsorted(call: OpCall) -> list[Option]:
     """Each value alone, against a whole sequence; where every row has a sequence of its own, rows are split alike."""
     sequence, values = call.arg("sorted_sequence"), call.arg("self")
     names = letters(values.ndim)
@@ -203,7 +203,7 @@ def searchsorted(call: Call) -> list[Option]:
 
 
 @rule(*aten("isin.Tensor_Tensor", "isin.Tensor_Scalar"))
-def isin(call: Call) -> list[Option]:
+def isin(call: OpCall) -> list[Option]:
     """Each element alone, against all test elements."""
     names = letters(call.arg("elements").ndim)
     return options(call, Dims({"elements": names}, names))

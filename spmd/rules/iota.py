@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import prod
 
 from .aten import aten
-from .base import Call
+from .base import OpCall
 from .cat_split import is_cut, takes_all
 
 ARANGES = frozenset(aten("arange", "arange.start", "arange.start_step"))
@@ -23,18 +23,18 @@ SAME_NUMBERS = frozenset(
 )
 
 
-def counted_dim(call: Call) -> int | None:
+def iota_dim_of(call: OpCall) -> int | None:
     """The dim along which the result of ``call`` counts its rows, or None where that is not known."""
     result = call.results[0]
     if call.target in ARANGES:
         counts = call.arg("start", 0) == 0 and call.arg("step", 1) == 1
         return 0 if counts and result is not None and not result.dtype.is_floating_point else None
     source = call.operands[0] if len(call.operands) == 1 else None
-    if source is None or source.counts is None or result is None or result.dtype.is_floating_point:
+    if source is None or source.iota_dim is None or result is None or result.dtype.is_floating_point:
         return None
     if call.target in EXPANDS:
-        return source.counts + result.ndim - source.ndim
+        return source.iota_dim + result.ndim - source.ndim
     if is_cut(call) and takes_all(call):
-        return source.counts
-    alone = prod(source.shape) == prod(result.shape) == source.shape[source.counts] > 1
+        return source.iota_dim
+    alone = prod(source.shape) == prod(result.shape) == source.shape[source.iota_dim] > 1
     return result.shape.index(prod(result.shape)) if call.target in SAME_NUMBERS and alone else None

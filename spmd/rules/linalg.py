@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .aten import aten
-from .base import Call, Option
+from .base import OpCall, Option
 from .einsum_labels import WHOLE, Dims, arguments, infos, letters, options
 from .registry import rule
 
@@ -40,7 +40,7 @@ OPS = {op: ndims for name, ndims in RESULTS.items() for op in aten(name)}
 
 
 @rule(*OPS)
-def by_matrix(call: Call) -> list[Option]:
+def by_matrix(call: OpCall) -> list[Option]:
     """Each matrix alone, if all operands have the same dims in front."""
     given = {name: info for name, value in arguments(call) for info in infos(value) if info.ndim}  # else for all
     ndims = {name: OPERANDS.get(name, MATRIX) for name in given}
@@ -58,7 +58,7 @@ def by_matrix(call: Call) -> list[Option]:
 
 
 @rule(*aten("_linalg_solve_ex", "linalg_lu_solve"))
-def solve(call: Call) -> list[Option]:
+def solve(call: OpCall) -> list[Option]:
     """Each system alone, if every operand has the matrices' dims in front: a right-hand side may be a vector."""
     matrices, *others = [(name, info) for name, value in arguments(call) for info in infos(value)]
     shape = matrices[1].shape

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .base import Call, Part, Run
+from .base import LocalPart, OpCall, Parts, Run
 
 aten = torch.ops.aten
 _IGNORED = -100
@@ -24,7 +24,7 @@ def shifted(run: Run, indices: Any, start: int, length: int, outside: int) -> tu
     return run(aten.masked_fill.Scalar, (moved, missing, outside)), missing
 
 
-def embedding(run: Run, call: Call, args: tuple[Any, ...], parts: list[Part | None], results: list[Part | None]) -> Any:
+def embedding(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """Rows of the table; zeros for indices of other ranks."""
     weight, indices = args[:2]
     part = parts[0]
@@ -36,9 +36,7 @@ def embedding(run: Run, call: Call, args: tuple[Any, ...], parts: list[Part | No
     return run(aten.masked_fill.Scalar, (found, run(aten.unsqueeze.default, (missing, -1)), 0))
 
 
-def embedding_backward(
-    run: Run, call: Call, args: tuple[Any, ...], parts: list[Part | None], results: list[Part | None]
-) -> Any:
+def embedding_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """The gradient of this rank's rows; what belongs to others goes into one row more, which is cut off."""
     (part,) = results
     assert part is not None
@@ -50,23 +48,21 @@ def embedding_backward(
     return run(aten.slice.Tensor, (summed, 0, 0, rows))
 
 
-def nll_loss(run: Run, call: Call, args: tuple[Any, ...], parts: list[Part | None], results: list[Part | None]) -> Any:
+def nll_loss(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """The loss of rows whose class this rank has, and zero for others."""
     log_probabilities, target, weight, reduction, ignore = args
     here = _classes(run, target, parts[0], ignore)
     return run(call.target, (log_probabilities, here, weight, reduction, _IGNORED))
 
 
-def nll_loss_backward(
-    run: Run, call: Call, args: tuple[Any, ...], parts: list[Part | None], results: list[Part | None]
-) -> Any:
+def nll_loss_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """The gradient of this rank's classes."""
     grad, log_probabilities, target, weight, reduction, ignore, total = args
     here = _classes(run, target, parts[1], ignore)
     return run(call.target, (grad, log_probabilities, here, weight, reduction, _IGNORED, total))
 
 
-def _classes(run: Run, target: Any, part: Part | None, ignore: int) -> Any:
+def _classes(run: Run, target: Any, part: LocalPart | None, ignore: int) -> Any:
     """Classes of this rank's part, and ``_IGNORED`` for all that count elsewhere or nowhere."""
     assert part is not None
     here, _ = shifted(run, target, part.start[1], part.shape[1], outside=_IGNORED)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from . import lookup
 from .aten import aten
-from .base import Call, Local, Option, P, R, S
+from .base import Local, OpCall, Option, P, R, S
 from .einsum_labels import EQUAL, WHOLE, Dims, option, options
 from .registry import rule
 
@@ -25,7 +25,7 @@ ROWS = {
 
 
 @rule(*aten("nll_loss_forward", "nll_loss2d_forward"))
-def forward(call: Call) -> list[Option]:
+def forward(call: OpCall) -> list[Option]:
     """Without reduction a loss per row; summed, partial sums of loss and weight."""
     source, target = _labels(call)
     if source is None or call.arg("reduction") == MEAN:
@@ -37,7 +37,7 @@ def forward(call: Call) -> list[Option]:
 
 
 @rule(*aten("nll_loss_backward", "nll_loss2d_backward"))
-def backward(call: Call) -> list[Option]:
+def backward(call: OpCall) -> list[Option]:
     """The gradient of each row. Linear in the gradient that comes in."""
     source, target = _labels(call)
     if source is None:
@@ -48,13 +48,13 @@ def backward(call: Call) -> list[Option]:
     return [*options(call, Dims(operands, source, linear=(("grad_output",),))), by_class]
 
 
-def _by_class(call: Call, results: tuple[Placement, ...], local: Local) -> Option:
+def _by_class(call: OpCall, results: tuple[Placement, ...], local: Local) -> Option:
     """Each rank counts the rows whose class it has."""
     weight = {"weight": S(0)} if call.arg("weight") is not None else {}
     return replace(option(call, {"self": S(1), **weight}, results), local=local)
 
 
-def _labels(call: Call) -> tuple[str | None, str]:
+def _labels(call: OpCall) -> tuple[str | None, str]:
     """Labels of the log probabilities and the targets, the classes needed whole; None where there are no rows."""
     source, target = ROWS[call.target]
     return (source.replace("c", WHOLE) if call.arg("self").ndim == len(source) else None), target

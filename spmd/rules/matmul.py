@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from .aten import aten
-from .base import Call, Option
+from .base import OpCall, Option
 from .einsum_labels import Dims, aligned, letters, options
 from .registry import rule
 
@@ -32,12 +32,12 @@ SUMS_WITH_PRODUCTS = {
 }
 
 
-def product(call: Call, dims: Dims) -> list[Option]:
+def product(call: OpCall, dims: Dims) -> list[Option]:
     """The factors as labelled."""
     return options(call, dims)
 
 
-def sum_with_product(call: Call, factors: dict[str, str], result: str, reduced: str) -> list[Option]:
+def sum_with_product(call: OpCall, factors: dict[str, str], result: str, reduced: str) -> list[Option]:
     """The factors as labelled, and ``self`` along the result's dims."""
     operands = {"self": aligned(call.arg("self"), result), **factors}
     linear = tuple(("self", name) for name in factors)
@@ -52,7 +52,7 @@ for _names, (_factors, _result, _reduced) in SUMS_WITH_PRODUCTS.items():
 
 
 @rule(*aten("linear"))
-def linear(call: Call) -> list[Option]:
+def linear(call: OpCall) -> list[Option]:
     """All leading dims of the input, the rows of the weight, and the contraction."""
     rows = letters(call.arg("input").ndim - 1)
     n, k = "NK"
@@ -65,7 +65,7 @@ def linear(call: Call) -> list[Option]:
 
 
 @rule(*aten("_trilinear"))
-def trilinear(call: Call) -> list[Option]:
+def trilinear(call: OpCall) -> list[Option]:
     """Three factors, multiplied dim by dim and summed over ``sumdim``; each lacks the dims of its ``expand``."""
     factors = {f"i{k}": set(call.arg(f"expand{k}")) for k in (1, 2, 3)}
     names = letters(call.arg("i1").ndim + len(factors["i1"]))

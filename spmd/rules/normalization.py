@@ -7,20 +7,20 @@ the statistics of the whole batch and is taken apart at capture.
 from __future__ import annotations
 
 from .aten import aten
-from .base import Call, Option
+from .base import OpCall, Option
 from .einsum_labels import EQUAL, WHOLE, Dims, letters, options, without
 from .registry import rule
 
 
 @rule(*aten("native_layer_norm", "_fused_rms_norm"))
-def row_norm(call: Call) -> list[Option]:
+def row_norm(call: OpCall) -> list[Option]:
     """Leading dims; statistics have the normalized dims with size 1."""
     names = _rows(call)
     return options(call, Dims({"input": names}, names, even="*"))
 
 
 @rule(*aten("native_layer_norm_backward", "_fused_rms_norm_backward"))
-def row_norm_backward(call: Call) -> list[Option]:
+def row_norm_backward(call: OpCall) -> list[Option]:
     """Leading dims; the gradients of weight and bias are partial. Linear in the gradient that comes in."""
     names = _rows(call)
     operands = {name: names for name in ("grad_out", "input", "mean", "rstd") if call.arg(name) is not None}
@@ -29,20 +29,20 @@ def row_norm_backward(call: Call) -> list[Option]:
     return options(call, Dims(operands, results, reduced=names, even="*", linear=(("grad_out",),)))
 
 
-def _rows(call: Call) -> str:
+def _rows(call: OpCall) -> str:
     whole = len(call.arg("normalized_shape"))
     return letters(call.arg("input").ndim - whole) + WHOLE * whole
 
 
 @rule(*aten("native_group_norm"))
-def group_norm(call: Call) -> list[Option]:
+def group_norm(call: OpCall) -> list[Option]:
     """The batch dim."""
     names = "n" + WHOLE * (call.arg("input").ndim - 1)
     return options(call, Dims({"input": names}, (names, "n.", "n."), even="*"))
 
 
 @rule(*aten("native_group_norm_backward"))
-def group_norm_backward(call: Call) -> list[Option]:
+def group_norm_backward(call: OpCall) -> list[Option]:
     """The batch dim; the gradients of weight and bias are partial."""
     if call.results[0] is None:
         return []  # the local batch size, an argument, is read from the first result
@@ -53,25 +53,25 @@ def group_norm_backward(call: Call) -> list[Option]:
 
 
 @rule(*aten("native_batch_norm", "_native_batch_norm_legit_functional", "cudnn_batch_norm"))
-def batch_norm(call: Call) -> list[Option]:
+def batch_norm(call: OpCall) -> list[Option]:
     """In evaluation, every dim but the channels: each element alone, by statistics that are given."""
     return [] if call.arg("training") else _by_given_statistics(call)
 
 
 @rule(*aten("_native_batch_norm_legit_no_training"))
-def batch_norm_no_training(call: Call) -> list[Option]:
+def batch_norm_no_training(call: OpCall) -> list[Option]:
     """Always in evaluation."""
     return _by_given_statistics(call)
 
 
-def _by_given_statistics(call: Call) -> list[Option]:
+def _by_given_statistics(call: OpCall) -> list[Option]:
     names = without(letters(call.arg("input").ndim), 1)
     rest = [EQUAL] * (len(call.results) - 1)
     return options(call, Dims({"input": names}, (names, *rest), even="*"))
 
 
 @rule(*aten("native_batch_norm_backward"))
-def batch_norm_backward(call: Call) -> list[Option]:
+def batch_norm_backward(call: OpCall) -> list[Option]:
     """In evaluation, every dim but the channels; the gradients of weight and bias are partial."""
     if call.arg("train"):
         return []

@@ -14,7 +14,7 @@ import torch
 
 from .._torch import OpOverload
 from .aten import aten
-from .base import Call, Option
+from .base import OpCall, Option
 from .einsum_labels import EQUAL, Dims, aligned, arguments, grows, infos, is_zero, letters, options
 from .registry import rule, tagged
 
@@ -79,7 +79,7 @@ UNTAGGED = aten(
 
 
 @tagged(torch.Tag.pointwise)
-def pointwise(call: Call) -> list[Option]:
+def pointwise(call: OpCall) -> list[Option]:
     """Any dim of the result, and the partial operands of the table."""
     shape = call.results[0].shape if call.results and call.results[0] is not None else None
     if shape is None or shape != broadcast([i.shape for i in call.operands]):
@@ -104,7 +104,7 @@ def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
-def linear(call: Call) -> tuple[tuple[str, ...], ...]:
+def linear(call: OpCall) -> tuple[tuple[str, ...], ...]:
     """The sets of operands that may be partial in this call."""
     zero = LINEAR_AT_ZERO.get(call.target)
     sets = LINEAR.get(call.target, ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .._torch import OpOverload
 from .aten import aten
-from .base import Call, Option, parameters
+from .base import OpCall, Option, parameters
 from .einsum_labels import WHOLE, Dims, arguments, infos, letters, options
 from .registry import rule
 
@@ -38,7 +38,7 @@ SPACE: dict[OpOverload, int] = (
 
 
 @rule(*SPACE)
-def planes(call: Call) -> list[Option]:
+def planes(call: OpCall) -> list[Option]:
     """All dims but those of space, over all operands and results."""
     space = SPACE[call.target]
     names = letters(call.operands[0].ndim - space) + WHOLE * space
@@ -47,7 +47,7 @@ def planes(call: Call) -> list[Option]:
 
 
 @rule(*aten("fractional_max_pool2d", "fractional_max_pool3d"))
-def fractional(call: Call) -> list[Option]:
+def fractional(call: OpCall) -> list[Option]:
     """Rows and channels; each plane has its random numbers."""
     space = call.arg("random_samples").shape[-1]
     front = letters(call.arg("self").ndim - space)
@@ -56,7 +56,7 @@ def fractional(call: Call) -> list[Option]:
     return options(call, Dims({"self": names, "random_samples": samples}, names, even="*"))
 
 
-def linear(call: Call) -> tuple[tuple[str, ...], ...]:
+def linear(call: OpCall) -> tuple[tuple[str, ...], ...]:
     """Gradients pass in partial, and so does what is averaged, resampled or padded."""
     if call.arg("grad_output") is not None:
         return (("grad_output",),)

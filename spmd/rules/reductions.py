@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from .._torch import OpOverload
 from .aten import aten
-from .base import Call, Option, Part, Run
+from .base import OpCall, Option, Parts, Run
 from .einsum_labels import WHOLE, Dims, letters, options, wrap
 from .registry import rule
 
@@ -37,7 +37,7 @@ OTHERS = aten(
 )
 
 
-def labels(call: Call) -> tuple[str, str]:
+def labels(call: OpCall) -> tuple[str, str]:
     """The labels of the operand and of the results."""
     before = letters(call.arg("self").ndim)
     reduced = _reduced(call)
@@ -46,7 +46,7 @@ def labels(call: Call) -> tuple[str, str]:
     return before, "".join(c for d, c in enumerate(before) if d not in reduced)
 
 
-def _reduced(call: Call) -> set[int]:
+def _reduced(call: OpCall) -> set[int]:
     """The dims reduced; none given means all."""
     ndim = call.arg("self").ndim
     dims = call.arg("dim")
@@ -56,14 +56,14 @@ def _reduced(call: Call) -> set[int]:
 
 
 @rule(*SUMS)
-def sums(call: Call) -> list[Option]:
+def sums(call: OpCall) -> list[Option]:
     """A split dim that is summed gives a partial sum; a partial sum stays one."""
     before, after = labels(call)
     return options(call, Dims({"self": before}, after, reduced=before, linear=(("self",),)))
 
 
 @rule(*EXTREMES)
-def extremes(call: Call) -> list[Option]:
+def extremes(call: OpCall) -> list[Option]:
     """A split dim that is reduced gives a partial extreme."""
     before, after = labels(call)
     lost = "".join(c for c in before if c not in after)
@@ -71,12 +71,12 @@ def extremes(call: Call) -> list[Option]:
     return [replace(option, local=bounded) if _splits_reduced(call, option) else option for option in found]
 
 
-def _splits_reduced(call: Call, option: Option) -> bool:
+def _splits_reduced(call: OpCall, option: Option) -> bool:
     (placed,) = option.operands
     return isinstance(placed, Shard) and placed.dim in _reduced(call)
 
 
-def bounded(run: Run, call: Call, args: tuple[Any, ...], parts: list[Part | None], results: list[Part | None]) -> Any:
+def bounded(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """The extreme of this rank's part; where some rank has nothing, all of them add what changes no extreme."""
     (x, *rest), (part,) = args, parts
     assert part is not None
@@ -97,7 +97,7 @@ def _bound(dtype: torch.dtype, op: OpOverload) -> float | bool:
     return torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min
 
 
-def kept(call: Call, linear: tuple[tuple[str, ...], ...] = ()) -> list[Option]:
+def kept(call: OpCall, linear: tuple[tuple[str, ...], ...] = ()) -> list[Option]:
     """Only dims that are not reduced."""
     before, after = labels(call)
     return options(call, Dims({"self": before}, after, linear=linear))
@@ -108,7 +108,7 @@ rule(*OTHERS)(kept)
 
 
 @rule(*aten("histc"))
-def histogram(call: Call) -> list[Option]:
+def histogram(call: OpCall) -> list[Option]:
     """Each rank counts its own elements; between bounds that are left to the data all of them have to be known."""
     low, high = call.arg("min"), call.arg("max")
     if type(low) not in (int, float) or type(high) not in (int, float) or low == high:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .._torch import OpOverload, schema_of
-from .base import Call, Localize, Option, Rule
+from .base import Localize, OpCall, Option, Rule
 
 Op = OpOverload
 
@@ -35,7 +35,7 @@ def whole(*ops: Op) -> None:
     rule(*ops)(_nothing)
 
 
-def _nothing(call: Call) -> list[Option]:
+def _nothing(call: OpCall) -> list[Option]:
     return []
 
 
@@ -75,8 +75,3 @@ def rule_of(op: Any) -> Rule | None:
 def localize_of(op: Any) -> Localize | None:
     """What makes the arguments of ``op`` local, or None if they hold no sizes."""
     return LOCALIZE.get(op)
-
-
-def known(ops: Iterable[Op]) -> set[Op]:
-    """Those of ``ops`` that have a rule."""
-    return {op for op in ops if rule_of(op) is not None}

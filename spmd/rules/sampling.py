@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .aten import aten
-from .base import Call, Option
+from .base import OpCall, Option
 from .einsum_labels import WHOLE, Dims, options
 from .registry import rule
 
@@ -13,14 +13,14 @@ BACKWARD = {op: count for count in SPACE for op in aten(f"grid_sampler_{count}d_
 
 
 @rule(*FORWARD)
-def sample(call: Call) -> list[Option]:
+def sample(call: OpCall) -> list[Option]:
     """Rows, channels, and the places of the grid, evenly. Linear in the image."""
     image, grid, result = _labels(FORWARD[call.target])
     return options(call, Dims({"input": image, "grid": grid}, result, even="*", linear=(("input",),)))
 
 
 @rule(*BACKWARD)
-def sample_backward(call: Call) -> list[Option]:
+def sample_backward(call: OpCall) -> list[Option]:
     """The gradient of the image sums over places, that of the grid over channels."""
     image, grid, result = _labels(BACKWARD[call.target])
     operands = {"grad_output": result, "input": image, "grid": grid}

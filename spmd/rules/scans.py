@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .._torch import OpOverload
 from .aten import aten
-from .base import Call, Option
+from .base import OpCall, Option
 from .einsum_labels import Dims, arguments, infos, letters, options, without, wrap
 from .registry import rule
 
@@ -22,7 +22,7 @@ OTHERS = aten(
 
 
 @rule(*LINEAR, *OTHERS)
-def along(call: Call) -> list[Option]:
+def along(call: OpCall) -> list[Option]:
     """All dims but the one that the op looks along, over all operands and results."""
     ndim = call.operands[0].ndim
     names = without(letters(ndim), *_dims(call, ndim))
@@ -31,7 +31,7 @@ def along(call: Call) -> list[Option]:
     return options(call, Dims(operands, names, linear=linear))
 
 
-def _dims(call: Call, ndim: int) -> set[int]:
+def _dims(call: OpCall, ndim: int) -> set[int]:
     """The dims looked along; of ``roll`` without dims, all, since it flattens."""
     dims = call.arg("dims", call.arg("dim"))
     if dims == [] or dims == ():

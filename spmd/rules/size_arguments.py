@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .aten import aten
-from .base import Call, parameters
+from .base import OpCall, parameters
 from .registry import localize
 
 Shapes = tuple[tuple[int, ...] | None, ...]
@@ -35,14 +35,14 @@ NAMES = {op: name for name, ops in SIZES.items() for op in ops}
 
 
 @localize(*NAMES)
-def size_of_result(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+def size_of_result(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
     """The shape of the first result."""
     assert shapes[0] is not None
     return replaced(call, args, NAMES[call.target], list(shapes[0]))
 
 
 @localize(*aten("empty_strided", "new_empty_strided"))
-def strided(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+def strided(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
     """The shape of the result, and dense strides in the same order."""
     shape = shapes[0]
     assert shape is not None
@@ -55,18 +55,18 @@ def strided(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: S
 
 
 @localize(*aten("native_group_norm", "native_group_norm_backward"))
-def rows(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+def rows(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
     """The number of rows; without a result that has rows, nothing was split."""
     return args if shapes[0] is None else replaced(call, args, "N", shapes[0][0])
 
 
 @localize(*aten("convolution_backward"))
-def bias(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+def bias(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
     """The shape of the bias."""
     return args if shapes[2] is None else replaced(call, args, "bias_sizes", list(shapes[2]))
 
 
-def replaced(call: Call, args: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:
+def replaced(call: OpCall, args: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:
     """``args`` with ``value`` for the positional argument ``name``."""
     position, _ = parameters(call.target)[name]
     assert position is not None and position < len(args), f"{call.target}: expected {name!r} by position"

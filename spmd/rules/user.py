@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.errors import PlacementError
 
 from .._torch import OpOverload, OpOverloadPacket, schema_of
-from .base import Call, Info, Option, R
+from .base import Info, OpCall, Option, R
 from .einsum_labels import infos
 from .registry import RULES
 
@@ -69,10 +69,10 @@ def _overloads(op: Any) -> list[OpOverload]:
     return functional
 
 
-def _rule(function: Placements) -> Callable[[Call], list[Option]]:
+def _rule(function: Placements) -> Callable[[OpCall], list[Option]]:
     """A rule that asks ``function``."""
 
-    def rule(call: Call) -> list[Option]:
+    def rule(call: OpCall) -> list[Option]:
         pairs = function(*call.args, **call.kwargs)
         if not isinstance(pairs, list | tuple):
             raise PlacementError(f"{_title(call)}: expected a sequence of (outputs, inputs), got {pairs!r}")
@@ -82,7 +82,7 @@ def _rule(function: Placements) -> Callable[[Call], list[Option]]:
     return rule
 
 
-def _option(call: Call, pair: Any) -> Option:
+def _option(call: OpCall, pair: Any) -> Option:
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(p, list | tuple) for p in pair):
         raise PlacementError(f"{_title(call)}: expected a pair of lists (outputs, inputs), got {pair!r}")
     outputs, inputs = pair
@@ -104,7 +104,7 @@ def _option(call: Call, pair: Any) -> Option:
     return Option(operands, results)
 
 
-def _of(call: Call, value: Any, entry: Any) -> Iterator[Placement]:
+def _of(call: OpCall, value: Any, entry: Any) -> Iterator[Placement]:
     """The placements of the tensors in one argument."""
     if not isinstance(entry, list | tuple):
         yield from (_checked(call, info, entry) for info in infos(value))
@@ -115,7 +115,7 @@ def _of(call: Call, value: Any, entry: Any) -> Iterator[Placement]:
         yield from _of(call, item, one)
 
 
-def _checked(call: Call, info: Info, entry: Any) -> Placement:
+def _checked(call: OpCall, info: Info, entry: Any) -> Placement:
     """``entry`` if it is a placement that ``info`` can have, with its dim counted from the front."""
     if not isinstance(entry, Shard | Replicate | Partial):
         raise PlacementError(f"{_title(call)}: expected Shard, Replicate or Partial for {info}, got {entry!r}")
@@ -131,11 +131,11 @@ def _splits(option: Option) -> bool:
     return any(p not in (R, None) for p in (*option.operands, *option.results))
 
 
-def _even(call: Call, option: Option) -> bool:
+def _even(call: OpCall, option: Option) -> bool:
     """Whether every split is even: the convention knows no ranks with short or empty parts."""
     placed = [*zip(call.operands, option.operands, strict=True), *zip(call.results, option.results, strict=True)]
     return all(call.even(info.shape[p.dim]) for info, p in placed if isinstance(p, Shard) and info is not None)
 
 
-def _title(call: Call) -> str:
+def _title(call: OpCall) -> str:
     return f"the rule registered for {call.target}"

@@ -15,13 +15,13 @@ from torch.distributed.tensor import Shard
 
 from ..placements import rows
 from .aten import aten
-from .base import Call, Info, Option
+from .base import Info, OpCall, Option
 from .einsum_labels import PARTIALS, WHOLE, Dims, grows, letters, option, options, partial, wrap
 from .registry import rule, whole
 
 
 @rule(*aten("view", "_unsafe_view", "reshape", "view_copy", "_reshape_copy"))
-def view(call: Call) -> list[Option]:
+def view(call: OpCall) -> list[Option]:
     """Every dim that the result still has, as a dim or as runs of rows in one."""
     source, result = call.arg("self"), call.results[0]
     assert result is not None
@@ -37,7 +37,7 @@ def view(call: Call) -> list[Option]:
     return splits + passing
 
 
-def _viewed(call: Call, before: list[int], after: list[int], dim: int, outer: int) -> Shard | None:
+def _viewed(call: OpCall, before: list[int], after: list[int], dim: int, outer: int) -> Shard | None:
     """Where rows of ``dim``, split in ``outer`` runs, are in the result, or None where they are not to be found.
 
     Within a group, all elements stand in one order on both sides. The rows in question are cut out of runs of elements,
@@ -77,20 +77,20 @@ def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[i
     return found
 
 
-def renamed(call: Call, after: str) -> list[Option]:
+def renamed(call: OpCall, after: str) -> list[Option]:
     """Options of an op whose result has the dims ``after`` of its operand's ``letters``."""
     moves = () if grows(call, ("self",)) else ("self",)
     return options(call, Dims({"self": letters(call.arg("self").ndim)}, after, moves=moves))
 
 
 @rule(*aten("t", "t_copy"))
-def t(call: Call) -> list[Option]:
+def t(call: OpCall) -> list[Option]:
     """Both dims change places; of one dim, none."""
     return renamed(call, letters(call.arg("self").ndim)[::-1])
 
 
 @rule(*aten("transpose.int", "transpose_copy.int"))
-def transpose(call: Call) -> list[Option]:
+def transpose(call: OpCall) -> list[Option]:
     """Two dims change places."""
     names = list(letters(call.arg("self").ndim))
     if names:
@@ -100,14 +100,14 @@ def transpose(call: Call) -> list[Option]:
 
 
 @rule(*aten("permute", "permute_copy"))
-def permute(call: Call) -> list[Option]:
+def permute(call: OpCall) -> list[Option]:
     """Dims in a new order."""
     names = letters(call.arg("self").ndim)
     return renamed(call, "".join(names[d] for d in call.arg("dims")))
 
 
 @rule(*aten("unsqueeze", "unsqueeze_copy"))
-def unsqueeze(call: Call) -> list[Option]:
+def unsqueeze(call: OpCall) -> list[Option]:
     """One dim of size 1 more."""
     names = letters(call.arg("self").ndim)
     at = wrap(call.arg("dim"), len(names) + 1)
@@ -115,7 +115,7 @@ def unsqueeze(call: Call) -> list[Option]:
 
 
 @rule(*aten("squeeze", "squeeze.dim", "squeeze.dims", "squeeze_copy", "squeeze_copy.dim", "squeeze_copy.dims"))
-def squeeze(call: Call) -> list[Option]:
+def squeeze(call: OpCall) -> list[Option]:
     """Dims of size 1 fewer; a dim that could become 1 on a rank, and vanish there alone, is not split."""
     shape = call.arg("self").shape
     dims = call.arg("dim", list(range(len(shape))))
@@ -133,7 +133,7 @@ def part_sizes(size: int, parts: int) -> set[int]:
 
 
 @rule(*aten("expand", "expand_copy"))
-def expand(call: Call) -> list[Option]:
+def expand(call: OpCall) -> list[Option]:
     """Dims that are kept; a dim that is new or grows is made on each rank in the part it needs."""
     source, result = call.arg("self"), call.results[0]
     assert isinstance(source, Info) and result is not None
@@ -144,26 +144,26 @@ def expand(call: Call) -> list[Option]:
 
 
 @rule(*aten("view_as_real", "view_as_real_copy"))
-def view_as_real(call: Call) -> list[Option]:
+def view_as_real(call: OpCall) -> list[Option]:
     """A last dim of size 2 more."""
     return complex_view(call, letters(call.arg("self").ndim), letters(call.arg("self").ndim) + WHOLE)
 
 
 @rule(*aten("view_as_complex", "view_as_complex_copy"))
-def view_as_complex(call: Call) -> list[Option]:
+def view_as_complex(call: OpCall) -> list[Option]:
     """The last dim, of size 2, fewer."""
     names = letters(call.arg("self").ndim - 1)
     return complex_view(call, names + WHOLE, names)
 
 
-def complex_view(call: Call, before: str, after: str) -> list[Option]:
+def complex_view(call: OpCall, before: str, after: str) -> list[Option]:
     """Split as labelled; the sum of parts is the sum, though the dtype changes."""
     through = option(call, {"self": PARTIALS[0]}, PARTIALS[0])
     return [*options(call, Dims({"self": before}, after)), through]
 
 
 @rule(*aten("view.dtype"))
-def view_dtype(call: Call) -> list[Option]:
+def view_dtype(call: OpCall) -> list[Option]:
     """Bits under another name: the same dims if the size of an element is the same, else all but the last."""
     names = letters(call.arg("self").ndim)
     same = call.results[0] is not None and call.results[0].shape == call.arg("self").shape

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from passes import Axis, Mesh
 from spmd.placements import Interleaved, local_shape, local_start, smallest_shape
-from spmd.rules import Call, Info, Option, Part, localize_of, rule_of
+from spmd.rules import Info, LocalPart, OpCall, Option, localize_of, rule_of
 
 EXTREMES = {"max": torch.amax, "min": torch.amin}
 
@@ -63,12 +63,12 @@ def counted(tensor: torch.Tensor) -> int | None:
     return None
 
 
-def call_of(sample: Sample, size: int, results: Sequence[torch.Tensor | None]) -> Call:
+def call_of(sample: Sample, size: int, results: Sequence[torch.Tensor | None]) -> OpCall:
     """What a rule is asked about ``sample``."""
     args, kwargs = tree_map_only(torch.Tensor, info, (sample.args, sample.kwargs))
     operands = tuple(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Info))
     interleaved = tuple(tuple(_in_two_or_more_runs(operand, size)) for operand in operands)
-    return Call(sample.op, tuple(args), kwargs, operands, tuple(map(info, results)), size, interleaved)
+    return OpCall(sample.op, tuple(args), kwargs, operands, tuple(map(info, results)), size, interleaved)
 
 
 def _in_two_or_more_runs(operand: Info, size: int) -> Iterator[Interleaved]:
@@ -99,7 +99,7 @@ def check(sample: Sample, size: int) -> int:
     return len(options)
 
 
-def _check_option(sample: Sample, call: Call, option: Option, expected: list[torch.Tensor | None]) -> None:
+def _check_option(sample: Sample, call: OpCall, option: Option, expected: list[torch.Tensor | None]) -> None:
     assert len(option.operands) == len(call.operands), "one placement per operand"
     assert len(option.results) == len(expected), "one placement per result"
     assert option.operands == () or {*option.operands, *option.results} - {Replicate(), None}, "all replicated"
@@ -110,7 +110,7 @@ def _check_option(sample: Sample, call: Call, option: Option, expected: list[tor
             _compare(whole, [r[position] for r in per_rank], placement, sample.values)  # type: ignore[misc]
 
 
-def _run(sample: Sample, call: Call, option: Option, expected: list[torch.Tensor | None], rank: int) -> Any:
+def _run(sample: Sample, call: OpCall, option: Option, expected: list[torch.Tensor | None], rank: int) -> Any:
     leaves, spec = tree_flatten((sample.args, sample.kwargs))
     placements = iter(enumerate(option.operands))
     local = [
@@ -140,9 +140,9 @@ def _both(infos: Sequence[Any], placements: Sequence[Any]) -> Iterator[tuple[Any
     return zip(infos, placements, strict=True)
 
 
-def _part(shape: Sequence[int], placement: Any, rank: int, size: int) -> Part:
+def _part(shape: Sequence[int], placement: Any, rank: int, size: int) -> LocalPart:
     of = (shape, (placement,), Mesh((Axis("ranks", size, "ranks", rank),)))
-    return Part(local_start(*of), local_shape(*of), smallest_shape(*of))
+    return LocalPart(local_start(*of), local_shape(*of), smallest_shape(*of))
 
 
 def _operand(

@@ -1,4 +1,4 @@
-"""What an op is taken apart into computes what the op does."""
+"""What an op is taken found into computes what the op does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from passes import Mesh
-from spmd.rules import Call, Info, taken_apart
+from spmd.rules import Info, OpCall, decomposition_of
 from spmd.rules.aten import find
 
 DTYPES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -19,10 +19,12 @@ def both(name: str, *args: Any) -> tuple[Tensor, Tensor]:
     """(what the op gives, what its parts give)."""
     op: Any = find(name)
     infos = tuple(Info(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
-    apart = taken_apart(Call(op, infos, {}, tuple(i for i in infos if isinstance(i, Info)), (), len(Mesh().axes)))
-    assert apart is not None
-    assert apart[0] == args[-2] % args[0].ndim
-    return op(*args), apart[1](*args)
+    found = decomposition_of(
+        OpCall(op, infos, {}, tuple(i for i in infos if isinstance(i, Info)), (), len(Mesh().axes))
+    )
+    assert found is not None
+    assert found[0] == args[-2] % args[0].ndim
+    return op(*args), found[1](*args)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
