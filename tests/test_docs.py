@@ -167,6 +167,22 @@ def test_files_and_names_exist(document: str) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_identifiers_occur_in_the_source(document: str) -> None:
+    """A single identifier in backticks: a class, an argument, an op. It guards documents against renames."""
+    names = {span.rstrip("()") for span in spans(document)}
+    known = words() | {word for block in blocks(document, "python") for word in re.findall(r"\w+", block)}
+    assert not [name for name in names if re.fullmatch(r"\w*[a-z]\w*", name) and name not in known]
+
+
+@cache
+def words() -> frozenset[str]:
+    """Every identifier in the source."""
+    tops = ("benchmarks", "examples", "passes", "spmd", "tests")
+    files = [path for top in tops for path in (ROOT / top).rglob("*.py") if path != Path(__file__)]
+    return frozenset(word for path in files for word in re.findall(r"\w+", path.read_text()))
+
+
 def has(package: str, attributes: list[str]) -> bool:
     found: Any = importlib.import_module(package)
     for attribute in attributes:
