@@ -51,7 +51,7 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         FuseUpdate(),
         # Whatever no kernel computes is left for ops over lists.
         FuseForeach(),
-        # What is meant is final; which ops perform it decides what can be moved.
+        # Collective semantics are fixed from here on; choose implementations, which decide what can be moved.
         Realise(table=table),
         # A collective's start decides where its wait can stand at the earliest.
         StartEarly(),

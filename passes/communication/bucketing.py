@@ -1,7 +1,7 @@
-"""Which collectives go into one bucket: the analysis that the three bucket passes share, and the edit's common part.
+"""Merge collectives into buckets: the analysis and the edit that the three bucket passes share.
 
-The groups follow from the graph's structure and from sizes that all ranks know alike (``agreed_sizes.py``), so every
-rank forms the same buckets.
+Buckets follow from the graph's structure and from sizes that all ranks agree on (``agreed_sizes.py``), so every rank
+forms the same ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..ir.program import Program
 from ..ir.roles import Role
 from .packed import Bucket, Call
 
-_Place = tuple[int, int]  # a unit's number, and that of a parameter in it
+_Index = tuple[int, int]  # of a unit, and of a parameter in it
 
 
 @dataclass(frozen=True)
@@ -49,54 +49,54 @@ def merge(program: Program, packing: Packing, max_bytes: int, first_bytes: int |
 
 
 def buckets(program: Program, kind: Kind, op: Any, max_bytes: int, first_bytes: int | None = None) -> list[Bucket]:
-    """Groups of at least two collectives of ``kind``, realised by ``op``, that can be done as one.
+    """Groups of at least two collectives of ``kind``, performed by ``op``, that can be merged.
 
-    Members agree in axis, dtype, device, reduction and role, and none needs another's result, also not by way of
-    other buckets. What serves one unit of ``program.units`` goes together, in the unit's order, whatever its size, each
-    parameter once. All else goes together in graph order, until operands or results have reached ``max_bytes``; the
-    first bucket of gradients, until they have ``first_bytes``. A collective whose role nobody said is left alone.
+    Members agree in axis, dtype, device, reduction and role, and none depends on another's result, directly or through
+    other buckets. Collectives for one unit of ``program.units`` go together, in the unit's order, whatever their size,
+    each parameter once. All others go together in graph order, until operands or results have reached ``max_bytes``;
+    the first bucket of gradients, until they have ``first_bytes``. A collective of unknown role is left alone.
     """
     candidates = [node for node in program.collectives() if _may_join(node, kind, op)]
     needs = _needs(program.graph, candidates)
-    places = _places(program)
-    everything: list[_Open] = []
-    alike: dict[Hashable, list[_Open]] = defaultdict(list)
+    indices = _indices(program)
+    opened: list[_Open] = []
+    by_key: dict[Hashable, list[_Open]] = defaultdict(list)
     for number, node in enumerate(candidates):
-        place = places.get(node.meta["collective"].of)
-        others = alike[_key(node), place and place[0]]
-        needed = _closure(needs[number], everything)
-        bucket = next((each for each in _to_ask(node, others) if each.takes(place) and not needed & each.bits), None)
+        index = indices.get(node.meta["collective"].of)
+        others = by_key[_key(node), index and index[0]]
+        needed = _closure(needs[number], opened)
+        bucket = next((each for each in _to_try(node, others) if each.takes(index) and not needed & each.bits), None)
         if bucket is None:
-            early = node.meta["collective"].role is Role.GRADIENT and not others and first_bytes is not None
-            bucket = _Open(min(first_bytes or 0, max_bytes) if early else max_bytes)
-            everything.append(bucket)
+            is_first = node.meta["collective"].role is Role.GRADIENT and not others and first_bytes is not None
+            bucket = _Open(min(first_bytes or 0, max_bytes) if is_first else max_bytes)
+            opened.append(bucket)
             others.append(bucket)
-        bucket.add(number, needs[number], most_bytes(node), place)
-    return [[candidates[k] for k in bucket.ordered()] for bucket in everything if len(bucket.members) > 1]
+        bucket.add(number, needs[number], most_bytes(node), index)
+    return [[candidates[k] for k in bucket.ordered()] for bucket in opened if len(bucket.members) > 1]
 
 
-def _to_ask(node: fx.Node, others: list[_Open]) -> list[_Open]:
+def _to_try(node: fx.Node, others: list[_Open]) -> list[_Open]:
     """The buckets that ``node`` may join, in this order.
 
-    What is waited for at once, such as a batch norm's statistics, goes where it first can. Gradients and parameters
-    are not needed at once: the latest bucket must not wait for what comes much later.
+    A result that is waited for at once, such as a batch norm's statistics, joins the first bucket that it can.
+    Gradients and parameters join the latest one only, or an early bucket would wait for what comes much later.
     """
     return others if node.meta["collective"].role is Role.ACTIVATION else others[-1:]
 
 
-def _places(program: Program) -> dict[tuple[str, ...], _Place]:
-    """Where in the units a collective stands, by the names that it serves."""
+def _indices(program: Program) -> dict[tuple[str, ...], _Index]:
+    """The index of a collective in the units, by the names that it serves."""
     return {(name,): (unit, k) for unit, names in enumerate(program.units) for k, name in enumerate(names)}
 
 
 def joined(bucket: Bucket) -> dict[str, Any]:
-    """What is known of the one collective that replaces a bucket, for its ``meta``."""
-    said: list[Collective] = [node.meta["collective"] for node in bucket]
-    reasons = list(dict.fromkeys(each.why for each in said if each.why))
+    """The ``meta`` of the one collective that replaces a bucket."""
+    described: list[Collective] = [node.meta["collective"] for node in bucket]
+    first, reasons = described[0], list(dict.fromkeys(each.why for each in described if each.why))
     others = " and others" if len(reasons) > 1 else ""
     why = "; ".join([*(reason + others for reason in reasons[:1]), f"{len(bucket)} in one"])
-    of = tuple(dict.fromkeys(name for each in said for name in each.of))
-    collective = Collective(said[0].kind, said[0].axis, said[0].reduction, said[0].role, why, of)
+    of = tuple(dict.fromkeys(name for each in described for name in each.of))
+    collective = Collective(first.kind, first.axis, first.reduction, first.role, why, of)
     return {"collective": collective, **of_all(bucket)}
 
 
@@ -110,8 +110,10 @@ def _replace_members(bucket: Bucket, results: list[fx.Node]) -> None:
 
 
 def _may_join(node: fx.Node, kind: Kind, op: Any) -> bool:
-    said = node.meta.get("collective")
-    if node.target is not op or not isinstance(said, Collective) or said.kind is not kind or said.role is Role.UNKNOWN:
+    described = node.meta.get("collective")
+    if node.target is not op or not isinstance(described, Collective):
+        return False
+    if described.kind is not kind or described.role is Role.UNKNOWN:
         return False
     return bool(node.users) and all(map(is_wait, node.users))
 
@@ -127,34 +129,34 @@ class _Open:
 
     max_bytes: int
     members: list[int] = field(default_factory=list)
-    places: list[_Place] = field(default_factory=list)  # of the members, if they serve a unit
+    indices: list[_Index] = field(default_factory=list)  # of the members, if they serve a unit
     bits: int = 0
     needs: int = 0
     size: int = 0
 
-    def takes(self, place: _Place | None) -> bool:
+    def takes(self, index: _Index | None) -> bool:
         """Whether there is room: for each parameter of a unit once, else until the limit is reached."""
-        return self.size < self.max_bytes if place is None else place not in self.places
+        return self.size < self.max_bytes if index is None else index not in self.indices
 
-    def add(self, number: int, needs: int, size: int, place: _Place | None) -> None:
+    def add(self, number: int, needs: int, size: int, index: _Index | None) -> None:
         self.members.append(number)
-        self.places += [place] if place else []
+        self.indices += [index] if index else []
         self.bits |= 1 << number
         self.needs |= needs
         self.size += size
 
     def ordered(self) -> list[int]:
         """The members as they stand in their unit, else as in the graph."""
-        if not self.places:
+        if not self.indices:
             return self.members
-        return [number for _, number in sorted(zip(self.places, self.members, strict=True))]
+        return [number for _, number in sorted(zip(self.indices, self.members, strict=True))]
 
 
-def _closure(needs: int, everything: list[_Open]) -> int:
-    """Who needs one member of a bucket waits for all of them, and for what they need."""
+def _closure(needs: int, opened: list[_Open]) -> int:
+    """``needs`` with all members of each bucket that has one of them, and with what those need."""
     while True:
         wider = needs
-        for bucket in everything:
+        for bucket in opened:
             if wider & bucket.bits:
                 wider |= bucket.bits | bucket.needs
         if wider == needs:

@@ -1,4 +1,4 @@
-"""Say which parameters are communicated, stored and updated together."""
+"""Group parameters into units that are communicated, stored and updated together."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _EXPOSED = 4  # units of ``first_bytes`` that are communicated while there is li
 class FormUnits(Pass):
     """Fills ``program.units`` unless it is set: groups of parameters that become one bucket each.
 
-    Parameters are walked from the last registered to the first, as their gradients come about: first those that the
-    step trains, then the others that it communicates. A unit closes once its communication reaches ``max_bytes``, the
-    first one at ``first_bytes``, so that it can start early; and where a repeated block begins or ends, once it has
-    ``first_bytes``. Of parameters that are gathered, the last to be walked over, some four times ``first_bytes``, are
-    in units of ``first_bytes``, too: forward begins with them and backward ends, so nothing hides them. Parameters of
-    one unit agree in dtype, device, module argument, in whether ranks have equal parts, and in the kinds, axes and
-    roles of their collectives; inside of it they stand in the order of registration. Sizes are bytes, equal on all
-    ranks.
+    The pass visits parameters from the last registered to the first, in the order in which their gradients are
+    computed: first those that the step trains, then the others that it communicates. A unit closes once its
+    communication reaches ``max_bytes``, the first one at ``first_bytes``, so that it can start early; and where a
+    repeated block begins or ends, once it has ``first_bytes``. Of parameters that are gathered, the last ones visited,
+    some four times ``first_bytes``, are in units of ``first_bytes``, too: forward begins with them and backward ends,
+    so nothing hides them. Parameters of one unit agree in dtype, device, module argument, in whether ranks have equal
+    parts, and in the kinds, axes and roles of their collectives; within it they are in the order of registration.
+    Sizes are bytes, equal on all ranks.
     """
 
     max_bytes: int = 25_000_000
     first_bytes: int = 1_000_000
 
     def rewrite(self, program: Program) -> int:
-        """Walk once over the parameters; the graph stays as it is."""
+        """Visit the parameters once; the graph stays as it is."""
         if program.units:
             return 0
         parameters = [_Parameter.of(*each, program.mesh) for each in _described(program)]
         trained = _trained(program)
         groups = [[p for p in parameters if p.name in trained]]
         groups += [[p for p in parameters if p.name not in trained and p.served]]
-        program.units = tuple(unit for group in groups for unit in self._walk(group[::-1]))
+        program.units = tuple(unit for group in groups for unit in self._units(group[::-1]))
         return len(program.units)
 
-    def _walk(self, parameters: Sequence[_Parameter]) -> list[tuple[str, ...]]:
+    def _units(self, parameters: Sequence[_Parameter]) -> list[tuple[str, ...]]:
         """The units of these parameters, given in reverse order of registration; in the order in which they close."""
         closed: list[tuple[str, ...]] = []
         unfinished: dict[Hashable, list[_Parameter]] = {}
@@ -63,7 +63,7 @@ class FormUnits(Pass):
         return closed + [_names(unit) for unit in unfinished.values()]
 
     def _is_exposed(self, unit: list[_Parameter], left: int) -> bool:
-        """Whether so little is ``left`` that what is gathered next has little to hide behind."""
+        """Whether so little is ``left`` that nothing hides the next gathers."""
         return left <= _EXPOSED * self.first_bytes and any(kind is Kind.ALL_GATHER for kind, _, _ in unit[0].served)
 
     def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool) -> bool:
@@ -74,7 +74,7 @@ class FormUnits(Pass):
 
 @dataclass(frozen=True)
 class _Parameter:
-    """What the walk has to know of a parameter. ``served``: the kind, axis and role of each collective for it."""
+    """A parameter as the pass sees it. ``served``: the kind, axis and role of each collective for it."""
 
     name: str
     size: int
@@ -86,10 +86,10 @@ class _Parameter:
     def of(
         cls, declared: Input, val: torch.Tensor, collectives: Sequence[fx.Node], blocks: tuple[str, ...], mesh: Mesh
     ) -> _Parameter:
-        said = [node.meta["collective"] for node in collectives]
+        described = [node.meta["collective"] for node in collectives]
         whole = math.prod(declared.shape) * val.element_size()
         size = max(map(most_bytes, collectives), default=whole)
-        served = frozenset((each.kind, each.axis, each.role) for each in said)
+        served = frozenset((each.kind, each.axis, each.role) for each in described)
         even = is_even(declared.shape, declared.placement, mesh)
         return cls(
             declared.name,
@@ -120,8 +120,8 @@ def _described(program: Program) -> Iterator[tuple[Input, torch.Tensor, list[fx.
 def _trained(program: Program) -> set[str]:
     """The parameters that the step updates, or computes gradients of."""
     updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
-    said = [node.meta["collective"] for node in program.collectives()]
-    return updated.union(*(each.of for each in said if each.role is Role.GRADIENT))
+    described = [node.meta["collective"] for node in program.collectives()]
+    return updated.union(*(each.of for each in described if each.role is Role.GRADIENT))
 
 
 def _names(unit: list[_Parameter]) -> tuple[str, ...]:

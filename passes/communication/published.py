@@ -15,16 +15,16 @@ from ..analysis.agreed_sizes import most_bytes
 from ..analysis.out_variants import CONSTANT_BYTES
 from ..ir.collectives import group_of, reduction_of
 from ..runtime import shared_memory_collectives
-from .realisation import Chosen
+from .realisation import Realisation
 
 aten = torch.ops.aten
 
 
-def publish(chosen: Chosen, members: Sequence[fx.Node]) -> fx.Node:
+def publish(task: Realisation, members: Sequence[fx.Node]) -> fx.Node:
     """The members one after the other: (total,)."""
     if len(members) == 1 and members[0].target is aten.cat.default and members[0].meta["val"].ndim == 1:
         return members[0]
-    return chosen.call(aten.cat.default, [chosen.flat(member) for member in members])
+    return task.call(aten.cat.default, [task.flat(member) for member in members])
 
 
 def published_copy_of(node: fx.Node) -> fx.Node | None:
@@ -33,13 +33,13 @@ def published_copy_of(node: fx.Node) -> fx.Node | None:
     return members[0] if isinstance(members, (list, tuple)) and len(members) == 1 else None  # type: ignore[return-value]
 
 
-def scratch(chosen: Chosen, published: fx.Node) -> fx.Node | None:
+def scratch(task: Realisation, published: fx.Node) -> fx.Node | None:
     """Memory for a part of an all_reduce, where to read a part from each rank costs less than to read everything."""
-    val, ranks = chosen.operand.meta["val"], chosen.axis.size
-    if ranks == 2 or most_bytes(chosen.node) <= ranks * CONSTANT_BYTES:
+    val, ranks = task.operand.meta["val"], task.axis.size
+    if ranks == 2 or most_bytes(task.node) <= ranks * CONSTANT_BYTES:
         return None
     op, longest = shared_memory_collectives.scratch.default, -(-val.numel() // ranks)
-    return chosen.call(op, published, longest, reduction_of(chosen.node), group_of(chosen.node))
+    return task.call(op, published, longest, reduction_of(task.node), group_of(task.node))
 
 
 def read_by_peers(start: fx.Node) -> list[fx.Node]:

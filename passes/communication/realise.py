@@ -18,7 +18,7 @@ from . import realise_by_members, realise_by_messages
 from .bucket_all_gather import BucketAllGather
 from .bucket_all_reduce import BucketAllReduce
 from .bucket_reduce_scatter import BucketReduceScatter
-from .realisation import Chosen
+from .realisation import Realisation
 
 aten = torch.ops.aten
 
@@ -30,14 +30,13 @@ class Realise(Pass):
     """Each collective is performed by the algorithm that is cheapest for its axis and size, by ``table``.
 
     On gloo a reduce_scatter becomes an exchange of parts and their sum in the order of ranks, an all_gather a broadcast
-    of each part; where the ranks of an axis are on one host, they read each other's memory, member by member of a
-    bucket, which is neither packed nor unpacked then. On NCCL the members of a bucket are sent in one launch where that
-    costs less than to pack or unpack them. Other backends keep their ops, and so does gloo for tensors on a GPU. What
-    is meant stays in ``meta["collective"]``.
+    of each part. Where the ranks of an axis are on one host, data moves through shared memory, member by member of a
+    bucket, which is then neither packed nor unpacked. On NCCL the members of a bucket are sent in one launch where that
+    costs less than to pack or unpack them. Other backends keep their ops, and so does gloo for tensors on a GPU. The
+    semantics stay in ``meta["collective"]``.
 
-    ``backend`` takes the place of the axes' own backend, to see on fake ranks what another one would do. A compiler
-    that plans memory by itself must know that operands are read until the wait; without this pass it sees torch's own
-    ops only.
+    ``backend`` overrides that of the axes, to see on fake ranks what another backend would do. A compiler that plans
+    memory by itself must know that operands are read until the wait; without this pass it sees torch's own ops only.
     """
 
     table: Table = BUILT_IN
@@ -47,18 +46,18 @@ class Realise(Pass):
     after: ClassVar[tuple[type[Pass], ...]] = (BucketAllGather, BucketReduceScatter, BucketAllReduce)
 
     def rewrite(self, program: Program) -> int:
-        """Choose for all, then rewrite; returns how many collectives are no longer performed by their own op."""
-        chosen = [each for node in program.collectives() if (each := self._choose(program, node))]
-        late = set[fx.Node]().union(*map(_written, chosen))
-        settle(program.graph, late)
-        return len(chosen)
+        """Choose for all, then rewrite; returns the number of collectives that other ops perform now."""
+        tasks = [each for node in program.collectives() if (each := self._choose(program, node))]
+        sinking = set[fx.Node]().union(*map(_written, tasks))
+        settle(program.graph, sinking)
+        return len(tasks)
 
-    def _choose(self, program: Program, node: fx.Node) -> Chosen | None:
+    def _choose(self, program: Program, node: fx.Node) -> Realisation | None:
         axis = program.mesh.axis_of_group(group_of(node))
         if axis is None or node.target not in _KINDS or not node.users or not all(map(is_wait, node.users)):
             return None
         algorithm = self._cheapest(node, axis, self.backend or axis.backend)
-        return None if algorithm is Algorithm.NATIVE else Chosen(node, algorithm, axis)
+        return None if algorithm is Algorithm.NATIVE else Realisation(node, algorithm, axis)
 
     def _cheapest(self, node: fx.Node, axis: Axis, backend: str) -> Algorithm:
         kind, link = kind_of(node), self.table.link(axis, backend)
@@ -71,26 +70,26 @@ class Realise(Pass):
 
 
 def _can_perform(algorithm: Algorithm, node: fx.Node, axis: Axis) -> bool:
-    """Whether an algorithm suits what ``node`` sends, and can reduce as it reduces, if it does."""
+    """Whether an algorithm can move the operand of ``node``, and can reduce as that does, if it does."""
     if algorithm is Algorithm.NATIVE:
         return True
     val, reduction = operands(node)[0].meta["val"], reduction_of(node)
-    # gloo was measured with what lies on the CPU; what lies on a GPU it copies there
+    # gloo was measured with tensors on the CPU; it copies those on a GPU there
     suits = realise_by_members.copied(node, axis.size) if algorithm is Algorithm.COALESCED else val.device.type == "cpu"
     known = realise_by_members.REDUCTIONS.get(algorithm, realise_by_messages.REDUCTIONS)
     return bool(suits) and (reduction is None or (reduction in known and val.dtype is not torch.bool))
 
 
-def _written(chosen: Chosen) -> set[fx.Node]:
-    """Let other ops do it, for all readers. Returns the nodes that shall stand right before their first reader."""
-    late = (
-        realise_by_members.write(chosen)
-        if chosen.algorithm in realise_by_members.REDUCTIONS
-        else realise_by_messages.write(chosen)
+def _written(task: Realisation) -> set[fx.Node]:
+    """Write the ops, for all readers, and erase the collective. Returns the nodes to sink to their first readers."""
+    sinking = (
+        realise_by_members.write(task)
+        if task.algorithm in realise_by_members.REDUCTIONS
+        else realise_by_messages.write(task)
     )
-    operand = chosen.operand
-    for node in (*chosen.node.users, chosen.node):
+    operand = task.operand
+    for node in (*task.node.users, task.node):
         node.graph.erase_node(node)
     if not operand.users and operand.target is aten.cat.default:
-        operand.graph.erase_node(operand)  # it packed what is sent as it lies now
-    return late
+        operand.graph.erase_node(operand)  # it packed members that are sent where they lie now
+    return sinking

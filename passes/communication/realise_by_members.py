@@ -18,7 +18,7 @@ from ..ir.collectives import WAIT, Kind, kind_of, operands, reduction_of
 from ..runtime import coalesced_collectives, shared_memory_collectives
 from .packed import UnpackedColumns, packed_columns
 from .published import publish, scratch
-from .realisation import Chosen, take_over
+from .realisation import Realisation, take_over
 
 aten = torch.ops.aten
 
@@ -45,46 +45,46 @@ def copied(node: fx.Node, ranks: int) -> int:
     return len(packed_columns(operands(node)[0], ranks))
 
 
-def write(chosen: Chosen) -> set[fx.Node]:
-    """Put the ops into the graph; returns the nodes that shall stand right before their first reader."""
-    if chosen.kind is Kind.ALL_GATHER:
-        return _gathered(chosen)
-    if chosen.kind is Kind.REDUCE_SCATTER:
-        return _scattered(chosen)
-    operand, op = _in_a_row(chosen, [chosen.operand]), shared_memory_collectives.shared_all_reduce.default
-    arguments = (operand, scratch(chosen, operand), reduction_of(chosen.node))
-    return chosen.finish(chosen.start(_BY[chosen.algorithm], op, *arguments))
+def write(task: Realisation) -> set[fx.Node]:
+    """Put the ops into the graph; returns the nodes to sink to their first readers."""
+    if task.kind is Kind.ALL_GATHER:
+        return _gathered(task)
+    if task.kind is Kind.REDUCE_SCATTER:
+        return _scattered(task)
+    operand, op = _in_a_row(task, [task.operand]), shared_memory_collectives.shared_all_reduce.default
+    arguments = (operand, scratch(task, operand), reduction_of(task.node))
+    return task.finish(task.start(_BY[task.algorithm], op, *arguments))
 
 
-def _gathered(chosen: Chosen) -> set[fx.Node]:
-    by, op, ranks = _BY[chosen.algorithm], _GATHER[chosen.algorithm], chosen.axis.size
-    operand, unpacked = _in_a_row(chosen, [chosen.operand]), UnpackedColumns.of(chosen.node, ranks)
+def _gathered(task: Realisation) -> set[fx.Node]:
+    by, op, ranks = _BY[task.algorithm], _GATHER[task.algorithm], task.axis.size
+    operand, unpacked = _in_a_row(task, [task.operand]), UnpackedColumns.of(task.node, ranks)
     if unpacked is None:
-        return chosen.finish(chosen.start(by, op, operand, [chosen.operand.meta["val"].numel()], ranks))
+        return task.finish(task.start(by, op, operand, [task.operand.meta["val"].numel()], ranks))
     sizes = unpacked.sizes
-    whole = chosen.call(WAIT, chosen.start(by, op, operand, sizes, ranks))  # [ranks * total]
-    members = chosen.call(aten.split_with_sizes.default, whole, [ranks * size for size in sizes])
-    late = {whole, members}
+    whole = task.call(WAIT, task.start(by, op, operand, sizes, ranks))  # [ranks * total]
+    members = task.call(aten.split_with_sizes.default, whole, [ranks * size for size in sizes])
+    sinking = {whole, members}
     for part in unpacked.members:
-        member = chosen.call(operator.getitem, members, part.args[1])
-        rows = chosen.call(aten.view.default, member, [ranks, -1])
+        member = task.call(operator.getitem, members, part.args[1])
+        rows = task.call(aten.view.default, member, [ranks, -1])
         take_over(part, rows)
-        late |= {member, rows}
+        sinking |= {member, rows}
         part.graph.erase_node(part)
     for node in (unpacked.parts, unpacked.rows):
         node.graph.erase_node(node)
-    return late
+    return sinking
 
 
-def _scattered(chosen: Chosen) -> set[fx.Node]:
-    packed, ranks = chosen.operand, chosen.axis.size
+def _scattered(task: Realisation) -> set[fx.Node]:
+    packed, ranks = task.operand, task.axis.size
     members = packed_columns(packed, ranks) or [packed]
     lengths = [member.meta["val"].numel() // ranks for member in members]
-    op, by, operand = _SCATTER[chosen.algorithm], _BY[chosen.algorithm], _in_a_row(chosen, members)
-    return chosen.finish(chosen.start(by, op, operand, reduction_of(chosen.node), lengths, ranks))
+    op, by, operand = _SCATTER[task.algorithm], _BY[task.algorithm], _in_a_row(task, members)
+    return task.finish(task.start(by, op, operand, reduction_of(task.node), lengths, ranks))
 
 
-def _in_a_row(chosen: Chosen, members: Sequence[fx.Node]) -> fx.Node:
+def _in_a_row(task: Realisation, members: Sequence[fx.Node]) -> fx.Node:
     """The members one after the other, (total,), where other ranks can read them if they are to."""
-    sent_as_it_is = len(members) == 1 and chosen.algorithm is not Algorithm.SHARED
-    return chosen.flat(members[0]) if sent_as_it_is else publish(chosen, members)
+    sent_as_it_is = len(members) == 1 and task.algorithm is not Algorithm.SHARED
+    return task.flat(members[0]) if sent_as_it_is else publish(task, members)

@@ -17,7 +17,7 @@ from ..ir.roles import Role
 
 aten = torch.ops.aten
 
-# What only brings an operand into shape: cheap, and of no use to anybody else.
+# Ops that only bring an operand into shape: cheap, and read by the collective alone.
 PACKING: frozenset[Any] = frozenset(
     {
         aten._to_copy.default,
@@ -37,12 +37,11 @@ PACKING: frozenset[Any] = frozenset(
 
 @dataclass(frozen=True)
 class StartEarly(Pass):
-    """Each collective, with the nodes that only pack its operand, moves to right after what it needs.
+    """Each collective, with the nodes that only pack its operand, moves to right after the nodes that it needs.
 
-    What an operand needs that follows from the call's arguments alone (how many labels count, say) moves along: it is
-    known when the call begins. All other nodes keep their order, and so do collectives that become ready together.
-    Where a node goes depends on the graph alone, so all ranks keep one order. Memory: what a collective returns exists
-    for longer.
+    An operand that is computed from the call's arguments alone (the number of labels, say) moves along: it is known
+    when the call begins. All other nodes keep their order, and so do collectives that become ready together. The new
+    order depends on the graph alone, so it is the same on all ranks. Memory: results of collectives live longer.
     """
 
     def rewrite(self, program: Program) -> int:
@@ -65,7 +64,7 @@ def _by_readiness(program: Program, moving: set[fx.Node]) -> list[fx.Node]:
 
 
 def _moving(program: Program) -> set[fx.Node]:
-    """The collectives, what only they read and only packs their operands, and what is known when the call begins."""
+    """The collectives, the nodes that only pack their operands, and those that are known when the call begins."""
     moving: set[fx.Node] = set()
     given = _given(program)
     for node in reversed(program.graph.nodes):
@@ -76,7 +75,7 @@ def _moving(program: Program) -> set[fx.Node]:
 
 
 def _given(program: Program) -> set[fx.Node]:
-    """What is computed from the call's arguments alone, without waiting for another rank."""
+    """The nodes that are computed from the call's arguments alone, without waiting for another rank."""
     inputs = zip(program.placeholders, program.inputs, strict=True)
     arguments = {node for node, declared in inputs if declared.role in (Role.BATCH, Role.ARGUMENT)}
     given: set[fx.Node] = set()

@@ -17,7 +17,7 @@ from .start_early import StartEarly
 
 aten = torch.ops.aten
 
-# What only takes a result apart: no use before somebody reads it.
+# Ops that only unpack a result: they can wait until it is read.
 UNPACKING: frozenset[Any] = frozenset(
     {
         operator.getitem,
@@ -40,24 +40,24 @@ UNPACKING: frozenset[Any] = frozenset(
 class WaitLate(Pass):
     """Each wait, with the nodes that only unpack its result, moves to right before its first reader.
 
-    All other nodes keep their order; so where a node goes depends on the graph alone.
+    All other nodes keep their order. The new order depends on the graph alone, so it is the same on all ranks.
     """
 
     after: ClassVar[tuple[type[Pass], ...]] = (StartEarly,)
 
     def rewrite(self, program: Program) -> int:
-        """Take the moving nodes out and let their readers pull them in; returns how many waits moved."""
-        late = _late(program.graph)
-        before = places(program.graph, late)
-        settle(program.graph, late)
-        after = places(program.graph, late)
-        return sum(before[node] != after[node] for node in late if is_wait(node))
+        """Sink the waits and what unpacks them to their first readers; returns how many waits moved."""
+        sinking = _sinking(program.graph)
+        before = places(program.graph, sinking)
+        settle(program.graph, sinking)
+        after = places(program.graph, sinking)
+        return sum(before[node] != after[node] for node in sinking if is_wait(node))
 
 
-def _late(graph: fx.Graph) -> set[fx.Node]:
-    late: set[fx.Node] = set()
+def _sinking(graph: fx.Graph) -> set[fx.Node]:
+    sinking: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if is_wait(node) or (node.target in UNPACKING and inputs and all(needed in late for needed in inputs)):
-            late.add(node)
-    return late
+        if is_wait(node) or (node.target in UNPACKING and inputs and all(needed in sinking for needed in inputs)):
+            sinking.add(node)
+    return sinking

@@ -1,4 +1,4 @@
-"""What must hold for every program at every stage. Cheap enough to run after each pass."""
+"""Check that a program is well formed, at every stage. Cheap enough to run after each pass."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def _outputs_match(program: Program) -> None:
 def _updates_an_input(declared: Input, node: fx.Node, value: Any) -> None:
     name = declared.name
     if declared.in_place:
-        raise PassError(f"{name!r} is updated in place and also by an output; only one of them can be meant")
+        raise PassError(f"{name!r} is updated in place and also by an output; leave out one of them")
     old, new = _type(node), _type(value)
     if old != new:
         raise PassError(f"the update of {name!r} must be {old}, as the input is, but it is {new}")
 
 
 def _type(value: Any) -> str:
-    """What an update must have in common with its input, in words."""
+    """The type that an update must have in common with its input, as text."""
     val = value.meta.get("val") if isinstance(value, fx.Node) else value
     if isinstance(val, torch.Tensor):
         return f"{val.dtype}{list(val.shape)}"
@@ -138,13 +138,14 @@ def _is_pending(value: Any) -> bool:
 
 
 def _collective_is_described(program: Program, node: fx.Node) -> None:
-    said = node.meta.get("collective")
-    if not isinstance(said, Collective):
+    described = node.meta.get("collective")
+    if not isinstance(described, Collective):
         raise PassError(f"{node.name} has no meta['collective'] to say what it communicates and why")
     axes = program.mesh.axes
-    if axes and (program.mesh.axis_of_group(group_of(node)) is None or said.axis not in {axis.name for axis in axes}):
+    group, names = group_of(node), {axis.name for axis in axes}
+    if axes and (program.mesh.axis_of_group(group) is None or described.axis not in names):
         raise PassError(
-            f"{node.name} communicates in group {group_of(node)!r} over axis {said.axis!r}, but the mesh has "
+            f"{node.name} communicates in group {group!r} over axis {described.axis!r}, but the mesh has "
             + ", ".join(f"{axis.name} (group {axis.group!r})" for axis in axes)
         )
 
@@ -154,11 +155,11 @@ def _result_is_waited_for(collective: fx.Node, result: fx.Node) -> None:
         if user.target is operator.getitem:
             _result_is_waited_for(collective, user)
         elif not is_wait(user):
-            raise PassError(f"{user.name} reads the result of {collective.name} before anybody has waited for it")
+            raise PassError(f"{user.name} reads the result of {collective.name} before a wait")
 
 
 def _same_promise(before: Program, after: Program) -> None:
-    """The same results, new state and updates, whoever writes them."""
+    """The same results, new state and updates, whether by an output or in place."""
     for kind in (OutputKind.RESULT, OutputKind.NEW):
         old, new = _returned(before, kind), _returned(after, kind)
         if old != new:

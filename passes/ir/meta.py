@@ -96,7 +96,7 @@ KEYS: tuple[Key, ...] = (
     Key(
         "origin",
         Origin,
-        "all that the traces know of an op; the keys above spell it out for whoever reads a program",
+        "all that the traces know of an op; the keys above spell it out for passes and dumps",
         (_CAPTURE,),
         (_CAPTURE, _PARTITIONER),
     ),

@@ -77,7 +77,7 @@ BROKEN: dict[str, tuple[Callable[[Program], Any], str]] = {
         lambda p: node(p, "add").meta.update(val=f64(4)),
         r"the update of 'p' must be torch.float64\[3\], as the input is, but it is torch.float64\[4\]",
     ),
-    "updated twice": (lambda p: p.inputs.__setitem__(0, replace(p.inputs[0], in_place=True)), "only one of them"),
+    "updated twice": (lambda p: p.inputs.__setitem__(0, replace(p.inputs[0], in_place=True)), "leave out one of them"),
     "val": (lambda p: node(p, "neg").meta.pop("val"), r"neg \(aten.neg.default\) has no meta\['val'\]"),
     "write": (write, "writes to its argument, but the program is functional"),
     "write by method": (write_by_method, "writes to its argument"),
@@ -91,7 +91,7 @@ BROKEN: dict[str, tuple[Callable[[Program], Any], str]] = {
         lambda p: node(p, "neg").meta.update(cost=3),
         r"neg \(aten.neg.default\) has meta\['cost'\].*KEYS in passes/ir/meta.py, or.*'mypackage.cost'",
     ),
-    "no wait": (read_too_early, "add reads the result of all_reduce before anybody has waited for it"),
+    "no wait": (read_too_early, "add reads the result of all_reduce before a wait"),
     "wait": (wait_for_nothing, "wait_tensor waits for neg, which is no collective"),
 }
 
