@@ -1,8 +1,9 @@
-"""Which values of a program can lie in planned memory, and which in each other's: the analysis of ReuseMemory."""
+"""Assign buffers to values: which results lie in planned memory, and which in each other's. Analysis of ReuseMemory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,131 +20,138 @@ aten = torch.ops.aten
 
 
 @dataclass(eq=False)
-class Lodger:
-    """One result that gets a place: a block of its own, or ``offset`` bytes into the memory of ``host``.
+class Buffer:
+    """The memory of one result: a block of its own, or a part of ``parent`` that starts ``offset`` bytes into it.
 
-    Of a block, ``first`` and ``last`` are the positions between which all that lies in it is needed.
+    A block is needed from position ``first`` to position ``last``, by all buffers in it.
     """
 
     val: torch.Tensor
     first: int
     last: int
-    host: Lodger | None = None
+    parent: Buffer | None = None
     offset: int = 0
-    settled: bool = False  # it cannot move any more: it is part of a whole, or has parts itself
-    shared: bool = False  # of a block: other ranks look at it, until all ranks meet at the next call
+    fixed: bool = False  # it cannot move into another one: it is part of a concatenation, or has parts
+    shared: bool = False  # of a block: other ranks read it, until the barrier of the next call
 
     @property
     def size(self) -> int:
         """Bytes."""
         return extent(self.val.shape, self.val.stride()) * self.val.element_size()
 
-    def block(self) -> tuple[Lodger, int]:
-        """The block that this lies in, and where in it."""
+    def block(self) -> tuple[Buffer, int]:
+        """The block that holds this buffer, and the offset of this buffer in it."""
         at, offset = self, 0
-        while at.host is not None:
-            at, offset = at.host, offset + at.offset
+        while at.parent is not None:
+            at, offset = at.parent, offset + at.offset
         return at, offset
 
-    def move_into(self, host: Lodger, offset: int) -> None:
-        """Lie in the memory of another from now on, which lives as long."""
-        self.host, self.offset = host, offset
-        block, _ = host.block()
+    def move_into(self, parent: Buffer, offset: int) -> None:
+        """Lie in the memory of ``parent`` from now on; its block lives as long as both."""
+        self.parent, self.offset = parent, offset
+        block, _ = parent.block()
         block.first, block.last = min(block.first, self.first), max(block.last, self.last)
 
 
-class Lodgers:
-    """All of them, by the node that makes them; a node with several results has several."""
+class Buffers:
+    """The buffers of a graph by the node that writes them: one for each of its results."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.layouts = Layouts(graph)
         self.found = storages(graph)
         self.position = {node: k for k, node in enumerate(graph.nodes)}
-        self.of: dict[fx.Node, list[Lodger]] = {}
-        self.wholes: dict[fx.Node, list[Lodger | None]] = {}  # of each member that which lies in it by itself
-        kept, last = escaping(graph, self.found), last_reads(graph, self.found)
+        self.of: dict[fx.Node, list[Buffer]] = {}
+        # For each member of a concatenation, the buffer in which it is computed there; None if it has to be copied.
+        self.members: dict[fx.Node, list[Buffer | None]] = {}
+        escapes, last = escaping(graph, self.found), last_reads(graph, self.found)
         for node in graph.nodes:
-            if node not in kept:
-                self._take_in(node, last.get(node, 0))
+            if node not in escapes:
+                self._assign(node, last.get(node, 0))
         for node in graph.nodes:
-            self._join_parts(node)
+            self._embed_members(node)
         for node in graph.nodes:
             if is_shared(node):
-                self._share(node)
+                self._share_operands(node)
         for node in graph.nodes:
-            self._take_over(node)
+            self._reuse_operand(node)
 
-    def all(self) -> list[Lodger]:
+    def all(self) -> list[Buffer]:
         """In the order of the graph."""
-        return [lodger for each in self.of.values() for lodger in each]
+        return [buffer for each in self.of.values() for buffer in each]
 
-    def _take_in(self, node: fx.Node, last: int) -> None:
+    def _assign(self, node: fx.Node, last: int) -> None:
         if self.found[node] != {node} or (is_constant(node) and self.layouts.is_even(node)):
             return
         vals = results_of(node)
         if out_variant(node) is not None and all(map(_is_plain, vals)):
-            first = self._written(node)
-            self.of[node] = [Lodger(val, first, max(first, last)) for val in vals]
+            first = self._first_write(node)
+            self.of[node] = [Buffer(val, first, max(first, last)) for val in vals]
 
-    def _written(self, node: fx.Node) -> int:
-        """When the first of its results is written: of what ranks read from each other, at the wait."""
+    def _first_write(self, node: fx.Node) -> int:
+        """The position at which the first result is written: at the wait, if ranks read each other's memory."""
         return min(self.position[user] for user in node.users) if is_shared(node) else self.position[node]
 
-    def _join_parts(self, node: fx.Node) -> None:
-        """Let what ``node`` concatenates lie in its part of the whole, so that nothing is left to do for it."""
+    def _embed_members(self, node: fx.Node) -> None:
+        """Let the members of a concatenation be computed in their parts of it, so that nothing is left to copy."""
         if node not in self.of or not _concatenates(node) or not self.layouts.is_contiguous(node):
             return
         (whole,), offset = self.of[node], 0
-        joined: list[Lodger | None] = []
-        for member in node.args[0]:  # type: ignore[union-attr]
-            val: torch.Tensor = member.meta["val"]  # type: ignore[union-attr]
-            part = self._shown(member) if self.layouts.is_contiguous(member) and val.dtype is whole.val.dtype else None  # type: ignore[arg-type]
-            if part is whole or (part is not None and part.host is not None):
-                part = None
+        embedded: list[Buffer | None] = []
+        members: Any = node.args[0]
+        for member in members:
+            part = self._embeddable(member, whole)
             if part is not None:
                 part.move_into(whole, offset)
-                part.settled = whole.settled = True
-            joined.append(part)
-            offset += val.numel() * whole.val.element_size()
-        if any(joined):
-            self.wholes[node] = joined
+                part.fixed = whole.fixed = True
+            embedded.append(part)
+            offset += member.meta["val"].numel() * whole.val.element_size()
+        if any(embedded):
+            self.members[node] = embedded
 
-    def _share(self, start: fx.Node) -> None:
-        """Let operand and scratch of a collective lie where others can look at them, and nothing else ever."""
-        for read in read_by_peers(start):
-            for block in self._blocks(read):
-                block.shared = block.settled = True
+    def _embeddable(self, member: fx.Node, whole: Buffer) -> Buffer | None:
+        """The buffer of ``member``, if it is a block that can become a part of ``whole``."""
+        if not self.layouts.is_contiguous(member) or member.meta["val"].dtype is not whole.val.dtype:
+            return None
+        part = self._shown(member)
+        return None if part is None or part is whole or part.parent is not None else part
 
-    def _take_over(self, node: fx.Node) -> None:
-        """Let ``node`` write over an operand that nobody reads afterwards."""
-        if node not in self.of or self.of[node][0].settled or not _is_elementwise(node):
+    def _share_operands(self, start: fx.Node) -> None:
+        """Let operand and scratch of a collective lie in memory that other ranks can read, and no other values ever."""
+        for operand in read_by_peers(start):
+            for block in self._blocks(operand):
+                block.shared = block.fixed = True
+
+    def _reuse_operand(self, node: fx.Node) -> None:
+        """Let an elementwise ``node`` write over an operand that has no later readers."""
+        if node not in self.of or self.of[node][0].fixed or not _is_elementwise(node):
             return
-        mine = self.of[node][0]
         for operand in node.all_input_nodes:
-            host = self._shown(operand)
-            if host is None or not self.layouts.are_alike(operand, node):
-                continue
-            block, _ = host.block()
-            if block.shared:
-                continue
-            sharing = [other for other in node.all_input_nodes if block in self._blocks(other)]
-            if block.last <= self.position[node] and all(self.layouts.are_alike(other, node) for other in sharing):
-                mine.move_into(host, 0)
+            buffer = self._shown(operand)
+            if buffer is not None and self._may_overwrite(node, buffer):
+                self.of[node][0].move_into(buffer, 0)
                 return
 
-    def _shown(self, node: fx.Node) -> Lodger | None:
-        """The one value whose memory ``node`` shows, all of it."""
+    def _may_overwrite(self, node: fx.Node, buffer: Buffer) -> bool:
+        """Whether the block of ``buffer`` dies at ``node``, which reads it in the layout of its own result only."""
+        block, _ = buffer.block()
+        if block.shared or block.last > self.position[node]:
+            return False
+        readers = [operand for operand in node.all_input_nodes if block in self._blocks(operand)]
+        return all(self.layouts.are_alike(operand, node) for operand in readers)
+
+    def _shown(self, node: fx.Node) -> Buffer | None:
+        """The buffer whose memory ``node`` is a view of, all of it."""
         if len(self.found[node]) != 1:
             return None
         (storage,) = self.found[node]
-        lodgers = self.of.get(storage, [])
+        buffers = self.of.get(storage, [])
         val = node.meta["val"]
-        same = len(lodgers) == 1 and (lodgers[0].val.numel(), lodgers[0].val.dtype) == (val.numel(), val.dtype)
-        return lodgers[0] if same and self.layouts.is_known(node) and is_dense(val) else None
+        same = len(buffers) == 1 and (buffers[0].val.numel(), buffers[0].val.dtype) == (val.numel(), val.dtype)
+        return buffers[0] if same and self.layouts.is_known(node) and is_dense(val) else None
 
-    def _blocks(self, node: fx.Node) -> list[Lodger]:
+    def _blocks(self, node: fx.Node) -> list[Buffer]:
         """The blocks that ``node`` may lie in."""
-        return [lodger.block()[0] for storage in self.found[node] for lodger in self.of.get(storage, [])]
+        return [buffer.block()[0] for storage in self.found[node] for buffer in self.of.get(storage, [])]
 
 
 def _concatenates(node: fx.Node) -> bool:
@@ -156,7 +164,7 @@ def _concatenates(node: fx.Node) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of the result depends on those at its place alone, and may be written over one of them."""
+    """Whether each element of the result depends only on the operands' elements at its index, and may overwrite one."""
     if node.target is c10d.all_reduce.default:
         return True
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -1,7 +1,7 @@
-"""The functions by which a program has memory that was planned ahead: ``reserve`` it, and find a ``place`` in it.
+"""Memory that is planned ahead, as functions that a graph calls: ``reserve`` an arena, take a ``view_at`` an offset.
 
-They are plain Python and stand in graphs: run as it is, a graph reserves memory at each call. What lowers a program may
-keep the memory from call to call, since nothing that lives on after a call is ever placed in it.
+They are plain Python: run as it is, a graph reserves memory at each call. A backend may keep the memory from call to
+call, since no value that outlives a call lies in it.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from .segments import allocate_segment
 
 
 def reserve(size: int, device: torch.device, shared: bool = False) -> torch.Tensor:
-    """An arena: ``size`` bytes of memory with nothing in them. ``shared``: the ranks of this host can look at it."""
+    """An arena: ``size`` bytes of uninitialized memory. ``shared``: all ranks of this host can read it."""
     return allocate_segment(size) if shared else torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def place(
+def view_at(
     arena: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The tensor that lies ``offset`` bytes into ``arena``; ``stride`` counts elements, as always.
+    """A tensor that starts ``offset`` bytes into ``arena``; ``stride`` counts elements.
 
-    Its storage ends where the tensor ends, and is no other place's: who waits for a collective finds it by the storage
-    of its result.
+    It has a storage of its own, which ends where the tensor ends: pending collectives are found by the storage of their
+    result.
     """
-    if type(arena) is not torch.Tensor:  # a fake one has no memory to lie in
+    if type(arena) is not torch.Tensor:  # a fake one has no memory
         return arena.new_empty_strided(tuple(shape), tuple(stride), dtype=dtype)
     end = offset + extent(shape, stride) * dtype.itemsize
     storage = torch.UntypedStorage.__getitem__(arena.untyped_storage(), slice(offset, end))
     return torch.empty(0, dtype=dtype, device=arena.device).set_(storage, 0, tuple(shape), tuple(stride))
 
 
-def whole(place: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The concatenation of ``parts``, which were written one after the other into ``place``: nothing is left to do."""
-    return place
+def whole(view: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The concatenation of ``parts``, which were written one after the other into ``view``: nothing is left to do."""
+    return view
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """From the first element of a tensor to the last one, both counted."""
+    """The number of elements in memory from the first one of a tensor to its last one, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def has_arena(graph: fx.Graph) -> bool:
-    """Whether values of ``graph`` lie in memory that was planned ahead."""
+    """Whether values of ``graph`` lie in an arena."""
     return bool(graph.find_nodes(op="call_function", target=reserve))

@@ -33,7 +33,7 @@ from passes.analysis.aliases import escaping, is_view, storages
 from passes.analysis.out_variants import is_constant
 from passes.ir.collectives import is_wait
 from passes.ir.effects import mutates, written
-from passes.runtime.arena import place, reserve, whole
+from passes.runtime.arena import reserve, view_at, whole
 from passes.runtime.shared_memory_collectives import PERSISTENT
 
 from .._torch import schema_of
@@ -160,7 +160,7 @@ class _Writer:
     def _is_fixed(self, node: fx.Node) -> bool:
         if node in self.constants or node.target is reserve:
             return True
-        views = node.target in (place, whole) or (is_view(node) and not is_wait(node) and not mutates(node))
+        views = node.target in (view_at, whole) or (is_view(node) and not is_wait(node) and not mutates(node))
         return views and self._all_fixed(node.all_input_nodes)
 
     def _all_fixed(self, nodes: Iterable[fx.Node]) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from passes import Input
-from passes.runtime.arena import place
+from passes.runtime.arena import view_at
 from passes.runtime.segments import allocate_segment
 
 from .._torch import owners
@@ -49,7 +49,7 @@ def new_flat_tensor(tensors: Sequence[torch.Tensor], shared: bool) -> torch.Tens
     if not shared:
         return torch.cat(rows)
     size = sum(row.nbytes for row in rows)
-    flat = place(allocate_segment(size), 0, [size // rows[0].itemsize], [1], rows[0].dtype)
+    flat = view_at(allocate_segment(size), 0, [size // rows[0].itemsize], [1], rows[0].dtype)
     return torch.cat(rows, out=flat)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import spmd
-from passes.runtime.arena import place, reserve
+from passes.runtime.arena import reserve, view_at
 
 from .cases import mlp
 from .fake import fake_world
@@ -43,7 +43,7 @@ def shapes(program: Any, phase: str | None = None) -> set[tuple[int, ...]]:
 
 def is_memory(node: fx.Node) -> bool:
     """Whether a node finds memory, and computes nothing."""
-    return node.target in (reserve, place)
+    return node.target in (reserve, view_at)
 
 
 def computes(node: fx.Node) -> Any:

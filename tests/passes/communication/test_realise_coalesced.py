@@ -30,7 +30,7 @@ from passes import (
 from passes.analysis.costs import MEASURED_MEMBERS, Algorithm, Link, Point
 from passes.ir.collectives import WAIT
 from passes.runtime import coalesced_collectives
-from passes.runtime.arena import place, reserve
+from passes.runtime.arena import reserve, view_at
 from tests.harness.pool import Ranks
 
 from ..programs import (
@@ -93,7 +93,7 @@ def test_gradients_are_computed_where_they_are_sent_from_and_nothing_is_copied()
     (posted, *_) = scatter.args
     assert isinstance(posted, torch.fx.Node)
     (arena,) = after.graph.find_nodes(op="call_function", target=reserve)
-    written = [user for node in arena.users if node.target is place for user in node.users]
+    written = [user for node in arena.users if node.target is view_at for user in node.users]
     assert [str(node.target) for node in written].count("aten.mm.out") >= 2
     after_gradients = [node for node in after.graph.nodes if node in posted.all_input_nodes]
     assert not any(node.target is aten.copy_.default for node in after_gradients)

@@ -30,7 +30,7 @@ from passes import (
 from passes.analysis.costs import Algorithm
 from passes.ir.collectives import is_shared, operands
 from passes.memory.offsets import aligned
-from passes.runtime.arena import place, reserve
+from passes.runtime.arena import reserve, view_at
 
 from ..programs import (
     GROUP,
@@ -106,7 +106,7 @@ def test_gradients_are_computed_where_the_others_read_them() -> None:
     (shared,) = [
         node for node in after.graph.find_nodes(op="call_function", target=reserve) if node.args[2:] == (True,)
     ]
-    written = [user for node in shared.users if node.target is place for user in node.users]
+    written = [user for node in shared.users if node.target is view_at for user in node.users]
     assert {"mm.out", "sum.IntList_out"} <= {str(user.target).removeprefix("aten.") for user in written}
 
 
@@ -148,8 +148,8 @@ def test_of_many_ranks_each_reduces_a_part_where_that_is_less(rows: int, scratch
     program.mesh = Mesh((Axis("dp", 4, GROUP, 1, "gloo", True),))
     after = run(program, [SHARED, ReuseMemory()])
     (started,) = after.collectives()
-    places = [node for node in started.args if isinstance(node, torch.fx.Node)]
-    assert len(places) == 1 + scratch
+    tensors = [node for node in started.args if isinstance(node, torch.fx.Node)]
+    assert len(tensors) == 1 + scratch
     arenas = [node for node in after.graph.find_nodes(op="call_function", target=reserve) if node.args[2:]]
     assert arenas[0].args[0] == aligned(rows * 4 * 8) + scratch * aligned(rows * 8)
 

@@ -37,7 +37,7 @@ def test_the_plan_depends_on_the_blocks_alone(blocks: list[Block]) -> None:
     assert pack(blocks) == pack(list(blocks))
 
 
-def test_blocks_that_follow_each_other_lie_in_one_place() -> None:
+def test_blocks_that_follow_each_other_share_memory() -> None:
     blocks = [Block(64_000, k, k) for k in range(9)] + [Block(64, k, k) for k in range(9)]
     assert total(blocks, pack(blocks)) == live_bytes(blocks) == 64_064
 
