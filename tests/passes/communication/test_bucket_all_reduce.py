@@ -84,7 +84,7 @@ def test_a_parameter_is_in_a_bucket_once() -> None:
     assert count(program) == 2
 
 
-def test_statistics_go_where_they_first_can_and_gradients_to_the_latest() -> None:
+def test_statistics_join_the_first_bucket_and_gradients_the_latest() -> None:
     def step(x: Any, y: Any) -> Any:  # a mean and a variance about it, of two batch norms side by side
         mean = all_reduce(aten.sum.dim_IntList(x, [0]))
         variance = all_reduce(aten.sum.dim_IntList(aten.sub.Tensor(x, mean), [0]))
@@ -95,7 +95,7 @@ def test_statistics_go_where_they_first_can_and_gradients_to_the_latest() -> Non
     assert count(make_program(step, {}, [Role.GRADIENT], x=f64(3, 2), y=f64(3, 2))) == 3
 
 
-def test_what_needs_a_members_result_is_not_merged_with_it() -> None:
+def test_a_collective_that_needs_a_members_result_is_not_merged_with_it() -> None:
     def step(x: Any) -> Any:
         a = all_reduce(x)
         return (all_reduce(aten.mul.Tensor(a, x)),)

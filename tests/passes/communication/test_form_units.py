@@ -1,4 +1,4 @@
-"""FormUnits, and how it finds repeated blocks."""
+"""FormUnits, and repeated blocks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def training(
     gathered: Iterable[str] = (),
     frozen: Iterable[str] = (),
 ) -> Program:
-    """A program that reduces something of each parameter's shape as its gradient, and gathers some of them."""
+    """A program that reduces a gradient for each parameter, and gathers some parameters."""
     graph, mode = fx.Graph(), FakeTensorMode()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    inputs, results, said = [], [], []
+    inputs, results, described = [], [], []
     for k, (name, shape) in enumerate(shapes.items()):
         node = graph.placeholder(f"p{k}")
         dtype = (dtypes or {}).get(name, torch.float32)
@@ -40,11 +40,11 @@ def training(
             call = all_gather if role is Role.PARAMETER else all_reduce
             results.append(call(fx.Proxy(node, tracer)).node)
             kind = Kind.ALL_GATHER if role is Role.PARAMETER else Kind.ALL_REDUCE
-            said.append(Collective(kind, "dp", None, role, of=(declared.name,)))
+            described.append(Collective(kind, "dp", None, role, of=(declared.name,)))
     graph.output(tuple(results))
     program = Program.from_graph(fx.GraphModule(torch.nn.Module(), graph), mesh=MESH)
     program.inputs = inputs
-    for node, each in zip(program.collectives(), said, strict=True):
+    for node, each in zip(program.collectives(), described, strict=True):
         node.meta["collective"] = each
     fill_vals(program)
     return program
@@ -97,12 +97,12 @@ def test_a_repeated_block_is_a_unit_once_it_is_large_enough() -> None:
     assert units(training(shapes)) == ["m.head.weight", both, "m.embed.weight"]
 
 
-def test_what_is_no_block_closes_no_unit() -> None:
+def test_only_a_repeated_block_closes_a_unit() -> None:
     shapes = {**block("m.h.0", 10), **block("m.h.1", 10), **block("m.h.2", 10), "m.head.weight": (10,)}
     assert units(training(shapes)) == ["m.head.weight", "m.h.0.a.weight m.h.1.a.weight m.h.2.a.weight"]
 
 
-def test_a_unit_is_of_one_dtype_one_module_and_communicated_alike() -> None:
+def test_a_unit_has_one_dtype_one_module_and_the_same_collectives() -> None:
     names = ["m.a", "m.b", "m.c", "m.d"]
     shapes = dict.fromkeys(names, (1,))
     assert units(training(shapes, dtypes={"m.b": torch.float64})) == ["m.a m.c m.d", "m.b"]
@@ -110,7 +110,7 @@ def test_a_unit_is_of_one_dtype_one_module_and_communicated_alike() -> None:
     assert units(training({"m.a": (1,), "n.a": (1,)})) == ["n.a", "m.a"]
 
 
-def test_what_is_not_trained_is_in_units_of_its_own_if_it_is_communicated() -> None:
+def test_frozen_parameters_that_are_communicated_have_units_of_their_own() -> None:
     shapes = dict.fromkeys(["m.a", "m.b", "m.c", "m.d"], (1,))
     assert units(training(shapes, frozen=["m.b"])) == ["m.a m.c m.d"]
     assert units(training(shapes, frozen=["m.b", "m.c"], gathered=shapes)) == ["m.a m.d", "m.b m.c"]
@@ -123,7 +123,7 @@ def test_an_update_without_communication_counts_as_trained() -> None:
     assert units(program) == ["a"]
 
 
-def test_units_that_are_said_stay() -> None:
+def test_given_units_stay() -> None:
     program = training(dict.fromkeys(["m.a", "m.b", "m.c"], (1,)))
     program.units = (("m.a", "m.c"),)
     assert run(program, [FormUnits()]).units == (("m.a", "m.c"),)
@@ -148,7 +148,7 @@ def test_repeated_blocks() -> None:
     assert not any(found[name] for name in ("m.h.2.a", "m.layers.0.a", "m.layers.1.a"))
 
 
-def test_what_nothing_hides_is_gathered_in_small_units() -> None:
+def test_exposed_gathers_are_in_small_units() -> None:
     names = {f"m.{name}": (10,) for name in "abcdefghij"}  # 40 bytes each, 80 gathered
     assert units(training(names), 1000, 80) == ["m.i m.j", "m.a m.b m.c m.d m.e m.f m.g m.h"]
     gathered = units(training(names, gathered=names), 1000, 80)

@@ -55,7 +55,7 @@ def on_gloo(program: Program, rank: int = 0) -> Program:
 
 
 def on_both(program: Program, *pipeline: Pass) -> list[Program]:
-    """What the passes make of it on each of two ranks, whose own halves are not the same."""
+    """The programs of two ranks after the passes; each rank has its own half."""
     return [run(on_gloo(program, rank), pipeline) for rank in range(2)]
 
 
@@ -123,7 +123,7 @@ def test_other_backends_keep_their_ops(other: Axis) -> None:
     assert targets(run(program, [Realise(only(Algorithm.EXCHANGE), backend="gloo")])) != targets(program)
 
 
-def test_what_nobody_waits_for_is_left_alone() -> None:
+def test_a_collective_without_a_wait_is_left_alone() -> None:
     program = on_gloo(make_program(lambda x: (all_reduce(x),), {}, [Role.GRADIENT], x=f64(4)))
     (started,) = program.collectives()
     with program.graph.inserting_before(started):
@@ -132,7 +132,7 @@ def test_what_nobody_waits_for_is_left_alone() -> None:
     assert targets(run(program, [Realise(only(Algorithm.EXCHANGE))])) == targets(program)
 
 
-def test_what_cannot_be_added_up_here_is_left_to_the_backend() -> None:
+def test_a_product_is_left_to_the_backend() -> None:
     program = on_gloo(make_program(lambda x: (reduce_scatter(x, "product"),), {}, [Role.RESULT], x=f64(4)))
     assert targets(run(program, [Realise(only(Algorithm.EXCHANGE))])) == targets(program)
 
@@ -172,7 +172,7 @@ def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
         Table.read(tmp_path / "costs.json")
 
 
-def test_costs_lie_on_straight_lines_between_what_was_measured() -> None:
+def test_costs_are_interpolated_linearly() -> None:
     key = Kind.ALL_GATHER, Algorithm.NATIVE
     link = Link("gloo", "dp", 2, {key: (Point(100, 1.0, 1.0), Point(300, 3.0, 3.0))})
     assert [link.cost(*key, size) for size in (10, 100, 200, 300, 600)] == [2.0, 2.0, 4.0, 6.0, 12.0]

@@ -1,4 +1,4 @@
-"""Realise on NCCL: the members of a bucket are sent in one launch, where they lie."""
+"""Realise on NCCL: the members of a bucket are sent in one launch, without copies."""
 
 from __future__ import annotations
 
@@ -81,21 +81,21 @@ def test_the_whole_pipeline_gives_the_same_bits() -> None:
     assert_same_bits(program(), after)
 
 
-def test_it_is_counted_as_what_it_means() -> None:
+def test_it_is_counted_by_its_semantics() -> None:
     before, after = Report.of(run(program(), BUCKETS)), Report.of(run(program(), [*BUCKETS, CHEAP]))
     for kind in ("all_gather", "all_reduce", "reduce_scatter"):
         assert (after.count(kind), after.bytes(kind)) == (before.count(kind), before.bytes(kind))
 
 
-def test_gradients_are_computed_where_they_are_sent_from_and_nothing_is_copied() -> None:
+def test_gradients_are_computed_in_the_operand_and_nothing_is_copied() -> None:
     after = run(program(), [*BUCKETS, CHEAP, ReuseMemory()])
     (scatter,) = [node for node in after.collectives() if "reduce_scatter" in str(node.target)]
-    (posted, *_) = scatter.args
-    assert isinstance(posted, torch.fx.Node)
+    (operand, *_) = scatter.args
+    assert isinstance(operand, torch.fx.Node)
     (arena,) = after.graph.find_nodes(op="call_function", target=reserve)
     written = [user for node in arena.users if node.target is view_at for user in node.users]
     assert [str(node.target) for node in written].count("aten.mm.out") >= 2
-    after_gradients = [node for node in after.graph.nodes if node in posted.all_input_nodes]
+    after_gradients = [node for node in after.graph.nodes if node in operand.all_input_nodes]
     assert not any(node.target is aten.copy_.default for node in after_gradients)
     assert not any("split_with_sizes_copy" in target for target in targets(after))
 
@@ -106,7 +106,7 @@ def test_small_members_are_packed(table: Table) -> None:
     assert targets(run(bucketed, [Realise(table)])) == targets(bucketed)
 
 
-def test_what_is_not_packed_keeps_its_op() -> None:
+def test_a_collective_without_a_bucket_keeps_its_op() -> None:
     assert targets(run(program(), [CHEAP])) == targets(program())
 
 
@@ -126,7 +126,7 @@ def test_a_member_without_elements() -> None:
     assert_same_bits(before, run(before, [*BUCKETS, CHEAP, ReuseMemory()]))
 
 
-def test_a_split_of_the_users_own_is_none_of_a_bucket() -> None:
+def test_a_split_of_the_user_is_not_taken_for_a_bucket() -> None:
     def step(w: Any) -> Any:
         rows = aten.view.default(all_gather(w), [4, 6])  # of two ranks
         parts = aten.split_with_sizes_copy.default(rows, [2, 4], 1)
@@ -143,12 +143,12 @@ LENGTHS = ([3], [2, 0, 5], [0], [0, 0], [1001, 1])
 
 
 def mine(rank: int, length: int, dtype: torch.dtype) -> Tensor:
-    """What one rank has."""
+    """The operands of one rank."""
     return (torch.arange(length) * 7 + rank * 3).remainder(5).to(dtype)
 
 
 def wrongly_moved(rank: int, world: int) -> list[str]:
-    """What came out otherwise than by the backend's own op on each member."""
+    """Differences from the results of the backend's own op on each member."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     wrong = []
     for dtype, lengths in product(DTYPES, LENGTHS):
@@ -171,20 +171,20 @@ def _members(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
     return x.split([len(x) // max(sum(lengths), 1) * length for length in lengths])
 
 
-def _both(op: Any, want: Tensor, *args: Any) -> list[str]:
-    """What is wrong of the functional form and of the one with ``out``."""
-    out = torch.empty_like(want)
+def _both(op: Any, expected: Tensor, *args: Any) -> list[str]:
+    """Errors of the functional op and of its out variant."""
+    out = torch.empty_like(expected)
     got = {"out": WAIT(op.out(*args, out=out)), "new": WAIT(op(*args))}
     assert got["out"].data_ptr() == out.data_ptr()
-    return [f"{op} ({k}): {each}, not {want}" for k, each in got.items() if not torch.equal(each, want)]
+    return [f"{op} ({k}): {each}, not {expected}" for k, each in got.items() if not torch.equal(each, expected)]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_members_come_to_whom_they_belong(ranks: Ranks, world: int) -> None:
+def test_members_reach_their_ranks(ranks: Ranks, world: int) -> None:
     assert [line for lines in ranks.run(world, wrongly_moved) for line in lines] == []
 
 
-def test_what_was_measured_decides_else_the_size() -> None:
+def test_measurements_decide_or_else_the_size() -> None:
     """Of two members, 400 bytes in all: 800 are read and written by a copy."""
     curves = {
         (Kind.ALL_GATHER, Algorithm.NATIVE): (Point(100, 10.0, 0.0), Point(1000, 100.0, 0.0)),  # 40 for both
@@ -201,7 +201,7 @@ def test_what_was_measured_decides_else_the_size() -> None:
     assert Table("", ()).coalesces(AXIS, "nccl", Kind.ALL_GATHER, 1 << 21, 2)
 
 
-def test_ranks_that_have_less_decide_as_the_one_that_has_most() -> None:
+def test_all_ranks_decide_by_the_largest_size() -> None:
     bucketed = run(program(), BUCKETS)
     for node in bucketed.collectives():
         node.meta["most_bytes"] = 1 << 22

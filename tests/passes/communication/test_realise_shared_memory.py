@@ -1,4 +1,4 @@
-"""Realise where the ranks of an axis are on one host: they read each other's memory."""
+"""Realise where the ranks of an axis are on one host: collectives go through shared memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_whole_pipeline_gives_the_same_bits(buckets: tuple[Pass, ...]) -> No
 
 
 @pytest.mark.parametrize("buckets", [(), BUCKETS])
-def test_it_is_counted_as_what_it_means(buckets: tuple[Pass, ...]) -> None:
+def test_it_is_counted_by_its_semantics(buckets: tuple[Pass, ...]) -> None:
     before, after = Report.of(run(program(), buckets)), Report.of(run(program(), [*buckets, SHARED]))
     for kind in ("all_gather", "all_reduce", "reduce_scatter"):
         assert (after.count(kind), after.bytes(kind)) == (before.count(kind), before.bytes(kind))
@@ -101,7 +101,7 @@ def test_a_bucket_is_neither_packed_nor_unpacked() -> None:
     assert all(node.args[1:] != (1,) for node in after.graph.find_nodes(op="call_function", target=aten.cat.default))
 
 
-def test_gradients_are_computed_where_the_others_read_them() -> None:
+def test_gradients_are_computed_in_shared_memory() -> None:
     after = run(program(), [*BUCKETS, SHARED, Canonicalize(), ReuseMemory()])
     (shared,) = [
         node for node in after.graph.find_nodes(op="call_function", target=reserve) if node.args[2:] == (True,)
@@ -110,7 +110,7 @@ def test_gradients_are_computed_where_the_others_read_them() -> None:
     assert {"mm.out", "sum.IntList_out"} <= {str(user.target).removeprefix("aten.") for user in written}
 
 
-def test_nothing_else_ever_lies_where_others_look() -> None:
+def test_shared_memory_holds_nothing_else() -> None:
     def chained(x: Any) -> Any:
         grown = aten.exp.default(x)
         total = all_reduce(aten.sin.default(grown))
@@ -143,7 +143,7 @@ def test_whole_numbers_and_other_reductions(reduction: str) -> None:
 
 
 @pytest.mark.parametrize("rows, scratch", [(512, 0), (513, 1)])
-def test_of_many_ranks_each_reduces_a_part_where_that_is_less(rows: int, scratch: int) -> None:
+def test_many_ranks_reduce_a_part_each_where_that_reads_less(rows: int, scratch: int) -> None:
     program = make_program(lambda x: (all_reduce(x),), {}, [Role.GRADIENT], x=f64(rows, 4))
     program.mesh = Mesh((Axis("dp", 4, GROUP, 1, "gloo", True),))
     after = run(program, [SHARED, ReuseMemory()])
@@ -154,7 +154,7 @@ def test_of_many_ranks_each_reduces_a_part_where_that_is_less(rows: int, scratch
     assert arenas[0].args[0] == aligned(rows * 4 * 8) + scratch * aligned(rows * 8)
 
 
-def test_no_two_share_the_memory_for_a_part() -> None:
+def test_each_all_reduce_has_its_own_scratch() -> None:
     program = make_program(lambda x: (all_reduce(x), all_reduce(x, "max")), {}, [Role.RESULT], x=f64(513, 4))
     program.mesh = Mesh((Axis("dp", 4, GROUP, 1, "gloo", True),))
     one, other = run(program, [SHARED, MergeEqual(), ReuseMemory()]).collectives()

@@ -28,7 +28,7 @@ def test_start_early(golden: Any) -> None:
     assert after.history == ["02 StartEarly: 2 edits"]
 
 
-def test_what_others_read_too_stays() -> None:
+def test_packing_with_other_readers_stays() -> None:
     def step(v: Any, x: Any) -> Any:
         y = aten.exp.default(x)
         packed = aten.view.default(v, [4])
@@ -39,7 +39,7 @@ def test_what_others_read_too_stays() -> None:
     assert names.index("exp") < names.index("view") < names.index("all_gather_into_tensor")
 
 
-def test_what_follows_from_the_arguments_alone_is_known_when_the_call_begins() -> None:
+def test_values_of_the_arguments_alone_are_known_when_the_call_begins() -> None:
     def step(w: Any, x: Any, t: Any) -> Any:
         h = aten.mm.default(x, w)
         labels = aten.view.default(t, [4])  # which others read, too
