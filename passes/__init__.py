@@ -20,9 +20,9 @@ from .communication.wait_late import WaitLate
 from .errors import CaptureError, PartitionError, PassError, PlacementError, RankMismatchError, SpmdError
 from .ir.check import check
 from .ir.collectives import Collective, Kind
-from .ir.effects import PURE_FUNCTIONS
 from .ir.infer_shapes import fill_vals
 from .ir.interpret import interpret
+from .ir.ops import PURE_FUNCTIONS
 from .ir.printer import print_program
 from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
 from .ir.report import Report

@@ -36,9 +36,18 @@ SYMBOLIC_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+def schema_of(op: OpOverload) -> Any:
+    """What torch declares of ``op``: names and types of arguments and results, what is written, what shares memory."""
+    return op._schema
+
+
 def is_composite(op: OpOverload) -> bool:
-    """Whether ``op`` is built from other ops, so that its schema need not say that it may return its argument."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+    """Whether ``op`` is built from other ops, so that its schema need not say that it may return its argument.
+
+    TorchScript's own ops (``prim::device``) are no ops of the dispatcher.
+    """
+    known: bool = torch._C._dispatch_has_kernel(op.name())
+    return known and bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
 
 
 def register_work(tensor: torch.Tensor, work: Any) -> None:

@@ -134,9 +134,6 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # The number of an autograd node: leads from a backward op to the forward op that made it. 2.11 to 2.15.
 sequence_number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
-# The schema of an op: its name, its arguments, what it writes, what it returns. 2.11 to 2.15.
-schema_of: Callable[[OpOverload], torch.FunctionSchema] = attrgetter("_schema")
-
 # Namespaces of ops that communicate; a step that calls one itself is refused. 2.11 to 2.15.
 COLLECTIVE_NAMESPACES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))
 
@@ -378,7 +375,6 @@ __all__ = [
     "register_pytree_node",
     "rename",
     "root_mesh",
-    "schema_of",
     "selecting",
     "sequence_number_of",
     "storage_number",

@@ -13,20 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import OpOverload, c10d, is_composite
-from ..ir.collectives import is_collective, is_wait, operands, waits_of
-from ..runtime.collective_ops import NAMESPACE
+from .._torch import c10d
+from ..ir.collectives import is_collective, operands, waits_of
+from ..ir.ops import Trait, has
+from ..ir.schemas import argument, schema
 from .list_ops import Entry, entry_of, is_taken_apart
 
 Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it
 
 _NONE: Storages = frozenset()
-_UNDECLARED_VIEWS: set[Any] = {
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.unsafe_chunk.default,
-    torch.ops.aten.unsafe_split.Tensor,
-    torch.ops.aten.unsafe_split_with_sizes.default,
-}
 
 
 def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
@@ -87,13 +82,7 @@ def last_reads(graph: fx.Graph, found: dict[fx.Node, Storages]) -> dict[fx.Node,
 
 def is_view(node: fx.Node) -> bool:
     """Whether the result lies in an argument's memory, by what torch declares, and owns none."""
-    if is_wait(node) or node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, OpOverload) or node.target in _UNDECLARED_VIEWS:
-        return False
-    if is_composite(node.target):
-        return False  # a reshape is a view where it can be, and else a copy
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    return has(node.target, Trait.ALIAS)
 
 
 def _read(node: fx.Node, found: dict[fx.Node, Storages]) -> set[fx.Node]:
@@ -112,14 +101,11 @@ def _storages_of(node: fx.Node, found: dict[fx.Node, Storages]) -> Storages:
 
 def _shared_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result may lie in."""
-    op = node.target
-    if not isinstance(op, OpOverload) or is_wait(node) or op in _UNDECLARED_VIEWS:
-        return node.all_input_nodes  # Python code: nobody said what it returns
-    if op.namespace not in ("aten", "prims", "_c10d_functional", NAMESPACE) or is_composite(op):
-        return node.all_input_nodes
+    op: Any = node.target
+    if not has(op, Trait.DECLARED):
+        return node.all_input_nodes  # Python code, an op of the user's: nobody said what it returns
     shared: list[fx.Node] = []
-    for k, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None:  # marked as shared with a result, as in Tensor(a)
-            given = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(given, shared.append)
+    for each in schema(op).arguments:
+        if each.shared:  # with a result, as in Tensor(a)
+            fx.map_arg(argument(node, each.name), shared.append)
     return shared

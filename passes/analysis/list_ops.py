@@ -17,11 +17,13 @@ from torch import fx
 from .._torch import OpOverload
 from ..ir.edit import insert_before, replace
 from ..ir.meta import Relation
+from ..ir.ops import find
 from ..ir.roles import Phase
+from ..ir.schemas import schema
 
 aten = torch.ops.aten
 
-_PREFIXES = ("aten::_foreach_", "aten::_fused_")
+_PREFIXES = ("_foreach_", "_fused_")
 
 
 @dataclass(frozen=True)
@@ -132,28 +134,25 @@ def _clone(node: fx.Node, before: fx.Node) -> fx.Node:
 def _twin(node: fx.Node) -> Any:
     """The op that writes the results over the arguments; None if there is none, or if ``node`` is no op over lists."""
     op = node.target
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or not op._schema.name.startswith(_PREFIXES):
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or not schema(op).name.startswith(_PREFIXES):
         return None
-    return getattr(getattr(aten, f"{op._schema.name.removeprefix('aten::')}_", None), op._overloadname, None)
+    return find(f"{schema(op).name}_.{schema(op).overload}")
 
 
 def _written(node: fx.Node) -> list[int]:
     """The positions of the lists that the twin writes to."""
     twin = _twin(node)
-    if twin is None:
-        return []
-    arguments = twin._schema.arguments
-    return [k for k, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
+    return [] if twin is None else schema(twin).written
 
 
 def _clones_all(node: fx.Node) -> bool:
     """Whether the functional form is the twin on clones."""
-    return bool(node.target._schema.name.startswith("aten::_fused_"))  # type: ignore[union-attr]
+    return schema(node.target).name.startswith("_fused_")
 
 
 def _only_read(node: fx.Node) -> set[int]:
     """Positions of lists that the twin declares to write, but does not: gradients, unless they are to be unscaled."""
     if not _clones_all(node) or node.kwargs.get("grad_scale") is not None:
         return set()
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = schema(node.target).names
     return {names.index("grads")} | ({names.index("state_steps")} if "state_steps" in names else set())

@@ -14,59 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import OpOverload, c10d, is_composite
-from ..ir.collectives import is_wait
+from ..ir.ops import Trait, has
+from ..ir.schemas import argument
 from .aliases import is_view
 
 aten = torch.ops.aten
-
-# Whatever they read, what they make is contiguous.
-_FRESH: set[Any] = {
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.contiguous.default,
-    aten.embedding.default,
-    aten.embedding_dense_backward.default,
-    aten.index_select.default,
-    aten.mm.default,
-    aten.stack.default,
-    c10d.all_gather_into_tensor.default,
-    c10d.all_to_all_single.default,
-    c10d.reduce_scatter_tensor.default,
-}
-# Of what is contiguous they make, or show, what is contiguous. So do pointwise ops.
-_KEEPING: set[Any] = {
-    aten._log_softmax.default,
-    aten._log_softmax_backward_data.default,
-    aten._softmax.default,
-    aten._softmax_backward_data.default,
-    aten._to_copy.default,
-    aten._unsafe_view.default,
-    aten.amax.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
-    aten.detach.default,
-    aten.mean.dim,
-    aten.native_layer_norm.default,
-    aten.native_layer_norm_backward.default,
-    aten.reshape.default,
-    aten.slice_scatter.default,
-    aten.squeeze.dim,
-    aten.sum.dim_IntList,
-    aten.unsqueeze.default,
-    aten.view.default,
-    c10d.all_reduce.default,
-}
-# So do these, if they cut along the first dim: where among the arguments the dim stands.
-_CUTTING: dict[Any, int] = {
-    aten.select.int: 1,
-    aten.slice.Tensor: 1,
-    aten.split_with_sizes.default: 2,
-    aten.unbind.int: 1,
-}
-# Dims in another order.
-_TURNING: set[Any] = {aten.permute.default, aten.t.default, aten.transpose.int}
 
 
 class Layouts:
@@ -127,9 +79,9 @@ class Layouts:
     def _is_surely_contiguous(self, node: fx.Node) -> bool:
         """Whether op and operands make this contiguous for parts of any length."""
         op: Any = node.target
-        if node.op in ("placeholder", "output") or op in _FRESH or _has_one_dim(node):
+        if node.op in ("placeholder", "output") or has(op, Trait.MAKES_CONTIGUOUS) or _has_one_dim(node):
             return True
-        if op in _TURNING:
+        if has(op, Trait.PERMUTES):
             return self._is_contiguous_again(node)
         if op is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format:
             return True
@@ -140,7 +92,7 @@ class Layouts:
         """Whether dims of something contiguous are turned until they stand as they stood."""
         turns: list[fx.Node] = []
         at = node
-        while at.target in _TURNING and isinstance(at.args[0], fx.Node):
+        while has(at.target, Trait.PERMUTES) and isinstance(at.args[0], fx.Node):
             turns, at = [at, *turns], at.args[0]
         seen = torch.empty(list(range(2, at.meta["val"].ndim + 2)), device="meta")  # no two dims are alike
         for turn in turns:
@@ -171,18 +123,14 @@ def overlaps(val: torch.Tensor) -> bool:
 
 
 def _keeps(node: fx.Node) -> bool:
-    op: Any = node.target
-    if op in _CUTTING:
+    if has(node.target, Trait.CUTS):
         return _takes_rows(node)
-    pointwise = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags
-    return pointwise or op in _KEEPING or op is operator.getitem or is_wait(node) or not node.all_input_nodes
+    return has(node.target, Trait.POINTWISE_KERNEL, Trait.KEEPS_CONTIGUOUS) or not node.all_input_nodes
 
 
 def _takes_rows(node: fx.Node) -> bool:
     """Whether what is cut out of a tensor are rows that lie together."""
-    dim = node.args[_CUTTING[node.target] :][:1] or (node.kwargs.get("dim", 0),)
-    steps = node.target is aten.slice.Tensor and (len(node.args) > 4 or "step" in node.kwargs)
-    return bool(dim[0] == 0) and not steps
+    return argument(node, "dim") in (0, None) and argument(node, "step") is None
 
 
 def _has_one_dim(node: fx.Node) -> bool:
@@ -190,7 +138,7 @@ def _has_one_dim(node: fx.Node) -> bool:
     val, owner = node.meta.get("val"), node.args[0] if node.target is operator.getitem else node
     if not isinstance(val, torch.Tensor) or val.ndim > 1 or not isinstance(owner, fx.Node) or is_view(owner):
         return False
-    return not (isinstance(owner.target, OpOverload) and is_composite(owner.target))  # a reshape may be a view
+    return not has(owner.target, Trait.COMPOSITE)  # a reshape may be a view
 
 
 def _put(nodes: set[fx.Node], node: fx.Node, inside: bool) -> None:

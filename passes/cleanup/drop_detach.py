@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..base import Pass
+from ..ir.ops import Trait, has
 from ..ir.program import Program
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -18,7 +15,7 @@ class DropDetach(Pass):
 
     def rewrite(self, program: Program) -> int:
         """Replace and erase each."""
-        found = [node for node in program.graph.nodes if node.target in (aten.detach.default, aten.alias.default)]
+        found = [node for node in program.graph.nodes if has(node.target, Trait.RETURNS_OPERAND)]
         for node in found:
             node.replace_all_uses_with(node.args[0])
             program.graph.erase_node(node)

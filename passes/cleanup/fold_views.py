@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -12,22 +11,13 @@ from torch import fx
 from ..analysis.aliases import escaping, storages
 from ..analysis.strides import Layouts, overlaps
 from ..base import Pass
+from ..ir.ops import Trait, listed
 from ..ir.program import Program
 
 aten = torch.ops.aten
 
-_RESHAPES: set[Any] = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-_VIEWS: set[Any] = _RESHAPES | {
-    aten.expand.default,
-    aten.permute.default,
-    aten.slice.Tensor,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-}
+_RESHAPES = listed(Trait.RESHAPES)
+_VIEWS = listed(Trait.RESHAPES, Trait.PERMUTES, Trait.SQUEEZES, Trait.EXPANDS) | {aten.slice.Tensor}
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,12 @@ import torch
 from torch import fx
 
 from ..ir.collectives import group_size_of, is_wait, operands
+from ..ir.ops import Trait, has
 
 aten = torch.ops.aten
 
 Bucket = list[fx.Node]  # collectives that are merged into one
 Call = Callable[..., fx.Node]  # inserts a node: op, arguments
-
-FLATTENING: frozenset[Any] = frozenset({aten.contiguous.default, aten.reshape.default, aten.view.default})
-"""Ops that leave the elements of a contiguous tensor in their order."""
-
-_CUTTING: frozenset[Any] = frozenset(
-    {operator.getitem, aten._unsafe_view.default, aten.split_with_sizes.default, aten.view.default}
-)
 
 
 def pack_flat(call: Call, bucket: Bucket) -> fx.Node:
@@ -50,7 +44,7 @@ def _flattened(value: Any, known: Container[fx.Node]) -> fx.Node | None:
         return None
     node = value
     while node not in known:
-        source = node.args[0] if node.target in FLATTENING else None
+        source = node.args[0] if has(node.target, Trait.FLATTENS) else None
         if not isinstance(source, fx.Node):
             return None
         node = source
@@ -66,7 +60,7 @@ def unpack_flat(call: Call, flat: fx.Node, bucket: Bucket) -> list[fx.Node]:
 
 def is_unpacked(node: fx.Node) -> bool:
     """Whether a value is a collective's result or a contiguous part of it, as ``unpack_flat`` cuts it out."""
-    while node.target in _CUTTING and isinstance(node.args[0], fx.Node):
+    while has(node.target, Trait.TAKES_PARTS) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return is_wait(node)
 

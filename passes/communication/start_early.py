@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
 from ..analysis.topological import arrange, places
 from ..base import Pass
 from ..ir.collectives import is_collective, is_wait
 from ..ir.effects import is_pure, is_random
+from ..ir.ops import Trait, has
 from ..ir.program import Program
 from ..ir.roles import Role
-
-aten = torch.ops.aten
-
-# Ops that only bring an operand into shape: cheap, and read by the collective alone.
-PACKING: frozenset[Any] = frozenset(
-    {
-        aten._to_copy.default,
-        aten._unsafe_view.default,
-        aten.cat.default,
-        aten.clone.default,
-        aten.constant_pad_nd.default,
-        aten.contiguous.default,
-        aten.permute.default,
-        aten.reshape.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.view.default,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -69,7 +49,8 @@ def _moving(program: Program) -> set[fx.Node]:
     given = _given(program)
     for node in reversed(program.graph.nodes):
         read = [user in moving for user in node.users]
-        if is_collective(node) or (node.target in PACKING and read and all(read)) or (node in given and any(read)):
+        packs = has(node.target, Trait.PACKS) and read and all(read)
+        if is_collective(node) or packs or (node in given and any(read)):
             moving.add(node)
     return moving
 

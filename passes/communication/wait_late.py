@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import fx
 
 from ..analysis.topological import places, settle
 from ..base import Pass
 from ..ir.collectives import is_wait
+from ..ir.ops import Trait, has
 from ..ir.program import Program
 from .start_early import StartEarly
-
-aten = torch.ops.aten
-
-# Ops that only unpack a result: they can wait until it is read.
-UNPACKING: frozenset[Any] = frozenset(
-    {
-        operator.getitem,
-        aten._to_copy.default,
-        aten._unsafe_view.default,
-        aten.contiguous.default,
-        aten.permute.default,
-        aten.reshape.default,
-        aten.slice.Tensor,
-        aten.split_with_sizes.default,
-        aten.split_with_sizes_copy.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.view.default,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -58,6 +37,7 @@ def _sinking(graph: fx.Graph) -> set[fx.Node]:
     sinking: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if is_wait(node) or (node.target in UNPACKING and inputs and all(needed in sinking for needed in inputs)):
+        unpacks = has(node.target, Trait.UNPACKS) and inputs and all(needed in sinking for needed in inputs)
+        if is_wait(node) or unpacks:
             sinking.add(node)
     return sinking

@@ -10,7 +10,6 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import fx
 from .._torch import c10d as c10d
 from ..runtime import coalesced_collectives, message_collectives, shared_memory_collectives
 from .roles import Role
+from .schemas import argument
 
 
 class Kind(StrEnum):
@@ -100,21 +100,21 @@ def kind_of(node: fx.Node) -> Kind:
 
 def group_of(node: fx.Node) -> str:
     """The process group's name, as the op has it."""
-    group = _argument(node, "group_name")
+    group = argument(node, "group_name")
     assert isinstance(group, str), f"{node} names its process group by {group!r}"
     return group
 
 
 def group_size_of(node: fx.Node) -> int:
     """The number of ranks, as the op of an all_gather or a reduce_scatter has it."""
-    size = _argument(node, "group_size")
+    size = argument(node, "group_size")
     assert isinstance(size, int), f"{node} gives its number of ranks as {size!r}"
     return size
 
 
 def reduction_of(node: fx.Node) -> str | None:
     """``"sum"``, ``"max"``, ... or None for a collective that reduces nothing."""
-    reduction = _argument(node, "reduce_op")
+    reduction = argument(node, "reduce_op")
     return None if reduction is None else str(reduction)
 
 
@@ -153,17 +153,3 @@ def output_bytes(node: fx.Node) -> int:
 
 def _bytes(val: torch.Tensor) -> int:
     return val.numel() * val.element_size()
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """The argument of this name, wherever the call has it; None if the op has none."""
-    position = _position(node.target, name)
-    if position is not None and position < len(node.args):
-        return node.args[position]
-    return node.kwargs.get(name)
-
-
-@cache
-def _position(op: Any, name: str) -> int | None:
-    names = [argument.name for argument in op._schema.arguments]
-    return names.index(name) if name in names else None

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from .._torch import OpOverload
 from .meta import Relation, carried
+from .schemas import name_of
 
 
 def insert_before(
@@ -27,7 +27,7 @@ def insert_before(
     ``val`` the runner infers it after the pass. ``like=None``: the node belongs to no part of the step.
     """
     with position.graph.inserting_before(position):
-        node = position.graph.create_node("call_function", op, args, dict(kwargs or {}), name=name or _name(op))
+        node = position.graph.create_node("call_function", op, args, dict(kwargs or {}), name=name or name_of(op))
     node.meta = carried(like, relation) if like is not None else {}
     if val is not None:
         node.meta["val"] = val
@@ -43,7 +43,3 @@ def replace(old: fx.Node, new: fx.Node, val: Any = None) -> None:
     if val is not None:
         new.meta["val"] = val
     old.replace_all_uses_with(new)
-
-
-def _name(op: Any) -> str:
-    return op._schema.name.split("::")[1] if isinstance(op, OpOverload) else op.__name__

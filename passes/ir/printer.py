@@ -21,6 +21,7 @@ from .._torch import HigherOrderOperator, OpOverload
 from ..runtime.collective_ops import NAMESPACE
 from .collectives import Collective
 from .program import Input, Output, OutputKind, Placements, Program
+from .schemas import position_of, schema
 
 _LEGEND = """Each line reads: name: "dtype[shape on this rank]" = operation  # the user's line, where it changes.
 Call it with a value per input and, for each axis of the mesh, the name of its process group."""
@@ -150,7 +151,7 @@ class _Printer:
             return f"torch.ops.higher_order.{target.name()}"
         if isinstance(target, OpOverload):
             alias, _ = _alias(target)
-            return f"{alias}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+            return f"{alias}.{schema(target).name}.{schema(target).overload}"
         home, name = _home(target)
         if home != "builtins" and home not in _HOMES:
             self.imports[f"import {home}"] = None
@@ -273,8 +274,8 @@ def _group_positions(target: Any) -> set[int | str]:
     """The positions and names of an op's arguments that name a process group."""
     if not isinstance(target, OpOverload):
         return set()
-    arguments = enumerate(target._schema.arguments)
-    return {key for k, argument in arguments if argument.name == "group_name" for key in (k, argument.name)}
+    position = position_of(target, "group_name")
+    return {position, "group_name"} if position is not None else set()
 
 
 def _type(val: Any) -> str:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import OpOverload, c10d
+from .._torch import c10d
 from ..analysis.aliases import escaping, last_reads, storages
 from ..analysis.out_variants import is_constant, out_variant, results_of
 from ..analysis.strides import Layouts, is_dense
 from ..communication.published import read_by_peers
 from ..ir.collectives import is_shared
+from ..ir.ops import Trait, has
+from ..ir.schemas import argument
 from ..runtime.arena import extent
 
 aten = torch.ops.aten
@@ -156,18 +158,16 @@ class Buffers:
 
 def _concatenates(node: fx.Node) -> bool:
     """Whether ``node`` puts whole tensors one after the other."""
-    if node.target not in (aten.cat.default, aten.stack.default):
+    if not has(node.target, Trait.JOINS):
         return False
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     members = node.args[0]
-    return bool(dim == 0) and isinstance(members, (list, tuple)) and all(isinstance(each, fx.Node) for each in members)
+    listed = isinstance(members, (list, tuple)) and all(isinstance(each, fx.Node) for each in members)
+    return listed and argument(node, "dim") in (0, None)
 
 
 def _is_elementwise(node: fx.Node) -> bool:
     """Whether each element of the result depends only on the operands' elements at its index, and may overwrite one."""
-    if node.target is c10d.all_reduce.default:
-        return True
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return node.target is c10d.all_reduce.default or has(node.target, Trait.POINTWISE_KERNEL)
 
 
 def _is_plain(val: torch.Tensor) -> bool:

@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from ..analysis.aliases import is_view
-from ..analysis.out_variants import FILLS, out_variant
+from ..analysis.out_variants import fill_value, out_variant
 from ..analysis.strides import Layouts
 from ..base import Pass
 from ..ir.edit import insert_before
 from ..ir.meta import Relation
+from ..ir.ops import Trait, listed
 from ..ir.program import Program
 
 aten = torch.ops.aten
@@ -90,9 +91,7 @@ def _clamp(node: fx.Node, layouts: Layouts) -> bool:
 
 
 def _fill(node: fx.Node, layouts: Layouts) -> bool:
-    position, value = FILLS[node.target]
-    val: torch.Tensor = node.meta["val"]
-    number = value if position is None else node.args[position]
+    number, val = fill_value(node), node.meta["val"]
     if not node.all_input_nodes or isinstance(number, fx.Node) or not layouts.is_contiguous(node):
         return False
     node.target, node.args = aten.full.default, (list(val.shape), number)
@@ -105,7 +104,7 @@ _REWRITES: dict[Any, Callable[[fx.Node, Layouts], bool]] = {
     aten.reshape.default: _view,
     aten.relu.default: _clamp,
     aten.contiguous.default: drop_contiguous,
-    **dict.fromkeys(FILLS, _fill),
+    **dict.fromkeys(listed(Trait.ZEROS, Trait.ONES, Trait.FULL), _fill),
 }
 
 

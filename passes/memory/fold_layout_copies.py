@@ -16,13 +16,11 @@ from ..analysis.aliases import escaping, storages
 from ..analysis.out_variants import out_variant
 from ..analysis.strides import Layouts
 from ..base import Pass
+from ..ir.ops import Trait, has
 from ..ir.program import Program
 from .canonicalize import Canonicalize
 
 aten = torch.ops.aten
-
-_CONCATENATIONS: set[Any] = {aten.cat.default, aten.stack.default}  # the same bits in any layout, and an out variant
-_PERMUTATIONS: set[Any] = {aten.permute.default, aten.t.default, aten.transpose.int}
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,9 @@ def _permuted(copy: fx.Node) -> list[fx.Node]:
     node = copy.args[0]
     while isinstance(node, fx.Node) and len(node.users) == 1:
         chain.insert(0, node)
-        if node.target not in _PERMUTATIONS:
-            return chain if node.target in _CONCATENATIONS and out_variant(node) is not None and len(chain) > 1 else []
+        if not has(node.target, Trait.PERMUTES):
+            joins = has(node.target, Trait.JOINS)  # the same bits in any layout, and an out variant
+            return chain if joins and out_variant(node) is not None and len(chain) > 1 else []
         node = node.args[0]
     return []
 

@@ -20,8 +20,9 @@ from ..communication.bucket_all_gather import BucketAllGather
 from ..communication.bucket_all_reduce import BucketAllReduce
 from ..communication.bucket_reduce_scatter import BucketReduceScatter
 from ..communication.form_units import FormUnits
-from ..communication.packed import FLATTENING, packed_flat
+from ..communication.packed import packed_flat
 from ..ir.edit import insert_before, replace
+from ..ir.ops import Trait, has
 from ..ir.program import Input, Part, Program, is_even
 from ..ir.roles import Role
 
@@ -180,5 +181,5 @@ def _erase(node: fx.Node, parts: Container[fx.Node]) -> None:
     operands = node.all_input_nodes
     node.graph.erase_node(node)
     for operand in operands:
-        if not operand.users and operand.target in FLATTENING and operand not in parts:
+        if not operand.users and has(operand.target, Trait.FLATTENS) and operand not in parts:
             _erase(operand, parts)

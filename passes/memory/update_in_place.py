@@ -18,6 +18,7 @@ from ..base import Pass
 from ..ir.edit import insert_before
 from ..ir.effects import is_pure
 from ..ir.meta import Relation
+from ..ir.ops import in_place_variant
 from ..ir.program import Input, OutputKind, Program
 
 aten = torch.ops.aten
@@ -112,22 +113,7 @@ def _overwritten(node: fx.Node) -> Any:
 def _in_place(node: fx.Node) -> Any:
     """The op that does what ``node`` does, in its first argument; None if there is none."""
     op = node.target
-    if node.op != "call_function" or not isinstance(op, OpOverload) or op.namespace != "aten" or not is_pure(node):
-        return None
-    packet = getattr(aten, f"{op._schema.name.removeprefix('aten::')}_", None)
-    other = getattr(packet, op._overloadname, None)
-    return other if other is not None and _is_twin(op, other) else None
-
-
-def _is_twin(op: OpOverload, other: OpOverload) -> bool:
-    """Whether ``other`` takes the same arguments, writes the first and only that, and does not just change its view."""
-    mine, its = op._schema.arguments, other._schema.arguments
-    if torch.Tag.inplace_view in other.tags or [(a.name, str(a.type)) for a in mine] != [
-        (a.name, str(a.type)) for a in its
-    ]:
-        return False
-    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in its]
-    return writes[0] and not any(writes[1:])
+    return in_place_variant(op) if isinstance(op, OpOverload) and is_pure(node) else None
 
 
 def _nodes(value: Any) -> Iterable[fx.Node]:

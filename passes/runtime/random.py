@@ -28,17 +28,6 @@ BY_POSITION = 1 << 62
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws numbers: attention is marked as random, but without dropout it is not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return False
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0)
-    return True
-
-
 def draw(op: Any, seed: int, number: int, region: Region, *args: Any, **kwargs: Any) -> Any:
     """Run the random ``op`` on one region of a tensor; the same arguments give the same numbers.
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import OpOverload
+from ..ir import ops
 from ..ir.effects import is_pure
+from ..ir.ops import Trait, has
 from ..ir.program import Program
 from ..ir.roles import Phase, Role
 from .optimizer_formulas import kernels
@@ -24,30 +25,12 @@ aten = torch.ops.aten
 
 Group = list[fx.Node]
 
-# By op, the op over lists where all its operands are tensors, and the one where the second is a number.
-_OVER_LISTS: dict[Any, tuple[Any, Any]] = {
-    aten.add.Tensor: (aten._foreach_add.List, aten._foreach_add.Scalar),
-    aten.sub.Tensor: (aten._foreach_sub.List, aten._foreach_sub.Scalar),
-    aten.mul.Tensor: (aten._foreach_mul.List, aten._foreach_mul.Scalar),
-    aten.div.Tensor: (aten._foreach_div.List, aten._foreach_div.Scalar),
-    aten.maximum.default: (aten._foreach_maximum.List, None),
-    aten.minimum.default: (aten._foreach_minimum.List, None),
-    aten.pow.Tensor_Scalar: (None, aten._foreach_pow.Scalar),
-    aten.lerp.Scalar: (aten._foreach_lerp.Scalar, None),
-    aten.addcmul.default: (aten._foreach_addcmul.Scalar, None),
-    aten.addcdiv.default: (aten._foreach_addcdiv.Scalar, None),
-    **{
-        getattr(aten, name).default: (getattr(aten, f"_foreach_{name}").default, None)
-        for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sign", "sqrt")
-    },
-}
-
 _KERNELS = {kernel.op for kernel in kernels()}
 
 
 def over_lists(node: fx.Node) -> Any:
     """The op that does to lists what ``node`` does to tensors of one device; None if there is none."""
-    among_tensors, with_number = _OVER_LISTS.get(node.target, (None, None))
+    among_tensors, with_number = ops.over_lists(node.target)
     if not node.args or not _is_tensor(node.args[0]):
         return None
     if len({each.meta["val"].device for each in node.all_input_nodes if _is_tensor(each)}) > 1:
@@ -59,8 +42,7 @@ def over_lists(node: fx.Node) -> Any:
 
 def in_a_row(node: fx.Node) -> bool:
     """Whether ``node`` computes a tensor without dims from such tensors, as it would from rows of them."""
-    op = node.target
-    if not isinstance(op, OpOverload) or not (torch.Tag.pointwise in op.tags or op is aten._to_copy.default):
+    if not has(node.target, Trait.POINTWISE_KERNEL) and node.target is not aten._to_copy.default:
         return False
     operands = [each.meta["val"] for each in node.all_input_nodes if _is_tensor(each)]
     lists = any(isinstance(value, (list, tuple)) for value in node.args)

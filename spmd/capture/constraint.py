@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Mesh, PlacementError
-from passes.ir.effects import PURE_FUNCTIONS
+from passes.ir.ops import PURE_FUNCTIONS
 from passes.ir.program import Placements
 
 from ..placements import AnyPlacement, check_dims, normalize

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import OpOverload, disable_modes, get_proxy_mode, schema_of
+from passes.ir.effects import is_random
+from passes.ir.ops import Trait, has
+
+from .._torch import OpOverload, disable_modes, get_proxy_mode
 from .provenance import proxy_node
 from .state_branches import ancestors, cut_out
 
@@ -22,8 +25,7 @@ def known_value(tensor: Tensor) -> Tensor | None:
     if node is None or tensor.numel() > _LARGEST:
         return None
     needed = ancestors(node)
-    random = torch.Tag.nondeterministic_seeded
-    if any(n.op != "call_function" or random in getattr(n.target, "tags", ()) for n in needed):
+    if any(n.op != "call_function" or is_random(n) for n in needed):
         return None
     if _written_elsewhere(needed, node.graph):
         return None
@@ -36,12 +38,12 @@ def _written_elsewhere(needed: set[fx.Node], graph: fx.Graph) -> bool:
     """Whether something was written into one of ``needed`` through a view that it does not follow from."""
     same = set(needed)  # or a view of one
     for node in graph.nodes:
-        op, read = node.target, node.all_input_nodes[:1]
-        if not isinstance(op, OpOverload) or not same.issuperset(read) or not read or node in needed:
+        read = node.all_input_nodes[:1]
+        if not isinstance(node.target, OpOverload) or not same.issuperset(read) or not read or node in needed:
             continue
-        if schema_of(op).is_mutable:
+        if has(node.target, Trait.MUTABLE):
             return True
-        if op.is_view:
+        if has(node.target, Trait.VIEW):
             same.add(node)
     return False
 

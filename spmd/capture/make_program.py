@@ -19,8 +19,8 @@ import torch
 from torch import fx, nn
 
 from passes import CaptureError, Input, Output, OutputKind, Program, Role, SpmdError
+from passes.ir.ops import draws
 from passes.ir.origin import Origin
-from passes.runtime.random import draws
 
 from .._torch import (
     ConstantSource,

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import TorchDispatchMode, schema_of, tree_map
+from passes.ir.ops import Trait, has
+
+from .._torch import TorchDispatchMode, tree_map
 from .unsupported import Refused
 
 aten = torch.ops.aten
@@ -57,7 +59,7 @@ class _Held(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _taken(self, func: Any, value: Tensor) -> Tensor:
-        if schema_of(func).is_mutable:
+        if has(func, Trait.MUTABLE):
             name = self.held[id(value)][0]
             raise Refused(
                 f"it may write into {name} ({func}), a plain attribute of a module: make that a buffer, with "

@@ -12,12 +12,13 @@ from torch import fx
 from passes import Mesh, PartitionError, Program, Role
 from passes.analysis.strides import Layouts
 from passes.ir.meta import Relation, carried
+from passes.ir.ops import Trait, draws, has
 from passes.ir.program import Input, Placements, is_even
-from passes.runtime.random import draw, draws
+from passes.ir.schemas import name_of
+from passes.runtime.random import draw
 
-from .._torch import OpOverload, make_fx, schema_of
+from .._torch import make_fx
 from ..placements import local_runs
-from ..rules.pointwise import is_pointwise
 from .memo import Shapes
 from .redistribute import Reason, Redistribution
 from .values import Value, results
@@ -25,7 +26,6 @@ from .values import Value, results
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _CONTIGUOUS = (aten.contiguous.default, aten.reshape.default)
-_COPIES = (aten.clone.default, aten._to_copy.default, aten.cat.default)
 
 
 class Emitter:
@@ -143,9 +143,8 @@ class Emitter:
     def _is_mixed(self, node: fx.Node, operand: fx.Node) -> bool:
         """Whether kernel and fake may choose differently: where an elementwise op's operand is not contiguous."""
         target: Any = node.target
-        elementwise = isinstance(target, OpOverload) and _is_elementwise(target)
         tensor = isinstance(operand.meta.get("val"), torch.Tensor)
-        return elementwise and tensor and not self._layouts.is_contiguous(operand)
+        return _is_elementwise(target) and tensor and not self._layouts.is_contiguous(operand)
 
 
 def traced(function: Callable[..., Any], args: Sequence[Any]) -> fx.Graph:
@@ -165,7 +164,7 @@ def _name(target: Any, like: fx.Node) -> str:
     """The name in the global graph for the same op; a new node of another kind is named after its op."""
     if target is like.target:
         return like.name
-    return schema_of(target).name.split("::")[1] if isinstance(target, OpOverload) else getitem.__name__
+    return name_of(target)
 
 
 def _fake_mode(program: Program) -> Any:
@@ -183,8 +182,8 @@ def _keeps_layout(node: fx.Node) -> bool:
     target: Any = node.target
     if target in _CONTIGUOUS or node.kwargs.get("memory_format") is torch.contiguous_format:
         return False
-    return target is getitem or (isinstance(target, OpOverload) and (target.is_view or _is_elementwise(target)))
+    return target is getitem or has(target, Trait.VIEW) or _is_elementwise(target)
 
 
-def _is_elementwise(target: OpOverload) -> bool:
-    return is_pointwise(target) or target in _COPIES
+def _is_elementwise(target: Any) -> bool:
+    return has(target, Trait.POINTWISE) or target is aten.cat.default

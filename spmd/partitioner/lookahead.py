@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Mesh, Phase
+from passes.ir.ops import Trait, has
 
 from .._torch import OpOverload
 from ..capture.constraint import CONSTRAIN, constrained_to
@@ -78,7 +79,7 @@ class Ahead:
             (
                 option.operands[at],
                 along.move(placement, option.operands[at], nbytes),
-                others + self._users(user, along, option.results[0], depth - (not user.target.is_view)),
+                others + self._users(user, along, option.results[0], depth - (not has(user.target, Trait.VIEW))),
             )
             for option, at, others in self._options(user, node, along.axis)
         ]

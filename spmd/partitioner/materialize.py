@@ -16,9 +16,11 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from passes import Role
+from passes.ir.effects import is_random
+from passes.ir.ops import Trait, has
 from passes.ir.program import Placements, is_sharded
+from passes.ir.schemas import name_of
 
-from .._torch import OpOverload, schema_of
 from ..placements import local_shape, splits
 from ..rules import OpCall, Option
 from . import reasons
@@ -29,9 +31,6 @@ from .local_op import OnParts
 from .parameters import Parameters
 from .redistribute import Reason
 from .values import Value, infos, leaves, results
-
-# Ops that cost so little that this rank's part is computed once more rather than cut from a whole.
-_CHEAP = set("expand t transpose permute view _unsafe_view unsqueeze squeeze detach clone slice _to_copy".split())
 
 
 @dataclass
@@ -181,19 +180,18 @@ class Forms:
 
     def _viewed(self, held: Value) -> Value | None:
         """What ``held`` is a view of, all of it."""
-        node, target = held.source, held.source.target
-        if not isinstance(target, OpOverload) or not target.is_view:
+        node = held.source
+        if not has(node.target, Trait.VIEW):
             return None
         viewed = self.values[node.args[0]]  # type: ignore[index]
         return viewed if isinstance(viewed, Value) and prod(viewed.shape) == prod(held.shape) else None
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    target: Any = node.target
+    """Whether a rank computes its part once more rather than cut it from a whole."""
     if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
         return False
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if is_random(node):
         return False  # it would draw other numbers
-    name = schema_of(target).name.split("::")[1]
-    makes = name.startswith("new_") or not any(isinstance(leaf, fx.Node) for leaf in leaves(node))
-    return makes or name in _CHEAP or torch.Tag.pointwise in target.tags
+    makes = name_of(node.target).startswith("new_") or not any(isinstance(leaf, fx.Node) for leaf in leaves(node))
+    return makes or has(node.target, Trait.CHEAP, Trait.POINTWISE_KERNEL)

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from passes import Output, Phase, Role
+from passes.ir.schemas import name_of
 
-from .._torch import OpOverload, schema_of
+from .._torch import OpOverload
 from .context import Facts
 from .redistribute import Reason
 
@@ -82,7 +83,7 @@ def op_name(node: fx.Node) -> str:
     target: Any = node.target
     if not isinstance(target, OpOverload):
         return getattr(target, "__name__", str(target))
-    name = schema_of(target).name.removeprefix("aten::").replace("::", ".")
+    name = name_of(target) if target.namespace == "aten" else f"{target.namespace}.{name_of(target)}"
     return f"backward of {name.removesuffix('_backward')}" if name.endswith("_backward") else name
 
 

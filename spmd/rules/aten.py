@@ -1,8 +1,8 @@
-"""From names of aten ops to the ops this torch has: the one place that knows an op may be missing."""
+"""From names of aten ops to the ops this torch has, and which of them it lacks."""
 
 from __future__ import annotations
 
-import torch
+from passes.ir.ops import find
 
 from .._torch import OpOverload
 
@@ -15,10 +15,3 @@ def aten(*names: str) -> tuple[OpOverload, ...]:
     found = [(name, find(name)) for name in names]
     ABSENT.update(name for name, op in found if op is None)
     return tuple(op for _, op in found if op is not None)
-
-
-def find(name: str) -> OpOverload | None:
-    """The aten op called ``name``, or None."""
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-    return op if isinstance(op, OpOverload) else None

@@ -17,7 +17,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch import OpOverload, schema_of
+from passes.ir.schemas import schema
+
+from .._torch import OpOverload
 from ..placements import Interleaved
 
 R = Replicate()
@@ -50,13 +52,10 @@ class Info:
 
 @cache
 def parameters(op: OpOverload) -> dict[str, tuple[int | None, Any]]:
-    """By the name of each argument of ``op``: its position, None if it is given by name alone; and its default.
-
-    Kept, because torch builds its schema objects anew at every look.
-    """
+    """By the name of each argument of ``op``: its position, None if it is given by name alone; and its default."""
     return {
-        argument.name: (None if argument.kwarg_only else position, argument.default_value)
-        for position, argument in enumerate(schema_of(op).arguments)
+        argument.name: (None if argument.kwarg_only else position, argument.default)
+        for position, argument in enumerate(schema(op).arguments)
     }
 
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from passes.ir.ops import Trait, has
+
 from .aten import aten
 from .base import OpCall, Option, P, R, parameters
 from .einsum_labels import PARTIALS, Dims, is_zero, letters, option, options
 from .registry import rule, whole
 
-ZEROS = frozenset(aten("zeros", "new_zeros", "zeros_like"))
-FULL = frozenset(aten("full", "new_full", "full_like"))
-
 
 def makes_zeros(call: OpCall) -> bool:
     """Whether the call makes zeros, whatever name it has."""
-    return call.target in ZEROS or (call.target in FULL and is_zero(call.arg("fill_value")))
+    return has(call.target, Trait.ZEROS) or (has(call.target, Trait.FULL) and is_zero(call.arg("fill_value")))
 
 
 @rule(

@@ -12,16 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
+from passes.ir.ops import Trait, has, listed
+
 from .._torch import OpOverload
 from .aten import aten
 from .base import OpCall, Option
 from .einsum_labels import EQUAL, Dims, aligned, arguments, grows, infos, is_zero, letters, options
 from .registry import rule, tagged
-
-# Ops whose result has its operand's elements: every kind of partial passes.
-COPIES = frozenset(
-    aten("clone", "detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "positive", "resolve_conj", "resolve_neg")
-)
 
 # Ops that are linear in each of these sets of operands, if all of the set are tensors.
 LINEAR: dict[OpOverload, tuple[tuple[str, ...], ...]] = {
@@ -64,19 +61,6 @@ LINEAR_AT_ZERO = {op: name for op in aten("masked_fill.Scalar") for name in ["va
     op: name for op in aten("where.ScalarOther") for name in ["other"]
 }
 
-# Pointwise, but without the tag in some torch.
-UNTAGGED = aten(
-    *("_to_copy", "copy", "detach", "alias", "lift", "lift_fresh", "lift_fresh_copy", "resolve_conj", "resolve_neg"),
-    *("clone", "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar", "masked_fill.Scalar"),
-    *("masked_fill.Tensor", "rsub.Tensor", "rsub.Scalar", "complex", "polar", "_conj", "real", "imag"),
-    *("floor_divide", "floor_divide.Scalar", "prelu", "_prelu_kernel"),
-    *("lerp.Scalar", "lerp.Tensor", "addcmul", "addcdiv", "clamp", "clamp.Tensor", "nan_to_num"),
-    *("gelu_backward", "silu_backward", "threshold_backward", "sigmoid_backward", "tanh_backward"),
-    *("native_dropout_backward", "leaky_relu", "leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardswish"),
-    *("hardswish_backward", "hardsigmoid_backward", "softplus_backward", "log_sigmoid_forward", "log_sigmoid_backward"),
-    *("mish_backward", "logit_backward", "softshrink_backward", "hardshrink_backward", "_prelu_kernel_backward"),
-)
-
 
 @tagged(torch.Tag.pointwise)
 def pointwise(call: OpCall) -> list[Option]:
@@ -88,13 +72,8 @@ def pointwise(call: OpCall) -> list[Option]:
     operands = {name: aligned(info, names) for name, value in arguments(call) for info in infos(value)}
     # log_sigmoid_forward has an empty second result on some devices.
     results = tuple(names if info is None or info.shape == shape else EQUAL for info in call.results)
-    moves = ("self",) if call.target in COPIES else ()
+    moves = ("self",) if has(call.target, Trait.SAME_ELEMENTS) else ()  # every kind of partial passes
     return options(call, Dims(operands, results, broadcast=True, linear=linear(call), moves=moves))
-
-
-def is_pointwise(op: OpOverload) -> bool:
-    """Whether each element of the result comes from the elements at the same place, whatever torch's tags say."""
-    return torch.Tag.pointwise in op.tags or op in UNTAGGED
 
 
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -113,4 +92,4 @@ def linear(call: OpCall) -> tuple[tuple[str, ...], ...]:
     return tuple(names for names in sets if not grows(call, names))
 
 
-rule(*(op for op in UNTAGGED if torch.Tag.pointwise not in op.tags))(pointwise)
+rule(*(op for op in listed(Trait.POINTWISE) if torch.Tag.pointwise not in op.tags))(pointwise)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from .._torch import OpOverload, schema_of
+from passes.ir.ops import Trait, has
+
+from .._torch import OpOverload
 from .base import Localize, OpCall, Option, Rule
 
 Op = OpOverload
@@ -67,7 +69,7 @@ def rule_of(op: Any) -> Rule | None:
     if op in RULES or not isinstance(op, OpOverload):
         return RULES.get(op)
     # Only aten's tags: of a user's op, a tag may promise less than a rule takes from it.
-    if op.namespace != "aten" or schema_of(op).is_mutable:
+    if op.namespace != "aten" or has(op, Trait.MUTABLE):
         return None
     return next((TAGGED[tag] for tag in op.tags if tag in TAGGED), None)
 

@@ -13,8 +13,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes.errors import PlacementError
+from passes.ir.ops import Trait, has
 
-from .._torch import OpOverload, OpOverloadPacket, schema_of
+from .._torch import OpOverload, OpOverloadPacket
 from .base import Info, OpCall, Option, R
 from .einsum_labels import infos
 from .registry import RULES
@@ -63,7 +64,7 @@ def _overloads(op: Any) -> list[OpOverload]:
             f"expected an op (torch.ops.mylib.f, or one overload of it, torch.ops.mylib.f.default), got {op!r}; "
             "register_rule takes the op and returns a decorator: @register_rule(op)"
         )
-    functional = [one for one in ops if not schema_of(one).is_mutable]
+    functional = [one for one in ops if not has(one, Trait.MUTABLE)]
     if not functional:
         raise ValueError(f"{op} writes to its inputs: a rule is for the functional op that stands for it in the graph")
     return functional

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import OpOverload, TorchDispatchMode, nn_bindings, schema_of
+from passes.ir.schemas import schema
+
+from .._torch import OpOverload, TorchDispatchMode, nn_bindings
 
 _HOMES: tuple[Any, ...] = (torch, nn_bindings, torch.Tensor)
 _BINDINGS = (types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -36,7 +38,7 @@ def direct(node: fx.Node) -> Callable[..., Any]:
 
 
 def _candidates(op: OpOverload) -> Iterator[Callable[..., Any]]:
-    name = schema_of(op).name.removeprefix("aten::")
+    name = schema(op).name
     for home in _HOMES:
         function = getattr(home, name, None)
         if isinstance(function, _BINDINGS):
@@ -73,9 +75,9 @@ class _Seen(TorchDispatchMode):
 
 def _named(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name, defaults too."""
-    arguments = schema_of(op).arguments
+    arguments = schema(op).arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
+    return {argument.name: given.get(argument.name, argument.default) for argument in arguments}
 
 
 def _same(one: Any, other: Any) -> bool:

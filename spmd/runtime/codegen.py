@@ -33,10 +33,10 @@ from passes.analysis.aliases import escaping, is_view, storages
 from passes.analysis.out_variants import is_constant
 from passes.ir.collectives import is_wait
 from passes.ir.effects import mutates, written
+from passes.ir.schemas import schema
 from passes.runtime.arena import reserve, view_at, whole
 from passes.runtime.shared_memory_collectives import PERSISTENT
 
-from .._torch import schema_of
 from .arenas import Arenas
 from .bindings import direct
 
@@ -238,7 +238,7 @@ def _returned_argument(node: fx.Node) -> Any:
     if is_wait(node):
         return node.args[0]
     targets = written(node)
-    if not targets or not is_view(node) or len(schema_of(node.target).returns) != len(targets):  # type: ignore[arg-type]
+    if not targets or not is_view(node) or len(schema(node.target).results) != len(targets):
         return None
     return targets[0] if len(targets) == 1 else tuple(targets)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmd.rules.aten import find
+from passes.ir.ops import find
 
 from .engine import Sample
 

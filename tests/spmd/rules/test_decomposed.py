@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from passes import Mesh
+from passes.ir.ops import find
 from spmd.rules import Info, OpCall, decomposition_of
-from spmd.rules.aten import find
 
 DTYPES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Shard
 
+from passes.ir.ops import find
 from spmd._torch import OpOverload, OpOverloadPacket
 from spmd.placements import Interleaved
 from spmd.rules import RULES, P, R, S, rule_of
-from spmd.rules.aten import ABSENT, find
+from spmd.rules.aten import ABSENT
 
 from .engine import Sample, check, options_of
 from .samples import f, ints, samples, u

@@ -1,0 +1,290 @@
+"""What is known of ops: one table, and the functions that read it.
+
+Most of it torch says itself, in schemas and tags; ``_LISTED`` has what they do not say, a row for each trait with the
+reason. Whatever asks what an op is (a view, random, elementwise, ...) asks for its traits here. Which traits matter to
+it, a pass or a sharding rule says in its own file.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum, auto
+from functools import cache
+from typing import Any
+
+import torch
+
+from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_composite
+from ..runtime.collective_ops import NAMESPACE
+from ..runtime.random import draw
+from .schemas import position_of, schema
+
+
+class Trait(StrEnum):
+    """Something that holds for every call of an op."""
+
+    # Read from schemas and tags.
+    DECLARED = auto()  # its schema says all that it writes, and which results share memory with arguments
+    COMPOSITE = auto()  # built from other ops: it may return its argument although its schema does not say so
+    PURE = auto()  # it depends on its arguments alone; unless it writes, that is all it does
+    MUTABLE = auto()  # it writes to an argument
+    VIEW = auto()  # a result may lie in an argument's memory, and nothing is written
+    ALIAS = auto()  # its results always lie in arguments' memory: views, or what was written in place
+    RANDOM = auto()  # it draws from a generator
+    POINTWISE = auto()  # each element of the result depends on the operands' elements at its position alone
+    POINTWISE_KERNEL = auto()  # and its kernel may write over an operand, and lays results out as operands lie
+    PROFILING = auto()  # it opens or closes a profiler range
+    # Listed: what it does to memory.
+    UNDECLARED_VIEW = auto()  # its result lies in its operand's memory, or may, though it is declared as a copy
+    WRITES_STATISTICS = auto()  # it writes running statistics in training, which it does not declare
+    # Listed: what becomes of the elements.
+    SAME_ELEMENTS = auto()  # the result has the operand's elements as they are
+    RETURNS_OPERAND = auto()  # the result is the operand, without its gradient history
+    COPIES = auto()  # the result is a copy of the operand, perhaps in another dtype or on another device
+    RESHAPES = auto()  # the elements in their order, in another shape: a view where strides allow
+    PERMUTES = auto()  # the dims in another order
+    SQUEEZES = auto()  # dims of length one more or fewer
+    EXPANDS = auto()  # dims of length one repeated
+    CUTS = auto()  # some of the elements along ``dim``
+    JOINS = auto()  # whole tensors one after the other along ``dim``
+    FLATTENS = auto()  # it leaves the elements of a contiguous tensor in their order
+    TAKES_PARTS = auto()  # it cuts contiguous parts out of a contiguous tensor, or shows all of it
+    # Listed: what a tensor is filled with.
+    ZEROS = auto()
+    ONES = auto()
+    FULL = auto()  # its argument ``fill_value``
+    # Listed: how the result lies.
+    MAKES_CONTIGUOUS = auto()  # contiguous, however the operands lie
+    KEEPS_CONTIGUOUS = auto()  # contiguous if all operands are
+    # Listed: what it costs, and what it is there for.
+    CHEAP = auto()  # it costs next to nothing
+    PACKS = auto()  # it only brings the operand of a collective into shape
+    UNPACKS = auto()  # it only takes the result of a collective apart
+
+
+ABSENT: set[str] = set()
+"""The names that were asked for and that this torch lacks; tests hold a list of those that they expect."""
+
+
+def aten(names: str) -> tuple[OpOverload, ...]:
+    """The aten ops of these names (``mm`` is ``mm.default``), without those that this torch lacks."""
+    found = {name: find(name) for name in names.split()}
+    ABSENT.update(name for name, op in found.items() if op is None)
+    return tuple(op for op in found.values() if op is not None)
+
+
+def find(name: str) -> OpOverload | None:
+    """The aten op called ``name`` (``mm``, ``sum.dim_IntList``); None if this torch has none."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    return op if isinstance(op, OpOverload) else None
+
+
+# Namespaces whose schemas can be relied on: torch's, and that of our own ops.
+_DECLARING = {"aten", "prims", "_c10d_functional", NAMESPACE}
+
+_LISTED: Mapping[Trait, Sequence[Any]] = {
+    # A Python function has no schema; that of the op does not say that it returns the tensor it waits for.
+    Trait.ALIAS: (operator.getitem, c10d.wait_tensor.default),
+    # The aten ops are declared as copies for the sake of autograd, which then does not track a view.
+    Trait.UNDECLARED_VIEW: (
+        c10d.wait_tensor.default,
+        *aten("_unsafe_view unsafe_chunk unsafe_split.Tensor unsafe_split_with_sizes"),
+    ),
+    # Their schemas are older than the annotations.
+    Trait.WRITES_STATISTICS: aten("native_batch_norm cudnn_batch_norm miopen_batch_norm"),
+    # Without the tag in some or all of torch 2.11 to 2.15. Only the elements are spoken for, not the kernels.
+    Trait.POINTWISE: aten(
+        "_to_copy copy detach alias lift lift_fresh lift_fresh_copy resolve_conj resolve_neg clone where.self "
+        "where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor rsub.Tensor rsub.Scalar "
+        "complex polar _conj real imag floor_divide floor_divide.Scalar prelu _prelu_kernel lerp.Scalar lerp.Tensor "
+        "addcmul addcdiv clamp clamp.Tensor nan_to_num gelu_backward silu_backward threshold_backward sigmoid_backward "
+        "tanh_backward native_dropout_backward leaky_relu leaky_relu_backward elu_backward hardtanh_backward hardswish "
+        "hardswish_backward hardsigmoid_backward softplus_backward log_sigmoid_forward log_sigmoid_backward "
+        "mish_backward logit_backward softshrink_backward hardshrink_backward _prelu_kernel_backward"
+    ),
+    # No tag tells what becomes of the elements. Of ops with several overloads these are the ones that tracing emits.
+    Trait.SAME_ELEMENTS: aten("clone detach alias lift lift_fresh lift_fresh_copy positive resolve_conj resolve_neg"),
+    Trait.RETURNS_OPERAND: aten("alias detach"),
+    Trait.COPIES: aten("_to_copy clone"),
+    Trait.RESHAPES: aten("_unsafe_view reshape view"),
+    Trait.PERMUTES: aten("permute t transpose.int"),
+    Trait.SQUEEZES: aten("squeeze squeeze.dim squeeze.dims unsqueeze"),
+    Trait.EXPANDS: aten("expand"),
+    Trait.CUTS: aten("select.int slice.Tensor split_with_sizes unbind.int"),
+    Trait.JOINS: aten("cat stack"),
+    Trait.FLATTENS: aten("contiguous reshape view"),
+    Trait.TAKES_PARTS: (operator.getitem, *aten("_unsafe_view split_with_sizes view")),
+    # Schemas name no number that an op fills with.
+    Trait.ZEROS: aten("zeros zeros_like new_zeros"),
+    Trait.ONES: aten("ones ones_like new_ones"),
+    Trait.FULL: aten("full full_like new_full"),
+    # No schema says anything of strides. Pointwise kernels keep contiguity, too.
+    Trait.MAKES_CONTIGUOUS: (
+        *aten("addmm bmm contiguous embedding embedding_dense_backward index_select mm stack"),
+        c10d.all_gather_into_tensor.default,
+        c10d.all_to_all_single.default,
+        c10d.reduce_scatter_tensor.default,
+    ),
+    Trait.KEEPS_CONTIGUOUS: (
+        operator.getitem,
+        c10d.all_reduce.default,
+        c10d.wait_tensor.default,
+        *aten(
+            "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data _to_copy _unsafe_view amax cat "
+            "clone constant_pad_nd detach mean.dim native_layer_norm native_layer_norm_backward reshape slice_scatter "
+            "squeeze.dim sum.dim_IntList unsqueeze view"
+        ),
+    ),
+    # Of what is not pointwise: views, and copies of what is there anyway.
+    Trait.CHEAP: aten(
+        "_to_copy _unsafe_view clone detach expand permute slice.Tensor squeeze squeeze.dim squeeze.dims t "
+        "transpose.int unsqueeze view view.dtype"
+    ),
+    # What passes and the partitioner put around collectives.
+    Trait.PACKS: aten(
+        "_to_copy _unsafe_view cat clone constant_pad_nd contiguous permute reshape t transpose.int view"
+    ),
+    Trait.UNPACKS: (
+        operator.getitem,
+        *aten(
+            "_to_copy _unsafe_view contiguous permute reshape slice.Tensor split_with_sizes split_with_sizes_copy t "
+            "transpose.int view"
+        ),
+    ),
+}
+
+
+def traits(target: Any) -> frozenset[Trait]:
+    """All that is known of what a node calls: an op or a Python function."""
+    return _traits_of_op(target) if isinstance(target, OpOverload) else _listed_by_op().get(target, _NONE)
+
+
+def has(target: Any, *any_of: Trait) -> bool:
+    """Whether what a node calls has one of these traits."""
+    return not traits(target).isdisjoint(any_of)
+
+
+def listed(*any_of: Trait) -> frozenset[Any]:
+    """The ops and functions that the table lists for one of these traits."""
+    return frozenset(op for trait in any_of for op in _LISTED[trait])
+
+
+_NONE: frozenset[Trait] = frozenset()
+
+
+@cache
+def _listed_by_op() -> dict[Any, frozenset[Trait]]:
+    everything = {op for ops in _LISTED.values() for op in ops}
+    return {op: frozenset(trait for trait, ops in _LISTED.items() if op in ops) for op in everything}
+
+
+@cache
+def _traits_of_op(op: OpOverload) -> frozenset[Trait]:
+    return _listed_by_op().get(op, _NONE).union(_read(op))
+
+
+def _read(op: OpOverload) -> Iterator[Trait]:
+    """The traits that schema and tags of an op say."""
+    declared, undeclared = schema(op), _listed_by_op().get(op, _NONE)
+    composite, random = is_composite(op), torch.Tag.nondeterministic_seeded in op.tags
+    holds = {
+        Trait.DECLARED: op.namespace in _DECLARING and Trait.UNDECLARED_VIEW not in undeclared and not composite,
+        Trait.COMPOSITE: composite,
+        # An op without a result is there for what else it does: an assertion.
+        Trait.PURE: op.namespace in _DECLARING and not random and bool(declared.results),
+        Trait.MUTABLE: declared.is_mutable,
+        Trait.VIEW: not declared.written and any(argument.shared for argument in declared.arguments),
+        # A composite reshape is a view where it can be, and else a copy.
+        Trait.ALIAS: declared.shares and Trait.UNDECLARED_VIEW not in undeclared and not composite,
+        Trait.RANDOM: random,
+        Trait.POINTWISE: torch.Tag.pointwise in op.tags,
+        Trait.POINTWISE_KERNEL: torch.Tag.pointwise in op.tags,
+        Trait.PROFILING: op.namespace == "profiler",
+    }
+    return (trait for trait, does in holds.items() if does)
+
+
+_OPERATORS = """abs add and_ concat contains eq floordiv ge getitem gt index inv invert is_ is_not le lshift lt matmul
+mod mul ne neg not_ or_ pos pow rshift sub truediv truth xor""".split()
+
+# Python functions whose result depends on their arguments alone, and that do nothing else. Passes that put a function
+# of their own into graphs add it here; a custom op goes here as its ``OpOverload``.
+PURE_FUNCTIONS: set[Callable[..., Any]] = {
+    *(getattr(operator, name) for name in _OPERATORS),
+    *(function for function in vars(math).values() if callable(function)),
+    *SYMBOLIC_FUNCTIONS,
+    *(abs, bool, float, int, max, min, pow, round, sum),
+    draw,
+}
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws numbers: attention is marked as random, but without dropout it is not."""
+    if not has(op, Trait.RANDOM):
+        return False
+    position = position_of(op, "dropout_p")
+    if position is None:
+        return True
+    default = schema(op).arguments[position].default
+    return bool((args[position] if position < len(args) else kwargs.get("dropout_p", default)) != 0)
+
+
+@cache
+def in_place_variant(op: OpOverload) -> OpOverload | None:
+    """The op that takes what ``op`` takes and writes the result to the first argument, and only that; or None."""
+    other = find(f"{schema(op).name}_.{schema(op).overload}") if op.namespace == "aten" else None
+    if other is None or torch.Tag.inplace_view in other.tags:  # that one changes the view, not the elements
+        return None
+    return other if schema(other).typed == schema(op).typed and schema(other).written == [0] else None
+
+
+# Generated by their dispatch keys, but written by hand: these do write into the memory they are given.
+_WRITES_OUT = set(aten("stack.out"))
+
+
+@cache
+def out_overload(op: OpOverload, device: torch.device) -> tuple[OpOverload, tuple[str, ...]] | None:
+    """The overload of ``op`` that writes into given memory on ``device``, and its arguments for that; or None.
+
+    torch generates one for every op, but most compute into fresh memory and copy: only a kernel of its own counts.
+    """
+    declared = schema(op)
+    if op.namespace != "aten" or any(result != "Tensor" for result in declared.results):
+        return None
+    packet = getattr(torch.ops.aten, declared.name)
+    for other in (getattr(packet, name) for name in packet.overloads()):
+        outs = tuple(argument.name for argument in schema(other).arguments if argument.is_out)
+        if len(outs) == len(declared.results) and schema(other).typed == declared.typed:
+            return (other, outs) if other in _WRITES_OUT or has_kernel(other, device) else None
+    return None
+
+
+def over_lists(op: Any) -> tuple[OpOverload | None, OpOverload | None]:
+    """The ops that do to lists what ``op`` does to tensors: where all operands are tensors, and with a number."""
+    return _OVER_LISTS.get(op, (None, None))
+
+
+def _list_op(name: str | None) -> OpOverload | None:
+    return find(f"_foreach_{name}") if name is not None else None
+
+
+# Names and overloads do not match those of the ops on tensors, where a number may be an operand or an option.
+_OVER_LISTS: dict[Any, tuple[OpOverload | None, OpOverload | None]] = {
+    find(op): (_list_op(tensors), _list_op(number))
+    for op, tensors, number in (
+        ("add.Tensor", "add.List", "add.Scalar"),
+        ("sub.Tensor", "sub.List", "sub.Scalar"),
+        ("mul.Tensor", "mul.List", "mul.Scalar"),
+        ("div.Tensor", "div.List", "div.Scalar"),
+        ("maximum", "maximum.List", None),
+        ("minimum", "minimum.List", None),
+        ("pow.Tensor_Scalar", None, "pow.Scalar"),
+        ("lerp.Scalar", "lerp.Scalar", None),
+        ("addcmul", "addcmul.Scalar", None),
+        ("addcdiv", "addcdiv.Scalar", None),
+        *((name, name, None) for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sign", "sqrt")),
+    )
+}

@@ -1,0 +1,99 @@
+"""What torch declares of an op, in plain Python, and what a call gives for each argument.
+
+Read once for each op: torch builds its schema objects anew at every look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import fx
+
+from .._torch import OpOverload, schema_of
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument: ``type`` as torch writes it (``"Tensor"``, ``"List[Tensor]"``), ``default`` None if it has none.
+
+    ``shared``: a result may lie in its memory. ``written``: the op writes to it. ``is_out``: it is there for a result.
+    """
+
+    name: str
+    type: str
+    default: Any
+    kwarg_only: bool
+    shared: bool
+    written: bool
+    is_out: bool
+
+
+@dataclass(frozen=True)
+class Schema:
+    """An op's declaration: ``results`` has their types, ``shares`` says whether one lies in an argument's memory."""
+
+    name: str  # "add"; the overload is "Tensor"
+    overload: str
+    arguments: tuple[Argument, ...]
+    results: tuple[str, ...]
+    shares: bool
+    is_mutable: bool
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arguments, in order."""
+        return [argument.name for argument in self.arguments]
+
+    @property
+    def written(self) -> list[int]:
+        """The positions of the arguments that the op writes to."""
+        return [k for k, argument in enumerate(self.arguments) if argument.written]
+
+    @property
+    def typed(self) -> list[tuple[str, str]]:
+        """Names and types of the arguments that are no memory for a result."""
+        return [(argument.name, argument.type) for argument in self.arguments if not argument.is_out]
+
+
+@cache
+def schema(op: OpOverload) -> Schema:
+    """The declaration of ``op``."""
+    declared = schema_of(op)
+    name, _, overload = op.name().partition("::")[2].partition(".")
+    arguments = tuple(
+        Argument(
+            each.name,
+            str(each.type),
+            each.default_value,
+            each.kwarg_only,
+            each.alias_info is not None,
+            each.alias_info is not None and each.alias_info.is_write,
+            each.is_out,
+        )
+        for each in declared.arguments
+    )
+    results = tuple(str(each.type) for each in declared.returns)
+    shares = any(each.alias_info is not None for each in declared.returns)
+    return Schema(name, overload or "default", arguments, results, shares, declared.is_mutable)
+
+
+def name_of(target: Any) -> str:
+    """The name that tracing gives to a node that calls ``target``: ``cat``, not ``cat_default``."""
+    name: str = schema(target).name if isinstance(target, OpOverload) else target.__name__
+    return name
+
+
+def position_of(op: OpOverload, name: str) -> int | None:
+    """The position of the argument called ``name``; None if ``op`` has none."""
+    names = schema(op).names
+    return names.index(name) if name in names else None
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """What a node that calls an op gives for its argument ``name``; None if it gives nothing, or the op has none."""
+    position = position_of(node.target, name)  # type: ignore[arg-type]
+    if position is not None and position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name)
