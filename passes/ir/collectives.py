@@ -22,7 +22,7 @@ from .schemas import argument
 
 
 class Kind(StrEnum):
-    """What a collective means."""
+    """The semantics of a collective, whatever op performs it."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -38,7 +38,7 @@ class Collective:
     ``axis`` is the name of the mesh axis, ``reduction`` is ``"sum"``, ``"max"``, ... or None, ``role`` says what is
     communicated, ``why`` is a sentence for reports, ``of`` names the values (parameters, results) it serves.
 
-    ``by`` says how it is performed, where that is not by the op that means it.
+    ``by`` names the implementation where it is not the backend's own op: a short noun phrase for reports and dumps.
     """
 
     kind: Kind
