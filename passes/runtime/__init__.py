@@ -1,1 +1,1 @@
-"""What a graph calls while it runs: collectives of our own, planned memory, random draws."""
+"""Runtime: the functions that graphs call while they run: collectives, planned memory, random draws."""

@@ -1,9 +1,9 @@
 """Local peers: the ranks of a process group that are on one host, and exchange tensors through shared memory.
 
-Each rank has a connection to each other (``peer_connection.py``). ``publish`` tells all peers where a tensor is stored
-in a segment of this rank (``segments.py``); ``collect`` returns what all ranks have published, as tensors over the same
-memory. ``barrier`` waits until all ranks have arrived, and all-gathers three integers. Nothing else says when a reader
-is done: what was published must not be written to before all ranks have passed another barrier.
+Each rank has a connection to each other (``peer_connection.py``). ``publish`` lets all peers read a tensor in a segment
+of this rank (``segments.py``); ``collect`` returns the publications of all ranks, as tensors over the same memory.
+``barrier`` is a barrier that also all-gathers three integers. Nothing else synchronizes readers with writers: a
+published tensor must not be written to before all ranks have passed another barrier.
 """
 
 from __future__ import annotations

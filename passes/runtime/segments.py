@@ -2,7 +2,7 @@
 
 ``allocate_segment`` returns one as a tensor of bytes. ``locate`` finds the segment that a tensor is stored in, and its
 offset there; ``copy_to_segment`` copies a tensor that is stored elsewhere. The owner of a segment writes, the others
-read; ``local_peers.py`` tells when either is safe.
+read; ``local_peers.py`` synchronizes them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""``python -m spmd``: its commands."""
+"""The commands of ``python -m spmd``."""

@@ -1,1 +1,1 @@
-"""The other ranks: the mesh, agreement between them, and connections between those of one host."""
+"""Ranks: the mesh of all, consensus between them, and connections between those of one host."""

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import RankMismatchError
 from passes.runtime.local_peers import disconnect, local_peers_of
+from passes.runtime.peer_connection import Triple
 
 from .._torch import default_store
 
 AllGatherText = Callable[[str], list[str]]  # from this rank's text to those of all ranks, in the order of the mesh
-_Triple = tuple[int, int, int]
 COMPILE, FAILED = 1, 2  # sent in place of a program's identity
 _COMPARED = 20_000  # characters of a text in which the first difference is found; the whole text is compared by hash
 
@@ -88,7 +88,7 @@ class MeshRanks:
             if peers is not None:
                 peers.start_call(call)
 
-    def _all_reduce_max(self, what: str, values: _Triple, group: Any, patient: bool) -> _Triple:
+    def _all_reduce_max(self, what: str, values: Triple, group: Any, patient: bool) -> Triple:
         """The maximum over a group. A ``patient`` rank waits as long as for any collective of a program."""
         peers = local_peers_of(group.group_name, group)
         try:
@@ -107,7 +107,7 @@ class MeshRanks:
                 "compiled step, in the same order; look at the output of the others for one that ended or branched off"
             ) from error
 
-    def _all_reduce_max_by_messages(self, values: _Triple, group: Any, patient: bool) -> _Triple:
+    def _all_reduce_max_by_messages(self, values: Triple, group: Any, patient: bool) -> Triple:
         numbers = torch.tensor(values)
         work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group, async_op=True)
         assert work is not None

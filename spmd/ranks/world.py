@@ -39,7 +39,7 @@ def world(device: str | torch.device | None = None) -> DeviceMesh:
 
 
 def describe(mesh: DeviceMesh) -> passes.Mesh:
-    """The plain data that programs carry of a mesh."""
+    """Describe a mesh as the plain data that programs carry."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}")
@@ -53,9 +53,9 @@ def describe(mesh: DeviceMesh) -> passes.Mesh:
 
 
 def joined(mesh: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh that has the axes of ``mesh`` and of ``others``: where they are parts of one, that one.
+    """The mesh that has the axes of ``mesh`` and of ``others``: the one that all of them are parts of.
 
-    Raises ``PlacementError`` where they are not, or where the first axis of ``mesh`` is not the first of all.
+    Raises ``PlacementError`` if there is none, or where the first axis of ``mesh`` is not the first of all.
     """
     if all(other == mesh for other in others):
         return mesh
@@ -75,7 +75,7 @@ def joined(mesh: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def extend_placement(placement: Placements, mesh: DeviceMesh, whole: DeviceMesh) -> Placements:
-    """A placement on ``mesh``, said for all axes of the mesh that it is a part of; over others it is replicated."""
+    """Extend a placement on ``mesh`` to the mesh that it is a part of: replicated over the other axes."""
     names = mesh.mesh_dim_names or ()
     if mesh == whole or not names:
         return placement
@@ -93,7 +93,7 @@ def check_fits(mesh: DeviceMesh) -> None:
 
 
 def _backend(group: Any, device_type: str) -> str:
-    """What moves tensors of this device in ``group``: torch says it as ``"cpu:gloo,cuda:nccl"``."""
+    """The backend of ``group`` for tensors of this device; torch writes them as ``"cpu:gloo,cuda:nccl"``."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}.get(device_type, "")
 

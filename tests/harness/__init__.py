@@ -1,1 +1,1 @@
-"""What the tests share: worker processes with gloo ranks, the oracle for numbers, a fake world, a look at torch."""
+"""Test harness: worker processes with gloo ranks, the oracle for numbers, a fake world, the global state of torch."""

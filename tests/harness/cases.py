@@ -1,4 +1,4 @@
-"""The two MLPs and the optimizers that numbers are checked with."""
+"""Cases for the oracle: two MLPs and several optimizers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from .oracle import Case, random_generator
 
 STYLES = ("replicate", "fully_shard", "default")
-STYLES_ON_RANKS = (("replicate", 2), ("fully_shard", 3))  # by three, hardly anything divides
-STYLES_IN_TURN = (("fully_shard", 4), ("replicate", 2), ("fully_shard", 2))  # more ranks are the same to "replicate"
+STYLES_ON_RANKS = (("replicate", 2), ("fully_shard", 3))  # hardly any size divides by three
+STYLES_IN_TURN = (("fully_shard", 4), ("replicate", 2), ("fully_shard", 2))  # "replicate" is the same on more ranks
 
 _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),
@@ -22,15 +22,15 @@ _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 0.01}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
 }
-_FORMS: dict[str, dict[str, bool]] = {"": {}, " foreach": {"foreach": True}, " fused": {"fused": True}}
+_IMPLEMENTATIONS: dict[str, dict[str, bool]] = {"": {}, " foreach": {"foreach": True}, " fused": {"fused": True}}
 
 KINDS = tuple(_KINDS)
-FORMS = tuple(_FORMS)
+IMPLEMENTATIONS = tuple(_IMPLEMENTATIONS)
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    kind + form: (optimizer, options | extra)
+    kind + implementation: (optimizer, options | extra)
     for kind, (optimizer, options) in _KINDS.items()
-    for form, extra in _FORMS.items()
+    for implementation, extra in _IMPLEMENTATIONS.items()
 }
 
 

@@ -1,4 +1,4 @@
-"""A fake world: this process believes it is rank 0 of many, and no data moves. For structure, never for numbers."""
+"""A fake world: this process is rank 0 of many, and no data moves. For tests of structure, not of numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[None]:
-    """Inside, the default process group has ``size`` ranks, none of which is there."""
+    """Make the default process group a fake one of ``size`` ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield

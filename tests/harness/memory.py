@@ -1,4 +1,4 @@
-"""Which tensors are alive: bytes of real storages, each counted once, and whether a certain storage is gone."""
+"""Live tensors: the bytes of their storages, each counted once, and whether a given storage is still alive."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from passes.runtime.local_peers import mapped_addresses
 
 
 def live_bytes() -> int:
-    """The bytes that tensors in this process hold, gradients included; what several storages show counts once.
+    """The bytes of all tensors in this process, gradients included; memory of several storages counts once.
 
-    What lies in segments of other ranks is theirs.
+    Segments of other ranks count there.
     """
     gc.collect()
     others = mapped_addresses()
@@ -35,13 +35,13 @@ def live_bytes() -> int:
 
 
 def arena_bytes(compiled: spmd.CompiledStep) -> int:
-    """The bytes of the arenas that the programs of a step compute in: of each kind the largest, as they share it."""
+    """The bytes of the arenas of a step, which its programs share: the largest of each kind."""
     memory = [Report.of(program).memory for program in compiled.programs]
     return sum(max(each.get(kind, (0, 0))[0] for each in memory) for kind in {kind for each in memory for kind in each})
 
 
 def _covered(spans: set[tuple[int, int]]) -> int:
-    """How many addresses lie in some span."""
+    """The number of addresses in the union of ``spans``."""
     total, reached = 0, 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, reached))
@@ -55,6 +55,6 @@ def storages_of(module: torch.nn.Module) -> dict[str, StorageWeakRef]:
 
 
 def still_alive(storages: dict[str, StorageWeakRef]) -> list[str]:
-    """The names of those that something still holds."""
+    """The names of the storages that are still referenced."""
     gc.collect()
     return [name for name, storage in storages.items() if not storage.expired()]

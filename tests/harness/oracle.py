@@ -1,6 +1,6 @@
 """The oracle for numbers: the plain step, on one process that holds the whole batch.
 
-A ``Case`` says how to build modules and optimizers, what each rank's part of each step's batch is, and the step.
+A ``Case`` builds modules and optimizers, draws each rank's part of each step's batch, and has the step.
 ``differences``, a job for the pool, runs the plain step on the parts of all ranks put together, then the compiled step
 with this rank's part, and compares everything a user can see after every step: results, parameters, buffers, gradients,
 scalers, optimizer state with its keys, their order and its dtypes. No warm-up, other data on every rank, in every step.
@@ -27,9 +27,9 @@ Snapshot = dict[str, Any]
 
 
 class Case(ABC):
-    """One training run. Subclasses are frozen dataclasses whose fields are options, so that workers can be sent one."""
+    """One training run. Subclasses are frozen dataclasses whose fields are options, so that they can be pickled."""
 
-    rtol, atol = 1e-9, 1e-10  # what may differ in fp64, and does by the order of sums
+    rtol, atol = 1e-9, 1e-10  # differences in fp64, from the order of sums
 
     @abstractmethod
     def build(self) -> tuple[Any, ...]:
@@ -45,17 +45,17 @@ class Case(ABC):
         """The train step as the user writes it."""
 
     def whole(self, parts: list[Any]) -> Any:
-        """The parts of all ranks put together: along dim 0; what has no dims is the same everywhere."""
+        """The concatenation of all ranks' parts along dim 0; values without dims are the same on all ranks."""
         return tree_map(lambda *leaves: torch.cat(leaves) if _has_dims(leaves[0]) else leaves[0], *parts)
 
     def after(self, objects: tuple[Any, ...], step: int) -> None:  # noqa: B027 (most loops do nothing)
-        """What the user's loop does after a step, such as moving a scheduler on."""
+        """The rest of the user's loop after a step, such as a scheduler's step."""
 
 
 def assert_agrees(
     ranks: Ranks, world: int, case: Case, mode: str | dict[str, Any] = "replicate", passes: Any = None, steps: int = 5
 ) -> None:
-    """Fail with a line for everything that differs on any rank. For ``mode`` and ``passes`` see ``differences``."""
+    """Fail with a line for each value that differs on any rank. For ``mode`` and ``passes`` see ``differences``."""
     found = [line for lines in ranks.run(world, differences, case, mode, passes, steps) for line in lines]
     assert not found, f"{len(found)} values differ:\n" + "\n".join(found[:20])
 
@@ -71,7 +71,7 @@ def differences(
 
 
 def plain_run(case: Case, world: int, steps: int) -> list[Snapshot]:
-    """What the user sees after each plain step on the whole batch."""
+    """Snapshots after each plain step on the whole batch."""
     torch.manual_seed(0)
     objects = case.build()
     batches = [case.whole([case.part(rank, k) for rank in range(world)]) for k in range(steps)]
@@ -81,7 +81,7 @@ def plain_run(case: Case, world: int, steps: int) -> list[Snapshot]:
 def compiled_run(
     rank: int, case: Case, steps: int, seed: int = 0, **options: Any
 ) -> tuple[spmd.CompiledStep, list[Snapshot]]:
-    """``spmd.compile(**options)`` of the step, and what the user sees after each of its calls with this rank's part."""
+    """``spmd.compile(**options)`` of the step, and snapshots after each of its calls with this rank's part."""
     torch.manual_seed(seed)
     objects = case.build()
     compiled = spmd.compile(**options)(case.step)

@@ -1,4 +1,4 @@
-"""Gloo ranks that stay for the whole test session.
+"""A pool of gloo ranks for the whole test session.
 
 A job is a top-level function ``job(rank, world, *args)`` of a test module; ``Ranks.run`` calls it on every rank and
 returns what each rank returned. Processes are forked from one server that imports torch once; each job gets a process
@@ -27,12 +27,12 @@ from .worker import Done, Failed, Outcome, Task, packed, serve, unpacked
 
 
 class RankError(AssertionError):
-    """A rank failed: the message has the traceback of the first one that did."""
+    """A rank failed; the message has the traceback of the first one."""
 
 
 @dataclass
 class Worker:
-    """One process and the pipe to it; its stack goes to ``stacks`` when it is asked for."""
+    """One process and the pipe to it; it writes its stack to ``stacks`` on request."""
 
     process: BaseProcess
     pipe: Connection
@@ -72,7 +72,7 @@ class Ranks:
         outcomes = self._collect(world, timeout, grace)
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
         if failures:
-            raise RankError(_story(outcomes, min(failures, key=lambda failure: failure.when)))
+            raise RankError(_summary(outcomes, min(failures, key=lambda failure: failure.when)))
         return [unpacked(outcome.value) for outcome in outcomes if isinstance(outcome, Done)]
 
     def close(self) -> None:
@@ -117,14 +117,14 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             worker.process.join(5)
             text = f"the process died with exit code {worker.process.exitcode}\n{worker.stacks.read_text()}".strip()
-            outcome = Failed(text, 0.0)  # what the others saw of it they may have told before
+            outcome = Failed(text, 0.0)  # the others may have reported the loss of its connection before
         assert isinstance(outcome, (Done, Failed))
         if isinstance(outcome, Failed):
             self._replace(rank)  # a transport that gave up in the middle may have left anything behind
         return outcome
 
     def _give_up(self, rank: int, timeout: float) -> Failed:
-        """Kill a rank that hangs, after asking where it is."""
+        """Kill a rank that hangs, after it has written its stack."""
         worker = self.workers[rank]
         assert worker.process.pid is not None
         os.kill(worker.process.pid, signal.SIGUSR1)
@@ -140,8 +140,8 @@ class Ranks:
         self.workers[rank] = self._start(rank)
 
 
-def _story(outcomes: list[Outcome], first: Failed) -> str:
-    """The first failure in full, one line for each of the others."""
+def _summary(outcomes: list[Outcome], first: Failed) -> str:
+    """The first failure in full, and one line for each of the others."""
     lines = []
     for rank, outcome in enumerate(outcomes):
         if outcome is first:

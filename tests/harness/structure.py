@@ -1,4 +1,4 @@
-"""What a program does, without running it: compile one step on a fake world and count."""
+"""The structure of programs: compile a step on a fake world and count its collectives, shapes and ops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compile_on_fake_ranks(world: int, step: Any, objects: tuple[Any, ...], *batc
 
 
 def counts(compiled: spmd.CompiledStep) -> dict[str, int]:
-    """How many collectives of each kind the program has, counted in its graph and in its report, which must agree."""
+    """The number of collectives of each kind, counted in the program's graph and in its report, which must agree."""
     assert compiled.program is not None
     in_graph = Counter(str(node.meta["collective"].kind) for node in compiled.program.collectives())
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -42,12 +42,12 @@ def shapes(program: Any, phase: str | None = None) -> set[tuple[int, ...]]:
 
 
 def is_memory(node: fx.Node) -> bool:
-    """Whether a node finds memory, and computes nothing."""
+    """Whether a node allocates or views planned memory, and computes nothing."""
     return node.target in (reserve, view_at)
 
 
 def computes(node: fx.Node) -> Any:
-    """What a node computes, also where it writes that into planned memory."""
+    """The op that a node computes, also where it is an out variant."""
     return node.meta.get("computes", node.target)
 
 

@@ -1,4 +1,4 @@
-"""The oracle must not be blind: a step that forgets a reduction, or averages where it should not, has to show."""
+"""The oracle detects steps that omit a reduction, or average where they should not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .oracle import Case, Snapshot, _step, plain_run, unequal
 
 
 def local_run(case: Case, rank: int) -> list[Snapshot]:
-    """A run without any communication."""
+    """Snapshots of a run without communication."""
     torch.manual_seed(0)
     objects = case.build()
     return [_step(case, case.step, objects, case.part(rank, k), k) for k in range(5)]
@@ -34,7 +34,7 @@ def test_a_missing_reduction_shows_in_every_value(optimizer: str) -> None:
     assert [line.partition(": ")[0] for line in lines] == floats
 
 
-def test_dtype_order_and_kind_matter() -> None:
+def test_dtype_order_and_type_are_compared() -> None:
     one = torch.ones(())
     assert unequal({"a": one}, {"a": one.double()}, 0, 1) != []
     assert unequal({"a": one}, {"a": 1.0}, 0, 1) != []

@@ -1,4 +1,4 @@
-"""The pool itself: results in rank order, a failing rank's traceback, a hang that is named, workers that survive."""
+"""The pool: results by rank, tracebacks of failing ranks, stacks of ranks that hang, and workers that are replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def summed(rank: int, world: int, value: float) -> tuple[int, float]:
 
 def failing(rank: int, world: int) -> None:
     if rank == 1:
-        raise KeyError("the word to look for")
+        raise KeyError("the expected message")
     dist.barrier()
 
 
@@ -47,7 +47,7 @@ def untidy(rank: int, world: int) -> None:
 
 
 def vanish_once(marker: Path) -> None:
-    """End the first process that comes."""
+    """End the first process that calls it."""
     try:
         marker.touch(exist_ok=False)
     except FileExistsError:
@@ -57,7 +57,7 @@ def vanish_once(marker: Path) -> None:
 
 @dataclass(frozen=True)
 class Vanishing:
-    """An argument that ends the process that unpacks it first, before there is a process group."""
+    """An argument that ends the first process that unpickles it, before there is a process group."""
 
     marker: Path
 
@@ -66,7 +66,7 @@ class Vanishing:
 
 
 def given(rank: int, world: int, value: Any) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 def default_dtype(rank: int, world: int) -> torch.dtype:
@@ -83,41 +83,41 @@ def test_every_rank_answers_in_order(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, summed, 2.0) == [(rank, total) for rank in range(world)]
 
 
-def test_processes_stay_from_job_to_job(ranks: Ranks) -> None:
+def test_processes_are_reused_for_the_next_job(ranks: Ranks) -> None:
     assert ranks.run(2, process) == ranks.run(4, process)[:2]
 
 
-def test_an_error_comes_with_the_traceback_of_its_rank_which_is_replaced(ranks: Ranks) -> None:
+def test_an_error_has_the_traceback_of_its_rank_which_is_replaced(ranks: Ranks) -> None:
     before = ranks.run(2, process)
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed first(.|\n)*in failing(.|\n)*the word to look for"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed first(.|\n)*in failing(.|\n)*the expected message"):
         ranks.run(2, failing)
     assert not set(ranks.run(2, process)) & set(before)
 
 
-def test_a_hang_names_the_rank_and_where_it_was(ranks: Ranks) -> None:
+def test_a_hang_is_reported_with_rank_and_stack(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed first: no answer within 1 s(.|\n)*in hanging"):
         ranks.run(2, hanging, timeout=1, grace=0.5)
     assert ranks.run(2, summed, 1.0) == [(0, 1.0), (1, 1.0)]
 
 
-def test_a_process_that_dies_is_named_and_replaced(ranks: Ranks) -> None:
+def test_a_process_that_dies_is_reported_and_replaced(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="rank 0 of 2 failed first: the process died with exit code 3"):
         ranks.run(2, dying)
     assert ranks.run(2, summed, 1.0) == [(0, 1.0), (1, 1.0)]
 
 
-def test_a_process_that_a_signal_ends_says_where_it_was(ranks: Ranks) -> None:
+def test_a_process_that_a_signal_ends_is_reported_with_its_stack(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"rank 0 of 2 failed first: the process died with exit code -6(.|\n)*aborting"):
         ranks.run(2, aborting)
 
 
-def test_a_rank_whose_peer_vanished_before_they_met_is_replaced_too(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_whose_peer_vanished_before_they_connected_is_replaced_too(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="died with exit code 4"):
         ranks.run(2, given, Vanishing(tmp_path / "marker"), timeout=2, grace=5)
     assert ranks.run(2, summed, 1.0, timeout=20) == [(0, 1.0), (1, 1.0)]
 
 
-def test_a_job_that_leaves_torch_changed_fails_and_harms_no_other(ranks: Ranks) -> None:
+def test_a_job_that_leaves_torch_changed_fails_and_affects_no_other(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"untidy left torch changed(.|\n)*default dtype"):
         ranks.run(2, untidy)
     assert ranks.run(2, default_dtype) == [torch.float32, torch.float32]

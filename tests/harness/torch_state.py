@@ -1,4 +1,4 @@
-"""What a step must leave as it found it: torch's process-wide settings, mode stacks, hooks and patched functions."""
+"""Global state of torch that a step must not change: settings, mode stacks, hooks and patched functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FUNCTIONS = [
 
 
 def torch_state() -> dict[str, Any]:
-    """Everything by name, comparable with ``==``."""
+    """The global state by name, comparable with ``==``."""
     hooks = {name: len(value) for name, value in vars(global_hooks).items() if _is_hooks(name, value)}
     functions = {f"{owner.__name__}.{name}": id(getattr(owner, name)) for owner, name in _FUNCTIONS}
     return {

@@ -1,4 +1,4 @@
-"""One rank of the pool: take a job, join its process group, run it, answer, leave everything as it was."""
+"""One rank of the pool: receive a job, join its process group, run it, answer, and check the global state of torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .torch_state import torch_state
 
 @dataclass(frozen=True)
 class Task:
-    """A job for one rank; ``store`` is the file that its process group meets at, None where the job makes its own."""
+    """A job for one rank; ``store``: the file store of its process group, None if the job makes its own."""
 
     rank: int
     world: int
@@ -44,7 +44,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """What went wrong, and when: a death comes first, a hang last. The process is of no more use."""
+    """An error and its time: a death counts as first, a hang as last. The process is replaced."""
 
     text: str
     when: float = float("inf")
@@ -54,7 +54,7 @@ Outcome = Done | Failed
 
 
 def serve(pipe: Connection, stacks: Path) -> None:
-    """Run jobs until the pipe closes. ``SIGUSR1``, and what ends the process, writes its stack to ``stacks``."""
+    """Run jobs until the pipe closes. ``SIGUSR1`` and fatal signals write the stack to ``stacks``."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with stacks.open("w") as file:
@@ -71,7 +71,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """The other way."""
+    """The inverse of ``packed``."""
     return pickle.loads(data)
 
 
@@ -98,7 +98,7 @@ def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Outcome:
     outcome: Outcome
     try:
         if task.store is not None:
-            _meet(task, task.store)
+            _join(task, task.store)
         outcome = Done(packed(job(task.rank, task.world, *args)))
     except BaseException:  # whatever a job raises is its own failure, never the worker's end
         outcome = Failed(traceback.format_exc(), time.time())  # before other ranks see this one leave
@@ -112,8 +112,8 @@ def _run(task: Task, job: Any, args: tuple[Any, ...]) -> Outcome:
     return Failed(f"{outcome.text}\n{text}" if isinstance(outcome, Failed) else text, time.time())
 
 
-def _meet(task: Task, at: Path) -> None:
-    """Join the other ranks of the job."""
+def _join(task: Task, at: Path) -> None:
+    """Join the process group of the job."""
     store, deadline = dist.FileStore(str(at), task.world), timedelta(seconds=task.timeout)
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world, timeout=deadline)
-    dist.barrier()  # who is done at once must not close connections that others still make
+    dist.barrier()  # a rank that is done at once must not close connections that others still open

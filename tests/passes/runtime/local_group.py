@@ -12,7 +12,7 @@ from passes.runtime.local_peers import LocalPeers
 from passes.runtime.segments import allocate_segment
 
 
-class Group:
+class FakeGroup:
     """Stands for a process group."""
 
 

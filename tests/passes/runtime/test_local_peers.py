@@ -16,7 +16,7 @@ from passes.runtime.local_peers import LocalPeers, local_peers_of, mapped_addres
 from passes.runtime.peer_connection import PeerConnection, arrival
 from passes.runtime.segments import allocate_segment, copy_to_segment, locate
 
-from .local_group import Group, in_segment, local_group, open_files
+from .local_group import FakeGroup, in_segment, local_group, open_files
 
 
 def publish(rank: LocalPeers, x: torch.Tensor) -> int:
@@ -118,12 +118,12 @@ def test_collect_raises_if_a_rank_does_not_publish_in_time() -> None:
 
 def test_a_new_group_of_the_same_name_has_no_peers(group: list[LocalPeers]) -> None:
     assert local_peers_of("0", shared_memory_collectives.group_named("0")) is group[0]
-    assert local_peers_of("0", Group()) is None
+    assert local_peers_of("0", FakeGroup()) is None
 
 
 def test_connections_are_closed_with_their_group(group: list[LocalPeers]) -> None:
     one, other = local_group(2)
-    new = Group()
+    new = FakeGroup()
     register_local_peers("0", new, one)  # replaces another group of this name
     assert local_peers_of("0", new) is one
     publish(one, torch.zeros(1)), publish(other, torch.zeros(1))

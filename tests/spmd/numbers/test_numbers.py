@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.cases import FORMS, KINDS, NARROW, STYLES, WIDE
+from tests.harness.cases import IMPLEMENTATIONS, KINDS, NARROW, STYLES, WIDE
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 
@@ -27,14 +27,21 @@ Combination = tuple[str, int, str, str, str, str]  # case, world, style, passes,
 
 def everything() -> list[Combination]:
     """All combinations."""
-    return list(product(CASES, WORLDS, STYLES, PASSES, KINDS, FORMS))
+    return list(product(CASES, WORLDS, STYLES, PASSES, KINDS, IMPLEMENTATIONS))
 
 
 def usual() -> list[Combination]:
     """Each case with each style and kind of optimizer; the rest takes turns."""
     cases, styles, kinds = (list(enumerate(options)) for options in (CASES, STYLES, KINDS))
     return [
-        (case, WORLDS[(i + k + n // 2) % 2], style, list(PASSES)[(i + n + n // 2) % 2], kind, FORMS[(k + n) % 3])
+        (
+            case,
+            WORLDS[(i + k + n // 2) % 2],
+            style,
+            list(PASSES)[(i + n + n // 2) % 2],
+            kind,
+            IMPLEMENTATIONS[(k + n) % 3],
+        )
         for (i, case), (k, style), (n, kind) in product(cases, styles, kinds)
     ]
 

@@ -196,7 +196,7 @@ def test_one_of_four_ranks_on_two_axes(ranks: Ranks) -> None:
     ranks.run(4, axes, timeout=60, grace=3)
 
 
-class Group:
+class NamedGroup:
     """Stands for a process group: ``group_name``."""
 
     def __init__(self, group_name: str) -> None:
@@ -206,7 +206,7 @@ class Group:
 def test_if_one_of_four_ended_all_raise_along_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2 x 2 ranks the last has ended. Rank 1 waits for it along one axis, rank 0 for rank 1 along the other."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    groups = [[Group(f"{axis} of {rank}") for axis in ("dp", "tp")] for rank in range(4)]
+    groups = [[NamedGroup(f"{axis} of {rank}") for axis in ("dp", "tp")] for rank in range(4)]
     for axis, lines in enumerate([[(0, 2), (1, 3)], [(0, 1), (2, 3)]]):
         for line in lines:
             for rank, each in zip(line, local_group(2, timeout=20.0), strict=True):
