@@ -17,8 +17,8 @@ _PACKING = Packing(Kind.ALL_GATHER, c10d.all_gather_into_tensor.default, pack_fl
 class BucketAllGather(Pass):
     """All_gathers of one axis, dtype and role become one.
 
-    What serves a unit of ``program.units`` goes together, in order of registration; of all else, a bucket closes once
-    its result has reached ``max_bytes``. A collective whose role is unknown is left alone. Leaves every result
+    Those for a unit of ``program.units`` go together, in order of registration; of all others, a bucket closes once
+    its result has reached ``max_bytes``. A collective whose role is unknown stays as it is. Leaves every result
     contiguous, in memory of its own.
     """
 

@@ -18,9 +18,9 @@ _PACKING = Packing(Kind.ALL_REDUCE, c10d.all_reduce.default, pack_flat, unpack_f
 class BucketAllReduce(Pass):
     """All_reduces of one axis, dtype, reduction and role become one.
 
-    What serves a unit of ``program.units`` goes together, in order of registration; of all else, a bucket closes once
+    Those for a unit of ``program.units`` go together, in order of registration; of all others, a bucket closes once
     it has reached ``max_bytes``, the first one of gradients once it has ``first_bytes``. A loss is never merged with
-    gradients, and a collective whose role is unknown is left alone. Sums may be formed in another order, as a backend
+    gradients, and a collective whose role is unknown stays as it is. Sums may be formed in another order, as a backend
     divides a longer buffer otherwise among the ranks. Leaves every result contiguous.
     """
 

@@ -28,9 +28,9 @@ _PACKING = Packing(Kind.REDUCE_SCATTER, c10d.reduce_scatter_tensor.default, pack
 class BucketReduceScatter(Pass):
     """Reduce_scatters of one axis, dtype, reduction and role become one.
 
-    What serves a unit of ``program.units`` goes together, in order of registration; of all else, a bucket closes once
+    Those for a unit of ``program.units`` go together, in order of registration; of all others, a bucket closes once
     its operand has reached ``max_bytes``, the first one of gradients once it has ``first_bytes``. A collective whose
-    role is unknown is left alone. Sums may be formed in another order, as a backend divides a longer buffer otherwise
+    role is unknown stays as it is. Sums may be formed in another order, as a backend divides a longer buffer otherwise
     among the ranks. Leaves every result contiguous.
     """
 

@@ -1,7 +1,7 @@
 """How the members of a bucket are packed for one collective and unpacked from its result, and how that is recognised.
 
-What builds a layout and what matches it in another pass stand side by side. There are two: flat, the members one after
-the other (total,); and in columns, a row for each rank (ranks, total), in which each member has some columns.
+The function that builds a layout and the one that matches it stand side by side. There are two layouts: flat, the
+members one after the other (total,); and in columns, a row for each rank (ranks, total), each member some columns.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def unpack_columns(call: Call, gathered: fx.Node, bucket: Bucket) -> list[fx.Nod
 
 @dataclass(frozen=True)
 class UnpackedColumns:
-    """What ``unpack_columns`` put into the graph: the view as rows, and what copies the columns of each member."""
+    """The nodes of ``unpack_columns``: the view as rows, and the op that copies the columns of each member."""
 
     rows: fx.Node
     parts: fx.Node
@@ -108,7 +108,7 @@ class UnpackedColumns:
 
     @classmethod
     def of(cls, gather: fx.Node, ranks: int) -> UnpackedColumns | None:
-        """What unpacks the result of ``gather``; None if that is read in any other way."""
+        """The nodes that unpack the result of ``gather``; None if anything else reads it."""
         wait = _only_user(gather)
         rows = _only_user(wait) if wait is not None and is_wait(wait) else None
         parts = _only_user(rows) if rows is not None and rows.target is aten.view.default else None

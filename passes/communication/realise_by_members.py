@@ -1,4 +1,4 @@
-"""Collectives on the members of a bucket, each where it lies: what packed and unpacked them for one message is erased.
+"""Collectives on the members of a bucket where they lie: the ops that packed and unpacked them are erased.
 
 Ranks of one host read each other's members (``shared_memory_collectives.py``); NCCL sends them in one launch
 (``coalesced_collectives.py``).
