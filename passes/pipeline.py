@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from .analysis.costs import BUILT_IN, Table
 from .base import Pass
 from .cleanup.dead_code import DeadCode
@@ -16,6 +19,7 @@ from .communication.form_units import FormUnits
 from .communication.realise import Realise
 from .communication.start_early import StartEarly
 from .communication.wait_late import WaitLate
+from .ir.program import Mesh
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
@@ -29,7 +33,8 @@ from .update.fuse_update import FuseUpdate
 def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple[Pass, ...]:
     """The default order. Read it from top to bottom; each heading says why its passes stand there.
 
-    ``table``: what communication costs here, as ``python -m spmd calibrate`` measures it.
+    ``table``: what communication costs here, as ``python -m spmd calibrate`` measures it. A program that is compiled
+    with these passes is partitioned by it, too.
     """
     return (
         # Clean first: everything below matches smaller and more uniform graphs.
@@ -65,3 +70,19 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         ShareState(),
         ReuseMemory(),
     )
+
+
+def table_of(pipeline: Iterable[Pass]) -> Table:
+    """The costs by which a program with this pipeline is compiled: those of its ``Realise``, else the built-in ones."""
+    return _realise(pipeline).table
+
+
+def with_rates(mesh: Mesh, pipeline: Iterable[Pass]) -> Mesh:
+    """``mesh`` with the rate of every axis by the table of ``pipeline``, for what is decided before the passes run."""
+    realise = _realise(pipeline)
+    rates = [realise.table.rate(axis, realise.backend or axis.backend) for axis in mesh.axes]
+    return Mesh(tuple(replace(axis, rate=rate) for axis, rate in zip(mesh.axes, rates, strict=True)))
+
+
+def _realise(pipeline: Iterable[Pass]) -> Realise:
+    return next((each for each in pipeline if isinstance(each, Realise)), Realise())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Output, OutputKind, Program, Report, Role
+from passes import Output, OutputKind, Program, Report, Role, Table
 from passes.ir.program import is_sharded
 from passes.runtime.local_peers import local_peers_of
 
@@ -147,9 +147,10 @@ class Pool:
         return next_call()
 
 
-def describe_for_agreement(captured: Captured, program: Program) -> str:
-    """What must be equal on all ranks: the user's seed, the captured program and its constants, its collectives."""
+def describe_for_agreement(captured: Captured, program: Program, table: Table) -> str:
+    """What must be equal on all ranks: the user's seed, the costs, the captured program, its constants, collectives."""
+    costs = f"passes.Table, measured costs of communication: sha256 {table.digest}"
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
-    return "\n".join([told(), *inputs, *constants, captured.program.graph_module.code, *traffic])
+    return "\n".join([told(), costs, *inputs, *constants, captured.program.graph_module.code, *traffic])

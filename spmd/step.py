@@ -17,6 +17,7 @@ from torch import fx
 
 import passes as passes_package
 from passes import Fact, Pass, Program, Report, SpmdError, facts_of
+from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
 from .call.call import Call
@@ -116,6 +117,7 @@ class CompiledStep:
         check_leaves(call.arguments)
         if Fact.SHARED_AXES in facts:
             call.connect_local_ranks(agreement.all_gather_text, options.timeout)
+        call.mesh = with_rates(call.mesh, options.pipeline)
         modes, reads = torch_modes(), Reads()
         with clock.stage("capture"):
             with replaced(call.given.modules, options.overrides):
@@ -137,7 +139,7 @@ class CompiledStep:
         report = Report.of(program, clock.seconds, program.notes)
         dump.stage(99, "lowered", program)
         dump.report(report)
-        description = describe_for_agreement(captured, program)
+        description = describe_for_agreement(captured, program, table_of(options.pipeline))
         adopt(agreement.agree(description, proposed(first=not self._dispatch.programs)))
         commit(state, call)
         return Compiled(

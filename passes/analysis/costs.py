@@ -7,16 +7,19 @@ file for ``Table.read``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..ir.collectives import Kind
 from ..ir.program import Axis
+from ..ir.rates import UNMEASURED, Rate
 
 
 class Algorithm(StrEnum):
@@ -80,21 +83,44 @@ class Link:
     curves: Mapping[tuple[Kind, Algorithm], tuple[Point, ...]]
 
     def cost(self, kind: Kind, algorithm: Algorithm, size: int) -> float | None:
-        """The cost in seconds at ``size`` bytes, between points by a straight line; None if it was not measured."""
+        """The cost in seconds at ``size`` bytes; None if it was not measured."""
         points = self.curves.get((kind, algorithm), ())
-        if not points:
+        return _at(size, points) if points else None
+
+    def rate(self, axis: Axis) -> Rate | None:
+        """Latency and time per byte along ``axis``, each collective by its cheapest algorithm; None if unmeasured.
+
+        All kinds get one rate, the least latency and the median time per byte: a rank sends a byte about as fast for
+        each of them, and what they differ by at the smallest size is noise where several collectives are added up.
+        """
+        fits = [fit for kind in ALGORITHMS if (fit := self._fit(kind, algorithms_along(axis, kind, self.backend)))]
+        return Rate(min(f.latency for f in fits), median(f.per_byte for f in fits)) if fits else None
+
+    def _fit(self, kind: Kind, algorithms: Sequence[Algorithm]) -> Rate | None:
+        """The line through the least costs of the smallest and the largest size; None if it does not rise."""
+        curves = [self.curves.get((kind, each), ()) for each in algorithms if each is not Algorithm.COALESCED]
+        curves = [points for points in curves if points]
+        if not curves:
             return None
-        if size <= points[0].bytes:
-            return points[0].cost
-        for one, other in pairwise(points):
-            if size <= other.bytes:
-                return one.cost + (other.cost - one.cost) * (size - one.bytes) / (other.bytes - one.bytes)
-        return points[-1].cost * size / points[-1].bytes
+        smallest, largest = min(points[0].bytes for points in curves), max(points[-1].bytes for points in curves)
+        first, last = (min(_at(size, points) for points in curves) for size in (smallest, largest))
+        sent = largest * (self.ranks - 1) / self.ranks * (2 if kind is Kind.ALL_REDUCE else 1)
+        return Rate(first, (last - first) / sent) if last > first else None
 
     def cheapest(self, kind: Kind, size: int, algorithms: Sequence[Algorithm]) -> Algorithm:
         """The one of ``algorithms`` that costs least; the first one if none was measured."""
         costs = {algorithm: cost for algorithm in algorithms if (cost := self.cost(kind, algorithm, size)) is not None}
         return min(costs, key=costs.__getitem__, default=algorithms[0])
+
+
+def _at(size: int, points: Sequence[Point]) -> float:
+    """The cost at ``size`` bytes: between points by a straight line, beyond the last in proportion."""
+    if size <= points[0].bytes:
+        return points[0].cost
+    for one, other in pairwise(points):
+        if size <= other.bytes:
+            return one.cost + (other.cost - one.cost) * (size - one.bytes) / (other.bytes - one.bytes)
+    return points[-1].cost * size / points[-1].bytes
 
 
 @dataclass(frozen=True)
@@ -113,6 +139,16 @@ class Table:
         links = [link for link in self.links if link.backend == backend]
         return min(links, key=lambda each: (each.axis != axis.name, abs(each.ranks - axis.size)), default=None)
 
+    def rate(self, axis: Axis, backend: str) -> Rate:
+        """What communication along ``axis`` costs; ``UNMEASURED`` unless its backend was measured at two sizes."""
+        link = self.link(axis, backend)
+        return (link.rate(axis) if link else None) or UNMEASURED
+
+    @property
+    def digest(self) -> str:
+        """A short text that is equal for tables of equal figures, whatever their names."""
+        return hashlib.sha256(self._json().encode()).hexdigest()[:16]
+
     def coalesces(self, axis: Axis, backend: str, kind: Kind, size: int, members: int) -> bool:
         """Whether a collective on each of ``members``, ``size`` bytes in all, costs less than to copy them for one.
 
@@ -128,6 +164,9 @@ class Table:
 
     def write(self, path: str | Path) -> None:
         """Write the table as JSON."""
+        Path(path).write_text(self._json())
+
+    def _json(self) -> str:
         links = [
             {
                 "backend": link.backend,
@@ -147,7 +186,7 @@ class Table:
             }
             for link in self.links
         ]
-        Path(path).write_text(json.dumps({"compute": dict(self.compute), "links": links}, indent=1) + "\n")
+        return json.dumps({"compute": dict(self.compute), "links": links}, indent=1) + "\n"
 
     @classmethod
     def read(cls, path: str | Path) -> Table:

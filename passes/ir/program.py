@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from .._torch import LazyGraphModule, Placement
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
+from .rates import UNMEASURED, Rate
 from .roles import Role
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
@@ -37,6 +38,7 @@ class Axis:
     coordinate: int = 0
     backend: str = ""
     shared: bool = False
+    rate: Rate = UNMEASURED
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which way to compute an op: of all that are right, the one that moves the fewest bytes.
+"""Which way to compute an op: of all that are right, the one that costs least by the rates of the mesh axes.
 
 The rule of an op says what is right along one axis; axes are chosen one after the other, each with the shapes that the
 axes before have left. Where two ways cost the same, the first in the rule's own order is taken, on every rank alike.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import prod
+from math import isclose, prod
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -17,11 +17,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from passes import Axis, Mesh, Phase
 from passes.ir.program import Placements
+from passes.ir.rates import Rate
 
 from ..placements import Interleaved, all_shapes, chunk, first_of_each_length, local_shape, splits
 from ..rules import Info, OpCall, Option, localize_of, rule_of
 from .memo import likeness
-from .redistribute import LATENCY_BYTES, cost
+from .redistribute import cost
 from .values import Value
 
 # Where the model is split, its weights are where the user wants them; only what cannot be done so moves them.
@@ -58,11 +59,11 @@ class Chooser:
             elif phase is Phase.UPDATE and _is_contraction(options):
                 options = _on_matrices(call, options, operands, index)
             costs = [self._cost(o, call, operands, index, wanted, phase) for o in options]
-            best = costs.index(min(costs))
-            if later is not None and index in self.model_axes and _is_open(options[best], costs[best]):
+            best, rate = _first_cheapest(costs), self.mesh.axes[index].rate
+            if later is not None and index in self.model_axes and _is_open(options[best], costs[best], rate):
                 share = self._share(chosen)
                 costs = [cost + later(option, index, share) for option, cost in zip(options, costs, strict=True)]
-            chosen.append(options[costs.index(min(costs))])
+            chosen.append(options[_first_cheapest(costs)])
         return chosen
 
     def _share(self, chosen: Sequence[Option]) -> float:
@@ -124,14 +125,14 @@ class Chooser:
         result, info = option.results[0], call.results[0]
         if wanted is not None and isinstance(wanted[axis], Shard) and info is not None and result != wanted[axis]:
             # Known to be wanted split: everything else builds more than this rank's part.
-            total += 0.0 if isinstance(result, Partial) else info.nbytes
+            total += 0.0 if isinstance(result, Partial) else info.nbytes * self.mesh.axes[axis].rate.per_byte
         return total
 
     def _on_model_axis(
         self, held: Value, axis: int, placement: Placement, moved: float, operands: Sequence[Value], asked: bool
     ) -> float:
         """What a move costs besides, where the model is split: weights stay, and a split nobody asks for is undone."""
-        if moved < LATENCY_BYTES:
+        if moved < self.mesh.axes[axis].rate.latency:
             return 0.0
         if held.weights:
             return _STAYS * moved
@@ -139,7 +140,7 @@ class Chooser:
         if asked or others or not isinstance(placement, Shard):
             return 0.0
         nbytes = min(held.bytes_before(form, axis, self.mesh) for form in held.forms)
-        return cost(placement, Replicate(), nbytes, self.mesh.axes[axis].size)
+        return cost(placement, Replicate(), nbytes, self.mesh.axes[axis])
 
     def along(self, call: OpCall, axis: int) -> list[Option]:
         """What is right along one axis of a call whose operands are not there yet, on global shapes."""
@@ -147,23 +148,29 @@ class Chooser:
 
     def cost_to(self, held: Value, axis: int, placement: Placement, may_join: bool) -> float:
         """What it costs to have a value in ``placement`` along one axis; ``may_join``: a whole may become a sum."""
-        size, may_join = self.mesh.axes[axis].size, may_join and held.dtype.is_floating_point
-        nbytes = {form: held.bytes_before(form, axis, self.mesh) for form in held.forms}
+        along, may_join = self.mesh.axes[axis], may_join and held.dtype.is_floating_point
         return min(
-            cost(form[axis], placement, nbytes[form], size, may_join) + _later(form[axis], placement, nbytes[form])
+            _cost_of_move(form[axis], placement, held.bytes_before(form, axis, self.mesh), along, may_join)
             for form in held.forms
         )
 
 
-def _is_open(option: Option, price: float) -> bool:
+def _first_cheapest(costs: Sequence[float]) -> int:
+    """The first of the least; what differs by rounding alone is equal."""
+    least = min(costs)
+    return next(k for k, each in enumerate(costs) if each == least or isclose(each, least))
+
+
+def _is_open(option: Option, price: float, rate: Rate) -> bool:
     """Whether the cheapest option communicates, or leaves a sum that somebody has to add up."""
-    return price >= LATENCY_BYTES or isinstance(option.results[0], Partial)
+    return price >= rate.latency or isinstance(option.results[0], Partial)
 
 
-def _later(source: Placement, target: Placement, nbytes: float) -> float:
-    """What is small is not scattered: that saves no time now, and whoever needs it whole would have to gather."""
+def _cost_of_move(source: Placement, target: Placement, nbytes: float, axis: Axis, may_join: bool) -> float:
+    """What a move costs. A small sum is not scattered: that saves no time, and its readers would have to gather it."""
     scatters = isinstance(source, Partial) and isinstance(target, Shard)
-    return nbytes if scatters and nbytes <= LATENCY_BYTES else 0.0
+    gathered_later = axis.rate.per_byte * nbytes if scatters and axis.rate.is_small(nbytes) else 0.0
+    return cost(source, target, nbytes, axis, may_join) + gathered_later
 
 
 def _is_contraction(options: Sequence[Option]) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Mesh, Phase
+from passes import Axis, Mesh, Phase
 from passes.ir.ops import Trait, has
 
 from .._torch import OpOverload
@@ -46,7 +46,7 @@ class Ahead:
 
     def of(self, node: fx.Node, operands: Sequence[Value], option: Option, axis: int, share: float) -> float:
         """What ``option`` costs after it was taken for ``node``."""
-        after = self._users(node, _Along(axis, self.mesh.axes[axis].size, share), option.results[0], _DEPTH)
+        after = self._users(node, _Along(axis, self.mesh.axes[axis], share), option.results[0], _DEPTH)
         return after + self._backward(node, operands, option, axis)
 
     def _users(self, node: fx.Node, along: _Along, placement: Placement | None, depth: int) -> float:
@@ -69,7 +69,7 @@ class Ahead:
         if not isinstance(user.target, OpOverload) or user in self.values or placement is None:
             return placement, 0.0, 0.0
         if user.target is CONSTRAIN:
-            goal = constrained_to(user, (placement,) * len(self.mesh.axes))[along.axis]
+            goal = constrained_to(user, (placement,) * len(self.mesh.axes))[along.index]
             return goal, along.move(placement, goal, nbytes), self._users(user, along, goal, depth)
         if depth == 0 or not any(infos(results(user.meta.get("val")))):
             # A sum that nobody has added up yet will be, at the least to parts.
@@ -81,7 +81,7 @@ class Ahead:
                 along.move(placement, option.operands[at], nbytes),
                 others + self._users(user, along, option.results[0], depth - (not has(user.target, Trait.VIEW))),
             )
-            for option, at, others in self._options(user, node, along.axis)
+            for option, at, others in self._options(user, node, along.index)
         ]
         return min(ways, key=lambda way: way[1] + way[2])
 
@@ -103,9 +103,13 @@ class Ahead:
             return 0.0
         placed = zip(operands, option.operands, strict=True)
         whole = [held for held, place in placed if place == Replicate() and self._has_gradient(held)]
-        ranks = self.mesh.axes[axis].size
         return sum(
-            cost(Partial(), held.primary[axis], held.bytes_before(held.primary, axis, self.mesh), ranks)
+            cost(
+                Partial(),
+                held.primary[axis],
+                held.bytes_before(held.primary, axis, self.mesh),
+                self.mesh.axes[axis],
+            )
             for held in whole
         )
 
@@ -118,13 +122,13 @@ class Ahead:
 class _Along:
     """One mesh axis, and the share of a value that the other axes leave a rank."""
 
-    axis: int
-    ranks: int
+    index: int
+    axis: Axis = field(compare=False)
     share: float
 
     def move(self, source: Placement, target: Placement, nbytes: float) -> float:
         """What it costs to move a value that has ``nbytes`` as a whole."""
-        return cost(source, target, nbytes * self.share, self.ranks, allow_split_sum=True)
+        return cost(source, target, nbytes * self.share, self.axis, allow_split_sum=True)
 
 
 def _call(node: fx.Node) -> OpCall:

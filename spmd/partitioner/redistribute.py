@@ -25,9 +25,7 @@ from ..placements import Interleaved, all_shapes, chunk, splits
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
 
-# Starting a collective costs about as much as moving this many bytes (gloo and NCCL alike, to an order of magnitude).
-LATENCY_BYTES = 64 * 1024
-# Local work counts a little, so that of two ways without communication the one with less work is taken.
+# Reading and writing a byte here counts as this share of sending it: without communication, the least work is chosen.
 _LOCAL = 1e-3
 _MOVED = {Kind.ALL_GATHER: "gathered", Kind.ALL_TO_ALL: "split anew"}
 
@@ -58,33 +56,39 @@ class Reason:
         return self.wire is not None and dtype.is_floating_point and dtype.itemsize > self.wire.itemsize
 
 
-def cost(source: Placement, target: Placement, nbytes: float, ranks: int, allow_split_sum: bool = False) -> float:
-    """Bytes that one rank moves, latency included, to go from ``source`` to ``target`` along one axis.
+def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, allow_split_sum: bool = False) -> float:
+    """Seconds to go from ``source`` to ``target`` along one axis, estimated from its rate and the bytes a rank sends.
 
     ``nbytes`` is the size of the value before this axis splits it. Infinite where there is no way.
     """
+    ranks, rate = axis.size, axis.rate
     if source == target or ranks == 1:
         return 0.0
-    share = (ranks - 1) / ranks
+    part, rest = nbytes / ranks, nbytes * (ranks - 1) / ranks
     match source, target:
         case (Interleaved(), Shard()) | (Shard(), Interleaved()):
-            return cost(source, Replicate(), nbytes, ranks) + _LOCAL * nbytes / ranks
+            return cost(source, Replicate(), nbytes, axis) + local_work(part, axis)
         case Replicate(), Shard():
-            return _LOCAL * nbytes / ranks
+            return local_work(part, axis)
         case Replicate(), Partial(reduce_op="sum"):
-            return _LOCAL * nbytes if allow_split_sum else math.inf
+            return local_work(nbytes, axis) if allow_split_sum else math.inf
         case Shard(), Replicate():
-            return LATENCY_BYTES + nbytes * share
+            return rate.seconds(rest)
         case Shard(), Shard():
-            return LATENCY_BYTES + nbytes * share / ranks + _LOCAL * nbytes
+            return rate.seconds(rest / ranks) + local_work(nbytes, axis)
         case Partial(), Replicate():
-            return LATENCY_BYTES + 2 * nbytes * share
+            return rate.seconds(2 * rest)
         case Partial(reduce_op="sum"), Shard():
-            return LATENCY_BYTES + nbytes * share
+            return rate.seconds(rest)
         case Partial(), Shard():
-            return LATENCY_BYTES + 2 * nbytes * share + _LOCAL * nbytes / ranks
+            return rate.seconds(2 * rest) + local_work(part, axis)
         case _:
             return math.inf
+
+
+def local_work(nbytes: float, axis: Axis) -> float:
+    """Seconds, next to none, in which a rank reads and writes this many bytes."""
+    return _LOCAL * nbytes * axis.rate.per_byte
 
 
 def total_cost(source: Placements, target: Placements, nbytes: float, mesh: Mesh) -> float:
@@ -93,7 +97,7 @@ def total_cost(source: Placements, target: Placements, nbytes: float, mesh: Mesh
     for current, index, goal in steps(source, target, mesh):
         others = [axis.size for k, axis in enumerate(mesh.axes) if k != index and isinstance(current[k], Shard)]
         nbytes_here = nbytes / math.prod(others)
-        total += cost(current[index], goal, nbytes_here, mesh.axes[index].size, allow_split_sum=True)
+        total += cost(current[index], goal, nbytes_here, mesh.axes[index], allow_split_sum=True)
     return total
 
 

@@ -172,8 +172,8 @@ class _Walk:
         for k, axis in enumerate(self.facts.mesh.axes):
             if held.primary[k] == Shard(dim):
                 nbytes = held.bytes_before(held.primary, k, self.facts.mesh)
-                total += cost(Shard(dim), Replicate(), nbytes, axis.size)
-                total -= 2 * cost(Partial(), Replicate(), nbytes / held.shape[dim], axis.size)
+                total += cost(Shard(dim), Replicate(), nbytes, axis)
+                total -= 2 * cost(Partial(), Replicate(), nbytes / held.shape[dim], axis)
         return total > 0
 
     def _apart(self, node: fx.Node, operands: Sequence[Value], how: Callable[..., Any]) -> Any:

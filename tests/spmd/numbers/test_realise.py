@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Shard
 import passes
 import spmd
 from passes import Kind, Pass, Program, Realise
-from passes.analysis.costs import ALGORITHMS, Algorithm, Link, Point, Table
+from passes.analysis.costs import ALGORITHMS, BUILT_IN, Algorithm, Link, Point, Table
 from tests.harness.cases import MLP, NARROW
 from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run
 from tests.harness.pool import Ranks
@@ -126,17 +127,25 @@ def test_replicas_keep_equal_bits(ranks: Ranks) -> None:
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
 
 
-def with_its_own_table(rank: int, world: int) -> str:
-    """What a rank hears whose table leads it to other ops than the others'."""
-    table = only(Algorithm.EXCHANGE if rank else Algorithm.NATIVE)
+OTHER_COMPUTE = replace(BUILT_IN, compute={"memory": 1e10})
+TABLES = {
+    "other ops": (only(Algorithm.NATIVE), only(Algorithm.EXCHANGE)),
+    "the same ops": (BUILT_IN, OTHER_COMPUTE),
+}
+
+
+def with_its_own_table(rank: int, world: int, tables: Sequence[Table]) -> str:
+    """The message on a rank whose table differs from the others'."""
+    mode, table = spmd.DataParallel("fully_shard"), tables[rank]
     try:
-        mode = spmd.DataParallel("fully_shard")
         compiled_run(rank, NARROW, 1, parallel_mode=mode, passes=passes.default(table=table))
     except passes.RankMismatchError as error:
         return str(error)
     return ""
 
 
-def test_ranks_with_other_tables_are_told(ranks: Ranks) -> None:
-    for said in ranks.run(2, with_its_own_table):
-        assert "spmd_transport.swap" in said
+@pytest.mark.parametrize("tables", TABLES.values(), ids=list(TABLES))
+def test_ranks_with_different_tables_raise(ranks: Ranks, tables: Sequence[Table]) -> None:
+    for message in ranks.run(2, with_its_own_table, tables):
+        assert "passes.Table, measured costs of communication" in message
+        assert tables[0].digest in message and tables[1].digest in message
