@@ -1,6 +1,6 @@
-"""What is right for each op: the rules, and the types in which they speak.
+"""Sharding rules: for each op, the placements of operands and results under which it can run on parts of tensors.
 
-Importing the package fills the table. The files stand in the order in which a step meets them.
+Importing the package fills the table. The files are listed in the order in which a step calls their ops.
 """
 
 # isort: off

@@ -1,4 +1,4 @@
-"""From names of aten ops to the ops this torch has, and which of them it lacks."""
+"""Look aten ops up by name, and note those that this version of torch lacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from passes.ir.ops import find
 from .._torch import OpOverload
 
 ABSENT: set[str] = set()
-"""The names that were asked for and that this torch lacks (a test holds a list of those it expects)."""
+"""The names that were looked up and that this torch lacks (a test lists those it expects)."""
 
 
 def aten(*names: str) -> tuple[OpOverload, ...]:

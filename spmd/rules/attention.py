@@ -1,8 +1,8 @@
-"""Scaled dot product attention, by each of torch's kernels: batch and heads may be split, evenly.
+"""Scaled dot product attention, for each of torch's kernels: batch and heads may be split evenly.
 
-All kernels take (batch, head, time, width). They differ in the dims of the log-sum-exp that they keep for backward, and
-in what they return besides. Random state is kept by each rank for its own draws: it only ever goes back into the same
-rank's backward, so it counts as equal. Queries may have more heads than keys: split evenly, each rank has the keys of
+All kernels take (batch, head, time, width). They differ in the dims of the log-sum-exp that they save for backward, and
+in their other results. Each rank saves the random state of its own draws, which only its own backward reads, so the
+state counts as equal on all ranks. Queries may have more heads than keys: after an even split each rank has the keys of
 its queries.
 """
 
@@ -15,7 +15,7 @@ from .registry import rule
 
 HEADS = "bh.."
 
-# How each kernel labels its log-sum-exp; some pad it, or add a dim of size 1.
+# The labels of each kernel's log-sum-exp; some kernels pad it, or add a dim of size 1.
 LAYOUTS = {
     "_scaled_dot_product_flash_attention_for_cpu": "bh.",
     "_scaled_dot_product_flash_attention": "bh.",
@@ -29,7 +29,7 @@ BACKWARD = {op: layout for name, layout in LAYOUTS.items() for op in aten(f"{nam
 
 @rule(*FORWARD)
 def attention(call: OpCall) -> list[Option]:
-    """Batch and heads; a debug mask is not split."""
+    """Batch and heads; no splits with a debug mask."""
     if call.arg("return_debug_mask") or call.arg("query").ndim != 4:
         return []
     operands = dict.fromkeys(("query", "key", "value"), HEADS) | _mask(call)
@@ -40,7 +40,7 @@ def attention(call: OpCall) -> list[Option]:
 
 @rule(*BACKWARD)
 def attention_backward(call: OpCall) -> list[Option]:
-    """Batch and heads, as forward; the gradient of a mask only where the mask has the dim."""
+    """Batch and heads, as in forward; the gradient of a mask only along dims that the mask has."""
     if call.arg("query").ndim != 4:
         return []
     whole = ("grad_out", "grad_out_", "query", "key", "value", "out")
@@ -51,11 +51,11 @@ def attention_backward(call: OpCall) -> list[Option]:
 
 
 def _mask(call: OpCall) -> dict[str, str]:
-    """Masks and biases line up with (batch, head, query, key) from the right, and broadcast."""
+    """Labels of masks and biases, which broadcast to (batch, head, query, key)."""
     found = ((name, call.arg(name)) for name in ("attn_mask", "attn_bias"))
     return {name: aligned(info, HEADS) for name, info in found if isinstance(info, Info)}
 
 
 def _fit(labels: str, info: Info | None) -> str:
-    """``labels`` cut or filled to the dims that are there."""
+    """``labels``, truncated or filled to the number of dims."""
     return labels if info is None else labels[: info.ndim].ljust(info.ndim, WHOLE)

@@ -1,8 +1,8 @@
-"""What a rule is: from one call of an op, on global shapes, to the placements it can run with along one mesh axis.
+"""The types of a rule: it maps a call of an op, on global shapes, to the placements it can run with along a mesh axis.
 
-A rule never chooses and never communicates. It says which combinations are *right*: run the op on every rank's local
-operands, and the local results are the global result under the placements claimed. The partitioner picks by cost. On a
-mesh of several axes it asks once an axis, with the shapes that the axes before have left.
+A rule never chooses and never communicates. It lists the combinations that are *correct*: run the op on every rank's
+local operands, and the local results are the global result under the placements of the option. The partitioner chooses
+by cost. On a mesh of several axes it calls the rule once per axis, with the shapes that the previous axes leave.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from passes.ir.schemas import schema
 from .._torch import OpOverload
 from ..placements import Interleaved
 
+# As in torch's own notation for placements: R, P, S(0).
 R = Replicate()
 P = Partial("sum")
 
@@ -33,7 +34,7 @@ def S(dim: int) -> Shard:
 
 @dataclass(frozen=True)
 class Info:
-    """Shape and dtype of a tensor in a call; ``iota_dim`` is the dim along which it holds 0, 1, 2, ... (iota.py)."""
+    """Shape and dtype of a tensor in a call; along ``iota_dim``, if known, it holds 0, 1, 2, ... (``iota.py``)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,7 +53,7 @@ class Info:
 
 @cache
 def parameters(op: OpOverload) -> dict[str, tuple[int | None, Any]]:
-    """By the name of each argument of ``op``: its position, None if it is given by name alone; and its default."""
+    """The position (None if keyword-only) and the default of each argument of ``op``, by name."""
     return {
         argument.name: (None if argument.kwarg_only else position, argument.default)
         for position, argument in enumerate(schema(op).arguments)
@@ -63,10 +64,10 @@ def parameters(op: OpOverload) -> dict[str, tuple[int | None, Any]]:
 class OpCall:
     """One call of ``target``.
 
-    ``args`` and ``kwargs`` are the call's own, with an ``Info`` in the place of each tensor; ``operands`` are those
-    Infos in the order of ``tree_leaves((args, kwargs))``; ``results`` has one Info per tensor the op returns (None for
-    an output that is no tensor or is absent); ``size`` is the number of ranks along the axis; ``interleaved`` has for
-    each operand the ways in which it is there split in runs of rows, if any.
+    ``args`` and ``kwargs`` are the call's own, with an ``Info`` instead of each tensor; ``operands`` are those Infos in
+    the order of ``tree_leaves((args, kwargs))``; ``results`` has one Info per tensor the op returns (None for an output
+    that is no tensor or is absent); ``size`` is the number of ranks along the axis; ``interleaved`` lists for each
+    operand the splits in runs of rows in which it is available.
     """
 
     target: OpOverload
@@ -91,7 +92,7 @@ class OpCall:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """What a rank has of a tensor: where that starts, its shape, and the shape of the smallest part on any rank."""
+    """A rank's part of a tensor: its start, its shape, and the shape of the smallest part on any rank."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -105,16 +106,16 @@ Parts = list[LocalPart | None]
 """The parts of a call's operands or results on one rank; None for what is no tensor."""
 
 Local = Callable[[Run, OpCall, tuple[Any, ...], Parts, Parts], Any]
-"""``(run, call, args, parts of the operands, parts of the results) -> results``: what a rank does in the op's place."""
+"""``(run, call, args, parts of operands, parts of results) -> results``: the computation of a rank instead of the op."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One combination that is right: a placement for each operand and one for each result (None where no tensor).
+    """One correct combination: a placement for each operand and one for each result (None where no tensor).
 
-    ``from_zero``: the positions of operands that count rows, split here, and that must number a rank's own rows from 0.
-    ``local`` says what a rank computes where it is not the op itself on its parts: indices count over the whole of what
-    they index, and a rank has only some of it. All ranks must run the same ops; only numbers may differ.
+    ``from_zero``: the positions of iota operands that are split and must number a rank's own rows from 0. ``local``: the
+    computation of a rank, where it is not the op itself on its parts: an op with indices needs one, since these are
+    positions in the whole dim and a rank has a part of it. All ranks must run the same ops; only numbers may differ.
     """
 
     operands: tuple[Placement, ...]
@@ -124,7 +125,7 @@ class Option:
 
 
 Rule = Callable[[OpCall], list[Option]]
-"""The options besides "everything replicated", which is always right and which the partitioner adds itself."""
+"""Lists the options except "all replicated", which is always correct and which the partitioner adds."""
 
 Localize = Callable[[OpCall, tuple[Any, ...], dict[str, Any], tuple[tuple[int, ...] | None, ...]], tuple[Any, ...]]
-"""``(call, args, kwargs, local result shapes) -> args``: the arguments with global sizes in them made local."""
+"""``(call, args, kwargs, local result shapes) -> args``: replaces global sizes among the arguments by local ones."""

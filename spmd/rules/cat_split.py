@@ -1,6 +1,6 @@
-"""Ops that cut tensors along a dim or put pieces together along one: every other dim may be split.
+"""Ops that split or concatenate tensors along a dim: every other dim may be sharded.
 
-The pieces' elements are the whole's, so partial sums pass, as do partial extremes where nothing is filled in.
+They move elements unchanged, so partial sums pass through, as do partial extremes where no values are filled in.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def cut(call: OpCall) -> list[Option]:
 
 def _between(call: OpCall, dim: int, outer: int) -> Option:
     length = call.arg("self").shape[dim] // outer
-    pieces = [info.shape[dim] // length for info in call.results if info is not None]
-    return option(call, {"self": rows(dim, outer)}, [rows(dim, count) for count in pieces])
+    counts = [info.shape[dim] // length for info in call.results if info is not None]
+    return option(call, {"self": rows(dim, outer)}, [rows(dim, count) for count in counts])
 
 
 def cuts_between(call: OpCall, outer: int) -> bool:
-    """Whether a cut along rows in ``outer`` runs leaves each run in one piece: what was joined is taken apart again."""
+    """Whether a cut of rows in ``outer`` runs divides no run: a split that undoes a concatenation."""
     dim = dim_of(call)
     length, left = divmod(call.arg("self").shape[dim], outer)
     borders = [_start(call), *(info.shape[dim] for info in call.results if info is not None)]
@@ -62,7 +62,7 @@ def cuts_between(call: OpCall, outer: int) -> bool:
 
 
 def _start(call: OpCall) -> int:
-    """The first row of the first piece."""
+    """The first row of the first result."""
     size: int = call.arg("self").shape[dim_of(call)]
     start: int = call.arg("start") or 0
     return min(max(start + size, 0) if start < 0 else start, size)
@@ -70,7 +70,7 @@ def _start(call: OpCall) -> int:
 
 @localize(*CUTS)
 def own_rows(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
-    """Where a cut begins and how long its pieces are, counted in a rank's own rows."""
+    """The start and the lengths of a cut, in a rank's own rows."""
     dim = dim_of(call)
     first, here = call.results[0], [shape[dim] for shape in shapes if shape is not None]
     if takes_all(call) or first is None or first.shape[dim] == here[0]:
@@ -85,7 +85,7 @@ def own_rows(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes
 
 
 def takes_all(call: OpCall) -> bool:
-    """Whether the call is a slice from the first row to the last, so that every rank's part is taken whole."""
+    """Whether the call is a slice from the first row to the last, which takes all of every rank's part."""
     if "slice" not in str(call.target):
         return False
     start, end = call.arg("start"), call.arg("end")
@@ -100,7 +100,7 @@ def _rows(call: OpCall) -> int:
 
 @rule(*aten("select.int", "select_copy.int", "unbind.int", "unbind_copy.int"))
 def select(call: OpCall) -> list[Option]:
-    """All dims but the one that goes."""
+    """All dims but the one that is removed."""
     names = without(letters(call.arg("self").ndim), dim_of(call))
     return options(call, Dims({"self": names}, names.replace(WHOLE, ""), moves=("self",)))
 
@@ -109,7 +109,7 @@ def select(call: OpCall) -> list[Option]:
 def cat(call: OpCall) -> list[Option]:
     """All dims; torch skips empty 1-D tensors among others.
 
-    Along the dim on which the tensors follow each other, a rank has its part of each: two views of the batch, say.
+    Along the dim of concatenation a rank has its part of each tensor: of two views of the batch, for example.
     """
     result = call.results[0]
     assert result is not None
@@ -120,23 +120,23 @@ def cat(call: OpCall) -> list[Option]:
 
 
 def _joined(call: OpCall, dim: int) -> list[Option]:
-    """Options that split ``dim``, along which tensors of equal size follow each other."""
+    """Options that split ``dim``, along which tensors of equal size are concatenated."""
     result = call.results[0]
     assert result is not None
     joined = [info.ndim == result.ndim for info in call.operands]
-    sizes = {info.shape[dim] for info, counts in zip(call.operands, joined, strict=True) if counts}
+    sizes = {info.shape[dim] for info, is_joined in zip(call.operands, joined, strict=True) if is_joined}
     if len(sizes) != 1 or not call.even(size := min(sizes)) or not size:
         return []
     found = []
     for outer in _runs_along(call, dim):
-        placed = [rows(dim, outer) if counts else Replicate() for counts in joined]
+        placements = [rows(dim, outer) if is_joined else Replicate() for is_joined in joined]
         if call.even(size // outer):
-            found.append(option(call, {"tensors": placed}, rows(dim, outer * sum(joined))))
+            found.append(option(call, {"tensors": placements}, rows(dim, outer * sum(joined))))
     return found
 
 
 def _runs_along(call: OpCall, dim: int) -> list[int]:
-    """One, and the numbers of runs in which operands are there along ``dim``."""
+    """1, and the numbers of runs in which operands are available along ``dim``."""
     return list(dict.fromkeys([1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == dim)]))
 
 
@@ -150,7 +150,7 @@ def stack(call: OpCall) -> list[Option]:
 
 @rule(*aten("slice_backward"))
 def slice_backward(call: OpCall) -> list[Option]:
-    """Zeros with the gradient at the slice."""
+    """All dims but the one sliced, for zeros with the gradient at the slice."""
     names = letters(call.arg("grad_output").ndim)
     kept = names if takes_all(call) else without(names, wrap(call.arg("dim"), len(names)))
     return options(call, Dims({"grad_output": kept}, kept, linear=(("grad_output",),)))
@@ -158,7 +158,7 @@ def slice_backward(call: OpCall) -> list[Option]:
 
 @rule(*aten("select_backward"))
 def select_backward(call: OpCall) -> list[Option]:
-    """Zeros with the gradient at one row."""
+    """All dims of the gradient, which becomes one row among zeros."""
     names = letters(call.arg("grad_output").ndim)
     at = wrap(call.arg("dim"), len(names) + 1)
     return options(call, Dims({"grad_output": names}, names[:at] + WHOLE + names[at:], linear=(("grad_output",),)))
@@ -166,7 +166,7 @@ def select_backward(call: OpCall) -> list[Option]:
 
 @rule(*aten("slice_scatter"))
 def slice_scatter(call: OpCall) -> list[Option]:
-    """One tensor with another in place of a slice."""
+    """All dims but the one sliced; one tensor replaces a slice of the other."""
     names = letters(call.arg("self").ndim)
     kept = names if takes_all(call) else without(names, dim_of(call))
     return options(call, Dims({"self": kept, "src": kept}, kept, moves=("self", "src")))
@@ -174,7 +174,7 @@ def slice_scatter(call: OpCall) -> list[Option]:
 
 @rule(*aten("select_scatter"))
 def select_scatter(call: OpCall) -> list[Option]:
-    """One tensor with another in place of a row."""
+    """All dims but the one of the row that is replaced."""
     names = without(letters(call.arg("self").ndim), dim_of(call))
     row = names.replace(WHOLE, "")
     return options(call, Dims({"self": names, "src": row}, names, moves=("self", "src")))
@@ -189,14 +189,14 @@ def diagonal(call: OpCall) -> list[Option]:
 
 @rule(*aten("diagonal_backward"))
 def diagonal_backward(call: OpCall) -> list[Option]:
-    """Zeros with the gradient on the diagonal."""
+    """All dims but the two of the diagonal, which the gradient fills."""
     whole, rest = _off_diagonal(call, len(call.arg("input_sizes")))
     return options(call, Dims({"grad_output": rest}, whole, linear=(("grad_output",),)))
 
 
 @rule(*aten("diagonal_scatter"))
 def diagonal_scatter(call: OpCall) -> list[Option]:
-    """One tensor with another on its diagonal."""
+    """All dims but the two of the diagonal, which is replaced."""
     whole, rest = _off_diagonal(call, call.arg("self").ndim)
     return options(call, Dims({"self": whole, "src": rest}, whole, moves=("self", "src")))
 
@@ -208,14 +208,14 @@ def _off_diagonal(call: OpCall, ndim: int) -> tuple[str, str]:
 
 @rule(*aten("unfold", "unfold_copy"))
 def unfold(call: OpCall) -> list[Option]:
-    """Windows along one dim, in a new last dim."""
+    """All dims but the one with windows, which are a new last dim."""
     names = without(letters(call.arg("self").ndim), dim_of(call, "dimension"))
     return options(call, Dims({"self": names}, names + WHOLE, moves=("self",)))
 
 
 @rule(*aten("unfold_backward"))
 def unfold_backward(call: OpCall) -> list[Option]:
-    """The sum of windows."""
+    """All dims but the one along which windows are summed."""
     ndim = len(call.arg("input_sizes"))
     names = without(letters(ndim), wrap(call.arg("dim"), ndim))
     return options(call, Dims({"grad_in": names + WHOLE}, names, linear=(("grad_in",),)))
@@ -241,7 +241,7 @@ def pad(call: OpCall) -> list[Option]:
 
 @rule(*aten("repeat"))
 def repeat(call: OpCall) -> list[Option]:
-    """All dims; of one that is repeated, a rank has its part of each repetition."""
+    """All dims; of a repeated dim a rank has its part of each repetition."""
     repeats: list[int] = call.arg("repeats")
     names = letters(call.arg("self").ndim)
     new = len(repeats) - len(names)
@@ -252,7 +252,7 @@ def repeat(call: OpCall) -> list[Option]:
 
 
 def _repeated(call: OpCall, before: int, after: int, times: int) -> Iterator[Option]:
-    """Options that split the dim ``before``, which is repeated and then is ``after``."""
+    """Options that split the dim ``before``, which is repeated and becomes ``after``."""
     size = call.arg("self").shape[before]
     for outer in _runs_along(call, before):
         if size and call.even(size // outer):

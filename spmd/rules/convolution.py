@@ -1,6 +1,6 @@
 """Convolutions: the batch may be split, and without groups also the channels, a split contraction giving partial sums.
 
-All splits are even: kernels refuse tensors without rows.
+All splits are even, because kernels reject tensors without rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def convolution(call: OpCall) -> list[Option]:
 
 @rule(*aten("convolution_backward"))
 def convolution_backward(call: OpCall) -> list[Option]:
-    """The gradient of the input sums over output channels, those of weight and bias over rows."""
+    """Rows and channels: the gradient of the input sums over output channels, those of weight and bias over rows."""
     labels = _labels(call)
     if labels is None:
         return []
@@ -39,7 +39,7 @@ def convolution_backward(call: OpCall) -> list[Option]:
 
 
 def _labels(call: OpCall) -> tuple[str, str, str] | None:
-    """Labels of input, weight and result: n rows, i channels in, o channels out; with groups, rows alone."""
+    """Labels of input, weight and result: n rows, i channels in, o channels out; with groups only the rows."""
     source, weight = call.arg("input"), call.arg("weight")
     if source.ndim != weight.ndim:
         return None

@@ -12,7 +12,7 @@ ROW, OTHER = "YZ"
 
 @rule(*aten("_cdist_forward"))
 def distances(call: OpCall) -> list[Option]:
-    """``x1``: (..., row, width), ``x2``: (..., other, width), with the same dims in front."""
+    """Rows of either, and batch dims: ``x1`` is (..., row, width), ``x2`` (..., other, width)."""
     batch = _batch(call)
     if batch is None:
         return []
@@ -21,7 +21,7 @@ def distances(call: OpCall) -> list[Option]:
 
 @rule(*aten("_cdist_backward"))
 def distances_backward(call: OpCall) -> list[Option]:
-    """The gradient of ``x1``: a row's is a sum over the others. Linear in the gradient that comes in."""
+    """Rows of ``x1``, whose gradients are sums over the others. Linear in the incoming gradient."""
     batch = _batch(call)
     if batch is None:
         return []
@@ -31,11 +31,11 @@ def distances_backward(call: OpCall) -> list[Option]:
     return options(call, Dims(operands, batch + ROW + WHOLE, reduced=OTHER, linear=((grad,),)))
 
 
-# Pairs of rows of one tensor, in one dim.
+# The result has all pairs of rows of one tensor in one dim.
 whole(*aten("_pdist_forward", "_pdist_backward"))
 
 
 def _batch(call: OpCall) -> str | None:
-    """Labels of the dims in front of the rows; None where they broadcast."""
+    """Labels of the batch dims; None if they broadcast."""
     one, other = call.arg("x1"), call.arg("x2")
     return letters(one.ndim - 2) if one.shape[:-2] == other.shape[:-2] else None

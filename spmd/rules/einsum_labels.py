@@ -1,9 +1,9 @@
-"""The engine under nearly every rule: dims with letters, as in einsum, and from them the options of a call.
+"""Derive the options of a call from einsum labels, as nearly every rule does.
 
 In comes a ``Dims``: one letter per dim for each operand (by the name of the argument) and each result. Dims with the
-same letter run over the same rows, so splitting all of them at once is right; a letter that a result lacks was summed
+same letter have the same rows, so splitting all of them at once is correct; a letter that a result lacks was summed
 over, or the result does not depend on it; a dot is a dim that the op needs whole. Out come ``Option``s. A rule is then
-a line, "mk,kn->mn", and what is right about it is argued here once.
+one line, "mk,kn->mn", and its correctness follows from this file.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Labels = str | Sequence[str]
 
 WHOLE = "."
 EQUAL = "="
-"""In the place of a result's labels: this result is the same on all ranks, whatever is split."""
+"""Instead of a result's labels: the result is equal on all ranks, whatever is split."""
 
 PARTIALS = (P, Partial("max"), Partial("min"))
 
 
 @dataclass(frozen=True)
 class Dims:
-    """Which dims of a call belong together, and which operands may be partial.
+    """The dims of a call that are split together, and the operands that may be partial.
 
     - ``operands``, ``results``: labels by argument name (an operand left out is needed whole), and per result.
     - ``reduced``: letters summed over: a result that lacks one is ``reduced_as`` when it is split.
     - ``same``: letters on which a result that lacks them does not depend.
-    - ``even``: letters whose dims must split evenly ("*": all), because a short or empty shard is not understood.
+    - ``even``: letters whose dims must split evenly ("*": all), because the op does not support short or empty shards.
     - ``grouped``: letters whose dims may differ in size, a row of the smaller with a run of rows of the larger.
     - ``broadcast``: a dim of size 1 stands for all rows of its letter, and is then replicated.
-    - ``onto``: an operand that the op adds the rest to: where the result is partial, it must be partial too.
-    - ``linear``: sets of operands; the results are sums over ranks if exactly one such set is.
-    - ``moves``: operands whose elements are the results' elements, unchanged: any kind of partial passes through.
+    - ``onto``: an operand to which the op adds: where the result is partial, it must be partial too.
+    - ``linear``: sets of operands; if exactly the operands of one set are partial sums, so are the results.
+    - ``moves``: operands whose elements the results have unchanged: any kind of partial passes through.
     """
 
     operands: Mapping[str, Labels]
@@ -77,22 +77,22 @@ def letters(count: int, start: int = 0) -> str:
 
 
 def wrap(dim: int, ndim: int) -> int:
-    """``dim`` counted from the front; a tensor without dims counts as one with one, as in torch."""
+    """``dim`` counted from the front; a 0-dim tensor is treated as 1-D, as in torch."""
     return dim % max(ndim, 1)
 
 
 def without(labels: str, *dims: int) -> str:
-    """``labels`` with ``dims`` needed whole."""
+    """``labels``, with ``dims`` marked as needed whole."""
     return "".join(WHOLE if d in dims else c for d, c in enumerate(labels))
 
 
 def aligned(info: Info, labels: str) -> str:
-    """The last of ``labels``, as many as ``info`` has dims: how broadcasting lines tensors up."""
+    """The last ``info.ndim`` of ``labels``, as broadcasting aligns dims."""
     return labels[len(labels) - info.ndim :]
 
 
 def options(call: OpCall, dims: Dims) -> list[Option]:
-    """Every split of a letter that is right, and every partial operand that passes through."""
+    """Every correct split of a letter, and every partial operand that passes through."""
     splits = (split(call, dims, letter) for letter in dims.letters())
     found = [option for option in splits if option is not None]
     found += [option for plain in found for option in in_runs(call, plain)]
@@ -101,28 +101,28 @@ def options(call: OpCall, dims: Dims) -> list[Option]:
 
 
 def split(call: OpCall, dims: Dims, letter: str) -> Option | None:
-    """All dims called ``letter`` split over the ranks, or None where that is not right."""
+    """The option that splits all dims called ``letter``, or None if that is not correct."""
     results = _result_labels(call, dims)
     sizes = _sizes(call, dims, results, letter)
     needs_even = dims.even == "*" or letter in dims.even
     if not sizes or (needs_even and not all(call.even(size) for size in sizes)):
         return None
-    placed = [
-        _place_result(dims, labels, info, letter, sizes) for labels, info in zip(results, call.results, strict=True)
+    placements = [
+        _of_result(dims, labels, info, letter, sizes) for labels, info in zip(results, call.results, strict=True)
     ]
-    if any(p is None for p, info in zip(placed, call.results, strict=True) if info is not None):
+    if any(p is None for p, info in zip(placements, call.results, strict=True) if info is not None):
         return None
-    operands = {name: _place_operand(call, name, labels, letter, sizes) for name, labels in dims.operands.items()}
-    if dims.onto and dims.reduced_as in placed:
+    operands = {name: _of_operand(call, name, labels, letter, sizes) for name, labels in dims.operands.items()}
+    if dims.onto and dims.reduced_as in placements:
         operands[dims.onto] = dims.reduced_as
-    return option(call, operands, placed)
+    return option(call, operands, placements)
 
 
 def in_runs(call: OpCall, plain: Option) -> list[Option]:
-    """``plain``, which splits one letter, with its rows in runs as an operand has them.
+    """``plain``, which splits one letter, with its rows in runs as in the operands.
 
-    All dims of a letter run over the same rows, so it does not matter which rows a rank has, if all its operands have
-    the same ones. Not where dims of one letter differ in size: then their rows lie in other runs.
+    All dims of a letter have the same rows, so a rank may have any of them, if it has the same ones of each operand.
+    Not where dims of one letter differ in size: their runs differ, too.
     """
     found: dict[int, Option] = {}
     for placement, held, info in zip(plain.operands, call.interleaved, call.operands, strict=bool(call.interleaved)):
@@ -146,7 +146,7 @@ def _with_runs(plain: Option, outer: int) -> Option:
 
 
 def partial(call: OpCall, names: Sequence[str], kind: Partial) -> list[Option]:
-    """``names`` all partial gives partial results, unless one is no tensor or a result's dtype would lose bits."""
+    """The option with ``names`` and results partial, unless one is no tensor or a result's dtype would lose bits."""
     given = [list(infos(call.arg(name))) for name in names]
     present = [info for info in call.results if info is not None]
     if not all(given) or not present:
@@ -157,7 +157,7 @@ def partial(call: OpCall, names: Sequence[str], kind: Partial) -> list[Option]:
 
 
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every number of ``source`` is one of ``target``: summing before or after the conversion is the same."""
+    """Whether ``target`` represents every number of ``source``, so that conversion and summation commute."""
     return (
         source != torch.bool
         and torch.promote_types(source, target) == target
@@ -166,12 +166,12 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def is_zero(value: Any) -> bool:
-    """Whether ``value`` is the number zero, known now: a symbolic number may be zero in this call alone."""
+    """Whether ``value`` is a plain zero; a symbolic number may be zero in this call only."""
     return type(value) in (int, float, bool) and value == 0
 
 
 def grows(call: OpCall, names: Sequence[str]) -> bool:
-    """Whether the results have more elements than any of ``names``: reducing later would then move more bytes."""
+    """Whether the results have more elements than each of ``names``, so that reducing later would move more bytes."""
     before = max((prod(i.shape) for name in names for i in infos(call.arg(name))), default=0)
     return any(prod(info.shape) > before for info in call.results if info is not None)
 
@@ -182,13 +182,13 @@ def option(
     results: Placement | Sequence[Placement | None],
 ) -> Option:
     """An ``Option`` from placements by argument name; operands not named are replicated."""
-    placed = tuple(p for name, value in arguments(call) for p in _spread(value, operands.get(name, R)))
+    placements = tuple(p for name, value in arguments(call) for p in _spread(value, operands.get(name, R)))
     given: Sequence[Any] = results if isinstance(results, (list, tuple)) else [results] * len(call.results)
-    return Option(placed, tuple(None if info is None else p for p, info in zip(given, call.results, strict=True)))
+    return Option(placements, tuple(None if info is None else p for p, info in zip(given, call.results, strict=True)))
 
 
 def arguments(call: OpCall) -> Iterator[tuple[str, Any]]:
-    """The arguments that the call gives, with their names, in the order of its operands."""
+    """The names and values of the call's arguments, in the order of its operands."""
     yield from zip(parameters(call.target), call.args, strict=False)
     yield from call.kwargs.items()
 
@@ -203,7 +203,7 @@ def infos(value: Any) -> Iterator[Info]:
 
 
 def _spread(value: Any, placement: Placement | Sequence[Placement]) -> Iterator[Placement]:
-    # Asking whether something is a Placement is slow; whether it is a list is not.
+    # isinstance is slow for Placement, and fast for list and tuple.
     if isinstance(placement, (list, tuple)):
         for item, one in zip(value, placement, strict=True):
             yield from _spread(item, one)
@@ -214,12 +214,12 @@ def _spread(value: Any, placement: Placement | Sequence[Placement]) -> Iterator[
 
 
 def _result_labels(call: OpCall, dims: Dims) -> list[str]:
-    """One string per result; a lone string in ``Dims`` goes for all of them."""
+    """One string per result; a single string in ``Dims`` is for all of them."""
     return [dims.results] * len(call.results) if isinstance(dims.results, str) else list(dims.results)
 
 
 def _sizes(call: OpCall, dims: Dims, results: Sequence[str], letter: str) -> set[int]:
-    """How many rows ``letter`` has (several counts if they are grouped), or nothing where its dims disagree."""
+    """The size of the dims called ``letter`` (several sizes if grouped), or nothing if they disagree."""
     sizes = set[int]()
     for labels, info in _labelled(call, dims, results):
         assert len(labels) == info.ndim, f"{call.target}: labels {labels!r} for a tensor of shape {info.shape}"
@@ -232,7 +232,7 @@ def _sizes(call: OpCall, dims: Dims, results: Sequence[str], letter: str) -> set
 
 
 def _labelled(call: OpCall, dims: Dims, results: Sequence[str]) -> Iterator[tuple[str, Info]]:
-    """Every operand and result that is there, with its labels."""
+    """Every operand and result that is present, with its labels."""
     for name, labels in dims.operands.items():
         yield from _pairs(call.arg(name), labels)
     for one, info in zip(results, call.results, strict=True):
@@ -241,7 +241,7 @@ def _labelled(call: OpCall, dims: Dims, results: Sequence[str]) -> Iterator[tupl
 
 
 def _pairs(value: Any, labels: Labels) -> Iterator[tuple[str, Info]]:
-    """Labels with the tensor they stand for; arguments that are absent have none."""
+    """The tensors of one argument with their labels; nothing for an absent argument."""
     if isinstance(value, Info):
         assert isinstance(labels, str)
         yield labels, value
@@ -250,28 +250,28 @@ def _pairs(value: Any, labels: Labels) -> Iterator[tuple[str, Info]]:
         yield from ((one, item) for one, item in zip(each, value, strict=True) if isinstance(item, Info))
 
 
-def _place_operand(
+def _of_operand(
     call: OpCall, name: str, labels: Labels, letter: str, sizes: set[int]
 ) -> Placement | Sequence[Placement]:
+    """The placements of one argument's tensors where ``letter`` is split."""
     value = call.arg(name)
     if isinstance(value, Info):
         assert isinstance(labels, str)
-        return _place(labels, value, letter, sizes)
+        return _of_tensor(labels, value, letter, sizes)
     if not isinstance(value, (list, tuple)):
         return R
     each = [labels] * len(value) if isinstance(labels, str) else labels
-    return [
-        _place(one, item, letter, sizes) if isinstance(item, Info) else R for one, item in zip(each, value, strict=True)
-    ]
+    pairs = zip(each, value, strict=True)
+    return [_of_tensor(one, item, letter, sizes) if isinstance(item, Info) else R for one, item in pairs]
 
 
-def _place(labels: str, info: Info, letter: str, sizes: set[int]) -> Placement:
-    where = labels.find(letter)
-    return Shard(where) if where >= 0 and info.shape[where] in sizes else Replicate()
+def _of_tensor(labels: str, info: Info, letter: str, sizes: set[int]) -> Placement:
+    dim = labels.find(letter)
+    return Shard(dim) if dim >= 0 and info.shape[dim] in sizes else Replicate()
 
 
-def _place_result(dims: Dims, labels: str, info: Info | None, letter: str, sizes: set[int]) -> Placement | None:
-    """The placement of one result, or None where splitting ``letter`` would make it wrong."""
+def _of_result(dims: Dims, labels: str, info: Info | None, letter: str, sizes: set[int]) -> Placement | None:
+    """The placement of one result, or None if splitting ``letter`` would make it wrong."""
     if info is None or labels == EQUAL or (letter in dims.same and letter not in labels):
         return R
     if letter in labels:

@@ -1,9 +1,9 @@
-"""Ops that make a tensor out of nothing but sizes: each rank makes its own part.
+"""Factory ops, which create a tensor from sizes: each rank creates its own part.
 
-Also those that take shape and dtype, but no values, from an operand (``zeros_like``, ``rand_like``): they split as it
-does, and may take it in partial. And those that take no more than dtype and device (``new_zeros``): any operand will
-do. Zeros are a sum of zeros too, which lets ``index_put`` and ``scatter_add`` collect into partial ones. ``arange``,
-``eye`` and ``randperm`` hold positions and are made whole. What random ops draw on which rank is not said here.
+Ops that take shape and dtype, but no values, from an operand (``zeros_like``, ``rand_like``) split as it is split, and
+accept it as partial. Ops that take only dtype and device (``new_zeros``) accept any placement. Zeros are also a partial
+sum, into which ``index_put`` and ``scatter_add`` accumulate. ``arange``, ``eye`` and ``randperm`` depend on positions
+and are created whole. The numbers that random ops draw on each rank are not decided here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .registry import rule, whole
 
 
 def makes_zeros(call: OpCall) -> bool:
-    """Whether the call makes zeros, whatever name it has."""
+    """Whether the call creates zeros, by any op."""
     return has(call.target, Trait.ZEROS) or (has(call.target, Trait.FULL) and is_zero(call.arg("fill_value")))
 
 
@@ -30,7 +30,7 @@ def makes_zeros(call: OpCall) -> bool:
     *aten("randint", "randint.generator", "randint.low", "randint.low_generator"),
 )
 def made(call: OpCall) -> list[Option]:
-    """Any dim, and zeros also as a sum."""
+    """Any dim, and zeros also as a partial sum."""
     return [Option((), (placement,)) for placement in _made_as(call)[1:]]
 
 
@@ -50,7 +50,7 @@ def made_beside(call: OpCall) -> list[Option]:
     *aten("random", "random.from", "random.to"),
 )
 def made_like(call: OpCall) -> list[Option]:
-    """Split as the operand is; of a partial operand only the shape matters."""
+    """The dims of the operand; of a partial operand only the shape is used."""
     names = letters(call.arg("self").ndim)
     whole = [option(call, {"self": kind}, R) for kind in PARTIALS]
     if makes_zeros(call):
@@ -60,13 +60,13 @@ def made_like(call: OpCall) -> list[Option]:
 
 @rule(*aten("bernoulli", "native_dropout"))
 def drawn(call: OpCall) -> list[Option]:
-    """Drawn by the operand's values: split as it is, evenly."""
-    # Of a tensor without elements native_dropout returns a mask of another dtype.
+    """The dims of the operand, whose values are probabilities, split evenly."""
+    # For a tensor without elements native_dropout returns a mask of another dtype.
     names = letters(call.operands[0].ndim)
     return options(call, Dims({next(iter(parameters(call.target))): names}, names, even="*"))
 
 
-# What these hold depends on where.
+# Their values depend on the position.
 whole(
     *aten("arange", "arange.start", "arange.start_step", "linspace", "logspace", "eye", "eye.m", "scalar_tensor"),
     *aten("tril_indices", "triu_indices", "randperm", "randperm.generator", "hann_window", "hamming_window"),

@@ -1,9 +1,9 @@
 """Ops that read and write rows by index.
 
-Indices count over the whole of the dim they index, so that dim stays whole; the dims of the indices may be split, and
-so may all dims that are not indexed. Where rows are *added* to a tensor, a split of the indices leaves each rank a part
-of the sum: the tensor added to, and the result, are partial. An index that counts the rows of the dim it indexes takes
-each from its own place: there the dim may be split along with the index, which then counts a rank's rows from 0 on.
+Indices are global positions in the dim they index, so that dim stays whole; the dims of the indices may be split, and
+so may all dims that are not indexed. Where rows are *added* to a tensor, a split of the indices leaves each rank with a
+part of the sum: the tensor added to, and the result, are partial. An iota index (0, 1, 2, ...) over the dim it indexes
+reads each row at its own position: the dim may be split together with the index, which then starts from 0 on each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .registry import rule, whole
 
 @rule(*aten("embedding"))
 def embedding(call: OpCall) -> list[Option]:
-    """The dims of the indices, and the columns of the weight; also its rows, of which each rank finds those it has."""
+    """The dims of the indices, and the columns of the weight; also its rows, each rank looking up those it has."""
     rows = letters(call.arg("indices").ndim)
     found = options(call, Dims({"weight": WHOLE + "D", "indices": rows}, rows + "D", linear=(("weight",),)))
     return [*found, replace(option(call, {"weight": S(0)}, P), local=lookup.embedding)]
@@ -31,9 +31,9 @@ def embedding(call: OpCall) -> list[Option]:
 
 @rule(*aten("embedding_dense_backward"))
 def embedding_dense_backward(call: OpCall) -> list[Option]:
-    """Each rank adds up the rows that its indices name, or, with all indices, those of its part of the table.
+    """The dims of the indices, each rank summing over its own; or, with all indices, the rows of the table.
 
-    Frequencies have to be counted over all indices.
+    Scaling by frequency needs all indices.
     """
     by_rows = replace(option(call, {}, S(0)), local=lookup.embedding_backward)
     if call.arg("scale_grad_by_freq"):
@@ -45,7 +45,7 @@ def embedding_dense_backward(call: OpCall) -> list[Option]:
 
 @rule(*aten("gather"))
 def gather(call: OpCall) -> list[Option]:
-    """Dims where index and tensor agree; along the gathered dim, the index alone."""
+    """Dims where index and tensor agree; along the gathered dim, the index only."""
     index = letters(call.arg("index").ndim)
     whole = without(index, wrap(call.arg("dim"), len(index)))
     if call.arg("self").ndim != len(index):
@@ -76,7 +76,7 @@ def scatter_add(call: OpCall) -> list[Option]:
 
 
 def _scattered(call: OpCall) -> str | None:
-    """Labels for tensor, index and source; None if they have unlike numbers of dims."""
+    """Labels for tensor, index and source; None if they have different numbers of dims."""
     if len({info.ndim for info in call.operands}) != 1:
         return None
     ndim = call.arg("self").ndim
@@ -139,9 +139,9 @@ def index_put(call: OpCall) -> list[Option]:
 
 
 def _indexed(call: OpCall) -> tuple[str, list[str], str] | None:
-    """Labels of tensor, indices and indexed rows; None where an index is a mask, whose count of rows is not known.
+    """Labels of tensor, indices and indexed rows; None if an index is a mask, which selects an unknown number of rows.
 
-    The dims of the indices stand where the first index stood if the indexed dims are neighbours, else in front.
+    The dims of the indices replace the indexed dims if those are adjacent; else they come first.
     """
     source: Info = call.arg("self")
     indices: list[Any] = list(call.arg("indices"))
@@ -150,16 +150,16 @@ def _indexed(call: OpCall) -> tuple[str, list[str], str] | None:
         return None
     names = without(letters(source.ndim), *given)
     inner = letters(len(torch.broadcast_shapes(*(indices[d].shape for d in given))), start=26)
-    neighbours = given == list(range(given[0], given[-1] + 1))
-    at = given[0] if neighbours else 0
+    adjacent = given == list(range(given[0], given[-1] + 1))
+    at = given[0] if adjacent else 0
     kept = [c for d, c in enumerate(names) if d not in given]
     rows = "".join(kept[:at]) + inner + "".join(kept[at:])
     labels = [aligned(one, inner) if isinstance(one, Info) else "" for one in indices]
-    return _with_counted(source, indices, names, labels), labels, rows
+    return _with_iota_dims(source, indices, names, labels), labels, rows
 
 
-def _with_counted(source: Info, indices: list[Any], names: str, labels: list[str]) -> str:
-    """``names`` with the letter of a dim of the indices for a dim that is indexed by the number of each of its rows."""
+def _with_iota_dims(source: Info, indices: list[Any], names: str, labels: list[str]) -> str:
+    """``names``, with the letter of the index's dim for each dim that is indexed by an iota over all its rows."""
     found = list(names)
     for d, one in enumerate(indices):
         if isinstance(one, Info) and one.iota_dim is not None and one.shape[one.iota_dim] == source.shape[d] > 1:
@@ -169,7 +169,7 @@ def _with_counted(source: Info, indices: list[Any], names: str, labels: list[str
 
 
 def _from_zero(call: OpCall, found: list[Option]) -> list[Option]:
-    """The options, with the index of a split dim counting from 0 on."""
+    """The options, with the index of a split dim starting from 0 on each rank."""
     given = [d for d, one in enumerate(call.arg("indices")) if isinstance(one, Info)]
     splits = {d: 1 + k for k, d in enumerate(given)}  # operands: the tensor, then the indices
     first = [option.operands[0] for option in found]
@@ -181,21 +181,21 @@ def _from_zero(call: OpCall, found: list[Option]) -> list[Option]:
 
 @rule(*aten("one_hot"))
 def one_hot(call: OpCall) -> list[Option]:
-    """All dims, if the number of classes is not left to the data."""
+    """All dims, if the number of classes is given and does not depend on the data."""
     names = letters(call.arg("self").ndim)
     return options(call, Dims({"self": names}, names + WHOLE)) if call.arg("num_classes") > 0 else []
 
 
 @rule(*aten("bucketize.Tensor"))
 def bucketize(call: OpCall) -> list[Option]:
-    """Each element alone, against all boundaries."""
+    """All dims: each element is compared with all boundaries."""
     names = letters(call.arg("self").ndim)
     return options(call, Dims({"self": names}, names))
 
 
 @rule(*aten("searchsorted.Tensor"))
 def searchsorted(call: OpCall) -> list[Option]:
-    """Each value alone, against a whole sequence; where every row has a sequence of its own, rows are split alike."""
+    """All dims of the values, against whole sequences; where each row has its own sequence, both split by rows."""
     sequence, values = call.arg("sorted_sequence"), call.arg("self")
     names = letters(values.ndim)
     own = WHOLE if sequence.ndim == 1 else names[:-1] + WHOLE
@@ -204,16 +204,16 @@ def searchsorted(call: OpCall) -> list[Option]:
 
 @rule(*aten("isin.Tensor_Tensor", "isin.Tensor_Scalar"))
 def isin(call: OpCall) -> list[Option]:
-    """Each element alone, against all test elements."""
+    """All dims: each element is compared with all test elements."""
     names = letters(call.arg("elements").ndim)
     return options(call, Dims({"elements": names}, names))
 
 
-# How many rows there are, or which go where, depends on all the data.
+# The number of rows, or their order, depends on all the data.
 whole(*aten("nonzero", "nonzero_static", "masked_select", "where", "masked_scatter", "unique_consecutive", "_unique2"))
 
-# One number, looked up in one sequence.
+# One number is looked up in one sequence.
 whole(*aten("searchsorted.Scalar", "bucketize.Scalar"))
 
-# What goes to Python, or stops the program, looks at everything.
+# A value for Python, or an assertion, depends on all the data.
 whole(*aten("_local_scalar_dense", "is_nonzero", "equal", "_assert_async", "_assert_async.msg"))

@@ -1,4 +1,4 @@
-"""Solvers and factorizations of matrices: the dims in front of the matrix may be split, evenly."""
+"""Solvers and factorizations of matrices: the batch dims may be split, evenly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .base import OpCall, Option
 from .einsum_labels import WHOLE, Dims, arguments, infos, letters, options
 from .registry import rule
 
-# How many dims at the end belong to the matrix: of an operand that is not among ``OPERANDS``, and of each result.
+# The number of last dims that belong to the matrix: of an operand that is not among ``OPERANDS``, and of each result.
 MATRIX = 2
 RESULTS: dict[str, tuple[int, ...]] = {
     "linalg_solve_triangular": (2,),
@@ -41,7 +41,7 @@ OPS = {op: ndims for name, ndims in RESULTS.items() for op in aten(name)}
 
 @rule(*OPS)
 def by_matrix(call: OpCall) -> list[Option]:
-    """Each matrix alone, if all operands have the same dims in front."""
+    """The batch dims, if all operands have the same ones."""
     given = {name: info for name, value in arguments(call) for info in infos(value) if info.ndim}  # else for all
     ndims = {name: OPERANDS.get(name, MATRIX) for name in given}
     fronts = {info.shape[: info.ndim - ndims[name]] for name, info in given.items()}
@@ -49,7 +49,7 @@ def by_matrix(call: OpCall) -> list[Option]:
         return []
     front = letters(len(fronts.pop()))
     operands = {name: front + WHOLE * count for name, count in ndims.items()}
-    # What is not asked for has a size of its own: the vectors of eigh or svd.
+    # Results that were not requested, such as the vectors of eigh or svd, have another number of dims.
     whole = [
         front + WHOLE * ndim if info is None or info.ndim == len(front) + ndim else WHOLE * info.ndim
         for ndim, info in zip(OPS[call.target], call.results, strict=True)
@@ -59,7 +59,7 @@ def by_matrix(call: OpCall) -> list[Option]:
 
 @rule(*aten("_linalg_solve_ex", "linalg_lu_solve"))
 def solve(call: OpCall) -> list[Option]:
-    """Each system alone, if every operand has the matrices' dims in front: a right-hand side may be a vector."""
+    """The batch dims, if every operand has those of the matrices; a right-hand side may be a vector."""
     matrices, *others = [(name, info) for name, value in arguments(call) for info in infos(value)]
     shape = matrices[1].shape
     if any(info.shape != shape[:-1] and info.shape[:-MATRIX] != shape[:-MATRIX] for _, info in others):

@@ -1,8 +1,8 @@
-"""Ops that look rows or classes up by index, on ranks that have a part of the rows each.
+"""Lookups of rows or classes by index, on ranks that each have a part of the rows.
 
-A rank finds what it has, and zeros for the rest: the ranks' results are a sum. Indices count over the whole, so they
-are shifted to where the part starts, and those that fall outside are put where they do no harm. Every rank runs the
-same ops; where some rank's part may be empty, all of them look into a part with one row more.
+A rank looks up the rows it has, and takes zeros for the others, so the results are a partial sum. Indices are global:
+they are shifted by the start of the part, and those outside of it are redirected or masked. Every rank runs the same
+ops; where some rank's part may be empty, all ranks pad their part by one row.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _IGNORED = -100
 
 
 def shifted(run: Run, indices: Any, start: int, length: int, outside: int) -> tuple[Any, Any]:
-    """(indices into the part, ``outside`` where the part does not have them; where that is)."""
+    """(indices into the part, with ``outside`` for those beyond it; a mask of the latter)."""
     moved = run(aten.sub.Tensor, (indices, start))
     missing = run(aten.bitwise_or.Tensor, (run(aten.lt.Scalar, (moved, 0)), run(aten.ge.Scalar, (moved, length))))
     return run(aten.masked_fill.Scalar, (moved, missing, outside)), missing
 
 
 def embedding(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
-    """Rows of the table; zeros for indices of other ranks."""
+    """Rows of this rank's part of the table; zeros for other indices."""
     weight, indices = args[:2]
     part = parts[0]
     assert part is not None
@@ -37,7 +37,7 @@ def embedding(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, resul
 
 
 def embedding_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
-    """The gradient of this rank's rows; what belongs to others goes into one row more, which is cut off."""
+    """The gradient of this rank's rows; an extra row collects the rest and is cut off."""
     (part,) = results
     assert part is not None
     grad, indices, _, padding, by_frequency = args
@@ -49,7 +49,7 @@ def embedding_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: Par
 
 
 def nll_loss(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
-    """The loss of rows whose class this rank has, and zero for others."""
+    """The loss of rows whose class this rank has, and zero for other rows."""
     log_probabilities, target, weight, reduction, ignore = args
     here = _classes(run, target, parts[0], ignore)
     return run(call.target, (log_probabilities, here, weight, reduction, _IGNORED))
@@ -63,7 +63,7 @@ def nll_loss_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: Part
 
 
 def _classes(run: Run, target: Any, part: LocalPart | None, ignore: int) -> Any:
-    """Classes of this rank's part, and ``_IGNORED`` for all that count elsewhere or nowhere."""
+    """Class indices into this rank's part, with ``_IGNORED`` for classes of other ranks and ignored labels."""
     assert part is not None
     here, _ = shifted(run, target, part.start[1], part.shape[1], outside=_IGNORED)
     return run(aten.masked_fill.Scalar, (here, run(aten.eq.Scalar, (target, ignore)), _IGNORED))

@@ -1,7 +1,7 @@
 """The negative log likelihood: rows (and for images, positions) may be split, and so may classes.
 
-A sum over split rows is partial, and so is its total weight. A mean would divide by the rank's own count: it is taken
-apart at capture for forward; backward is given the total weight and divides by that. Other losses are taken apart.
+A sum over split rows is partial, and so is its total weight. A mean would divide by the rank's own count: capture
+decomposes it in forward, and backward divides by the total weight it is given. Other losses are decomposed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS = {
 
 @rule(*aten("nll_loss_forward", "nll_loss2d_forward"))
 def forward(call: OpCall) -> list[Option]:
-    """Without reduction a loss per row; summed, partial sums of loss and weight."""
+    """Rows or classes: a loss per row without reduction, else partial sums of loss and weight."""
     source, target = _labels(call)
     if source is None or call.arg("reduction") == MEAN:
         return []
@@ -38,7 +38,7 @@ def forward(call: OpCall) -> list[Option]:
 
 @rule(*aten("nll_loss_backward", "nll_loss2d_backward"))
 def backward(call: OpCall) -> list[Option]:
-    """The gradient of each row. Linear in the gradient that comes in."""
+    """Rows or classes. Linear in the incoming gradient."""
     source, target = _labels(call)
     if source is None:
         return []
@@ -49,7 +49,7 @@ def backward(call: OpCall) -> list[Option]:
 
 
 def _by_class(call: OpCall, results: tuple[Placement, ...], local: Local) -> Option:
-    """Each rank counts the rows whose class it has."""
+    """The option that splits the classes: each rank computes the rows whose class it has."""
     weight = {"weight": S(0)} if call.arg("weight") is not None else {}
     return replace(option(call, {"self": S(1), **weight}, results), local=local)
 

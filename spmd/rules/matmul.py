@@ -1,7 +1,7 @@
-"""Products of matrices: rows, columns and batches may be split; a split contraction gives partial sums.
+"""Matrix products: rows, columns and batches may be split; a split contraction gives partial sums.
 
-A product is linear in each factor, so one partial factor gives a partial product. What a product is added to must be
-partial where the product is.
+A product is linear in each factor, so one partial factor gives a partial product. A tensor to which a partial product
+is added must be partial, too.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SUMS_WITH_PRODUCTS = {
 
 
 def product(call: OpCall, dims: Dims) -> list[Option]:
-    """The factors as labelled."""
+    """The dims as labelled."""
     return options(call, dims)
 
 
 def sum_with_product(call: OpCall, factors: dict[str, str], result: str, reduced: str) -> list[Option]:
-    """The factors as labelled, and ``self`` along the result's dims."""
+    """The dims of the factors as labelled, and of ``self`` as in the result."""
     operands = {"self": aligned(call.arg("self"), result), **factors}
     linear = tuple(("self", name) for name in factors)
     return options(call, Dims(operands, result, reduced=reduced, broadcast=True, onto="self", linear=linear))

@@ -1,7 +1,7 @@
 """Layer, group, RMS and (in evaluation) batch norm: the dims that are not normalized over may be split.
 
-Backward of the weight and bias sums over all rows, so split rows leave partial gradients. Batch norm in training needs
-the statistics of the whole batch and is taken apart at capture.
+The gradients of weight and bias sum over all rows, so split rows leave partial ones. Batch norm in training needs the
+statistics of the whole batch, and capture decomposes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def row_norm(call: OpCall) -> list[Option]:
 
 @rule(*aten("native_layer_norm_backward", "_fused_rms_norm_backward"))
 def row_norm_backward(call: OpCall) -> list[Option]:
-    """Leading dims; the gradients of weight and bias are partial. Linear in the gradient that comes in."""
+    """Leading dims; the gradients of weight and bias are partial. Linear in the incoming gradient."""
     names = _rows(call)
     operands = {name: names for name in ("grad_out", "input", "mean", "rstd") if call.arg(name) is not None}
     weights = WHOLE * len(call.arg("normalized_shape"))
@@ -54,13 +54,13 @@ def group_norm_backward(call: OpCall) -> list[Option]:
 
 @rule(*aten("native_batch_norm", "_native_batch_norm_legit_functional", "cudnn_batch_norm"))
 def batch_norm(call: OpCall) -> list[Option]:
-    """In evaluation, every dim but the channels: each element alone, by statistics that are given."""
+    """In evaluation, every dim but the channels: since the statistics are given."""
     return [] if call.arg("training") else _by_given_statistics(call)
 
 
 @rule(*aten("_native_batch_norm_legit_no_training"))
 def batch_norm_no_training(call: OpCall) -> list[Option]:
-    """Always in evaluation."""
+    """Every dim but the channels: this op is for evaluation only."""
     return _by_given_statistics(call)
 
 

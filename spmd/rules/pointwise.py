@@ -1,9 +1,9 @@
-"""Ops that compute each element from the elements at the same place, after broadcasting.
+"""Elementwise ops: each element depends on the elements at the same position, after broadcasting.
 
-Any dim of the result may be split, also unevenly: an operand that has the dim is split alike, one that lacks it (or has
-size 1 there) is replicated. The generic rule serves every aten op with the tag ``pointwise``; ``LINEAR`` says through
-which operands a sum over ranks passes. It passes only where the result is no larger than the partial operand: to
-reduce later is otherwise to move more.
+Any dim of the result may be split, also unevenly: an operand that has the dim is split likewise, one that lacks it (or
+has size 1 there) is replicated. The generic rule is for every aten op with the tag ``pointwise``; ``LINEAR`` lists the
+operands through which a partial sum passes. It passes only where the result is no larger than the partial operand: else a
+later reduction would move more bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LINEAR: dict[OpOverload, tuple[tuple[str, ...], ...]] = {
     for op in aten(*names)
 }
 
-# Ops that are linear in `self` where this argument, what they put beside it, is zero.
+# Ops that are linear in `self` where this argument, the value for other elements, is zero.
 LINEAR_AT_ZERO = {op: name for op in aten("masked_fill.Scalar") for name in ["value"]} | {
     op: name for op in aten("where.ScalarOther") for name in ["other"]
 }
@@ -64,7 +64,7 @@ LINEAR_AT_ZERO = {op: name for op in aten("masked_fill.Scalar") for name in ["va
 
 @tagged(torch.Tag.pointwise)
 def pointwise(call: OpCall) -> list[Option]:
-    """Any dim of the result, and the partial operands of the table."""
+    """Any dim of the result, and the partial operands of ``LINEAR``."""
     shape = call.results[0].shape if call.results and call.results[0] is not None else None
     if shape is None or shape != broadcast([i.shape for i in call.operands]):
         return []
@@ -77,7 +77,7 @@ def pointwise(call: OpCall) -> list[Option]:
 
 
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that ``shapes`` broadcast to, given that they do; torch's own function is slow."""
+    """The shape that compatible ``shapes`` broadcast to; torch's own function is slow."""
     ndim = max(map(len, shapes), default=0)
     padded = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))

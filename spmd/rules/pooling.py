@@ -1,4 +1,4 @@
-"""Pooling and resampling: each channel of each row alone, so that rows and channels may be split, evenly."""
+"""Pooling and resampling within each channel of each row: rows and channels may be split, evenly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .base import OpCall, Option, parameters
 from .einsum_labels import WHOLE, Dims, arguments, infos, letters, options
 from .registry import rule
 
-# How many dims at the end are space.
+# The number of last dims that are space.
 SPACE: dict[OpOverload, int] = (
     {
         op: count
@@ -39,7 +39,7 @@ SPACE: dict[OpOverload, int] = (
 
 @rule(*SPACE)
 def planes(call: OpCall) -> list[Option]:
-    """All dims but those of space, over all operands and results."""
+    """All dims of operands and results but those of space."""
     space = SPACE[call.target]
     names = letters(call.operands[0].ndim - space) + WHOLE * space
     operands = {name: names for name, value in arguments(call) for _ in infos(value)}
@@ -48,16 +48,16 @@ def planes(call: OpCall) -> list[Option]:
 
 @rule(*aten("fractional_max_pool2d", "fractional_max_pool3d"))
 def fractional(call: OpCall) -> list[Option]:
-    """Rows and channels; each plane has its random numbers."""
+    """Rows and channels; each plane has its own random numbers."""
     space = call.arg("random_samples").shape[-1]
     front = letters(call.arg("self").ndim - space)
     names = front + WHOLE * space
-    samples = front.rjust(2, WHOLE) + WHOLE  # where there are no rows, as if there were one
+    samples = front.rjust(2, WHOLE) + WHOLE  # without rows as with one row
     return options(call, Dims({"self": names, "random_samples": samples}, names, even="*"))
 
 
 def linear(call: OpCall) -> tuple[tuple[str, ...], ...]:
-    """Gradients pass in partial, and so does what is averaged, resampled or padded."""
+    """The operand that may be partial: the gradient, or the input of averaging, resampling and padding."""
     if call.arg("grad_output") is not None:
         return (("grad_output",),)
     first = next(iter(parameters(call.target)))

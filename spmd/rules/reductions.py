@@ -1,7 +1,7 @@
 """Ops that reduce dims: kept dims may be split, and a sum or an extreme over a split dim is partial.
 
-An extreme of no elements does not exist: a rank that may have none adds one that counts for nothing. Means, variances
-and norms over a split dim are taken apart at capture, to sums; here they keep to the kept dims.
+An extreme of no elements does not exist: where a rank may have none, all ranks add a neutral element. Capture
+decomposes means, variances and norms to sums; the rules here split only their kept dims.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .base import OpCall, Option, Parts, Run
 from .einsum_labels import WHOLE, Dims, letters, options, wrap
 from .registry import rule
 
-# How a split dim that is reduced comes out; for a sum also which operand may come in partial.
+# The partial result of each extreme over a split dim.
 SUMS = aten("sum", "sum.dim_IntList")
 EXTREMES = {op: Partial("max") for op in aten("amax", "max")} | {op: Partial("min") for op in aten("amin", "min")}
 
 MEANS = aten("mean", "mean.dim")
 
-# Only the kept dims.
+# Their kept dims only.
 OTHERS = aten(
     *("max.dim", "min.dim", "argmax", "argmin", "prod", "prod.dim_int", "mode", "kthvalue"),
     *("median", "median.dim", "nanmedian", "nanmedian.dim"),
@@ -47,7 +47,7 @@ def labels(call: OpCall) -> tuple[str, str]:
 
 
 def _reduced(call: OpCall) -> set[int]:
-    """The dims reduced; none given means all."""
+    """The reduced dims: all, if none are given."""
     ndim = call.arg("self").ndim
     dims = call.arg("dim")
     if dims is None or dims == [] or dims == ():
@@ -57,14 +57,14 @@ def _reduced(call: OpCall) -> set[int]:
 
 @rule(*SUMS)
 def sums(call: OpCall) -> list[Option]:
-    """A split dim that is summed gives a partial sum; a partial sum stays one."""
+    """All dims, a summed one giving a partial sum; a partial sum passes through."""
     before, after = labels(call)
     return options(call, Dims({"self": before}, after, reduced=before, linear=(("self",),)))
 
 
 @rule(*EXTREMES)
 def extremes(call: OpCall) -> list[Option]:
-    """A split dim that is reduced gives a partial extreme."""
+    """All dims, a reduced one giving a partial extreme."""
     before, after = labels(call)
     lost = "".join(c for c in before if c not in after)
     found = options(call, Dims({"self": before}, after, reduced=lost, reduced_as=EXTREMES[call.target]))
@@ -72,12 +72,12 @@ def extremes(call: OpCall) -> list[Option]:
 
 
 def _splits_reduced(call: OpCall, option: Option) -> bool:
-    (placed,) = option.operands
-    return isinstance(placed, Shard) and placed.dim in _reduced(call)
+    (placement,) = option.operands
+    return isinstance(placement, Shard) and placement.dim in _reduced(call)
 
 
 def bounded(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
-    """The extreme of this rank's part; where some rank has nothing, all of them add what changes no extreme."""
+    """The extreme of this rank's part; if some rank has no elements, all ranks pad with a neutral element."""
     (x, *rest), (part,) = args, parts
     assert part is not None
     more = [int(size == 0 and d in _reduced(call)) for d, size in enumerate(part.smallest)]
@@ -88,7 +88,7 @@ def bounded(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results
 
 
 def _bound(dtype: torch.dtype, op: OpOverload) -> float | bool:
-    """What no element of ``dtype`` is beyond."""
+    """The neutral element of an extreme in ``dtype``."""
     largest = EXTREMES[op] == Partial("min")
     if dtype is torch.bool:
         return largest
@@ -98,7 +98,7 @@ def _bound(dtype: torch.dtype, op: OpOverload) -> float | bool:
 
 
 def kept(call: OpCall, linear: tuple[tuple[str, ...], ...] = ()) -> list[Option]:
-    """Only dims that are not reduced."""
+    """All dims that are not reduced."""
     before, after = labels(call)
     return options(call, Dims({"self": before}, after, linear=linear))
 
@@ -109,7 +109,7 @@ rule(*OTHERS)(kept)
 
 @rule(*aten("histc"))
 def histogram(call: OpCall) -> list[Option]:
-    """Each rank counts its own elements; between bounds that are left to the data all of them have to be known."""
+    """All dims, with partial counts, if the bounds are given; else they depend on all elements."""
     low, high = call.arg("min"), call.arg("max")
     if type(low) not in (int, float) or type(high) not in (int, float) or low == high:
         return []

@@ -1,4 +1,4 @@
-"""The one table of rules, and how the files of this package add to it."""
+"""The table of rules, and the decorators that add to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rule(*ops: Op) -> Callable[[Rule], Rule]:
 
 
 def whole(*ops: Op) -> None:
-    """Register for ``ops`` that nothing may be split: every rank runs them on everything."""
+    """Register ``ops`` that cannot be split: every rank runs them on whole operands."""
     rule(*ops)(_nothing)
 
 
@@ -53,11 +53,11 @@ def tagged(tag: torch.Tag) -> Callable[[Rule], Rule]:
 
 
 def localize(*ops: Op) -> Callable[[Localize], Localize]:
-    """Register how the arguments of ``ops`` that hold global sizes become local."""
+    """Register a function that replaces global sizes among the arguments of ``ops`` by local ones."""
 
     def register(function: Localize) -> Localize:
         for op in ops:
-            assert op not in LOCALIZE, f"{op} is made local already"
+            assert op not in LOCALIZE, f"{op} has a localize function already"
             LOCALIZE[op] = function
         return function
 
@@ -65,15 +65,15 @@ def localize(*ops: Op) -> Callable[[Localize], Localize]:
 
 
 def rule_of(op: Any) -> Rule | None:
-    """The rule of ``op``, its own or that of a tag it has, or None."""
+    """The rule of ``op`` or of one of its tags, or None."""
     if op in RULES or not isinstance(op, OpOverload):
         return RULES.get(op)
-    # Only aten's tags: of a user's op, a tag may promise less than a rule takes from it.
+    # Only tags of aten ops: on a user's op a tag may promise less than the rule relies on.
     if op.namespace != "aten" or has(op, Trait.MUTABLE):
         return None
     return next((TAGGED[tag] for tag in op.tags if tag in TAGGED), None)
 
 
 def localize_of(op: Any) -> Localize | None:
-    """What makes the arguments of ``op`` local, or None if they hold no sizes."""
+    """The function that makes the arguments of ``op`` local, or None if they hold no sizes."""
     return LOCALIZE.get(op)

@@ -1,4 +1,4 @@
-"""Sampling of images at places that a grid names: each place of each row alone, all channels alike."""
+"""Sampling of images at the positions of a grid: rows, channels and positions may be split, evenly."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BACKWARD = {op: count for count in SPACE for op in aten(f"grid_sampler_{count}d_
 
 @rule(*FORWARD)
 def sample(call: OpCall) -> list[Option]:
-    """Rows, channels, and the places of the grid, evenly. Linear in the image."""
+    """Rows, channels, and the positions of the grid, evenly. Linear in the image."""
     image, grid, result = _labels(FORWARD[call.target])
     return options(call, Dims({"input": image, "grid": grid}, result, even="*", linear=(("input",),)))
 
 
 @rule(*BACKWARD)
 def sample_backward(call: OpCall) -> list[Option]:
-    """The gradient of the image sums over places, that of the grid over channels."""
+    """The same dims: the gradient of the image sums over positions, that of the grid over channels."""
     image, grid, result = _labels(BACKWARD[call.target])
     operands = {"grad_output": result, "input": image, "grid": grid}
     reduced = result.replace("n", "")

@@ -1,4 +1,4 @@
-"""Ops that keep the shape and look along one dim (softmax, sort, cumsum): every other dim may be split."""
+"""Ops that work along one dim (softmax, sort, cumsum): every other dim may be split."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .base import OpCall, Option
 from .einsum_labels import Dims, arguments, infos, letters, options, without, wrap
 from .registry import rule
 
-# Linear in this operand, so that a partial sum passes.
+# Linear in this operand, so that a partial sum passes through.
 LINEAR: dict[OpOverload, str] = {
     **dict.fromkeys(aten("cumsum", "flip", "roll"), "self"),
     **dict.fromkeys(aten("_softmax_backward_data", "_log_softmax_backward_data"), "grad_output"),
@@ -23,7 +23,7 @@ OTHERS = aten(
 
 @rule(*LINEAR, *OTHERS)
 def along(call: OpCall) -> list[Option]:
-    """All dims but the one that the op looks along, over all operands and results."""
+    """All dims of operands and results but the one that the op works along."""
     ndim = call.operands[0].ndim
     names = without(letters(ndim), *_dims(call, ndim))
     operands = {name: names for name, value in arguments(call) for _ in infos(value)}
@@ -32,7 +32,7 @@ def along(call: OpCall) -> list[Option]:
 
 
 def _dims(call: OpCall, ndim: int) -> set[int]:
-    """The dims looked along; of ``roll`` without dims, all, since it flattens."""
+    """The dims that the op works along; all for ``roll`` without dims, which flattens."""
     dims = call.arg("dims", call.arg("dim"))
     if dims == [] or dims == ():
         return set(range(ndim)) if "roll" in str(call.target) else set()

@@ -1,6 +1,6 @@
-"""Arguments that hold sizes: global in the captured graph, to be replaced by this rank's.
+"""Replace arguments that hold sizes, which are global in the captured graph, by this rank's.
 
-Nearly always the size is that of the first result, and the table says under which name it is given.
+Nearly always the size is that of the first result; the table has the name of the argument.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ NAMES = {op: name for name, ops in SIZES.items() for op in ops}
 
 @localize(*NAMES)
 def size_of_result(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
-    """The shape of the first result."""
+    """The arguments with the shape of the first result."""
     assert shapes[0] is not None
     return replaced(call, args, NAMES[call.target], list(shapes[0]))
 
 
 @localize(*aten("empty_strided", "new_empty_strided"))
 def strided(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
-    """The shape of the result, and dense strides in the same order."""
+    """The arguments with the shape of the result, and dense strides in the same order."""
     shape = shapes[0]
     assert shape is not None
     order = sorted(range(len(shape)), key=lambda d: call.arg("stride")[d])
@@ -56,13 +56,13 @@ def strided(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes:
 
 @localize(*aten("native_group_norm", "native_group_norm_backward"))
 def rows(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
-    """The number of rows; without a result that has rows, nothing was split."""
+    """The arguments with the number of rows; unchanged without a result that has rows, since nothing is split."""
     return args if shapes[0] is None else replaced(call, args, "N", shapes[0][0])
 
 
 @localize(*aten("convolution_backward"))
 def bias(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
-    """The shape of the bias."""
+    """The arguments with the shape of the bias."""
     return args if shapes[2] is None else replaced(call, args, "bias_sizes", list(shapes[2]))
 
 

@@ -1,7 +1,7 @@
-"""Rules that users write: ``spmd.register_rule``, in the convention of DTensor's ``register_sharding``.
+"""Rules of users: ``spmd.register_rule``, in the convention of DTensor's ``register_sharding``.
 
-In comes a function of the op's own arguments that returns pairs of placements; out goes a rule in the table. What the
-user returns is checked when it is asked for, and said in sentences.
+In comes a function of the op's own arguments that returns pairs of placements; out goes a rule in the table. The pairs
+are checked when the rule is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Placements = Callable[..., Pairs]
 
 
 def register_rule(op: OpOverload | OpOverloadPacket) -> Callable[[Placements], Placements]:
-    """Say how ``op`` can run on parts of tensors; of an ``OpOverloadPacket``, all overloads.
+    """Register how ``op`` can run on parts of tensors; of an ``OpOverloadPacket``, all overloads.
 
     The function is called with the op's arguments, each tensor replaced by an object with ``shape``, ``ndim`` and
     ``dtype`` (global ones), and returns a sequence of ``(outputs, inputs)`` for one mesh axis: ``outputs`` has one
@@ -66,12 +66,14 @@ def _overloads(op: Any) -> list[OpOverload]:
         )
     functional = [one for one in ops if not has(one, Trait.MUTABLE)]
     if not functional:
-        raise ValueError(f"{op} writes to its inputs: a rule is for the functional op that stands for it in the graph")
+        raise ValueError(
+            f"{op} writes to its inputs: register a rule for its functional form, which graphs have instead"
+        )
     return functional
 
 
 def _rule(function: Placements) -> Callable[[OpCall], list[Option]]:
-    """A rule that asks ``function``."""
+    """A rule that calls ``function``."""
 
     def rule(call: OpCall) -> list[Option]:
         pairs = function(*call.args, **call.kwargs)
@@ -133,9 +135,9 @@ def _splits(option: Option) -> bool:
 
 
 def _even(call: OpCall, option: Option) -> bool:
-    """Whether every split is even: the convention knows no ranks with short or empty parts."""
-    placed = [*zip(call.operands, option.operands, strict=True), *zip(call.results, option.results, strict=True)]
-    return all(call.even(info.shape[p.dim]) for info, p in placed if isinstance(p, Shard) and info is not None)
+    """Whether every split is even: in this convention no rank has a short or empty part."""
+    pairs = [*zip(call.operands, option.operands, strict=True), *zip(call.results, option.results, strict=True)]
+    return all(call.even(info.shape[p.dim]) for info, p in pairs if isinstance(p, Shard) and info is not None)
 
 
 def _title(call: OpCall) -> str:

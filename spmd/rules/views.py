@@ -1,9 +1,9 @@
-"""Ops that rename, merge and split dims without touching elements.
+"""Views: ops that permute, flatten and unflatten dims without changing elements.
 
-A dim that survives alone may be split unevenly. Where dims are merged or taken apart, a dim is split evenly on both
-sides: of the outermost, each rank's part is one contiguous run of the group's rows; of others, a part of each of many
-runs (``Interleaved``). All kinds of partial pass, but not where the result is larger (``expand``): reduce first is then
-the cheaper.
+A dim that is neither flattened nor unflattened may be split unevenly. Others split evenly on both sides: of the
+outermost dim of a group, a rank has one contiguous run of the group's rows; of others, a part of each of many runs
+(``Interleaved``). All kinds of partial pass through, but not where the result is larger (``expand``): it is cheaper to
+reduce first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .registry import rule, whole
 
 @rule(*aten("view", "_unsafe_view", "reshape", "view_copy", "_reshape_copy"))
 def view(call: OpCall) -> list[Option]:
-    """Every dim that the result still has, as a dim or as runs of rows in one."""
+    """Every dim that the result has as a dim, or as runs of rows in one."""
     source, result = call.arg("self"), call.results[0]
     assert result is not None
     passing = [o for kind in PARTIALS for o in partial(call, ("self",), kind)]
@@ -32,23 +32,23 @@ def view(call: OpCall) -> list[Option]:
     for before, after in groups(source.shape, result.shape):
         for dim in before:
             for outer in [1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == dim)]:
-                place = _viewed(call, before, after, dim, outer)
-                splits += [option(call, {"self": rows(dim, outer)}, place)] if place is not None else []
+                placement = _viewed(call, before, after, dim, outer)
+                splits += [option(call, {"self": rows(dim, outer)}, placement)] if placement is not None else []
     return splits + passing
 
 
 def _viewed(call: OpCall, before: list[int], after: list[int], dim: int, outer: int) -> Shard | None:
-    """Where rows of ``dim``, split in ``outer`` runs, are in the result, or None where they are not to be found.
+    """The placement of the result if ``dim`` is split in ``outer`` runs, or None if there is none.
 
-    Within a group, all elements stand in one order on both sides. The rows in question are cut out of runs of elements,
-    of which there are as many as the dims ahead have elements: the result must have a dim in which such runs begin.
+    Within a group, elements have the same order on both sides. The split divides runs of elements, ``outer`` of them
+    for each element of the dims before ``dim``: the result must have a dim in which such runs begin.
     """
     source, result = call.arg("self"), call.results[0]
     assert result is not None
-    size, ahead = source.shape[dim], prod(source.shape[d] for d in before if d < dim)
+    size, leading = source.shape[dim], prod(source.shape[d] for d in before if d < dim)
     if len(before) == len(after) == 1 and outer == 1:
-        return Shard(after[0])  # alone: uneven parts, too
-    runs, found = ahead * outer, 1  # of elements in the group; those that the dims of the result so far begin
+        return Shard(after[0])  # not flattened: uneven parts, too
+    runs, found = leading * outer, 1  # in the group; up to the current dim of the result
     for d in after:
         if runs < found * result.shape[d]:
             within = runs // found
@@ -60,10 +60,10 @@ def _viewed(call: OpCall, before: list[int], after: list[int], dim: int, outer: 
 
 
 def groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Dims larger than 1 of both shapes, in the smallest groups that hold the same rows.
+    """Dims larger than 1 of both shapes, in the smallest groups with the same rows.
 
-    A group ends wherever both shapes have had the same number of elements: (4, 6, 5) and (24, 5) give ([0, 1], [0]) and
-    ([2], [1]).
+    A group ends wherever the sizes so far have the same product in both shapes: (4, 6, 5) and (24, 5) give
+    ([0, 1], [0]) and ([2], [1]).
     """
     dims = [[d for d, n in enumerate(shape) if n > 1] for shape in (before, after)]
     done = [
@@ -85,13 +85,13 @@ def renamed(call: OpCall, after: str) -> list[Option]:
 
 @rule(*aten("t", "t_copy"))
 def t(call: OpCall) -> list[Option]:
-    """Both dims change places; of one dim, none."""
+    """Both dims, which are swapped; or the only one."""
     return renamed(call, letters(call.arg("self").ndim)[::-1])
 
 
 @rule(*aten("transpose.int", "transpose_copy.int"))
 def transpose(call: OpCall) -> list[Option]:
-    """Two dims change places."""
+    """All dims; two are swapped."""
     names = list(letters(call.arg("self").ndim))
     if names:
         one, other = (wrap(call.arg(name), len(names)) for name in ("dim0", "dim1"))
@@ -101,14 +101,14 @@ def transpose(call: OpCall) -> list[Option]:
 
 @rule(*aten("permute", "permute_copy"))
 def permute(call: OpCall) -> list[Option]:
-    """Dims in a new order."""
+    """All dims, in a new order."""
     names = letters(call.arg("self").ndim)
     return renamed(call, "".join(names[d] for d in call.arg("dims")))
 
 
 @rule(*aten("unsqueeze", "unsqueeze_copy"))
 def unsqueeze(call: OpCall) -> list[Option]:
-    """One dim of size 1 more."""
+    """All dims of the operand; the new one has size 1."""
     names = letters(call.arg("self").ndim)
     at = wrap(call.arg("dim"), len(names) + 1)
     return renamed(call, names[:at] + WHOLE + names[at:])
@@ -116,7 +116,7 @@ def unsqueeze(call: OpCall) -> list[Option]:
 
 @rule(*aten("squeeze", "squeeze.dim", "squeeze.dims", "squeeze_copy", "squeeze_copy.dim", "squeeze_copy.dims"))
 def squeeze(call: OpCall) -> list[Option]:
-    """Dims of size 1 fewer; a dim that could become 1 on a rank, and vanish there alone, is not split."""
+    """All dims that remain, except one that could have size 1 on some rank and be removed there."""
     shape = call.arg("self").shape
     dims = call.arg("dim", list(range(len(shape))))
     asked = {wrap(d, len(shape)) for d in ([dims] if isinstance(dims, int) else dims)}
@@ -134,7 +134,7 @@ def part_sizes(size: int, parts: int) -> set[int]:
 
 @rule(*aten("expand", "expand_copy"))
 def expand(call: OpCall) -> list[Option]:
-    """Dims that are kept; a dim that is new or grows is made on each rank in the part it needs."""
+    """All dims of the result; of a new or expanded dim, each rank creates its own part."""
     source, result = call.arg("self"), call.results[0]
     assert isinstance(source, Info) and result is not None
     new = letters(result.ndim)
@@ -145,31 +145,31 @@ def expand(call: OpCall) -> list[Option]:
 
 @rule(*aten("view_as_real", "view_as_real_copy"))
 def view_as_real(call: OpCall) -> list[Option]:
-    """A last dim of size 2 more."""
+    """All dims of the operand; the new last one has size 2."""
     return complex_view(call, letters(call.arg("self").ndim), letters(call.arg("self").ndim) + WHOLE)
 
 
 @rule(*aten("view_as_complex", "view_as_complex_copy"))
 def view_as_complex(call: OpCall) -> list[Option]:
-    """The last dim, of size 2, fewer."""
+    """All dims of the result; the last one of the operand has size 2."""
     names = letters(call.arg("self").ndim - 1)
     return complex_view(call, names + WHOLE, names)
 
 
 def complex_view(call: OpCall, before: str, after: str) -> list[Option]:
-    """Split as labelled; the sum of parts is the sum, though the dtype changes."""
+    """The dims as labelled; a partial sum passes through, though the dtype changes."""
     through = option(call, {"self": PARTIALS[0]}, PARTIALS[0])
     return [*options(call, Dims({"self": before}, after)), through]
 
 
 @rule(*aten("view.dtype"))
 def view_dtype(call: OpCall) -> list[Option]:
-    """Bits under another name: the same dims if the size of an element is the same, else all but the last."""
+    """All dims if the size of an element stays the same, else all but the last."""
     names = letters(call.arg("self").ndim)
     same = call.results[0] is not None and call.results[0].shape == call.arg("self").shape
     names = names if same else names[:-1] + WHOLE
     return options(call, Dims({"self": names}, names))
 
 
-# Strides and offset count over the whole tensor.
+# Strides and offset refer to the whole tensor.
 whole(*aten("as_strided", "as_strided_copy", "as_strided_scatter"))
