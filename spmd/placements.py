@@ -1,4 +1,4 @@
-"""Placements as users write them, made uniform: a tuple with one placement per mesh axis."""
+"""Placements in uniform form, a tuple with one per mesh axis, and the local shapes they give."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ AnyPlacement = Placement | Sequence[Placement] | Mapping[str, Placement]
 
 
 class Interleaved(Shard):
-    """Split along ``dim``, which is ``outer`` runs of equally many rows: each rank has the same part of every run.
+    """Split along ``dim``, which has ``outer`` runs of equal length: each rank has the same part of every run.
 
-    What a (time, batch, width) that is split along its batch becomes when time and batch are flattened: ``dim`` 0, and
-    as many runs as there are times. It arises inside a program alone; runs always split evenly. On a mesh of several
-    axes, ``outer`` counts what the axes before have left.
+    A (time, batch, width) that is split along its batch has it when time and batch are flattened: ``dim`` is 0, with
+    one run per time. It occurs only inside of programs; runs always split evenly. On a mesh of several axes, ``outer``
+    is the number of runs that the previous axes leave.
     """
 
     def __init__(self, dim: int, outer: int) -> None:
@@ -44,14 +44,14 @@ def splits(placement: Placement, dim: int) -> bool:
 
 
 def rows(dim: int, outer: int = 1) -> Shard:
-    """Split along ``dim``, in ``outer`` runs: of one run, a plain ``Shard``."""
+    """Split along ``dim`` in ``outer`` runs; a plain ``Shard`` for one run."""
     return Shard(dim) if outer == 1 else Interleaved(dim, outer)
 
 
 def normalize(placement: Any, mesh: Mesh, name: str) -> Placements:
     """One placement for a 1-D mesh, a list with one per axis, or a dict by axis name (axes left out are replicated).
 
-    Raises ``PlacementError`` for anything else; ``name`` says whose placement it is.
+    Raises ``PlacementError`` for anything else; ``name`` is that of its tensor.
     """
     axes = [axis.name for axis in mesh.axes]
     if isinstance(placement, Mapping):
@@ -90,14 +90,14 @@ def check_dims(placement: Placements, ndim: int, name: str) -> Placements:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of part ``index`` when ``size`` is cut as ``torch.chunk`` cuts; trailing parts may be empty."""
+    """(start, length) of part ``index`` of ``size`` rows, cut as by ``torch.chunk``; the last parts may be empty."""
     step = -(-size // parts)
     start = min(index * step, size)
     return start, min(step, size - start)
 
 
 def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """This rank's part of a global shape."""
+    """The shape of this rank's part."""
     local = list(shape)
     for entry, axis in zip(placement, mesh.axes, strict=True):
         if isinstance(entry, Shard):
@@ -106,12 +106,12 @@ def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
 
 
 def smallest_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """The length of each dim where it is shortest, over all ranks. Of a dim that two axes split, that may be any."""
+    """The smallest length of each dim over all ranks; with two axes on one dim, any of its ranks may have it."""
     return tuple(map(min, zip(*all_shapes(shape, placement, mesh.axes), strict=True)))
 
 
 def all_shapes(shape: Sequence[int], placement: Placements, axes: Sequence[Axis]) -> list[tuple[int, ...]]:
-    """The shapes that parts of a global shape have on the ranks of ``axes``, each once, the first rank's first."""
+    """The shapes of the parts on the ranks of ``axes``, each once, the first rank's first."""
     shapes = [tuple(shape)]
     for entry, axis in zip(placement, axes, strict=True):
         if isinstance(entry, Shard):
@@ -125,7 +125,7 @@ def _lengths(size: int, parts: int) -> list[int]:
 
 
 def first_of_each_length(size: int, parts: int) -> list[int]:
-    """The first index of each length that parts of ``chunk`` have: full ones, one that is shorter, empty ones."""
+    """The first index of each length among the parts of ``chunk``: full, shorter, empty."""
     step = max(-(-size // parts), 1)
     full = size // step
     shorter = [full] if full < parts else []
@@ -138,7 +138,7 @@ def _with_length(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ..
 
 
 def local_start(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """Where this rank's part of a global shape starts, along each dim; of a dim that is cut in runs, 0."""
+    """The start of this rank's part along each dim; 0 for a dim that is cut in runs."""
     local, starts = list(shape), [0] * len(shape)
     for entry, axis in zip(placement, mesh.axes, strict=True):
         if isinstance(entry, Shard):
@@ -148,7 +148,7 @@ def local_start(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
 
 
 def local_runs(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[tuple[int, int, int], ...]:
-    """Where this rank's part of a global shape lies: (first index, length, length of the whole) of each dim.
+    """This rank's part of a global shape: (first index, length, length of the whole) of each dim.
 
     A dim that is cut in runs counts as two, the runs and the rows of one.
     """
@@ -161,7 +161,7 @@ def local_runs(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple
 
 
 def _cut(dim: list[tuple[int, int, int]], outer: int, ranks: int, coordinate: int) -> None:
-    """Cut each of the ``outer`` runs that this rank has of a dim, which is given by its factors."""
+    """Cut each of the ``outer`` runs that this rank has of a dim, in place; the dim is given by its factors."""
     for k, (start, length, size) in enumerate(dim):
         rows = length // outer
         if 1 < outer < length and not (length % outer or start % rows or size % rows):  # runs begin inside this factor
@@ -185,7 +185,7 @@ def _cut(dim: list[tuple[int, int, int]], outer: int, ranks: int, coordinate: in
 
 
 def global_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """The global shape of which every rank has an equal part of this shape."""
+    """The global shape, if every rank has an equal part of this shape."""
     full = list(shape)
     for entry, axis in zip(placement, mesh.axes, strict=True):
         if isinstance(entry, Shard):

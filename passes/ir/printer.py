@@ -1,7 +1,8 @@
-"""A program as Python text that a person can read and a Python can run.
+"""Print a program as readable Python text that also runs.
 
-One function: an argument per input, annotated with dtype and shape on this rank; a keyword argument per mesh axis,
-which carries the axis' process group name, so that collectives read ``c10d.all_reduce.default(grad, 'sum', dp)``.
+The text has one function: an argument per input, annotated with dtype and shape on this rank; a keyword argument per
+mesh axis, which carries the axis' process group name, so that collectives read
+``c10d.all_reduce.default(grad, 'sum', dp)``.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _SHORT = {
     torch.complex128: "c128",
 }
 _OPS_ALIASES = {"_c10d_functional": "c10d", NAMESPACE: "transport"}
-_MODULES = {"_operator": "operator"}  # where a function says it lives, and where one imports it from
-# Where torch's own functions are looked up: what they say of themselves is often their C++ binding.
+_MODULES = {"_operator": "operator"}  # a function's ``__module__``, and the module to import it from
+# Modules in which torch's functions are looked up, since their ``__module__`` is often a C++ binding.
 _HOMES: dict[str, Any] = {
     "torch": torch,
     "torch.nn.functional": torch.nn.functional,
@@ -56,14 +57,14 @@ _HOMES: dict[str, Any] = {
 def print_program(program: Program) -> str:
     """``program`` as the text of a module with one function, ``program``.
 
-    It runs as it stands, unless a graph holds an object that Python cannot write down (a generator, a closure); and
-    a graph with constants or modules takes its ``GraphModule`` as the keyword argument ``module``.
+    It runs unchanged, unless the graph has an object without a Python literal (a generator, a closure). A graph with
+    constants or modules takes its ``GraphModule`` as the keyword argument ``module``.
     """
     return _Printer(program).text()
 
 
 class _Printer:
-    """Holds what a line needs to know of the lines before: names taken, imports needed, headings shown."""
+    """The state of printing: names taken, imports needed, headings shown."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -117,9 +118,9 @@ class _Printer:
         return lines
 
     def _remark(self, node: fx.Node) -> str:
-        said = node.meta.get("collective")
+        described = node.meta.get("collective")
         source = node.meta.get("source")
-        parts = [_why(said)] if isinstance(said, Collective) else []
+        parts = [_why(described)] if isinstance(described, Collective) else []
         parts += [str(source)] if self._changes("source", source) else []
         return "; ".join(parts)
 
@@ -213,12 +214,12 @@ def _unit(names: tuple[str, ...]) -> str:
 
 
 def _import_order(line: str) -> tuple[bool, str]:
-    """The standard library before torch and what lies on top of it."""
+    """A sort key: the standard library first, then torch and the rest."""
     return line.split()[1].split(".")[0] not in sys.stdlib_module_names, line
 
 
 def _names(graph: fx.Graph, reserved: set[str]) -> dict[fx.Node, str]:
-    """The nodes' own names, but for those that would hide something the text needs."""
+    """The nodes' own names, changed where they would shadow a name that the text needs."""
     taken = {node.name for node in graph.nodes} | reserved
     names: dict[fx.Node, str] = {}
     for node in graph.nodes:
@@ -231,13 +232,13 @@ def _names(graph: fx.Graph, reserved: set[str]) -> dict[fx.Node, str]:
 
 
 def _aliases(graph: fx.Graph) -> dict[str, str]:
-    """What the text calls each namespace of ops, of those called and of those that are arguments."""
+    """The alias of each namespace of ops, of called ones and of arguments."""
     ops = [value for node in graph.nodes for value in (node.target, *node.args) if isinstance(value, OpOverload)]
     return dict(sorted({_alias(op) for op in ops}))
 
 
 def _alias(op: OpOverload) -> tuple[str, str]:
-    """How the text calls the namespace of an op, and the namespace."""
+    """The alias of an op's namespace, and the namespace."""
     return _OPS_ALIASES.get(op.namespace, op.namespace), op.namespace
 
 
@@ -279,7 +280,7 @@ def _group_positions(target: Any) -> set[int | str]:
 
 
 def _type(val: Any) -> str:
-    """``f32[4, 8]``, ``float``, ``(f32[4], i64[4])``, or nothing for what has no type worth showing."""
+    """``f32[4, 8]``, ``float``, ``(f32[4], i64[4])``, or nothing for other values."""
     if isinstance(val, torch.Tensor):
         return f"{short_dtype(val.dtype)}[{', '.join(map(str, val.shape))}]"
     if isinstance(val, (list, tuple)):
@@ -315,15 +316,16 @@ def _output_comment(output: Output) -> str:
 
 
 def _whole(shape: Iterable[int], dtype: torch.dtype | None, placement: Placements) -> str:
-    """The global shape and where its parts lie; nothing before partition, where each value is whole."""
+    """The global shape and the placement; nothing before partition, where each value is whole."""
     if not placement or dtype is None:
         return ""
     return f": {short_dtype(dtype)}[{', '.join(map(str, shape))}] as {', '.join(map(repr, placement))}"
 
 
-def _why(said: Collective) -> str:
-    why = said.why or f"{said.kind} of {', '.join(said.of[:3]) or said.role} over {said.axis}"
-    return f"{why}; {said.kind}: {said.by}" if said.by else why
+def _why(described: Collective) -> str:
+    kind, values = described.kind, ", ".join(described.of[:3]) or described.role
+    why = described.why or f"{kind} of {values} over {described.axis}"
+    return f"{why}; {kind}: {described.by}" if described.by else why
 
 
 def _comment(text: str) -> str:

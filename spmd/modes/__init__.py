@@ -1,1 +1,1 @@
-"""Parallel modes: where each input of a program lives."""
+"""Parallel modes: they decide the placement of each input of a program."""

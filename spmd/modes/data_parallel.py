@@ -13,7 +13,8 @@ from passes import Input, Mesh, Pass, Program, Role
 from passes.ir.program import Placements, replicated
 
 from ..partitioner.plan import Plan
-from .base import PlannedMode, check_placements, placed_by_name, state_placements
+from .base import PlannedMode
+from .named_placements import check_placements, parameter_placements, state_placements
 
 Style = Literal["replicate", "fully_shard", "default"]
 Reduce = Literal["once", "each"]
@@ -22,34 +23,34 @@ _WIRE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class DataParallel(PlannedMode):
-    """Split the batch over the first axis of the mesh; ``parallel_style`` says what happens to the parameters.
+    """Split the batch over the first axis of the mesh, and parameters by ``parallel_style``.
 
-    - ``"replicate"``: every rank has all of them; gradients are all-reduced (as DDP does).
-    - ``"fully_shard"``: every rank has a part of each, split on dim 0, unevenly where it must be; they are gathered
-      before their first use and gradients are reduce-scattered (as FSDP does). 0-dim parameters are replicated.
+    - ``"replicate"``: every rank has all parameters; gradients are all-reduced (as in DDP).
+    - ``"fully_shard"``: every rank has a part of each parameter, split on dim 0, unevenly if necessary; parameters are
+      gathered before their first use and gradients are reduce-scattered (as in FSDP). 0-dim parameters are replicated.
     - ``"default"``: split what divides evenly on dim 0, replicate the rest.
 
-    ``reduce_gradients`` decides, for parameters that are split, what becomes of the gradients of micro-batches:
-    ``"once"`` adds them up whole and reduces the sum, one reduce_scatter per parameter and step; ``"each"`` reduces
-    every one and adds up shards, which takes less memory and more traffic. What is replicated is reduced once always.
+    ``reduce_gradients`` is for the gradients of micro-batches, where parameters are split: ``"once"`` accumulates them
+    whole and reduces the sum, one reduce_scatter per parameter and step; ``"each"`` reduces each one and accumulates
+    shards, for less memory and more traffic. Gradients of replicated parameters are always reduced once.
 
     ``params``: placements by fnmatch pattern over parameter names (``{"*.up.weight": {"tp": Shard(0)}}``), for a mesh
-    with more axes than the batch's: tensor parallel, composed with a style. What is split over another axis stays so
-    while forward and backward run; the style splits the first dim that no other axis does.
+    with more axes than the batch's: tensor parallel, composed with a style. A parameter that is split over another axis
+    stays split in forward and backward; the style splits the first dim that no other axis splits.
 
-    ``shard_optimizer``, with ``"replicate"``: each rank updates its part of every parameter, with its part of the
-    optimizer's state, and parameters are gathered afterwards (ZeRO, stage 1: Rajbhandari et al. 2020). The numbers are
-    the same, for as much traffic and a part of the memory; the state becomes DTensors, split as ``"fully_shard"``
-    splits. A gradient that the step leaves in ``.grad`` is reduced whole, since all ranks keep it.
+    ``shard_optimizer``, with ``"replicate"``: each rank updates its part of every parameter with its part of the
+    optimizer state, and parameters are gathered afterwards (ZeRO, stage 1: Rajbhandari et al. 2020). The numbers are
+    the same, with the same traffic and less memory; the state becomes DTensors, split as in ``"fully_shard"``. A
+    gradient that the step leaves in ``.grad`` is reduced whole, since all ranks keep it.
 
-    ``reduce_dtype``, ``gather_dtype``: gradients are reduced, and parameters gathered, in this dtype where theirs is
-    wider. Off (None) by default, since that rounds: each rank's share of a gradient and the sums of shares; of gathered
-    parameters all that is read in forward and backward, while updates are computed with the parts as they are. With
-    ``shard_optimizer`` a rank's own part stays exact in ``state_dict``, too, and those of others are rounded there.
+    ``reduce_dtype``, ``gather_dtype``: reduce gradients, and gather parameters, in this dtype if theirs is wider. None
+    by default, because it rounds: each rank's share of a gradient, and the sums; and the gathered parameters that
+    forward and backward read, while updates use exact parts. With ``shard_optimizer`` a rank's own part is exact in
+    ``state_dict``, too, and the other parts are rounded.
 
-    ``input_batch_dim``: the batch's dim in every tensor argument that ``inputs`` does not name. ``inputs``: placements
-    by argument name, for those that are otherwise. Raises ``ValueError`` for a style, a way to reduce or a dtype that
-    there is not, and for options that do not go together.
+    ``input_batch_dim``: the batch dim of every tensor argument that ``inputs`` does not name. ``inputs``: placements of
+    the other arguments, by name. Raises ``ValueError`` for an unknown style, reduction or dtype, and for options that
+    exclude each other.
     """
 
     def __init__(
@@ -75,20 +76,16 @@ class DataParallel(PlannedMode):
         self.shard_optimizer = _check_sharding(shard_optimizer, parallel_style)
         self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype)
         self.gather_dtype = _check_dtype("gather_dtype", gather_dtype)
-        if gather_dtype is not None and parallel_style == "replicate" and not shard_optimizer:
-            raise ValueError(
-                f'expected no gather_dtype, got {gather_dtype}: "replicate" gathers no parameters, unless it has '
-                "shard_optimizer=True"
-            )
+        _check_gathers(gather_dtype, parallel_style, shard_optimizer)
 
     def plan(self, program: Program) -> Plan:
-        """Parameters as the style says; optimizer state where they are updated; buffers replicated."""
-        named, mesh = placed_by_name(program, self.params), program.mesh
+        """Parameters by the style; optimizer state as its parameter is updated; buffers replicated."""
+        named, mesh = parameter_placements(program, self.params), program.mesh
         declared = [i for i in program.inputs if i.role is Role.PARAMETER]
         given = {i.name: i.placement or named.get(i.name) or replicated(mesh) for i in declared}
         parameters = {i.name: _split(i, given[i.name], mesh, self.parallel_style) for i in declared}
         updates = {i.name: _split(i, given[i.name], mesh, "fully_shard") for i in declared if self.shard_optimizer}
-        updates = {name: place for name, place in updates.items() if place != parameters[name]}
+        updates = {name: placement for name, placement in updates.items() if placement != parameters[name]}
         options = {
             "gather_parameters": True,
             "reduce_gradients": self.reduce_gradients,
@@ -99,12 +96,12 @@ class DataParallel(PlannedMode):
 
     def __repr__(self) -> str:
         options = {name: getattr(self, name) for name in ("shard_optimizer", "reduce_dtype", "gather_dtype")}
-        said = "".join(f", {name}={value}" for name, value in options.items() if value)
-        return f"DataParallel({self.parallel_style!r}{said})"
+        given = "".join(f", {name}={value}" for name, value in options.items() if value)
+        return f"DataParallel({self.parallel_style!r}{given})"
 
 
 def _split(declared: Input, given: Placements, mesh: Mesh, style: Style) -> Placements:
-    """``given``, and over the first axis, if it says nothing of that, what the style says."""
+    """``given``, with the split of the style over the first axis, if ``given`` has none there."""
     split = {entry.dim for entry in given if isinstance(entry, Shard)}
     free = [dim for dim in range(len(declared.shape)) if dim not in split]
     if style == "replicate" or not free or not mesh.axes or isinstance(given[0], Shard):
@@ -114,9 +111,9 @@ def _split(declared: Input, given: Placements, mesh: Mesh, style: Style) -> Plac
     return (Shard(free[0]), *given[1:])
 
 
-def _check_one_of(name: str, given: Any, known: Sequence[str]) -> None:
-    if given not in known:
-        listed = ", ".join(f'"{each}"' for each in known)
+def _check_one_of(name: str, given: Any, allowed: Sequence[str]) -> None:
+    if given not in allowed:
+        listed = ", ".join(f'"{each}"' for each in allowed)
         raise ValueError(f"expected {name} to be one of {listed}, got {given!r}")
 
 
@@ -125,10 +122,18 @@ def _check_sharding(given: Any, style: Style) -> bool:
         raise TypeError(f"expected shard_optimizer to be a bool, got {given!r}")
     if given and style != "replicate":
         raise ValueError(
-            f'expected shard_optimizer=True with parallel_style="replicate", got "{style}": that splits the '
-            "optimizer's state with its parameters already"
+            f'expected shard_optimizer=True with parallel_style="replicate", got "{style}", which '
+            "splits the optimizer's state together with its parameters"
         )
     return given
+
+
+def _check_gathers(dtype: torch.dtype | None, style: Style, shard_optimizer: bool) -> None:
+    if dtype is not None and style == "replicate" and not shard_optimizer:
+        raise ValueError(
+            f'expected no gather_dtype, got {dtype}: "replicate" gathers no parameters, unless it has '
+            "shard_optimizer=True"
+        )
 
 
 def _check_dtype(name: str, given: Any) -> torch.dtype | None:

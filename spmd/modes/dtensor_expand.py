@@ -1,4 +1,4 @@
-"""Placements by the user: every parameter and input where they say, the rest follows."""
+"""Placements given by the user for parameters and inputs; the partitioner derives the rest."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from passes import Pass, Program, Role
 from passes.ir.program import replicated
 
 from ..partitioner.plan import Plan
-from .base import PlannedMode, check_placements, placed_by_name, state_placements
+from .base import PlannedMode
+from .named_placements import check_placements, parameter_placements, state_placements
 
 
 class DTensorExpand(PlannedMode):
-    """Expand the graph with the placements given.
+    """Partition the program by given placements.
 
     ``inputs``: placements by argument name; tensors not named are split on dim 0 over the first axis of the mesh.
-    ``params``: placements by fnmatch pattern over parameter names (``"*.up.weight"``); the first pattern that fits
-    counts, parameters that none fits are replicated. Raises ``PlacementError`` for a pattern that fits no parameter.
+    ``params``: placements by fnmatch pattern over parameter names (``"*.up.weight"``); the first match
+    counts, and parameters without a match are replicated. Raises ``PlacementError`` for a pattern without a match.
     """
 
     def __init__(
@@ -35,9 +36,9 @@ class DTensorExpand(PlannedMode):
         self.params = dict(params or {})
 
     def plan(self, program: Program) -> Plan:
-        """Parameters as the patterns say; optimizer state with its parameter; buffers replicated."""
+        """Parameters by the patterns; optimizer state as its parameter; buffers replicated."""
         parameters = {i.name: replicated(program.mesh) for i in program.inputs if i.role is Role.PARAMETER}
-        parameters |= placed_by_name(program, self.params)
+        parameters |= parameter_placements(program, self.params)
         return Plan(self.mesh, state_placements(program, parameters))
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ The files, in the order in which an op comes to them:
 - ``hints.py``: where a result is wanted, if that is known
 - ``choose.py``, ``lookahead.py``: which placements cost least, now and later
 - ``materialize.py``, ``local_op.py``: values brought to where they are wanted, and ops computed on this rank's parts
+- ``reasons.py``: the texts that say what each collective is for
 - ``redistribute.py``: how a value comes from one placement to another, and what that costs
 - ``emit.py``, ``memo.py``: the nodes, written; calls that were there before are known
 - ``pending_sums.py``, ``recut_rows.py``: sums that are complete are added up; rows cut from the batch are shared out

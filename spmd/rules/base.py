@@ -106,15 +106,15 @@ Parts = list[LocalPart | None]
 """The parts of a call's operands or results on one rank; None for what is no tensor."""
 
 Local = Callable[[Run, OpCall, tuple[Any, ...], Parts, Parts], Any]
-"""``(run, call, args, parts of operands, parts of results) -> results``: the computation of a rank instead of the op."""
+"""``(run, call, args, parts of operands, parts of results) -> results``: a rank's computation instead of the op."""
 
 
 @dataclass(frozen=True)
 class Option:
     """One correct combination: a placement for each operand and one for each result (None where no tensor).
 
-    ``from_zero``: the positions of iota operands that are split and must number a rank's own rows from 0. ``local``: the
-    computation of a rank, where it is not the op itself on its parts: an op with indices needs one, since these are
+    ``from_zero``: the positions of iota operands that are split and must number a rank's own rows from 0. ``local``:
+    a rank's computation, where it is not the op itself on its parts: an op with indices needs one, since these are
     positions in the whole dim and a rank has a part of it. All ranks must run the same ops; only numbers may differ.
     """
 

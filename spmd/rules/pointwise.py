@@ -2,8 +2,8 @@
 
 Any dim of the result may be split, also unevenly: an operand that has the dim is split likewise, one that lacks it (or
 has size 1 there) is replicated. The generic rule is for every aten op with the tag ``pointwise``; ``LINEAR`` lists the
-operands through which a partial sum passes. It passes only where the result is no larger than the partial operand: else a
-later reduction would move more bytes.
+operands through which a partial sum passes. It passes only where the result is no larger than the partial operand:
+else a later reduction would move more bytes.
 """
 
 from __future__ import annotations

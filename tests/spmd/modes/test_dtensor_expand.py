@@ -214,7 +214,7 @@ def test_every_rank_has_the_same_ops_where_nothing_divides(params: Any, passes: 
 
 
 @pytest.mark.parametrize("params, told", [
-    ({"nothing.*": Shard(0)}, "'nothing.*' in params fits none of the parameters"),
+    ({"nothing.*": Shard(0)}, "'nothing.*' in params matches none of the parameters"),
     ({"*.weight": {"tp": Shard(0)}, "up.weight": {"tp": Shard(0)}}, "'up.weight' in params fits none"),
     ({"*.weight": Shard(0)}, "has 1 entries, but the mesh has 2 axes"),
     ({"*.weight": [Shard(0)] * 3}, "has 3 entries, but the mesh has 2 axes"),
