@@ -1,7 +1,7 @@
 """Structurally equal ops of an update, grouped: the analysis behind ``FuseForeach``.
 
 An op over a list is the op on each entry, and a pointwise op on numbers in a row is the op on each number. So any two
-updates that do the same may share it: nothing is assumed to be equal.
+structurally equal updates may share it: their values need not be equal.
 """
 
 from __future__ import annotations
@@ -50,72 +50,67 @@ def in_a_row(node: fx.Node) -> bool:
 
 
 def groups(program: Program, max_elements: int) -> list[Group]:
-    """Nodes of the update that one op can do: no member needs another, also not by way of what others become.
+    """Nodes of the update that one op can compute: no member depends on another, also not through other groups.
 
-    Members do the same, with the same numbers, to what was computed alike, in one unit. Where memory is cached (on a
-    CPU), only tensors of parameters of up to ``max_elements`` elements in all (of the whole parameter: ranks agree).
-    In an order in which each follows what it needs.
+    Members are the same op with the same numbers on structurally equal operands, in one unit. Where memory is cached
+    (on a CPU), only tensors of parameters of up to ``max_elements`` elements (of the global parameter, so that ranks
+    agree). Each group follows those that it depends on.
     """
-    reader = _Reader(program, max_elements)
+    numbering = _ValueNumbering(program, max_elements)
     found: dict[Hashable, Group] = defaultdict(list)
     for node in program.graph.nodes:
-        if (key := reader.key(node)) is not None:
+        if (key := numbering.key(node)) is not None:
             found[key].append(node)
-    return sorted((each for each in found.values() if len(each) > 1), key=lambda each: reader.depth[each[0]])
+    return sorted((each for each in found.values() if len(each) > 1), key=lambda each: numbering.depth[each[0]])
 
 
-class _Reader:
-    """Reads a graph from its start, and knows of each value how it came about."""
+class _ValueNumbering:
+    """Numbers values of a graph, visited in order, such that structurally equal ones have equal numbers."""
 
     def __init__(self, program: Program, max_elements: int) -> None:
         self.max_elements = max_elements
-        self.kept = set(program.output_node.all_input_nodes)  # must not lie in a row with others
+        self.kept = set(program.output_node.all_input_nodes)  # must have memory of its own, so it goes into no row
         self.depth: dict[fx.Node, int] = {}
-        self.numbers: dict[Hashable, int] = {}  # what is computed alike has one number
-        self.computed: dict[fx.Node, int] = {}
+        self.numbers: dict[Hashable, int] = {}  # by structure
+        self.number: dict[fx.Node, int] = {}
         self.owner = _owners(program)
         self.unit = {name: k for k, names in enumerate(program.units) for name in names}
         self.elements = {name: math.prod(declared.shape) for name, (declared, _) in program.values().items()}
 
     def key(self, node: fx.Node) -> Hashable:
-        """Equal for nodes that go together; None for a node that goes with no other."""
+        """Equal for the nodes of a group; None for a node of no group."""
         owner = self.owner.get(node)
         may = node.op == "call_function" and owner is not None and self._may(node)
-        # From one list to the next, whoever is needed is less deep: lists cannot wait for each other in a circle.
+        # A list op is deeper than the list ops that it depends on, so they cannot depend on each other in a circle.
         self.depth[node] = max((self.depth[needed] for needed in node.all_input_nodes), default=0) + may
         if not may or owner is None:
             return None
         val = node.meta["val"]
-        said = (
-            node.target,
-            self._said(node.args),
-            self._said(tuple(sorted(node.kwargs.items()))),
-            val.dtype,
-            val.device,
-        )
-        self.computed[node] = self.numbers.setdefault(said, len(self.numbers))
+        arguments = self._structure(node.args), self._structure(tuple(sorted(node.kwargs.items())))
+        structure = node.target, *arguments, val.dtype, val.device
+        self.number[node] = self.numbers.setdefault(structure, len(self.numbers))
         if val.ndim and val.device.type == "cpu" and self.elements[owner] > self.max_elements:
             return None
-        return self.depth[node], self.unit.get(owner), self.computed[node]
+        return self.depth[node], self.unit.get(owner), self.number[node]
 
     def _may(self, node: fx.Node) -> bool:
         if any(map(_is_tensor, node.kwargs.values())):
             return False  # each may have its own
         return over_lists(node) is not None or (in_a_row(node) and node not in self.kept)
 
-    def _said(self, value: Any) -> Hashable:
+    def _structure(self, value: Any) -> Hashable:
         if isinstance(value, tuple):
-            return tuple(map(self._said, value))
+            return tuple(map(self._structure, value))
         if not isinstance(value, fx.Node):
             return type(value), repr(value)
         if not _is_tensor(value):
             return value  # one number for all
         val = value.meta["val"]
-        return self.computed.get(value, "given"), val.ndim == 0, val.dtype
+        return self.number.get(value, "given"), val.ndim == 0, val.dtype
 
 
 def _owners(program: Program) -> dict[fx.Node, str]:
-    """Whose update a tensor belongs to, by parameter: what it is computed from, or else what it is computed for."""
+    """The parameter that a tensor of the update belongs to: it is computed from it, or else for it."""
     owner: dict[fx.Node, str] = {}
     values = program.values()
     for declared, node in values.values():

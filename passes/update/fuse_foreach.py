@@ -23,7 +23,7 @@ aten = torch.ops.aten
 class FuseForeach(Pass):
     """Structurally equal updates of many parameters become ops over lists (``_foreach_mul``), the same on each entry.
 
-    What is computed from each parameter's count becomes the same op on all counts in a row. On a CPU, lists pay for
+    What is computed from each parameter's count becomes one op on all counts, stacked in a row. On a CPU, lists pay for
     parameters of up to ``max_elements`` elements: larger ones are quicker one after the other, while they are in the
     cache. The results are new lists: ``UpdateInPlace`` lets the ops write where state lies.
     """

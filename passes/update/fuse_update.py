@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ from ..base import Numerics, Pass
 from ..cleanup.dead_code import DeadCode
 from ..communication.packed import is_unpacked
 from ..ir.program import Program
-from .match_optimizers import Chain, groups
+from .match_optimizers import Match, groups
 
 aten = torch.ops.aten
 
@@ -36,9 +36,9 @@ class FuseUpdate(Pass):
     numerics: ClassVar[Numerics] = "reassociates"
 
     def rewrite(self, program: Program) -> int:
-        """One op for each group, in the order in which their gradients come about; then erase the dead updates."""
+        """One op for each group, in the order in which their gradients are computed; then erase the dead updates."""
         found = groups(program)
-        start = first_of([node for group in found for chain in group for node in chain.new.values()], program)
+        start = first_of([node for group in found for match in group for node in match.new.values()], program)
         for group in found:
             _fuse(group, start)
         if found:
@@ -53,31 +53,36 @@ def first_of(nodes: Collection[fx.Node], program: Program) -> fx.Node:
 
 
 def settle_and_clear(program: Program) -> None:
-    """After edits, bring the graph into order, and erase what nobody reads any more."""
+    """After edits, bring the graph into topological order, and erase dead code."""
     settle(program.graph)
     DeadCode().rewrite(program)
 
 
-def _fuse(group: list[Chain], start: fx.Node) -> None:
-    """The op of a group before ``start``, and its results in the place of the chains' ones."""
+def _fuse(group: list[Match], start: fx.Node) -> None:
+    """Insert the op of a group before ``start``, and let readers of the new values read its results."""
     kernel = group[0].kernel
-    lists = {name: [chain.found[name] for chain in group] for name in ("g", *kernel.updates)}
+    lists = {name: [match.found[name] for match in group] for name in ("g", *kernel.updates)}
     lists["g"] = [_dense(node, start) for node in lists["g"]]
     if kernel.counts is not None:
-        counted = [chain.new[kernel.counts] for chain in group]
+        counted = [match.new[kernel.counts] for match in group]
         lists[kernel.counts] = _counted(lists[kernel.counts], counted, start)
-    options = {
-        option: group[0].found[said] if isinstance(said, str) else said for option, said in kernel.options.items()
-    }
-    if (unless := group[0].unless) is not None:
-        options["found_inf"] = call_before(start, aten._to_copy.default, (unless,), {"dtype": torch.float32})
+    options = _options(group[0], start)
     arguments = tuple(lists.get(name, []) for name in kernel.lists)
     fused = call_before(start, kernel.op, arguments, options)
     for k, name in enumerate(kernel.lists):
         if name in kernel.updates and name != kernel.counts:
             replace_by_entries(
-                [chain.new[name] for chain in group], call_before(start, operator.getitem, (fused, k)), start
+                [match.new[name] for match in group], call_before(start, operator.getitem, (fused, k)), start
             )
+
+
+def _options(match: Match, start: fx.Node) -> dict[str, Any]:
+    """The numbers that the op takes, and what decides whether it skips the step."""
+    given = match.kernel.options
+    options = {name: match.found[value] if isinstance(value, str) else value for name, value in given.items()}
+    if match.unless is not None:
+        options["found_inf"] = call_before(start, aten._to_copy.default, (match.unless,), {"dtype": torch.float32})
+    return options
 
 
 def _counted(counts: list[fx.Node], new: list[fx.Node], start: fx.Node) -> list[fx.Node]:
@@ -86,5 +91,5 @@ def _counted(counts: list[fx.Node], new: list[fx.Node], start: fx.Node) -> list[
 
 
 def _dense(gradient: fx.Node, start: fx.Node) -> fx.Node:
-    """A gradient that surely is contiguous: parts of what was communicated are, of others a fake may be wrong."""
+    """A gradient that surely is contiguous: parts of a collective's result are; the ``val`` of others may be wrong."""
     return gradient if is_unpacked(gradient) else call_before(start, aten.contiguous.default, (gradient,))

@@ -1,4 +1,4 @@
-"""Which parameters are updated by one of torch's fused kernels, and together: the analysis behind ``FuseUpdate``."""
+"""Match the updates of parameters with torch's fused kernels, and group them: the analysis behind ``FuseUpdate``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..analysis.strides import Layouts
 from ..ir.program import Input, OutputKind, Program
 from ..ir.roles import Role
 from .optimizer_formulas import Kernel, kernels
-from .terms import Found, solutions
+from .terms import Bindings, solutions
 
 aten = torch.ops.aten
 
@@ -23,58 +23,58 @@ _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True)
-class Chain:
-    """One parameter's update: what computes it, from which values (``found``), and the nodes of its new values.
+class Match:
+    """One parameter's update: the kernel that computes it, from which values (``found``), and its new values.
 
-    Where ``unless`` holds, a tensor without dims, all but the count stays as it was (a skipped step); the new count in
-    ``new`` is the one before that is decided.
+    Where ``unless`` holds, a tensor without dims, all but the count stays as it was (a skipped step); ``new`` has the
+    count as it is before that is selected.
     """
 
     parameter: Input
     kernel: Kernel
-    found: Found
+    found: Bindings
     new: dict[str, fx.Node]  # by the name of the list
     unless: fx.Node | None = None
 
 
-def groups(program: Program) -> list[list[Chain]]:
-    """The chains that one op can do: same kernel, dtype, device, placement, hyper-parameters and unit.
+def groups(program: Program) -> list[list[Match]]:
+    """The matches that one op can compute: same kernel, dtype, device, placement, hyper-parameters and unit.
 
-    Groups stand in the order in which their last gradient comes about, chains in the order of the inputs.
+    Groups are in the order in which their last gradient is computed, matches in the order of the inputs.
     """
     position = {node: k for k, node in enumerate(program.graph.nodes)}
     unit = {name: k for k, names in enumerate(program.units) for name in names}
-    everything = chains(program)
-    turn = _turns(program.graph, everything)
-    found: dict[Hashable, list[Chain]] = defaultdict(list)
-    for chain in everything:
-        found[(turn[chain.parameter.name], unit.get(chain.parameter.name), *_key(chain))].append(chain)
-    return sorted(found.values(), key=lambda group: max(position[chain.found["g"]] for chain in group))
+    everything = matches(program)
+    depth = _depths(program.graph, everything)
+    found: dict[Hashable, list[Match]] = defaultdict(list)
+    for match in everything:
+        found[(depth[match.parameter.name], unit.get(match.parameter.name), *_key(match))].append(match)
+    return sorted(found.values(), key=lambda group: max(position[match.found["g"]] for match in group))
 
 
-def chains(program: Program) -> list[Chain]:
+def matches(program: Program) -> list[Match]:
     """The update of each parameter that a kernel computes."""
-    reader = _Reader(program)
-    return [chain for declared in reader.declared if (chain := reader.chain(declared)) is not None]
+    matcher = _Matcher(program)
+    return [match for declared in matcher.declared if (match := matcher.match(declared)) is not None]
 
 
-def _turns(graph: fx.Graph, everything: list[Chain]) -> dict[str, int]:
-    """By parameter, how many updates come one after the other before its own can begin.
+def _depths(graph: fx.Graph, everything: list[Match]) -> dict[str, int]:
+    """By parameter, the number of updates that its own depends on, one after the other.
 
-    Where one optimizer's new parameters lead to another's gradients, the two do not go together.
+    Where one optimizer's gradients depend on another's new parameters, the two are not grouped.
     """
-    new = {node for chain in everything for node in chain.new.values()}
+    new = {node for match in everything for node in match.new.values()}
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:
         depth[node] = max((depth[needed] for needed in node.all_input_nodes), default=0) + (node in new)
     return {
-        chain.parameter.name: max(depth[value] for value in chain.found.values() if isinstance(value, fx.Node))
-        for chain in everything
+        match.parameter.name: max(depth[value] for value in match.found.values() if isinstance(value, fx.Node))
+        for match in everything
     }
 
 
-class _Reader:
-    """Looks for the kernel of one parameter after the other; the one that fitted last is tried first."""
+class _Matcher:
+    """Matches one parameter after the other; the kernel that matched last is tried first."""
 
     def __init__(self, program: Program) -> None:
         values = program.values()
@@ -86,7 +86,7 @@ class _Reader:
             for output, value in zip(program.outputs, program.output_values(), strict=True)
             if output.kind is OutputKind.UPDATE and isinstance(value, fx.Node)
         }
-        # Of what every rank has whole, a rank may update a part.
+        # A rank may update a part of a parameter that every rank has whole.
         self.nodes |= _by_name(program.graph, "part_of")
         self.new |= _by_name(program.graph, "update_of")
         self.state: dict[str, list[Input]] = defaultdict(list)
@@ -98,18 +98,19 @@ class _Reader:
         self.computed = {computed for _, computed in self.selected.values()}
         self.order = list(_KERNELS)
 
-    def chain(self, declared: Input) -> Chain | None:
+    def match(self, declared: Input) -> Match | None:
+        """The kernel that computes the update of an input, and from what; None if there is none."""
         node, new = self.nodes[declared.name], self.new.get(declared.name)
         if declared.role is not Role.PARAMETER or new is None or not _fits(node, self.layouts):
             return None
         for kernel in self.order:
-            chain = self._chain_of(declared, kernel)
-            if chain is not None:
+            match = self._match_kernel(declared, kernel)
+            if match is not None:
                 self.order.sort(key=lambda each: each is not kernel)
-                return chain
+                return match
         return None
 
-    def _chain_of(self, declared: Input, kernel: Kernel) -> Chain | None:
+    def _match_kernel(self, declared: Input, kernel: Kernel) -> Match | None:
         own = {self.nodes[each.name] for each in self.state[declared.name]}
         node = self.nodes[declared.name]
 
@@ -123,34 +124,34 @@ class _Reader:
                 new = {name: self.new[own] for name, own in names.items()}
                 if kernel.counts is not None:
                     new[kernel.counts] = self.selected[names[kernel.counts]][1]
-                return Chain(declared, kernel, found, new, unless)
+                return Match(declared, kernel, found, new, unless)
         return None
 
     def _is(
-        self, kernel: Kernel, name: str, new: tuple[fx.Node | None, fx.Node], found: Found, unless: fx.Node | None
+        self, kernel: Kernel, name: str, new: tuple[fx.Node | None, fx.Node], found: Bindings, unless: fx.Node | None
     ) -> bool:
         """Whether a new value is the kernel's, and selected as the parameter is."""
         selected, computed = new
         if selected is not unless and name != kernel.counts:
             return False
-        return any(True for _ in solutions(kernel.updates[name], computed, found, _nothing, self.computed))
+        return any(True for _ in solutions(kernel.updates[name], computed, found, _admits_nothing, self.computed))
 
 
 def _admits(kernel: Kernel, name: str, value: Any, parameter: fx.Node, own: set[fx.Node], layouts: Layouts) -> bool:
-    """Whether an unknown of a kernel may stand for ``value`` in the update of ``parameter``."""
+    """Whether an unknown of a kernel may be bound to ``value`` in the update of ``parameter``."""
     val: Any = value.meta.get("val") if isinstance(value, fx.Node) else value
     if name == kernel.counts:
         here = parameter.meta["val"].device  # the kernels of a GPU cannot read counts that the CPU keeps
         return value in own and val.ndim == 0 and val.dtype is torch.float32 and val.device == here
     if name in kernel.state:
-        return value in own and _alike(val, parameter.meta["val"]) and layouts.is_contiguous(value)
+        return value in own and _same_type(val, parameter.meta["val"]) and layouts.is_contiguous(value)
     if name == "g":
-        return _alike(val, parameter.meta["val"])
+        return _same_type(val, parameter.meta["val"])
     return isinstance(val, (float, int, torch.SymFloat)) and not isinstance(val, bool)
 
 
 def _selected(value: fx.Node, old: fx.Node) -> tuple[fx.Node | None, fx.Node]:
-    """(where the old value is kept, the new value elsewhere); None if it is new everywhere."""
+    """(the condition under which the old value is kept, the new value else); None if it is never kept."""
     chosen = value
     while chosen.target is aten.copy.default:
         chosen = chosen.all_input_nodes[-1]
@@ -161,12 +162,12 @@ def _selected(value: fx.Node, old: fx.Node) -> tuple[fx.Node | None, fx.Node]:
         kept = kept.args[0]
     if kept is not old or not isinstance(condition, fx.Node) or not isinstance(new, fx.Node):
         return None, value
-    said, val = condition.meta["val"], value.meta["val"]
-    return (condition, new) if said.ndim == 0 and said.device == val.device else (None, value)
+    flag, val = condition.meta["val"], value.meta["val"]
+    return (condition, new) if flag.ndim == 0 and flag.device == val.device else (None, value)
 
 
-def _nothing(name: str, value: Any) -> bool:
-    """All unknowns are known from the parameter's own update."""
+def _admits_nothing(name: str, value: Any) -> bool:
+    """All unknowns are bound by the parameter's own update."""
     return False
 
 
@@ -176,11 +177,11 @@ def _by_name(graph: fx.Graph, key: str) -> dict[str, fx.Node]:
 
 
 def _fits(node: fx.Node, layouts: Layouts) -> bool:
-    """Whether the kernels take this parameter, or a rank's part of it: they know only dense memory."""
+    """Whether the kernels take this parameter, or a rank's part of it: they support dense memory only."""
     return layouts.is_contiguous(node) and node.meta["val"].dtype in _DTYPES
 
 
-def _alike(val: Any, other: torch.Tensor) -> bool:
+def _same_type(val: Any, other: torch.Tensor) -> bool:
     return isinstance(val, torch.Tensor) and (val.shape, val.dtype, val.device) == (
         other.shape,
         other.dtype,
@@ -188,14 +189,14 @@ def _alike(val: Any, other: torch.Tensor) -> bool:
     )
 
 
-def _key(chain: Chain) -> tuple[Hashable, ...]:
-    val = chain.found["p"].meta["val"]
-    numbers = tuple(_number(chain.found, said) for said in chain.kernel.options.values())
-    kernel = (chain.kernel.op, tuple(chain.new))
-    return chain.unless, val.dtype, val.device, tuple(map(str, chain.parameter.placement)), kernel, numbers
+def _key(match: Match) -> tuple[Hashable, ...]:
+    val = match.found["p"].meta["val"]
+    numbers = tuple(_number(match.found, option) for option in match.kernel.options.values())
+    kernel = (match.kernel.op, tuple(match.new))
+    return match.unless, val.dtype, val.device, tuple(map(str, match.parameter.placement)), kernel, numbers
 
 
-def _number(found: Found, said: Any) -> Hashable:
-    """What the op is given: a node, or a number told from others by its type."""
-    value = found[said] if isinstance(said, str) else said
+def _number(found: Bindings, option: Any) -> Hashable:
+    """The op's argument for an option: a node, or a number with its type."""
+    value = found[option] if isinstance(option, str) else option
     return value if isinstance(value, fx.Node) else (type(value), repr(value))

@@ -1,8 +1,8 @@
-"""What torch's fused optimizer kernels compute, as formulas: one set for each combination of their flags.
+"""The formulas of torch's fused optimizer kernels: one set for each combination of their flags.
 
 A kernel updates lists: parameters, then gradients, then a list for each kind of state. Hyper-parameters are Python
 floats, bias corrections are computed per tensor in fp64 from an fp32 count. The kernels exist for CPU and CUDA, in
-fp64, fp32, bf16 and fp16, in torch 2.11 to 2.15. They take all lists to lie in memory alike, and do not look.
+fp64, fp32, bf16 and fp16, in torch 2.11 to 2.15. They assume that all lists have the same layout, and do not check it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FLAGS = (False, True)
 class Kernel:
     """One op, for one combination of flags.
 
-    ``updates`` says, by the name of a list, its new value as a formula over the unknowns ``p``, ``g``, the names of
-    state and those of ``options``; ``p`` comes first. ``lists`` are the op's arguments; one that is in no formula is
-    empty. ``options``: the op's numbers, an unknown's name or the number itself.
+    ``updates``: by the name of a list, its new value as a formula over the unknowns ``p``, ``g``, the names of state
+    and those of ``options``; ``p`` comes first. ``lists`` are the op's arguments; one that is in no formula is empty.
+    ``options``: the op's numbers, each as the name of an unknown or as the number itself.
     """
 
     op: Any
@@ -38,7 +38,7 @@ class Kernel:
 
     @property
     def state(self) -> list[str]:
-        """The lists of state that the formulas speak of, counts included."""
+        """The lists of state in the formulas, counts included."""
         return [name for name in self.updates if name != "p"]
 
 

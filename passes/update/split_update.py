@@ -1,4 +1,4 @@
-"""Take updates of many parameters apart again, for schedules that want to place each on its own."""
+"""Split updates of many parameters again, for schedules that move each on its own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SplitUpdate(Pass):
     """Each op over lists, as ``FuseUpdate`` and ``FuseForeach`` make them, becomes ops over up to ``entries`` entries.
 
     An op does to an entry what it does to it among others, so the bits stay. The parts stand where the whole stood, in
-    its order, and each needs only what its own entries need. An op whose results somebody takes as a whole is left
-    alone.
+    its order, and each needs only what its own entries need. An op is left alone if a reader takes its results as
+    a whole.
     """
 
     entries: int = 1
@@ -57,7 +57,7 @@ def _split(op: fx.Node, entries: list[tuple[fx.Node, Entry]], size: int) -> None
 
 
 def _cut(arguments: tuple[Any, ...], part: slice, length: int) -> tuple[Any, ...]:
-    """The arguments for a part; a list that is empty stays so."""
+    """The arguments for a part; an empty list stays empty."""
     return tuple(
         list(value)[part] if isinstance(value, (list, tuple)) and len(value) == length else value for value in arguments
     )

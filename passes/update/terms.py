@@ -1,7 +1,7 @@
-"""Arithmetic as a tree of few words, the same for a formula that is written down and for nodes of a graph.
+"""Terms: arithmetic as trees of a few operations, the same for a written formula and for nodes of a graph.
 
-A formula is a Python expression over ``unknown("p")`` and the like. ``solutions`` finds what each unknown stands for in
-a value of a graph, modulo what changes nothing but the order of rounding: commuted operands, a scalar that is copied to
+A formula is a Python expression over ``unknown("p")`` and the like. ``solutions`` matches it against a value of a graph
+and binds its unknowns, up to what changes only the order of rounding: commuted operands, a scalar that is copied to
 fp64 or taken out of its tensor, ``addcmul`` for a product that is added, ``reciprocal(x) * y`` for ``y / x``.
 """
 
@@ -18,7 +18,7 @@ from torch import fx
 
 aten = torch.ops.aten
 
-Found = Mapping[str, Any]  # by unknown: a node or a number
+Bindings = Mapping[str, Any]  # by unknown: a node or a number
 Admits = Callable[[str, Any], bool]
 
 _COMMUTE = {"add", "mul", "maximum"}
@@ -26,10 +26,10 @@ _COMMUTE = {"add", "mul", "maximum"}
 
 @dataclass(frozen=True)
 class Term:
-    """A word and what it is said of: nodes, numbers and other terms. An unknown is a word about its own name."""
+    """An operation and its operands: nodes, numbers and other terms. The operand of "unknown" is its name."""
 
-    word: str
-    of: tuple[Any, ...]
+    op: str
+    operands: tuple[Any, ...]
 
     def __add__(self, other: Any) -> Term:
         return Term("add", (self, other))
@@ -66,7 +66,7 @@ class Term:
 
 
 def unknown(name: str) -> Term:
-    """What a formula leaves open."""
+    """A variable of a formula."""
     return Term("unknown", (name,))
 
 
@@ -85,41 +85,43 @@ def lerp(start: Any, end: Any, weight: Any) -> Term:
     return Term("lerp", (start, end, weight))
 
 
-def solutions(formula: Any, value: Any, found: Found, admits: Admits, rounded: Collection[fx.Node]) -> Iterator[Found]:
-    """Each way in which ``value`` is ``formula``: ``found``, and what its other unknowns stand for.
+def solutions(
+    formula: Any, value: Any, found: Bindings, admits: Admits, rounded: Collection[fx.Node]
+) -> Iterator[Bindings]:
+    """Each set of bindings under which ``formula`` is ``value``: ``found``, and those of its other unknowns.
 
-    ``admits(name, value)`` says what an unknown may stand for. ``rounded``: nodes that may round a scalar to less than
-    fp64; any other node that does is not looked into.
+    ``admits(name, value)``: whether an unknown may be bound to a value. ``rounded``: nodes that may round a scalar to
+    less than fp64; any other node that does is matched as a whole only.
     """
-    if isinstance(formula, Term) and formula.word == "unknown":
-        (name,) = formula.of
+    if isinstance(formula, Term) and formula.op == "unknown":
+        (name,) = formula.operands
         if name in found:
             if _same(found[name], value):
                 yield found
         elif admits(name, value):
             yield {**found, name: value}
         return
-    said = _said(value, rounded)
+    term = _as_term(value, rounded)
     if not isinstance(formula, Term):
-        if _same(formula, said):
+        if _same(formula, term):
             yield found
-    elif isinstance(said, (int, float)) and (inverse := _inverse(formula, said)) is not None:
+    elif isinstance(term, (int, float)) and (inverse := _inverse(formula, term)) is not None:
         yield from solutions(*inverse, found, admits, rounded)
-    elif isinstance(said, Term) and said.word == formula.word:
-        for operands in permutations(said.of) if said.word in _COMMUTE else [said.of]:
-            yield from _all(formula.of, operands, found, admits, rounded)
+    elif isinstance(term, Term) and term.op == formula.op:
+        for operands in permutations(term.operands) if term.op in _COMMUTE else [term.operands]:
+            yield from _all(formula.operands, operands, found, admits, rounded)
 
 
 def _inverse(formula: Term, value: float) -> tuple[Any, float] | None:
-    """A number that was computed while tracing, as what it was computed from: of ``-x`` and ``1 - x``."""
-    if formula.word == "neg":
-        return formula.of[0], -value
-    return (formula.of[1], 1 - value) if formula.word == "sub" and _same(formula.of[0], 1) else None
+    """The operand that makes a formula ``-x`` or ``1 - x`` a number that was computed while tracing."""
+    if formula.op == "neg":
+        return formula.operands[0], -value
+    return (formula.operands[1], 1 - value) if formula.op == "sub" and _same(formula.operands[0], 1) else None
 
 
 def _all(
-    formulas: tuple[Any, ...], values: tuple[Any, ...], found: Found, admits: Admits, rounded: Collection[fx.Node]
-) -> Iterator[Found]:
+    formulas: tuple[Any, ...], values: tuple[Any, ...], found: Bindings, admits: Admits, rounded: Collection[fx.Node]
+) -> Iterator[Bindings]:
     if not formulas:
         yield found
         return
@@ -133,15 +135,15 @@ def _same(one: Any, other: Any) -> bool:
     return one is other
 
 
-def _said(value: Any, rounded: Collection[fx.Node]) -> Any:
-    """What a node says in words; a node that says nothing we know is itself."""
+def _as_term(value: Any, rounded: Collection[fx.Node]) -> Any:
+    """The term of a node; a node of an unknown op is itself."""
     while isinstance(value, fx.Node):
-        words = _WORDS.get(value.target) if value.op == "call_function" else None
-        if words is None or (_rounds(value) and value not in rounded):
+        build = _TERMS.get(value.target) if value.op == "call_function" else None
+        if build is None or (_rounds(value) and value not in rounded):
             return value
         try:
-            value = words(*value.args, **value.kwargs)
-        except TypeError:  # an option that words do not have
+            value = build(*value.args, **value.kwargs)
+        except TypeError:  # an option that terms do not have
             return value
     return value
 
@@ -155,9 +157,9 @@ def _rounds(node: fx.Node) -> bool:
 def _product(x: Any, y: Any) -> Any:
     """``x * y``; one over something times ``y`` is ``y`` over that."""
     for inverse, other in ((x, y), (y, x)):
-        said = _said(inverse, ())
-        if isinstance(said, Term) and said.word == "div" and _same(said.of[0], 1):
-            return Term("div", (other, said.of[1]))
+        term = _as_term(inverse, ())
+        if isinstance(term, Term) and term.op == "div" and _same(term.operands[0], 1):
+            return Term("div", (other, term.operands[1]))
     return Term("mul", (x, y))
 
 
@@ -172,20 +174,20 @@ def _power(base: Any, exponent: Any) -> Term:
 
 
 def _plain(x: Any, dtype: torch.dtype | None = None) -> Any:
-    """A copy in fp64 is what it copies."""
+    """A copy to fp64 keeps the value."""
     if dtype is not torch.float64:
         raise TypeError("only a copy to fp64 keeps the value")
     return x
 
 
-def _in_its_place(old: fx.Node, new: fx.Node) -> fx.Node:
-    """What is written over a value of its own dtype stays what it is."""
+def _overwriting(old: fx.Node, new: fx.Node) -> fx.Node:
+    """A value that is written over one of its own dtype stays as it is."""
     if old.meta["val"].dtype != new.meta["val"].dtype:
         raise TypeError("what is written is rounded")
     return new
 
 
-_WORDS: dict[Any, Callable[..., Any]] = {
+_TERMS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: lambda x, y, alpha=1: Term("add", (x, _scaled(y, alpha))),
     aten.sub.Tensor: lambda x, y, alpha=1: Term("sub", (x, _scaled(y, alpha))),
     aten.rsub.Scalar: lambda x, y, alpha=1: Term("sub", (y, _scaled(x, alpha))),
@@ -201,7 +203,7 @@ _WORDS: dict[Any, Callable[..., Any]] = {
     aten.lerp.Scalar: lerp,
     aten.addcmul.default: lambda x, y, z, value=1: Term("add", (x, _scaled(_product(y, z), value))),
     aten.addcdiv.default: lambda x, y, z, value=1: Term("add", (x, _scaled(Term("div", (y, z)), value))),
-    aten.copy.default: _in_its_place,
+    aten.copy.default: _overwriting,
     aten._to_copy.default: _plain,
     aten._local_scalar_dense.default: lambda x: x,
     operator.add: lambda x, y: Term("add", (x, y)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from passes import DeadCode, DropProfiler, Program, run
 
-from ..programs import assert_same_bits, f64, make_program, targets
+from ..programs import assert_same_bits, before_and_after, f64, make_program, targets
 
 profiler = torch.ops.profiler
 
@@ -19,6 +21,12 @@ def profiled() -> Program:
     with graph.inserting_before(program.output_node):
         graph.call_function(profiler._record_function_exit._RecordFunction, (opened,))
     return program
+
+
+def test_drop_profiler(golden: Any) -> None:
+    after, text = before_and_after(profiled(), DropProfiler())
+    golden(text)
+    assert targets(after) == ["neg.default"]
 
 
 def test_ranges_go() -> None:

@@ -27,14 +27,14 @@ def value_of(formula: Any, known: dict[str, torch.Tensor]) -> torch.Tensor:
     """The formula's value, in fp64."""
     if not isinstance(formula, Term):
         return torch.tensor(formula, dtype=torch.float64)
-    if formula.word == "unknown":
-        return known[formula.of[0]].double()
-    return _TENSORS[formula.word](*(value_of(each, known) for each in formula.of))
+    if formula.op == "unknown":
+        return known[formula.operands[0]].double()
+    return _TENSORS[formula.op](*(value_of(each, known) for each in formula.operands))
 
 
 def name_of(kernel: Kernel) -> str:
-    flags = [option for option, said in kernel.options.items() if said is True]
-    numbers = [said for said in kernel.options.values() if isinstance(said, str)]
+    flags = [option for option, value in kernel.options.items() if value is True]
+    numbers = [value for value in kernel.options.values() if isinstance(value, str)]
     return " ".join([str(kernel.op).split(".")[1], *flags, *numbers])
 
 
@@ -47,13 +47,13 @@ def test_a_formula_is_what_the_kernel_computes(kernel: Kernel, dtype: torch.dtyp
     known = {name: x.to(dtype) for name, x in known.items()}
     if kernel.counts:
         known[kernel.counts] = torch.tensor(3.0)
-    numbers = {said: torch.rand((), generator=generator, dtype=torch.float64) for said in kernel.options.values()}
+    numbers = {each: torch.rand((), generator=generator, dtype=torch.float64) for each in kernel.options.values()}
     everything = known | {name: number for name, number in numbers.items() if isinstance(name, str)}
 
     new = {name: value_of(formula, everything) for name, formula in kernel.updates.items()}
     given = known | ({kernel.counts: new[kernel.counts].float()} if kernel.counts else {})
     lists = [[given[name]] if name in given else [] for name in kernel.lists]
-    options = {k: numbers[said].item() if isinstance(said, str) else said for k, said in kernel.options.items()}
+    options = {k: numbers[each].item() if isinstance(each, str) else each for k, each in kernel.options.items()}
     results = dict(zip(kernel.lists, kernel.op(*lists, **options), strict=False))
 
     for name, value in new.items():
