@@ -213,28 +213,28 @@ def test_every_rank_has_the_same_ops_where_nothing_divides(params: Any, passes: 
 # Errors
 
 
-@pytest.mark.parametrize("params, told", [
+@pytest.mark.parametrize("params, message", [
     ({"nothing.*": Shard(0)}, "'nothing.*' in params matches none of the parameters"),
-    ({"*.weight": {"tp": Shard(0)}, "up.weight": {"tp": Shard(0)}}, "'up.weight' in params fits none"),
+    ({"*.weight": {"tp": Shard(0)}, "up.weight": {"tp": Shard(0)}}, "'up.weight' in params matches none"),
     ({"*.weight": Shard(0)}, "has 1 entries, but the mesh has 2 axes"),
     ({"*.weight": [Shard(0)] * 3}, "has 3 entries, but the mesh has 2 axes"),
     ({"*.weight": {"pp": Shard(0)}}, r"names the mesh axes \['pp'\]; the mesh has \['dp', 'tp'\]"),
     ({"*.bias": {"tp": Shard(1)}}, "has 1 dims, so it cannot be split along dim 1"),
-], ids=["no fit", "one of two fits", "too few", "too many", "unknown axis", "no such dim"])  # fmt: skip
-def test_placements_of_parameters_that_cannot_be(params: dict[str, Any], told: str) -> None:
-    with pytest.raises(PlacementError, match=told):
+], ids=["no match", "one of two matches", "too few", "too many", "unknown axis", "no such dim"])  # fmt: skip
+def test_placements_of_parameters_that_cannot_be(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
         compiled_on_fakes(EVEN, params)
 
 
-@pytest.mark.parametrize("inputs, told", [
+@pytest.mark.parametrize("inputs, message", [
     ({"z": {"dp": Shard(0)}}, r"inputs names \['z'\], but the tensor arguments of the step are \['x', 'y'\]"),
     ({"x": Shard(0)}, "has 1 entries, but the mesh has 2 axes"),
     ({"x": [Shard(0)] * 3}, "has 3 entries, but the mesh has 2 axes"),
     ({"x": {"pp": Shard(0)}}, r"the placement of x names the mesh axes \['pp'\]"),
     ({"x": {"dp": Shard(2)}}, "x has 2 dims, so it cannot be split along dim 2"),
 ], ids=["unknown argument", "too few", "too many", "unknown axis", "no such dim"])  # fmt: skip
-def test_placements_of_inputs_that_cannot_be(inputs: dict[str, Any], told: str) -> None:
-    with pytest.raises(PlacementError, match=told):
+def test_placements_of_inputs_that_cannot_be(inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
         compiled_on_fakes(EVEN, inputs=inputs)
 
 

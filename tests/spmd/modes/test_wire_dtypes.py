@@ -255,11 +255,11 @@ def test_a_mode_says_what_it_was_made_with() -> None:
     assert repr(mode) == "DataParallel('replicate', shard_optimizer=True, gather_dtype=torch.bfloat16)"
 
 
-@pytest.mark.parametrize("options, told", [
+@pytest.mark.parametrize("options, message", [
     ({"reduce_dtype": torch.int8}, r"expected reduce_dtype to be one of torch.bfloat16, .* or None, got torch.int8"),
     ({"gather_dtype": "bf16", "parallel_style": "fully_shard"}, "expected gather_dtype .* got 'bf16'"),
     ({"gather_dtype": BF16}, r'"replicate" gathers no parameters, unless it has shard_optimizer=True'),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         spmd.DataParallel(**options)
