@@ -84,13 +84,13 @@ def _arena(program: Program, key: _ArenaKey, buffers: Sequence[Buffer]) -> tuple
     # When the other ranks have read a shared block is known at the next call only, so it lives as long as the call.
     end = len(program.graph.nodes)
     blocks = [Block(each.size, 0, end) if shared else Block(each.size, each.first, each.last) for each in buffers]
-    offsets, placeholders = pack(blocks), program.placeholders
+    offsets = pack(blocks)
     size = total(blocks, offsets)
     args = (size, device, True) if shared else (size, device)
-    with program.graph.inserting_after(placeholders[-1]) if placeholders else program.graph.inserting_before():
-        node = program.graph.create_node("call_function", reserve, args, name="shared" if shared else "arena")
+    first = next(node for node in program.graph.nodes if node.op != "placeholder")
+    val = buffers[0].val.new_empty(size, dtype=torch.uint8)
+    node = insert_before(first, reserve, *args, like=None, name="shared" if shared else "arena", val=val)
     node.meta["live_bytes"] = live_bytes(blocks)
-    node.meta["val"] = buffers[0].val.new_empty(size, dtype=torch.uint8)
     return node, {id(each): offset for each, offset in zip(buffers, offsets, strict=True)}
 
 
