@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .peer_connection import PeerConnection, RemoteSegment, Triple, arrival, publication, release
-from .segments import Segment, SharedBytes, open_segments
+from .segments import Segment, SharedBytes, last_closed, open_segments
 
 _PER_CALL = 1 << 32  # more than a call publishes
 
@@ -33,6 +33,7 @@ class LocalPeers:
         self.rank, self.ranks, self.timeout = rank, len(sockets) + 1, timeout
         self._peers = {each: PeerConnection(each, sockets[each]) for each in sorted(sockets)}
         self._next = 0  # the number of the next publication
+        self._last_closed = last_closed()  # when segments were last released
         self._own: dict[int, torch.Tensor] = {}  # publications of this rank, until all of that number are collected
         _all.add(self)
 
@@ -75,6 +76,10 @@ class LocalPeers:
 
     def _release_closed_segments(self) -> None:
         """Let the peers unmap the segments of this rank that were closed."""
+        newest = last_closed()  # read first: one that is closed meanwhile is released next time
+        if newest == self._last_closed:
+            return
+        self._last_closed = newest
         known = set[int]().union(*(peer.known for peer in self._peers.values()))
         for closed in known - open_segments():
             self._send(release(closed))

@@ -18,6 +18,7 @@ import torch
 EMPTY = torch.empty(0, dtype=torch.uint8)
 _numbers = count(1)
 _segments: dict[int, Segment] = {}  # by address
+_last_closed = 0
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,16 @@ def _mapped_file(size: int) -> tuple[Segment, mmap]:
 
 
 def _close(address: int, closed: Segment) -> None:
+    global _last_closed
     if _segments.get(address) is closed:  # else another thread has made one there meanwhile
         del _segments[address]
+    _last_closed = closed.number
     os.close(closed.file)
+
+
+def last_closed() -> int:
+    """The number of the segment that was closed last; another one after each that is closed."""
+    return _last_closed
 
 
 def open_segments() -> set[int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from passes.runtime import segments
-from passes.runtime.segments import allocate_segment, copy_to_segment, locate, open_segments
+from passes.runtime.segments import allocate_segment, copy_to_segment, last_closed, locate, open_segments
 
 from .local_group import open_files
 
@@ -33,15 +33,15 @@ def test_an_empty_tensor_needs_no_segment() -> None:
 
 
 def test_a_segment_is_closed_with_its_last_tensor() -> None:
-    before, files = open_segments(), open_files()
+    before, files, closed = open_segments(), open_files(), last_closed()
     memory = allocate_segment(8)
     view = memory[:4]
     del memory
     gc.collect()
-    assert len(open_segments() - before) == 1
+    assert len(open_segments() - before) == 1 and last_closed() == closed
     del view
     gc.collect()
-    assert not open_segments() - before and open_files() == files
+    assert not open_segments() - before and open_files() == files and last_closed() != closed
 
 
 def test_an_allocation_that_fails_raises_and_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
