@@ -1,1 +1,1 @@
-"""Passes that remove what nobody needs, so that all that follow match smaller and more uniform graphs."""
+"""Passes that remove dead and redundant nodes, so that later passes match smaller and more uniform graphs."""

@@ -14,7 +14,7 @@ class DropProfiler(Pass):
     """Each node that opens or closes a profiler range is erased. Values and their order stay the same."""
 
     def rewrite(self, program: Program) -> int:
-        """Erase from the end, so that a range is closed no more before what opened it goes."""
+        """Erase from the end: the node that closes a range reads the one that opens it."""
         ranges = [node for node in program.graph.nodes if is_profiling(node)]
         for node in reversed(ranges):
             program.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Remove views that show a tensor as it already is, and copies that change nothing."""
+"""Remove views and copies that change nothing."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _VIEWS = listed(Trait.RESHAPES, Trait.PERMUTES, Trait.SQUEEZES, Trait.EXPANDS) |
 
 @dataclass(frozen=True)
 class FoldViews(Pass):
-    """A view that ends where it began is replaced by where it began; a view of a view by one view.
+    """A view that is equal to a tensor that it is a view of becomes that tensor; a view of a view becomes one view.
 
     The first covers a view to the same shape and chains that undo themselves, such as ``t(t(x))``: shape, strides,
-    offset and placement are those of a tensor further up. (Placement, because what looks the same on this rank may
-    only be a small shard, and ranks must agree on what equals what.) A ``_to_copy`` that changes neither dtype,
-    device nor layout goes too, unless its memory lives on after the call: an output must not come to share memory
-    with an input or with another output. ``clone`` stays. Assumes a functional graph. What a folded chain went
-    through is left to ``DeadCode``.
+    offset and placement are those of a tensor further up. (Placement, because tensors that are equal on this rank may
+    be small shards of different ones, and ranks must agree on what is equal.) A ``_to_copy`` that changes neither
+    dtype, device nor layout goes too, unless its memory lives on after the call: an output must not come to share
+    memory with an input or with another output. ``clone`` stays. Assumes a functional graph. The rest of a folded chain
+    is left to ``DeadCode``.
     """
 
     def rewrite(self, program: Program) -> int:
@@ -46,14 +46,14 @@ class FoldViews(Pass):
 
 def _drop_copy(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
     source = node.args[0]
-    if node in kept or not isinstance(source, fx.Node) or not _looks_the_same(source, node, layouts):
+    if node in kept or not isinstance(source, fx.Node) or not _is_equal_view(source, node, layouts):
         return 0
     node.replace_all_uses_with(source)
     return 1
 
 
 def _fold(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
-    start = next((above for above in _above(node, layouts) if _looks_the_same(above, node, layouts)), None)
+    start = next((above for above in _above(node, layouts) if _is_equal_view(above, node, layouts)), None)
     if start is not None:
         node.replace_all_uses_with(start)
         return 1
@@ -64,7 +64,7 @@ def _fold(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
 
 
 def _shorten(node: fx.Node, source: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
-    """One view instead of two. Where the first copies, the one must copy too, unless others want that copy as well."""
+    """One view instead of two. Where the first one copies, the one must copy too, unless the copy has other readers."""
     may_copy = source.target is aten.reshape.default
     if not layouts.is_contiguous(source.args[0]) and (not may_copy or len(source.users) > 1 or node in kept):
         return 0
@@ -75,7 +75,7 @@ def _shorten(node: fx.Node, source: fx.Node, kept: set[fx.Node], layouts: Layout
 
 
 def _above(node: fx.Node, layouts: Layouts) -> Iterator[fx.Node]:
-    """The tensors that ``node`` is a view of, nearest first; strides tell nothing across a reshape that copies."""
+    """The tensors that ``node`` is a view of, nearest first; strides say nothing across a reshape that copies."""
     while node.target in _VIEWS and isinstance(node.args[0], fx.Node):
         if node.target is aten.reshape.default and not layouts.is_contiguous(node.args[0]):
             return
@@ -83,7 +83,7 @@ def _above(node: fx.Node, layouts: Layouts) -> Iterator[fx.Node]:
         yield node
 
 
-def _looks_the_same(one: fx.Node, other: fx.Node, layouts: Layouts) -> bool:
+def _is_equal_view(one: fx.Node, other: fx.Node, layouts: Layouts) -> bool:
     if not layouts.are_alike(one, other) or overlaps(one.meta["val"]):
         return False
     if one.meta.get("placement") != other.meta.get("placement"):

@@ -29,8 +29,8 @@ class MergeEqual(Pass):
     """
 
     def rewrite(self, program: Program) -> int:
-        """Visit nodes in order: when a node's turn comes, its arguments are merged already."""
-        memory = _Memory(program.graph)
+        """Visit nodes in order: the arguments of a node are merged before it."""
+        memory = _Escapes(program.graph)
         first: dict[Hashable, fx.Node] = {}
         edits = 0
         for node in list(program.graph.nodes):
@@ -40,8 +40,8 @@ class MergeEqual(Pass):
         return edits
 
 
-class _Memory:
-    """Which memory lives on after the call, kept true while nodes are merged."""
+class _Escapes:
+    """The memory that lives on after the call, kept up to date while nodes are merged."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.found = storages(graph)
@@ -49,26 +49,26 @@ class _Memory:
         self.became: dict[fx.Node, fx.Node] = {}
 
     def kept_of(self, node: fx.Node) -> set[fx.Node]:
-        """The pieces that live on of those that ``node`` lies in."""
+        """The pieces of memory of ``node`` that live on."""
         return {storage for each in self.found[node] if (storage := self.became.get(each, each)) in self.kept}
 
     def merge(self, node: fx.Node, original: fx.Node) -> None:
-        """What lay in the memory of ``node`` now lies in that of ``original``, and keeps it alive where it was kept."""
+        """Values in the memory of ``node`` now lie in that of ``original``, and keep it alive where they lived on."""
         if self.kept_of(node):
             self.kept |= {self.became.get(each, each) for each in self.found[original]}
         if node in self.found[node] and original in self.found[original]:
             self.became[node] = original
 
 
-def _merge(node: fx.Node, original: fx.Node, memory: _Memory) -> bool:
+def _merge(node: fx.Node, original: fx.Node, memory: _Escapes) -> bool:
     mine, other = memory.kept_of(node), memory.kept_of(original)
     if is_collective(node) or not isinstance(node.meta.get("val"), torch.Tensor):
-        node.replace_all_uses_with(original)  # what is returned is a wait or an item: their turn comes
+        node.replace_all_uses_with(original)  # outputs are waits and items, which are visited later
     elif not mine or not other or mine == other:
         memory.merge(node, original)
         node.replace_all_uses_with(original)
     elif node.target is torch.ops.aten.clone.default:
-        return False  # it is already what we would put in its place
+        return False  # it would be replaced by itself
     else:
         _clone(node, original, memory)
     _join_meta(original, node)
@@ -76,8 +76,8 @@ def _merge(node: fx.Node, original: fx.Node, memory: _Memory) -> bool:
     return True
 
 
-def _clone(node: fx.Node, original: fx.Node, memory: _Memory) -> None:
-    """What is returned, as it is or as a view, gets memory of its own; all other readers take the first."""
+def _clone(node: fx.Node, original: fx.Node, memory: _Escapes) -> None:
+    """Outputs, and views that are outputs, read a clone; all other readers read the first node."""
     node.replace_all_uses_with(
         original, lambda user: user.op != "output" and not memory.found[user] & memory.found[node]
     )
@@ -89,20 +89,20 @@ def _clone(node: fx.Node, original: fx.Node, memory: _Memory) -> None:
 
 def _join_meta(original: fx.Node, node: fx.Node) -> None:
     """One collective now serves what two served."""
-    said, also = original.meta.get("collective"), node.meta.get("collective")
-    if isinstance(said, Collective) and isinstance(also, Collective):
-        role = also.role if said.role is Role.UNKNOWN else said.role
-        original.meta["collective"] = replace(said, role=role, of=tuple(dict.fromkeys(said.of + also.of)))
+    first, second = original.meta.get("collective"), node.meta.get("collective")
+    if isinstance(first, Collective) and isinstance(second, Collective):
+        role = second.role if first.role is Role.UNKNOWN else first.role
+        original.meta["collective"] = replace(first, role=role, of=tuple(dict.fromkeys(first.of + second.of)))
 
 
 def _key(node: fx.Node) -> Hashable:
     """Equal for nodes that compute the same on all ranks, not just on one whose numbers happen to be equal."""
-    told = tuple(str(node.meta.get(key)) for key in ("recompute_of", "placement", "uneven", "numbers"))
-    return node.op, node.target, _frozen(node.args), _frozen(dict(node.kwargs)), *told
+    known = tuple(str(node.meta.get(key)) for key in ("recompute_of", "placement", "uneven", "numbers"))
+    return node.op, node.target, _frozen(node.args), _frozen(dict(node.kwargs)), *known
 
 
 def _frozen(value: Any) -> Hashable:
-    """``value`` as something to look up, with types: to Python 1, 1.0 and True are equal."""
+    """``value`` as a key to look up, with types: to Python 1, 1.0 and True are equal."""
     if isinstance(value, fx.Node):
         return value
     if isinstance(value, (list, tuple)):

@@ -1,1 +1,1 @@
-"""Passes that decide where values lie: state in flat storages, updates in place, all else in one arena."""
+"""Passes that assign memory: state in flat storages, updates in place, all other values in one arena."""

@@ -1,9 +1,9 @@
-"""Where blocks of memory lie in one arena, so that no two which live at the same time overlap: the planner alone.
+"""Plan the offsets of blocks in one arena, so that no two blocks that live at the same time overlap.
 
 Large blocks are placed greedily by size, as in Pisarchyk and Lee, "Efficient memory management for deep neural net
 inference" (2020): the largest first, each into the smallest gap that holds it between the blocks placed already that
-live when it lives. That looks at all pairs, so the small ones, which are many and weigh little, lie in a part of their
-own, where a block takes over the place of a dead one of its size.
+live when it lives. That compares all pairs, so the small blocks, which are many and weigh little, lie in a part of
+their own, where a block takes over the offset of a dead one of its size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pack(blocks: Sequence[Block]) -> list[int]:
 
 
 def total(blocks: Sequence[Block], offsets: Sequence[int]) -> int:
-    """The bytes of an arena in which the blocks lie there."""
+    """The bytes of an arena with the blocks at these offsets."""
     return max((aligned(block.size) + offset for block, offset in zip(blocks, offsets, strict=True)), default=0)
 
 
@@ -78,7 +78,7 @@ def _gap(taken: Iterable[_Taken], size: int) -> int:
 
 
 def _by_time(blocks: Sequence[Block], chosen: Sequence[int], end: int) -> dict[int, int]:
-    """The offsets of the chosen blocks from ``end`` on, in the order in which they come to live."""
+    """The offsets of the chosen blocks from ``end`` on, in the order in which they start to live."""
     offsets: dict[int, int] = {}
     living: dict[int, list[tuple[int, int]]] = {}  # by size: until when, offset
     for k in sorted(chosen, key=lambda k: (blocks[k].first, k)):

@@ -1,4 +1,4 @@
-"""Store together what is communicated and updated together."""
+"""Store state that is communicated and updated together in one flat storage."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from ..ir.program import Input, Part, Program, is_even
 from ..ir.roles import Role
 
 aten = torch.ops.aten
-Group = tuple[str, ...]  # state by name, in the order in which it is to lie
+Group = tuple[str, ...]  # state by name, in the order of its offsets
 
 
 @dataclass(frozen=True)
 class OneStorage(Pass):
     """State that is used together becomes one flat input, of which each tensor is a part.
 
-    These are: the parameters of a unit; each kind of optimizer state that all of them have in their own shape; and what
-    else is concatenated whole, as for a bucketed all_gather. All of a unit lies in order of registration, so that a
-    parameter, its state, its gradient and what is gathered have the same offsets. A concatenation of just what lies in
-    one flat input in this order is that input, without a copy.
+    Used together are: the parameters of a unit; each kind of optimizer state that all of them have in their own shape;
+    and other state that is concatenated whole, as for a bucketed all_gather. A unit is stored in order of registration,
+    so that a parameter, its state, its gradient and its gathered value have the same offsets. A concatenation of all
+    parts of a flat input, in order, becomes that input, without a copy.
 
     Only what is contiguous, in equal parts on all ranks and of one dtype and device is taken. State in
-    ``program.fixed`` stays where it is; state in ``program.stored`` is taken as it lies or not at all. Updates stay
-    updates of the parts.
+    ``program.fixed`` stays where it is; a group in ``program.stored`` is taken whole and in its order, or not at all.
+    Updates stay updates of the parts.
     """
 
     facts: ClassVar[frozenset[Fact]] = frozenset({Fact.STORAGE})
@@ -64,22 +64,22 @@ def _chosen(program: Program) -> dict[str, Group]:
     chosen: dict[str, Group] = {}
     layouts = Layouts(program.graph)
     taken: set[str] = set()
-    for name, group in _wanted(program):
-        apart = [values[member] for member in group]
+    for name, group in _candidates(program):
+        members = [values[member] for member in group]
         as_it_lies = all(stored.get(member, group) == group for member in group)
         if (
             len(set(group)) == len(group) > 1
             and as_it_lies
             and taken.isdisjoint(group)
-            and _can_join(program, layouts, apart)
+            and _can_join(program, layouts, members)
         ):
             chosen[name] = group
             taken.update(group)
     return chosen
 
 
-def _wanted(program: Program) -> Iterator[tuple[str, Group]]:
-    """What is used together: units first, so that all state of a unit lies alike."""
+def _candidates(program: Program) -> Iterator[tuple[str, Group]]:
+    """Groups of state that is used together, units first, so that all state of a unit has the same offsets."""
     state = _state_by_kind(program)
     shapes = {declared.name: declared.shape for declared in program.inputs}
     for k, unit in enumerate(program.units):
@@ -109,7 +109,7 @@ def _can_join(program: Program, layouts: Layouts, members: Sequence[tuple[Input,
 
 
 def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node) -> bool:
-    """Whether an input may lie in a flat one. Asks nothing that differs from rank to rank."""
+    """Whether an input may become part of a flat one. The answer is the same on all ranks."""
     return (
         declared.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
         and declared.name not in program.fixed
@@ -120,7 +120,7 @@ def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node)
 
 
 def _join(program: Program, name: str, group: Group) -> None:
-    """Put a flat input in the place of the first member, and its parts in the place of all."""
+    """Replace the members of a group by one flat input and views of its parts."""
     values = program.values()
     members = [values[member] for member in group]
     vals = [node.meta["val"] for _, node in members]
@@ -135,22 +135,22 @@ def _join(program: Program, name: str, group: Group) -> None:
         flat = program.graph.placeholder("flat")
     flat.target = flat.name  # made unique by FX
     flat.meta["val"] = vals[0].new_empty(offsets[-1])
-    _show(program.graph, flat, [node for _, node in members], sizes)
+    _split(program.graph, flat, [node for _, node in members], sizes)
     role = parts[0].input.role
     described = Input(role, name, (offsets[-1],), vals[0].dtype, parts=parts)
     program.inputs = _with_flat(program.inputs, described)
 
 
 def _with_flat(inputs: Sequence[Input], flat: Input) -> list[Input]:
-    """The inputs with ``flat`` in the place of the first of its parts, and without the others."""
+    """The inputs with ``flat`` at the position of the first of its parts, and without the others."""
     inside = {part.input.name for part in flat.parts}
     first = next(k for k, declared in enumerate(inputs) if declared.name in inside)
     left = [declared for declared in inputs[first:] if declared.name not in inside]
     return [*inputs[:first], flat, *left]
 
 
-def _show(graph: fx.Graph, flat: fx.Node, members: Sequence[fx.Node], sizes: list[int]) -> None:
-    """Right after the inputs, take ``flat`` apart and let readers of each member read its part."""
+def _split(graph: fx.Graph, flat: fx.Node, members: Sequence[fx.Node], sizes: list[int]) -> None:
+    """Right after the inputs, split ``flat``, and let readers of each member read its part."""
     after = next(node for node in graph.nodes if node.op != "placeholder")
     insert = partial(insert_before, after, like=None)
     pieces = aten.split_with_sizes.default(flat.meta["val"], sizes)
@@ -163,7 +163,7 @@ def _show(graph: fx.Graph, flat: fx.Node, members: Sequence[fx.Node], sizes: lis
 
 
 def _drop_concatenations(program: Program) -> None:
-    """Let who reads all parts of a flat input, concatenated in order, read the input."""
+    """Let readers of all parts of a flat input, concatenated in order, read the input."""
     flats = {node: i for node, i in zip(program.placeholders, program.inputs, strict=True) if i.parts}
     values = program.values()
     whole = {tuple(values[part.input.name][1] for part in i.parts): flat for flat, i in flats.items()}
@@ -171,13 +171,13 @@ def _drop_concatenations(program: Program) -> None:
     kept = escaping(program.graph, storages(program.graph))
     for node in program.graph.find_nodes(op="call_function", target=aten.cat.default):
         flat = whole.get(tuple(packed_flat(node, parts)))
-        if flat is not None and node not in kept:  # what is returned must not come to share memory with state
+        if flat is not None and node not in kept:  # an output must not come to share memory with state
             node.replace_all_uses_with(flat)
             _erase(node, parts)
 
 
 def _erase(node: fx.Node, parts: Container[fx.Node]) -> None:
-    """Erase what nobody reads any more, and what was flattened for it alone, but for the parts themselves."""
+    """Erase a node and the flattened operands that it alone reads, but for the parts themselves."""
     operands = node.all_input_nodes
     node.graph.erase_node(node)
     for operand in operands:

@@ -38,7 +38,7 @@ class ShareState(Pass):
     after: ClassVar[tuple[type[Pass], ...]] = (UpdateInPlace,)
 
     def rewrite(self, program: Program) -> int:
-        """Decide for each collective; returns how many inputs came to be shared and how many copies are not read."""
+        """Decide for each collective; returns the number of inputs newly shared and of copies that are not read."""
         order = _Order(program.graph)
         flats = {node: i for node, i in zip(program.placeholders, program.inputs, strict=True) if i.parts}
         shared: set[str] = set()
@@ -68,7 +68,7 @@ def _erase_copies(graph: fx.Graph, flats: Container[fx.Node]) -> None:
 
 
 class _Order:
-    """The positions at which collectives through shared memory start and end, and at which memory is written."""
+    """The positions of the starts and ends of collectives through shared memory, and of writes."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position = {node: k for k, node in enumerate(graph.nodes)}
@@ -77,8 +77,8 @@ class _Order:
         self._writers = [node for node in graph.nodes if mutates(node)]
 
     def is_read_in_time(self, start: fx.Node, state: fx.Node) -> bool:
-        """Whether this rank knows that all have read ``state`` before it writes to it, and before the call ends."""
-        known = [self._end(other) for other in self.starts if self._is_after(other, start)]
+        """Whether all ranks have surely read ``state`` before this rank writes to it, and before the call ends."""
+        known = [self._end(other) for other in self.starts if self._is_after(other, start)]  # all have read it then
         writes = [self.position[node] for node in self._writers if self._may_write(node, state)]
         return bool(known) and all(min(known) < write for write in writes)
 

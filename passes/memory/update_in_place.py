@@ -1,4 +1,4 @@
-"""Write updates into the inputs they belong to, so that state lives in one place from call to call."""
+"""Write updates into the inputs they belong to, so that state keeps its memory from call to call."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ aten = torch.ops.aten
 class UpdateInPlace(Pass):
     """Each update output becomes a write to its input, and is no output any more.
 
-    Where the new value comes from the old by ops that exist in place, and nobody reads the old value afterwards (not
-    through a view, not as an output, not a collective that is still under way), these ops write to the input; so do
-    ops over lists, entry by entry. Any other new value is copied into its input at the end. Outputs that share memory
-    with an input written to are cloned. Assumes that no two inputs share memory. Nothing may reorder the graph
-    afterwards.
+    Where the new value is computed from the old one by ops that have an in-place variant, and the old value has no
+    later reader (no view, no output, no collective that is still pending), these ops write to the input; so do ops over
+    lists, entry by entry. Any other new value is copied into its input at the end. Outputs that share memory with an
+    input written to are cloned. Assumes that no two inputs share memory. Nothing may reorder the graph afterwards.
     """
 
     last: ClassVar[bool] = True
@@ -41,7 +40,7 @@ class UpdateInPlace(Pass):
         """Decide for all updates on the functional graph, then write."""
         named = {name: (old, new) for name, old, new in _updates(program)}
         updates = list(named.values())
-        memory = _Memory(program.graph)
+        memory = _Lifetimes(program.graph)
         chains = {old: chain for old, new in updates if (chain := memory.chain(old, new))}
         overwriting = {node for chain in chains.values() for node in chain}
         for node in overwriting:
@@ -57,8 +56,8 @@ class UpdateInPlace(Pass):
         return len(updates)
 
 
-class _Memory:
-    """Where the values of a functional graph lie, and until when they are read."""
+class _Lifetimes:
+    """The memory of the values of a functional graph, and its last reads."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.found = storages(graph)
@@ -105,13 +104,13 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _overwritten(node: fx.Node) -> Any:
-    """What ``node`` overwrites where it is done in place: its first argument, or its own entry of a list."""
+    """The value that the in-place variant of ``node`` overwrites: its first argument, or its own entry of a list."""
     entry = entry_of(node)
     return entry.source if entry else node.args[0]
 
 
 def _in_place(node: fx.Node) -> Any:
-    """The op that does what ``node`` does, in its first argument; None if there is none."""
+    """The variant of the op of ``node`` that writes to its first argument; None if there is none."""
     op = node.target
     return in_place_variant(op) if isinstance(op, OpOverload) and is_pure(node) else None
 
@@ -123,7 +122,7 @@ def _nodes(value: Any) -> Iterable[fx.Node]:
 
 
 def _drop_outputs(program: Program, updated: set[str]) -> None:
-    """The inputs of these names take their updates in place."""
+    """Drop the updates of these names from the outputs: they are written in place."""
     program.inputs = [_marked(each, updated) for each in program.inputs]
     pairs = zip(program.output_values(), program.outputs, strict=True)
     kept = [(value, out) for value, out in pairs if out.kind is not OutputKind.UPDATE or out.name not in updated]
@@ -140,7 +139,7 @@ def _marked(declared: Input, updated: set[str]) -> Input:
 def _write(
     program: Program, copied: list[tuple[fx.Node, fx.Node]], found: dict[fx.Node, Storages], written: set[fx.Node]
 ) -> None:
-    """Clone what the copies would destroy, then copy."""
+    """Clone the values that the copies would overwrite, then copy."""
     end = program.output_node
     insert = partial(insert_before, end, relation=Relation.REPLACEMENT)
 

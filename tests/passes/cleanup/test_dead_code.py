@@ -35,7 +35,7 @@ def test_what_does_more_than_compute_stays() -> None:
 
 
 def seen(x: torch.Tensor) -> torch.Tensor:
-    """Nobody said that it does nothing else."""
+    """A function without a declaration: it may have side effects."""
     return x
 
 

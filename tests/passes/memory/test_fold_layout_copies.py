@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def stacked(x: Any, y: Any) -> Any:
-    """As the gradients of query, key and value come to the product before them."""
+    """The gradients of query, key and value, as the backward of their product reads them."""
     both = aten.stack.default([aten.exp.default(x), aten.sin.default(x)], 1)
     permuted = aten.permute.default(aten.transpose.int(both, 1, 2), [0, 2, 1, 3])
     permuted = aten.transpose.int(permuted, -1, 1)

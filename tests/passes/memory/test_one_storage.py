@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def described(program: Program, **inputs: tuple[Role, str | None]) -> Program:
-    """The program with the roles of some inputs said, and whose state they are."""
+    """The program with the roles of some inputs, and the parameters that they are state of."""
     program.inputs = [
         replace(i, role=inputs[i.name][0], of=inputs[i.name][1]) if i.name in inputs else i for i in program.inputs
     ]
@@ -79,7 +79,7 @@ def gathered() -> Program:
 
 
 def flats(program: Program, *passes: Pass) -> list[tuple[str, ...]]:
-    """What lies together after the passes, which must leave the same bits."""
+    """The parts of each flat input after the passes, which must leave the same bits."""
     after = run(program, passes)
     assert_same_bits(program, after)
     return [tuple(part.input.name for part in i.parts) for i in after.inputs if i.parts]
@@ -101,14 +101,14 @@ def test_a_gather_takes_the_flat_storage_itself() -> None:
     assert gather.args[0] is after.placeholders[0]
 
 
-def test_each_kind_of_state_of_a_unit_lies_as_the_parameters_do() -> None:
+def test_each_kind_of_state_of_a_unit_is_stored_in_the_order_of_the_parameters() -> None:
     assert flats(momentum(), FormUnits(), OneStorage()) == [("w", "b"), ("optimizer.m[w]", "optimizer.m[b]")]
     assert flats(momentum(), OneStorage()) == []
     assert flats(gathered(), OneStorage()) == []
     assert flats(gathered(), BucketAllGather(), OneStorage()) == [("w", "v")]
 
 
-def test_what_lies_flat_already_is_left() -> None:
+def test_what_is_stored_flat_already_is_left() -> None:
     assert flats(momentum(), FormUnits(), OneStorage(), OneStorage()) == flats(momentum(), FormUnits(), OneStorage())
 
 
@@ -117,7 +117,7 @@ def flat(value: Any) -> Any:
 
 
 def concatenating(join: Callable[..., list[Any]], role: Role = Role.PARAMETER) -> Program:
-    """``join`` says what of ``a`` and ``b``, and of ``x`` that stands between them, is concatenated."""
+    """``join`` chooses what is concatenated: of ``a`` and ``b``, and of ``x``, an input between them."""
 
     def step(a: Any, x: Any, b: Any) -> Any:
         return aten.neg.default(x), aten.exp.default(x), aten.neg.default(aten.cat.default(join(a, x, b)))
@@ -149,7 +149,7 @@ def test_a_concatenation_of_all_in_order_is_the_storage(name: str) -> None:
     ("all", [("a", "b")]), ("another order", [("b", "a")]), ("a part", []), ("more", []), ("columns first", []),
     ("rows", []),
 ])  # fmt: skip
-def test_what_is_concatenated_whole_lies_so(name: str, found: list[tuple[str, ...]]) -> None:
+def test_what_is_concatenated_whole_is_stored_in_that_order(name: str, found: list[tuple[str, ...]]) -> None:
     assert flats(concatenating(CONCATENATIONS[name][0]), OneStorage()) == found
 
 
@@ -157,7 +157,7 @@ def test_only_parameters_and_optimizer_state_are_joined() -> None:
     assert flats(concatenating(CONCATENATIONS["all"][0], Role.BUFFER), OneStorage()) == []
 
 
-def test_state_of_another_shape_than_its_parameter_s_stays_apart() -> None:
+def test_state_of_another_shape_than_its_parameter_is_not_joined() -> None:
     def step(a: Any, b: Any, ma: Any, mb: Any) -> Any:
         return tuple(aten.neg.default(each) for each in (a, b, ma, mb))
 
@@ -188,7 +188,7 @@ def test_a_part_is_not_written_while_all_of_them_are_read() -> None:
     assert targets(after).index("wait_tensor.default") < targets(after).index("sub_.Tensor")
 
 
-def test_parts_that_swap_places_are_copied_first() -> None:
+def test_parts_that_swap_values_are_copied_first() -> None:
     def step(a: Any, b: Any) -> Any:
         return b, a, aten.cat.default([aten.reshape.default(a, [-1]), aten.reshape.default(b, [-1])])
 
@@ -198,7 +198,7 @@ def test_parts_that_swap_places_are_copied_first() -> None:
     assert flats(program, FormUnits(), OneStorage()) == [("a", "b")]
 
 
-def test_what_has_to_stay_where_it_is_stays() -> None:
+def test_state_that_is_fixed_stays_where_it_is() -> None:
     program = momentum()
     program.fixed = frozenset({"b"})
     assert flats(program, FormUnits(), OneStorage()) == [("optimizer.m[w]", "optimizer.m[b]")]
@@ -231,7 +231,7 @@ def test_a_unit_whose_members_have_other_kinds_of_state_keeps_that_apart() -> No
     assert flats(program, FormUnits(), OneStorage()) == [("w", "b")]
 
 
-def test_a_lost_part_is_told() -> None:
+def test_a_lost_part_is_an_error() -> None:
     after = run(momentum(), [FormUnits(), OneStorage()])
     split = next(iter(after.placeholders[0].users))
     next(iter(split.users)).args = (split, 7)
@@ -240,7 +240,7 @@ def test_a_lost_part_is_told() -> None:
 
 
 @pytest.mark.parametrize("other", [FormUnits, BucketAllGather, BucketReduceScatter, BucketAllReduce])
-def test_it_follows_what_says_what_goes_together(other: type[Pass]) -> None:
+def test_it_comes_after_the_passes_that_group(other: type[Pass]) -> None:
     with pytest.raises(ValueError, match=f"must come after {other.__name__}"):
         run(momentum(), [OneStorage(), other()])
 

@@ -98,7 +98,7 @@ def test_share_state(golden: Any) -> None:
 
 
 @pytest.mark.parametrize("planned", [[], [ReuseMemory()]], ids=["allocated", "planned"])
-def test_state_is_read_where_it_lies(planned: list[Pass]) -> None:
+def test_state_is_read_without_a_copy(planned: list[Pass]) -> None:
     before = stored(gathered_and_updated)
     after = run(before, [*SHARED, ShareState(), *planned])
     gather = next(node for node in after.collectives() if node.meta["collective"].kind is Kind.ALL_GATHER)

@@ -79,7 +79,7 @@ def test_what_is_no_update_stays() -> None:
 
 
 def test_a_structurally_equal_update_that_another_leads_to() -> None:
-    """The second needs what the first has made: they cannot be entries of one list."""
+    """The second depends on the first: they cannot be entries of one list."""
 
     def step(w: Any, b: Any, x: Any) -> Any:
         new = aten.add.Tensor(w, aten.sqrt.default(aten.abs.default(x)))

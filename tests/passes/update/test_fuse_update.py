@@ -31,7 +31,7 @@ NUMBERS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decay": 0.01}
 def adamw(
     p: Any, g: Any, m: Any, v: Any, n: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, decay: Any, rounded: bool = False
 ) -> Any:
-    """As torch traces it where counts are tensors: the new parameter, mean, square and count."""
+    """AdamW as torch traces it with counts that are tensors: the new parameter, mean, square and count."""
     count = aten.add.Tensor(n, 1)
     decayed = aten.mul.Tensor(p, 1.0 - lr * decay)
     mean = aten.lerp.Scalar(m, g, 1.0 - beta1)
@@ -46,7 +46,7 @@ def adamw(
 
 
 def described(program: Program) -> Program:
-    """State by its name: ``m_w`` is state of the parameter ``w``, all that a capture would know."""
+    """Describe inputs by their names, as capture would: ``m_w`` is state of the parameter ``w``."""
     names = {declared.name for declared in program.inputs}
     for k, declared in enumerate(program.inputs):
         of = declared.name.partition("_")[2]
@@ -181,8 +181,8 @@ def test_what_is_nearly_adamw_is_left_alone(wrong: str) -> None:
     assert targets(after).count("lerp.Scalar") == 1 and targets(after).count("_fused_adamw.default") == 1
 
 
-def test_memory_that_is_not_laid_out_alike() -> None:
-    """The kernels go through memory, whatever the strides."""
+def test_gradients_of_another_layout() -> None:
+    """The kernels ignore strides."""
 
     def body(update: Any, w: Any, b: Any, x: Any, y: Any, *state: Any) -> Any:
         turned = aten.t.default(aten.clone.default(aten.t.default(x), memory_format=torch.contiguous_format))
@@ -211,7 +211,7 @@ def test_an_update_that_another_leads_to() -> None:
 
 @pytest.mark.parametrize("dim, count", [(0, 1), (1, 0)])
 def test_a_part_of_what_every_rank_has_whole(dim: int, count: int) -> None:
-    """Rows are dense in memory; of columns that depends on how many a rank has, and all ranks must do alike."""
+    """Rows are dense in memory; columns only if a rank has all of them, and all ranks must decide the same."""
 
     def step(w: Any, m_w: Any, g: Any, lr: Any, momentum: Any) -> Any:
         moving = aten.add.Tensor(aten.mul.Tensor(m_w, momentum), reduce_scatter(g))
