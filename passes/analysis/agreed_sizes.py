@@ -1,8 +1,8 @@
-"""How many bytes a collective moves, as all ranks know it: what a pass asks before it decides by size.
+"""How many bytes a collective moves, as all ranks know it: the size by which passes decide.
 
 Ranks must take the same decisions. The ranks of one group have operands of one size, since uneven shards are padded
 before they are sent; but on a mesh of several axes the next group may have shorter ones, where another axis splits a
-dim unevenly. The partitioner says what the rank that has the most moves (``meta["most_bytes"]``).
+dim unevenly. The partitioner notes the bytes on the rank that moves the most (``meta["most_bytes"]``).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..ir.collectives import input_bytes, output_bytes
 def most_bytes(node: fx.Node) -> int:
     """Bytes of the larger of a collective's operand and result, on the rank that has the most: equal on all ranks.
 
-    Where nobody said how many, all ranks have as many as this one.
+    Without that key, all ranks have as many as this one.
     """
-    said: int | None = node.meta.get("most_bytes")
-    return max(input_bytes(node), output_bytes(node)) if said is None else said
+    most: int | None = node.meta.get("most_bytes")
+    return max(input_bytes(node), output_bytes(node)) if most is None else most
 
 
 def of_all(nodes: Iterable[fx.Node]) -> dict[str, int]:
-    """What is said for the one collective that does the work of several, which goes into its ``meta``."""
+    """The entry for the ``meta`` of the one collective that replaces several; empty if one of them has none."""
     nodes = list(nodes)
     known = all("most_bytes" in node.meta for node in nodes)
     return {"most_bytes": sum(node.meta["most_bytes"] for node in nodes)} if known else {}

@@ -17,7 +17,7 @@ from .._torch import c10d
 from ..ir.collectives import is_collective, operands, waits_of
 from ..ir.ops import Trait, has
 from ..ir.schemas import argument, schema
-from .list_ops import Entry, entry_of, is_taken_apart
+from .list_ops import Entry, entry_of, is_read_by_entries
 
 Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it
 
@@ -35,12 +35,12 @@ def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
         found |= {part: frozenset({part}) for part in parts}
         found[node] = frozenset({node, *parts})
     entries: dict[Entry, fx.Node] = {}
-    apart: dict[fx.Node, bool] = {}
+    by_entries: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         entry = entry_of(node)
-        if entry is not None and entry.op not in apart:
-            apart[entry.op] = is_taken_apart(entry.op)
-        if entry is not None and apart[entry.op]:  # the results of an op over lists lie apart
+        if entry is not None and entry.op not in by_entries:
+            by_entries[entry.op] = is_read_by_entries(entry.op)
+        if entry is not None and by_entries[entry.op]:  # each result of an op over lists has memory of its own
             found[node] = frozenset({entries.setdefault(entry, node)})
         elif node not in found:
             found[node] = _storages_of(node, found)
@@ -48,7 +48,7 @@ def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
 
 
 def _parts_of(placeholder: fx.Node) -> list[fx.Node]:
-    """The nodes that take a flat input apart, if that is done once."""
+    """The nodes that show the parts of a flat input, if it is split once."""
     splits = [user for user in placeholder.users if user.target is torch.ops.aten.split_with_sizes.default]
     if len(splits) != 1 or len(splits[0].args) > 2:
         return []
@@ -103,7 +103,7 @@ def _shared_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result may lie in."""
     op: Any = node.target
     if not has(op, Trait.DECLARED):
-        return node.all_input_nodes  # Python code, an op of the user's: nobody said what it returns
+        return node.all_input_nodes  # Python code, an op of the user's: its result may be any argument
     shared: list[fx.Node] = []
     for each in schema(op).arguments:
         if each.shared:  # with a result, as in Tensor(a)

@@ -1,7 +1,7 @@
-"""Ops over lists of tensors (``_foreach_mul``, ``_fused_adamw``), entry by entry, and their twins that write in place.
+"""Ops over lists of tensors (``_foreach_mul``, ``_fused_adamw``), entry by entry, and their in-place variants.
 
-A functional op over lists returns a list for each list that its twin writes to, in the same order; an op that returns
-one list returns it bare. An entry is a ``getitem`` of such a list.
+A functional op over lists returns a list for each list that its in-place variant writes to, in the same order; an op
+that returns one list returns it bare. An entry is a ``getitem`` of such a list.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def source(self) -> Any:
-        """The value that the twin overwrites with this result."""
+        """The value that the in-place variant overwrites with this result."""
         return self.op.args[self.argument][self.index]  # type: ignore[index]
 
 
@@ -54,8 +54,8 @@ def entry_of(node: fx.Node) -> Entry | None:
     return Entry(results.args[0], written[results.args[1]], index) if written else None  # type: ignore[index, arg-type]
 
 
-def is_taken_apart(op: fx.Node) -> bool:
-    """Whether whoever reads an op over lists reads entries, and never a list as a whole."""
+def is_read_by_entries(op: fx.Node) -> bool:
+    """Whether the readers of an op over lists read entries, and none of them a list as a whole."""
     lists = [op] if len(_written(op)) == 1 else list(op.users)
     return all(user.target is operator.getitem for user in op.users) and all(
         user.target is operator.getitem for each in lists for user in each.users
@@ -72,10 +72,10 @@ def entries_by_op(graph: fx.Graph) -> dict[fx.Node, list[tuple[fx.Node, Entry]]]
 
 
 def write_lists_in_place(graph: fx.Graph, overwriting: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Replace ops over lists by their twins; returns what each entry became.
+    """Replace ops over lists by their in-place variants; returns what each entry became.
 
     The entries in ``overwriting`` may write where their sources lie, all others write to clones. An op none of whose
-    entries may stays as it is, unless its functional form would clone all of its arguments.
+    entries may stays as it is, unless it would clone all of its arguments.
     """
     became: dict[fx.Node, fx.Node] = {}
     for op, those in entries_by_op(graph).items():
@@ -114,7 +114,7 @@ def _write_in_place(
     for node, source in became.items():
         node.replace_all_uses_with(source)
     erase_results(op)
-    op.target, op.meta["val"] = _twin(op), None
+    op.target, op.meta["val"] = _in_place(op), None
     return became
 
 
@@ -131,7 +131,7 @@ def _clone(node: fx.Node, before: fx.Node) -> fx.Node:
     )
 
 
-def _twin(node: fx.Node) -> Any:
+def _in_place(node: fx.Node) -> Any:
     """The op that writes the results over the arguments; None if there is none, or if ``node`` is no op over lists."""
     op = node.target
     if not isinstance(op, OpOverload) or op.namespace != "aten" or not schema(op).name.startswith(_PREFIXES):
@@ -140,18 +140,18 @@ def _twin(node: fx.Node) -> Any:
 
 
 def _written(node: fx.Node) -> list[int]:
-    """The positions of the lists that the twin writes to."""
-    twin = _twin(node)
-    return [] if twin is None else schema(twin).written
+    """The positions of the lists that the in-place variant writes to."""
+    variant = _in_place(node)
+    return [] if variant is None else schema(variant).written
 
 
 def _clones_all(node: fx.Node) -> bool:
-    """Whether the functional form is the twin on clones."""
+    """Whether the functional op runs its in-place variant on clones."""
     return schema(node.target).name.startswith("_fused_")
 
 
 def _only_read(node: fx.Node) -> set[int]:
-    """Positions of lists that the twin declares to write, but does not: gradients, unless they are to be unscaled."""
+    """Positions of lists that the in-place variant only declares to write: gradients that need no unscaling, counts."""
     if not _clones_all(node) or node.kwargs.get("grad_scale") is not None:
         return set()
     names = schema(node.target).names

@@ -38,11 +38,11 @@ class OutVariant:
     kwargs: dict[str, Any] = field(default_factory=dict)
     outs: tuple[str, ...] = ()
 
-    def call(self, places: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call that writes into ``places``."""
+    def call(self, memory: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call that writes into ``memory``, a tensor for each result."""
         if not self.outs:
-            return (*places, *self.args), dict(self.kwargs)
-        return self.args, self.kwargs | dict(zip(self.outs, places, strict=True))
+            return (*memory, *self.args), dict(self.kwargs)
+        return self.args, self.kwargs | dict(zip(self.outs, memory, strict=True))
 
 
 def out_variant(node: fx.Node) -> OutVariant | None:

@@ -20,8 +20,8 @@ def blocks_of(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
         for module in _numbered(name):
             members[module].append((name[len(module) + 1 :], shape))
     signatures = {module: tuple(inside) for module, inside in members.items() if _leaves(inside) > 1}
-    alike = Counter((_parent(module), signature) for module, signature in signatures.items())
-    repeated = {module for module, signature in signatures.items() if alike[_parent(module), signature] > 1}
+    siblings = Counter((_parent(module), signature) for module, signature in signatures.items())
+    repeated = {module for module, signature in signatures.items() if siblings[_parent(module), signature] > 1}
     return {name: tuple(module for module in _numbered(name) if module in repeated) for name in shapes}
 
 

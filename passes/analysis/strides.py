@@ -34,7 +34,7 @@ class Layouts:
             self.see(node)
 
     def see(self, node: fx.Node) -> None:
-        """Take in a node whose operands are known; once more if more has been said of it."""
+        """Take in a node whose operands are known; call it again when the node's ``meta`` has changed."""
         operands = node.all_input_nodes
         uneven = bool(node.meta.get("uneven", not self._uneven.isdisjoint(operands)))
         differs = uneven or any(each in self._uneven or each in self._unknown for each in operands)
@@ -65,16 +65,16 @@ class Layouts:
             return False
         return True
 
-    def are_alike(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether on all ranks two tensors have the same shape, dtype and device, and lie alike."""
+    def have_same_layout(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether on all ranks two tensors have the same shape, dtype, device and layout."""
         a, b = one.meta.get("val"), other.meta.get("val")
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             return False
         if not self.is_known(one) or not self.is_known(other):
             return False
         # The stride of a dim of length one says nothing.
-        alike = a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
-        return alike and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        same = a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
+        return same and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
     def _is_surely_contiguous(self, node: fx.Node) -> bool:
         """Whether op and operands make this contiguous for parts of any length."""
@@ -89,12 +89,12 @@ class Layouts:
         return _keeps(node) and all(self._is_plain(each) for each in tensors)
 
     def _is_contiguous_again(self, node: fx.Node) -> bool:
-        """Whether dims of something contiguous are turned until they stand as they stood."""
+        """Whether dims of something contiguous are permuted until they are in their old order."""
         turns: list[fx.Node] = []
         at = node
         while has(at.target, Trait.PERMUTES) and isinstance(at.args[0], fx.Node):
             turns, at = [at, *turns], at.args[0]
-        seen = torch.empty(list(range(2, at.meta["val"].ndim + 2)), device="meta")  # no two dims are alike
+        seen = torch.empty(list(range(2, at.meta["val"].ndim + 2)), device="meta")  # all dims differ
         for turn in turns:
             turned: Any = turn.target
             seen = turned(seen, *turn.args[1:])
@@ -106,7 +106,7 @@ class Layouts:
 
 
 def is_dense(val: torch.Tensor) -> bool:
-    """Whether the elements of a tensor fill its memory, each at a place of its own."""
+    """Whether the elements of a tensor fill its memory, each at an address of its own."""
     filled = 1
     for stride, size in sorted(
         (stride, size) for size, stride in zip(val.shape, val.stride(), strict=True) if size > 1
@@ -118,7 +118,7 @@ def is_dense(val: torch.Tensor) -> bool:
 
 
 def overlaps(val: torch.Tensor) -> bool:
-    """Whether some elements share a place. Of an expanded tensor, strides do not tell one dim from another."""
+    """Whether some elements share memory. The strides of an expanded tensor do not distinguish its dims."""
     return any(stride == 0 and size > 1 for size, stride in zip(val.shape, val.stride(), strict=True))
 
 

@@ -38,7 +38,7 @@ def arrange(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
             previous.append(node)
 
 
-def places(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
+def positions(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
     """For each moving node, how many of the others stand before it. What differs afterwards has moved."""
     passed, found = 0, {}
     for node in graph.nodes:

@@ -84,7 +84,7 @@ def _above(node: fx.Node, layouts: Layouts) -> Iterator[fx.Node]:
 
 
 def _is_equal_view(one: fx.Node, other: fx.Node, layouts: Layouts) -> bool:
-    if not layouts.are_alike(one, other) or overlaps(one.meta["val"]):
+    if not layouts.have_same_layout(one, other) or overlaps(one.meta["val"]):
         return False
     if one.meta.get("placement") != other.meta.get("placement"):
         return False

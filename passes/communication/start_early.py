@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..analysis.topological import arrange, places
+from ..analysis.topological import arrange, positions
 from ..base import Pass
 from ..ir.collectives import is_collective, is_wait
 from ..ir.effects import is_pure, is_random
@@ -27,9 +27,9 @@ class StartEarly(Pass):
     def rewrite(self, program: Program) -> int:
         """Sort by the position at which each moving node is ready; returns how many collectives moved."""
         moving = _moving(program)
-        before = places(program.graph, moving)
+        before = positions(program.graph, moving)
         arrange(program.graph, _by_readiness(program, moving))
-        after = places(program.graph, moving)
+        after = positions(program.graph, moving)
         return sum(before[node] != after[node] for node in program.collectives())
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from ..analysis.topological import places, settle
+from ..analysis.topological import positions, settle
 from ..base import Pass
 from ..ir.collectives import is_wait
 from ..ir.ops import Trait, has
@@ -27,9 +27,9 @@ class WaitLate(Pass):
     def rewrite(self, program: Program) -> int:
         """Sink the waits and what unpacks them to their first readers; returns how many waits moved."""
         sinking = _sinking(program.graph)
-        before = places(program.graph, sinking)
+        before = positions(program.graph, sinking)
         settle(program.graph, sinking)
-        after = places(program.graph, sinking)
+        after = positions(program.graph, sinking)
         return sum(before[node] != after[node] for node in sinking if is_wait(node))
 
 

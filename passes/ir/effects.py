@@ -19,7 +19,7 @@ def is_pure(node: fx.Node) -> bool:
     if node.op == "get_attr":
         return True
     if node.op != "call_function":
-        return False  # a method or module of the user's: nobody said what else it does
+        return False  # a method or module of the user's may do anything else
     if mutates(node):
         return False
     return node.target in PURE_FUNCTIONS or has(node.target, Trait.PURE)

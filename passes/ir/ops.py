@@ -1,8 +1,7 @@
 """What is known of ops: one table, and the functions that read it.
 
-Most of it torch says itself, in schemas and tags; ``_LISTED`` has what they do not say, a row for each trait with the
-reason. Whatever asks what an op is (a view, random, elementwise, ...) asks for its traits here. Which traits matter to
-it, a pass or a sharding rule says in its own file.
+Most of it is read from torch's schemas and tags. ``_LISTED`` has what they lack: a row for each trait, with the reason.
+Passes, analyses, the partitioner and sharding rules ask here for the traits of an op: a view, random, pointwise, ...
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Trait(StrEnum):
     # Listed: what it costs, and what it is there for.
     CHEAP = auto()  # it costs next to nothing
     PACKS = auto()  # it only brings the operand of a collective into shape
-    UNPACKS = auto()  # it only takes the result of a collective apart
+    UNPACKS = auto()  # it only unpacks the result of a collective
 
 
 ABSENT: set[str] = set()

@@ -28,7 +28,7 @@ Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 class Axis:
     """One axis of the mesh as this rank sees it: ``group`` is the process group's name in collectives.
 
-    ``backend`` is what moves the data: "gloo", "nccl", "fake", or nothing where nobody said. ``shared``: the ranks
+    ``backend`` is what moves the data: "gloo", "nccl", "fake", or empty if it is not known. ``shared``: the ranks
     of each group along this axis are connected, and see each other's memory (``local_peers.py``).
     """
 
@@ -152,7 +152,7 @@ class Program:
         roles: Mapping[str, Role] | Sequence[Role] | None = None,
         mesh: Mesh | None = None,
     ) -> Program:
-        """Take any FX graph with functional collectives. A placeholder whose role nobody said is "unknown".
+        """Take any FX graph with functional collectives. A placeholder without a role is "unknown".
 
         ``roles``: by placeholder name, or one per placeholder in order. All outputs are results. Raises
         ``ValueError`` where ``roles`` does not fit the placeholders.
@@ -186,7 +186,7 @@ class Program:
         return output_values(self.graph)
 
     def set_outputs(self, values: Sequence[Any], outputs: Sequence[Output]) -> None:
-        """Replace what the graph returns, and what is said of it."""
+        """Replace what the graph returns, and its description."""
         assert len(values) == len(outputs), "one description per output"
         self.output_node.args = (tuple(values),)
         self.outputs = list(outputs)

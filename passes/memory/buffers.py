@@ -139,7 +139,7 @@ class Buffers:
         if block.shared or block.last > self.position[node]:
             return False
         readers = [operand for operand in node.all_input_nodes if block in self._blocks(operand)]
-        return all(self.layouts.are_alike(operand, node) for operand in readers)
+        return all(self.layouts.have_same_layout(operand, node) for operand in readers)
 
     def _shown(self, node: fx.Node) -> Buffer | None:
         """The buffer whose memory ``node`` is a view of, all of it."""

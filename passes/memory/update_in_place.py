@@ -79,7 +79,7 @@ class _Lifetimes:
     def _can_write(self, node: fx.Node, old: fx.Node) -> bool:
         """Whether ``node`` may overwrite its first argument, which is or will be in the memory of ``old``."""
         entry = entry_of(node)
-        if (entry is None and _in_place(node) is None) or not self.layouts.are_alike(node, old):
+        if (entry is None and _in_place(node) is None) or not self.layouts.have_same_layout(node, old):
             return False
         source, op = _overwritten(node), entry.op if entry else node
         if not isinstance(source, fx.Node) or len(self.found[source]) != 1:

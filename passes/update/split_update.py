@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from ..analysis.list_ops import Entry, call_before, entries_by_op, erase_results, is_taken_apart
+from ..analysis.list_ops import Entry, call_before, entries_by_op, erase_results, is_read_by_entries
 from ..base import Pass
 from ..ir.edit import replace
 from ..ir.program import Program
@@ -36,7 +36,7 @@ class SplitUpdate(Pass):
         """Split op by op, in order, so that an op reads the parts of those before it."""
         edits = 0
         for op, entries in entries_by_op(program.graph).items():
-            if _length(op, entries) > self.entries and is_taken_apart(op):
+            if _length(op, entries) > self.entries and is_read_by_entries(op):
                 _split(op, entries, self.entries)
                 edits += 1
         return edits

@@ -59,7 +59,7 @@ def test_what_depends_on_the_number_of_rows(name: str, rows: int) -> None:
     assert not layouts.is_known(node)
     assert not layouts.is_contiguous(node)
     assert not layouts.is_viewable(node, node.meta["val"].shape)
-    assert not layouts.are_alike(node, node)
+    assert not layouts.have_same_layout(node, node)
 
 
 @pytest.mark.parametrize("name", [*CONTIGUOUS, *UNKNOWN])
@@ -84,7 +84,7 @@ def test_strides_of_dims_of_length_one_say_nothing() -> None:
     program = make_program(lambda x: (aten.t.default(x), aten.view.default(x, [1, 3])), x=f64(3, 1))
     one, other = program.output_values()
     assert one.meta["val"].stride() != other.meta["val"].stride()
-    assert Layouts(program.graph).are_alike(one, other)
+    assert Layouts(program.graph).have_same_layout(one, other)
 
 
 def test_dense_and_overlapping() -> None:

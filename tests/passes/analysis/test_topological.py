@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from passes import Program
-from passes.analysis.topological import places, settle
+from passes.analysis.topological import positions, settle
 
 from ..programs import f64, make_program
 
@@ -50,10 +50,10 @@ def test_what_is_needed_earlier_is_pulled_up() -> None:
 def test_late_nodes_go_to_their_first_reader() -> None:
     given = program()
     late = {named(given, "neg"), named(given, "exp")}
-    before = places(given.graph, late)
+    before = positions(given.graph, late)
     settle(given.graph, late)
     assert order(given) == "neg sin exp add cos"
-    after = places(given.graph, late)
+    after = positions(given.graph, late)
     assert [node.name for node in late if before[node] != after[node]] == ["exp"]
 
 
