@@ -1,26 +1,26 @@
 """Partition: from the global program to one rank's share, with collectives.
 
-One walk over the global graph. Each global value has ``forms``: the nodes of this rank's graph that hold it, by
-placement. For each op the walk takes the combination of placements that moves the fewest bytes, and brings the operands
-there. What keeps a data-parallel step local is known, not found out: which parameters are gathered and when, where
-results are wanted, which node is the whole of a gradient. None of that can change a value, only what it costs: rules
-and redistributions alone decide what is right.
+One walk over the global graph. Each global value has nodes of this rank's graph that hold it, by placement. For each op
+the walk chooses the combination of placements that costs least, and materializes the operands in them. What keeps a
+data-parallel step local is given, not searched for: the parameters to gather and when, hints for the placements of
+results, the node that is a gradient's complete value. None of that can change a value, only its cost: rules and
+redistributions alone decide what is right.
 
 The files, in the order in which an op comes to them:
 
-- ``context.py``: what is known before the walk, from program and plan
+- ``plan.py``, ``context.py``: the decisions of the mode; all that program and plan say before the walk
 - ``walk.py``: the order of everything: inputs, ops, outputs
-- ``values.py``, ``parameters.py``: what is known of a global value meanwhile; which nodes are parameters
-- ``hints.py``: where a result is wanted, if that is known
-- ``choose.py``, ``lookahead.py``: which placements cost least, now and later
-- ``materialize.py``, ``local_op.py``: values brought to where they are wanted, and ops computed on this rank's parts
-- ``reasons.py``: the texts that say what each collective is for
-- ``redistribute.py``: how a value comes from one placement to another, and what that costs
-- ``emit.py``, ``memo.py``: the nodes, written; calls that were there before are known
-- ``pending_sums.py``, ``recut_rows.py``: sums that are complete are added up; rows cut from the batch are shared out
-  again
-- ``gather_updated.py``: a parameter that every rank updates a part of is gathered
-- ``diagnostics.py``: what the user is told of all that
+- ``values.py``, ``parameters.py``: global values and the nodes that hold them; the nodes that are parameters
+- ``hints.py``: the placement that a result should have, where that is known
+- ``choose.py``, ``narrow.py``: the option that costs least, axis by axis; a call as the next axis sees it
+- ``option_costs.py``, ``lookahead.py``: the cost of an option in the op itself, and in the ops that follow
+- ``materialize.py``, ``local_op.py``: values in the placements that an op reads; the op on this rank's parts
+- ``steps.py``, ``redistribute.py``, ``reasons.py``: the steps from one placement to another and their costs; the nodes
+  of a step; its purpose, as reports and dumps state it
+- ``emit.py``, ``memo.py``: this rank's graph, node by node; keys under which equal calls are done once
+- ``pending_sums.py``, ``recut_rows.py``: complete sums are reduced; rows cut from the batch are split again
+- ``gather_updated.py``: a parameter is gathered after every rank has updated a part of it
+- ``diagnostics.py``: notes for users about all that
 """
 
 from .walk import partition

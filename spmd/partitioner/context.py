@@ -1,4 +1,4 @@
-"""What is known before the walk begins: from the program and its plan, the same on every rank."""
+"""The context of a partition: all that program and plan say before the walk begins, the same on every rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .redistribute import Reason
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Nothing here changes during the walk."""
+class Context:
+    """A global program and its plan. Nothing here changes during the walk."""
 
     program: Program
     plan: Plan
@@ -29,34 +29,34 @@ class Facts:
         return self.program.mesh
 
     @cached_property
-    def whole(self) -> Placements:
+    def replicated(self) -> Placements:
         """All of a value on every rank."""
         return replicated(self.mesh)
 
     @cached_property
     def inputs(self) -> dict[fx.Node, Input]:
-        """What each placeholder is."""
+        """The description of each placeholder."""
         return dict(zip(self.program.placeholders, self.program.inputs, strict=True))
 
     @cached_property
     def placements(self) -> dict[str, Placements]:
-        """Where each input lives, by name."""
-        return {i.name: self.plan.placements.get(i.name, self.whole) for i in self.program.inputs}
+        """The placement of each input, by name."""
+        return {i.name: self.plan.placements.get(i.name, self.replicated) for i in self.program.inputs}
 
     @cached_property
-    def updates(self) -> dict[str, Placements]:
-        """Where each parameter is updated, by name: where it lives, unless the plan says otherwise."""
+    def update_placements(self) -> dict[str, Placements]:
+        """The placement in which each parameter is updated, by name: its own, unless the plan names another."""
         parameters = (i.name for i in self.program.inputs if i.role is Role.PARAMETER)
         return {name: self.plan.updates.get(name, self.placements[name]) for name in parameters}
 
     @cached_property
-    def kept_gradients(self) -> frozenset[str]:
+    def lasting_gradients(self) -> frozenset[str]:
         """The parameters whose gradient lives on after the step."""
         return frozenset(o.of for o in self.program.outputs if o.role is Role.GRADIENT and o.of is not None)
 
-    def place_of_gradient(self, parameter: str) -> Placements:
-        """Where a gradient is reduced to: where it is computed with; where its parameter lives, if it is kept there."""
-        return (self.placements if parameter in self.kept_gradients else self.updates)[parameter]
+    def gradient_placement(self, parameter: str) -> Placements:
+        """The placement to reduce a gradient to: that of the update, or that of the parameter if the gradient lasts."""
+        return (self.placements if parameter in self.lasting_gradients else self.update_placements)[parameter]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -75,20 +75,20 @@ class Facts:
 
     @cached_property
     def gathers_parameters(self) -> bool:
-        """Whether forward and backward read split parameters whole: data parallel."""
+        """Whether forward and backward gather split parameters before they read them, as data parallelism does."""
         return bool(self.plan.options.get("gather_parameters"))
 
     @cached_property
     def model_axes(self) -> frozenset[int]:
-        """The axes over which no argument is split: there the model is. In data parallel the first is none of them."""
+        """The axes that split the model: those over which no argument is split. In data parallel, never the first."""
         arguments = [i for i in self.program.inputs if i.role is Role.BATCH]
         split = {k for i in arguments for k, p in enumerate(self.placements[i.name]) if isinstance(p, Shard)}
         first = {0} if self.gathers_parameters else set()
         return frozenset(range(len(self.mesh.axes))) - split - first
 
     @cached_property
-    def complete(self) -> dict[fx.Node, str]:
-        """The nodes that are a parameter's whole gradient, with its name: the last, or one for each backward pass."""
+    def complete_gradients(self) -> dict[fx.Node, str]:
+        """The nodes that hold a parameter's complete gradient, with its name: the last one, or one a backward pass."""
         tagged = {node: node.meta["grad_of"] for node in self.program.graph.nodes if "grad_of" in node.meta}
         last = {parameter: node for node, parameter in tagged.items()}
         return {node: name for node, name in tagged.items() if node is last[name] or self.reduces_each(name)}
@@ -100,28 +100,28 @@ class Facts:
         return frozenset(origin.cotangent_of[0] for origin in origins if origin is not None and origin.cotangent_of)
 
     def reduces_each(self, parameter: str) -> bool:
-        """Whether each backward pass reduces the gradient of ``parameter``: not one that every rank has whole."""
+        """Whether each backward pass reduces the gradient of ``parameter``; a replicated one is reduced once."""
         once = self.plan.options.get("reduce_gradients") != "each"
-        return not once and is_sharded(self.place_of_gradient(parameter))
+        return not once and is_sharded(self.gradient_placement(parameter))
 
     def to_gather(self, parameter: str) -> Reason:
-        """For what, and in which dtype, the parts of a parameter are gathered."""
-        split = self.updates[parameter] == self.placements[parameter]
+        """The reason to gather a parameter, with the dtype in which that is done."""
+        split = self.update_placements[parameter] == self.placements[parameter]
         use = "before use" if split else "after its update"
         wire = self.plan.options.get("gather_dtype")
         return Reason(Role.PARAMETER, use, (parameter,), wire, keeps_own=not split)
 
     def to_reduce(self, parameter: str) -> Reason:
-        """For what, and in which dtype, a gradient is reduced."""
+        """The reason to reduce a gradient, with the dtype in which that is done."""
         wire = self.plan.options.get("reduce_dtype")
         return Reason(Role.GRADIENT, of=(parameter,), wire=wire)
 
     def on_model_axes(self, placement: Placements) -> Placements:
-        """``placement`` over the axes that split the model, and whole over those of the batch."""
+        """``placement`` over the axes that split the model, replicated over those of the batch."""
         return tuple(p if k in self.model_axes else Replicate() for k, p in enumerate(placement))
 
-    def like_the_batch(self, shape: Sequence[int] | None) -> Placements | None:
-        """The placement of the batch, if the dims that it splits have the same lengths here."""
+    def batch_placement(self, shape: Sequence[int] | None) -> Placements | None:
+        """The placement of the batch, if a value of this shape has the same lengths in the dims that it splits."""
         for declared in self.program.inputs:
             placement = self.placements[declared.name]
             dims = [p.dim for p in placement if isinstance(p, Shard)]

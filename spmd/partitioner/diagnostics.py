@@ -1,4 +1,4 @@
-"""Notes for users: what a partition gathers beyond the expected, at which line, and how to avoid it."""
+"""Notes for users: values that a partition gathers beyond the expected, at which line, and how to avoid it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from passes import OutputKind, Role
 from passes.ir.collectives import is_collective, operands
 from passes.ir.program import is_sharded
 
-from .context import Facts
+from .context import Context
 from .values import Value
 
 
 @dataclass
-class Notes:
+class Diagnostics:
     """Collects the notes; each is given once, for the first line it holds for."""
 
-    facts: Facts
-    _told: dict[str, str] = field(default_factory=dict)
+    context: Context
+    _notes: dict[str, str] = field(default_factory=dict)
     _matrices: dict[tuple[str, str], dict[fx.Node, int]] = field(default_factory=dict)  # bytes, by op and line
 
     def no_rule(self, node: fx.Node, operands: Sequence[Value]) -> None:
         """Report an op without a rule, if some operand is gathered for it."""
-        split = sum(held.nbytes for held in operands if any(not isinstance(p, Replicate) for p in held.primary))
+        split = sum(value.nbytes for value in operands if any(not isinstance(p, Replicate) for p in value.primary))
         if split:
-            self._told.setdefault(
+            self._notes.setdefault(
                 str(node.target),
                 f"{node.target} at {_line(node)} has no rule, so every rank runs it whole and {split} bytes are "
                 "gathered. Register a rule with spmd.register_rule",
@@ -37,7 +37,7 @@ class Notes:
 
     def rows_gathered(self, node: fx.Node) -> None:
         """Report rows of the batch that are gathered to be cut."""
-        self._told.setdefault(
+        self._notes.setdefault(
             f"{node.target} cuts",
             f"{node.target} at {_line(node)} cuts the batch across ranks, so its rows are gathered first. To avoid "
             "that, pass each part as an argument, or stack the parts and set input_batch_dim=1",
@@ -46,18 +46,18 @@ class Notes:
     def whole_matrices(self, node: fx.Node, operands: Sequence[Value]) -> None:
         """Note the matrices that an update gathers; ``operands`` are no views."""
         gathered = self._matrices.setdefault((str(node.target), _line(node)), {})
-        for held in operands:
-            if is_sharded(held.primary) and self.facts.whole not in held.forms:
-                gathered[held.source] = held.nbytes
+        for value in operands:
+            if is_sharded(value.primary) and self.context.replicated not in value.nodes:
+                gathered[value.source] = value.nbytes
 
     def rounded(self, graph: fx.Graph) -> None:
         """Report the dtypes in which gradients and parameters are sent, where that rounds them."""
         for role, option in ((Role.GRADIENT, "reduce_dtype"), (Role.PARAMETER, "gather_dtype")):
-            dtype = self.facts.plan.options.get(option)
+            dtype = self.context.plan.options.get(option)
             sent = [node for node in graph.nodes if is_collective(node) and node.meta["collective"].role is role]
             count = sum(_rounds(node, dtype) for node in sent)
             if count:
-                self._told[option] = f"{option}={dtype} rounds {count} of {len(sent)} {role}s before they are sent"
+                self._notes[option] = f"{option}={dtype} rounds {count} of {len(sent)} {role}s before they are sent"
 
     def all(self) -> list[str]:
         """All notes, once the walk is over."""
@@ -67,12 +67,12 @@ class Notes:
             for (op, source), gathered in self._matrices.items()
             if gathered
         ]
-        return [*self._told.values(), *matrices, *self._whole_gradients()]
+        return [*self._notes.values(), *matrices, *self._whole_gradients()]
 
     def _whole_gradients(self) -> list[str]:
-        """Report gradients that are reduced whole only because they are kept after the step."""
-        updated = {o.name for o in self.facts.program.outputs if o.kind is OutputKind.UPDATE}
-        whole = self.facts.kept_gradients & self.facts.plan.updates.keys() & updated
+        """Report gradients that are reduced whole only because they outlive the step."""
+        updated = {o.name for o in self.context.program.outputs if o.kind is OutputKind.UPDATE}
+        whole = self.context.lasting_gradients & self.context.plan.updates.keys() & updated
         if not whole:
             return []
         return [

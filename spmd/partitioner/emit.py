@@ -1,4 +1,4 @@
-"""Writes one rank's graph: each node with its fake value, where it comes from, and what it communicates."""
+"""Emit one rank's graph: each node with its fake value, its provenance and, for a collective, its purpose."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONTIGUOUS = (aten.contiguous.default, aten.reshape.default)
 
 
 class Emitter:
-    """One rank's graph as it grows."""
+    """One rank's graph, node by node."""
 
     def __init__(self, program: Program) -> None:
         self.graph = fx.Graph()
@@ -38,46 +38,46 @@ class Emitter:
         self._unnumbered = 0
         self._shapes = Shapes(_fake_mode(program))
         self._layouts = Layouts()
-        self._unsure: set[fx.Node] = set()  # laid out in memory otherwise than their fakes, perhaps
+        self._unsure: set[fx.Node] = set()  # their strides may differ from those of their fakes
 
     def placeholder(self, node: fx.Node, val: Any) -> fx.Node:
-        """The input that ``node`` is, with this rank's ``val``."""
+        """Emit the input that ``node`` is, with this rank's ``val``."""
         new = self.graph.placeholder(node.name)
         new.meta = {**carried(node, Relation.SHARE), "val": val}
         return new
 
     def mark(self, node: fx.Node, *values: tuple[Sequence[int], Placements]) -> None:
-        """Say whether all ranks have equal parts of what ``node`` holds: values of these global shapes, placed so."""
+        """Mark whether ranks have unequal parts of the values, given by global shape and placement, in ``node``."""
         node.meta["uneven"] = self.uneven(*values)
         self._layouts.see(node)
 
     def uneven(self, *values: tuple[Sequence[int], Placements]) -> str:
-        """Those of the values that ranks have unequal parts of; nothing if there are none."""
+        """Describe the values that ranks have unequal parts of; an empty text if there are none."""
         found = [(tuple(shape), placement) for shape, placement in values if not is_even(shape, placement, self.mesh)]
         return str(found) if found else ""
 
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
-        """A call whose value is found by running it on fake tensors, with the provenance of ``like``."""
+        """Emit a call, with the provenance of ``like``; its value comes from running it on fake tensors."""
         new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_name(target, like))
-        return self._described(new, like, self._shapes.of(target, args, kwargs))
+        return self._with_provenance(new, like, self._shapes.of(target, args, kwargs))
 
     def number(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
-        """A call that gives no tensor: it has the value that was traced."""
+        """Emit a call that gives no tensor, with the value that was traced."""
         new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=like.name)
-        return self._described(new, like, like.meta.get("val"))
+        return self._with_provenance(new, like, like.meta.get("val"))
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
-        """One of several results."""
+        """Emit the access to one of several results."""
         return self.call(getitem, (node, index), {}, like=node)
 
     def op(self, node: fx.Node, args: Any, kwargs: Any, placements: Sequence[Placements | None]) -> fx.Node:
-        """The op of ``node`` on this rank's parts; its results have ``placements``."""
+        """Emit the op of ``node`` on this rank's parts; its results have ``placements``."""
         target: Any = node.target
         self._shapes.learn(node)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
         if target in _VIEWS and (args[0] in self._unsure or not self._layouts.is_viewable(*args[:2])):
-            target = aten.reshape.default  # the whole could be viewed so; some rank's part is laid out otherwise
+            target = aten.reshape.default  # the whole could be viewed so; some rank's part has other strides
         return self.call(target, args, kwargs, like=node)
 
     def check(self, node: fx.Node, new: fx.Node, shapes: Sequence[tuple[int, ...] | None]) -> None:
@@ -90,19 +90,19 @@ class Emitter:
                     "another with spmd.register_rule"
                 )
 
-    def redistributed(self, held: Value, placement: Placements, reason: Reason) -> fx.Node:
-        """The value of ``held`` in ``placement``, from the nearest form there is."""
-        source = held.nearest(placement, self.mesh)
-        start = held.forms[source]
+    def redistributed(self, value: Value, placement: Placements, reason: Reason) -> fx.Node:
+        """Emit the redistribution of ``value`` to ``placement``, from the nearest placement that it has."""
+        source = value.nearest(placement, self.mesh)
+        start = value.nodes[source]
 
         def emit(target: Any, args: Any, collective: Any = None, **kwargs: Any) -> fx.Node:
-            new = self.call(target, args, kwargs, like=held.source)
+            new = self.call(target, args, kwargs, like=value.source)
             new.meta.pop("grad_of", None)
             if collective is not None:
                 new.meta["collective"] = collective
             return new
 
-        node = Redistribution(emit, self.mark, self.mesh, held.shape, reason).run(start, source, placement)
+        node = Redistribution(emit, self.mark, self.mesh, value.shape, reason).run(start, source, placement)
         if node is not start:
             node.meta["placement"] = placement
             if "grad_of" in start.meta:
@@ -116,7 +116,7 @@ class Emitter:
     def _draw(
         self, node: fx.Node, target: Any, args: Any, kwargs: Any, placements: Sequence[Placements | None]
     ) -> fx.Node:
-        """A random op: equal on replicas, different on every shard, a function of the call's seed."""
+        """Emit a random op: equal on replicas, different on every shard, a function of the call's seed."""
         if self.seed is None:
             last = self.graph.find_nodes(op="placeholder")[-1]
             with self.graph.inserting_after(last):
@@ -126,14 +126,14 @@ class Emitter:
         part = local_runs(whole.shape, placement, self.mesh)
         arguments = (target, self.seed, self._number(node), part, *args)
         new = self.graph.create_node("call_function", draw, arguments, kwargs, name=node.name)
-        return self._described(new, node, self._shapes.of(target, args, kwargs))
+        return self._with_provenance(new, node, self._shapes.of(target, args, kwargs))
 
     def _number(self, node: fx.Node) -> int:
-        """The number that capture gave; others below zero, for graphs that were not captured here."""
+        """The number of a draw, as capture gave it; below zero in graphs that were not captured here."""
         self._unnumbered -= "draw" not in node.meta
         return int(node.meta.get("draw", self._unnumbered))
 
-    def _described(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
+    def _with_provenance(self, new: fx.Node, like: fx.Node, val: Any) -> fx.Node:
         new.meta = {**carried(like, Relation.SHARE), "val": val}
         self._layouts.see(new)
         if _keeps_layout(new) and any(n in self._unsure or self._is_mixed(new, n) for n in new.all_input_nodes):
@@ -141,7 +141,7 @@ class Emitter:
         return new
 
     def _is_mixed(self, node: fx.Node, operand: fx.Node) -> bool:
-        """Whether kernel and fake may choose differently: where an elementwise op's operand is not contiguous."""
+        """Whether kernel and fake may choose different strides: an elementwise op has an operand not contiguous."""
         target: Any = node.target
         tensor = isinstance(operand.meta.get("val"), torch.Tensor)
         return _is_elementwise(target) and tensor and not self._layouts.is_contiguous(operand)
@@ -161,7 +161,7 @@ def traced(function: Callable[..., Any], args: Sequence[Any]) -> fx.Graph:
 
 
 def _name(target: Any, like: fx.Node) -> str:
-    """The name in the global graph for the same op; a new node of another kind is named after its op."""
+    """The name in the global graph for the same op; the op's own name for a new node."""
     if target is like.target:
         return like.name
     return name_of(target)
@@ -178,7 +178,7 @@ def _fake_mode(program: Program) -> Any:
 
 
 def _keeps_layout(node: fx.Node) -> bool:
-    """Whether an op lays its result out as its operands are laid out, not as it likes."""
+    """Whether an op's result takes its strides from the operands."""
     target: Any = node.target
     if target in _CONTIGUOUS or node.kwargs.get("memory_format") is torch.contiguous_format:
         return False

@@ -1,6 +1,6 @@
-"""When what was updated in parts is gathered: as soon as the step is done with it, to where the parameter lives.
+"""Gather parameters that are updated in parts: each as soon as it has its last value, to the placement it lives in.
 
-Later in the step it is whole then to all that read it, an average of the model, say.
+What reads it later in the step, an average of the model, say, reads it whole.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ from torch import fx
 
 from passes import OutputKind
 
-from .context import Facts
-from .materialize import Forms
+from .context import Context
+from .materialize import Materializer
 from .values import Value
 
 
 @dataclass
-class Updates:
-    """Gathers what the walk has come to."""
+class UpdatedParts:
+    """The parameters whose ranks update a part each."""
 
-    facts: Facts
-    forms: Forms
+    context: Context
+    materializer: Materializer
 
     @cached_property
     def last(self) -> dict[fx.Node, str]:
-        """The parameters that are updated elsewhere than they live, by the node that is their value at the end."""
-        program = self.facts.program
+        """The names of these parameters, by the node that is their value at the end of the step."""
+        program = self.context.program
         ends = zip(program.output_values(), program.outputs, strict=True)
         return {
             node: output.name
             for node, output in ends
-            if output.kind is OutputKind.UPDATE and output.name in self.facts.plan.updates
+            if output.kind is OutputKind.UPDATE and output.name in self.context.plan.updates
         }
 
     @cached_property
     def _inputs(self) -> dict[str, fx.Node]:
-        return {declared.name: node for node, declared in self.facts.inputs.items()}
+        return {declared.name: node for node, declared in self.context.inputs.items()}
 
-    def after(self, node: fx.Node) -> None:
-        """Bring a parameter to where it lives, once it has its value."""
-        parameter, held = self.last.get(node), self.forms.values.get(node)
-        if parameter is not None and isinstance(held, Value):
-            self._mark(parameter, held)
-            place = self.facts.placements[parameter]
-            held.move(place, self.forms.want(held, place, self.facts.to_gather(parameter)))
+    def gather_after(self, node: fx.Node) -> None:
+        """Bring a parameter to the placement it lives in, if ``node`` is its last value."""
+        parameter, value = self.last.get(node), self.materializer.values.get(node)
+        if parameter is not None and isinstance(value, Value):
+            self._mark(parameter, value)
+            placement, reason = self.context.placements[parameter], self.context.to_gather(parameter)
+            value.move(placement, self.materializer.materialize(value, placement, reason))
 
     def _mark(self, parameter: str, updated: Value) -> None:
-        """Tell passes what this rank updates, and what becomes of it: neither is an input or output of the program."""
-        given = self.forms.values[self._inputs[parameter]]
-        place = self.facts.updates[parameter]
-        for key, held in (("part_of", given), ("update_of", updated)):
-            if place in held.forms:
-                held.forms[place].meta[key] = parameter
+        """Mark, for passes, this rank's part before and after its update: neither is an input or output."""
+        given = self.materializer.values[self._inputs[parameter]]
+        placement = self.context.update_placements[parameter]
+        for key, value in (("part_of", given), ("update_of", updated)):
+            if placement in value.nodes:
+                value.nodes[placement].meta[key] = parameter

@@ -1,4 +1,4 @@
-"""An op on this rank's parts: the nodes that compute it, and what its results are from then on."""
+"""One op on this rank's parts: the nodes that compute it, and the values of its results."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .values import Value
 
 
 @dataclass(frozen=True)
-class OnParts:
-    """One call of the global graph, computed as one option per mesh axis says."""
+class LocalOp:
+    """One call of the global graph, computed by the options chosen for it, one per mesh axis."""
 
     emitter: Emitter
     node: fx.Node
@@ -31,13 +31,13 @@ class OnParts:
     chosen: Sequence[Option]
 
     @cached_property
-    def operands(self) -> list[Placements]:
-        """Where each operand is taken."""
+    def operand_placements(self) -> list[Placements]:
+        """The placement in which each operand is read."""
         return [tuple(option.operands[k] for option in self.chosen) for k in range(len(self.call.operands))]
 
     @cached_property
-    def results(self) -> list[Any]:
-        """The placement of each result; None for what is no tensor."""
+    def result_placements(self) -> list[Any]:
+        """The placement of each result; None for anything but a tensor."""
         return [
             None if info is None else tuple(option.results[k] for option in self.chosen)
             for k, info in enumerate(self.call.results)
@@ -50,64 +50,75 @@ class OnParts:
 
     @cached_property
     def local(self) -> Local | None:
-        """What a rank does in the place of the op, if one of the options along the axes says so."""
+        """The ops that a rank computes instead of the op itself, if one of the options has some."""
         return next((option.local for option in self.chosen if option.local is not None), None)
 
     def emit(self, args: Any, kwargs: Any) -> fx.Node:
-        """The node of this rank that computes its part: the op on its parts, or what stands for it."""
-        parts = [self._part(info, place) for info, place in zip(self.call.results, self.results, strict=True)]
+        """Emit the node that computes this rank's parts of the results."""
+        parts = self._parts(self.call.results, self.result_placements)
         shapes = tuple(None if part is None else part.shape for part in parts)
         if self.local is not None:
-            given = [self._part(info, place) for info, place in zip(self.call.operands, self.operands, strict=True)]
-            new: fx.Node = self.local(self._run, self.call, args, given, parts)
+            operand_parts = self._parts(self.call.operands, self.operand_placements)
+            new: fx.Node = self.local(self._run, self.call, args, operand_parts, parts)
         else:
             localize = localize_of(self.call.target)
-            if localize is not None and any(is_sharded(place) for place in self.results if place is not None):
+            if localize is not None and any(p is not None and is_sharded(p) for p in self.result_placements):
                 args = localize(self.call, args, kwargs, shapes)
-            new = self.emitter.op(self.node, args, kwargs, self.results)
+            new = self.emitter.op(self.node, args, kwargs, self.result_placements)
         self.emitter.check(self.node, new, shapes)
-        self._mark(new, *zip(self.call.results, self.results, strict=True))
+        self.emitter.mark(new, *self._placed_results)
         return new
 
-    def values(self, new: fx.Node, batch: frozenset[int], weights: bool) -> Any:
-        """What the results are now that ``new`` computes them: a ``Value``, or a tuple of them."""
+    def values(self, new: fx.Node, batch: frozenset[int], is_weight: bool) -> Any:
+        """The results that ``new`` computes: a ``Value``, or a tuple of them."""
         val = self.node.meta["val"]
         if isinstance(val, torch.Tensor):
-            held = Value.of(self.node, val, self.results[0], new, batch, iota_dim_of(self.call), weights)
+            (placement,) = self.result_placements
+            value = Value.of(self.node, val, placement, new, batch, iota_dim_of(self.call), is_weight)
             if makes_zeros(self.call):
-                held.forms |= dict.fromkeys(_as_sums(self.results[0]), new)
-            return held
+                value.nodes |= dict.fromkeys(_as_sums(placement), new)
+            return value
         items = [self._item(new, index) for index in range(len(val))]
         return tuple(
-            Value.of(self.node, whole, place, item, batch, weights=weights) if isinstance(whole, torch.Tensor) else item
-            for whole, place, item in zip(val, self.results, items, strict=True)
+            Value.of(self.node, whole, placement, item, batch, is_weight=is_weight)
+            if isinstance(whole, torch.Tensor)
+            else item
+            for whole, placement, item in zip(val, self.result_placements, items, strict=True)
         )
 
     def _item(self, new: fx.Node, index: int) -> fx.Node:
         item = self.emitter.item(new, index)
-        self._mark(item, (self.call.results[index], self.results[index]))
+        self.emitter.mark(item, *_placed([self.call.results[index]], [self.result_placements[index]]))
         return item
 
-    def _mark(self, node: fx.Node, *held: tuple[Info | None, Any]) -> None:
-        self.emitter.mark(node, *[(info.shape, place) for info, place in held if info is not None])
+    @property
+    def _placed_results(self) -> list[tuple[tuple[int, ...], Placements]]:
+        return _placed(self.call.results, self.result_placements)
 
     def _run(self, target: Any, args: Any) -> fx.Node:
+        """Emit one of the ops that are computed instead of the op itself."""
         node = self.emitter.call(target, args, {}, like=self.node)
-        held = [
-            *zip(self.call.operands, self.operands, strict=True),
-            *zip(self.call.results, self.results, strict=True),
-        ]
-        if uneven := self.emitter.uneven(*[(info.shape, place) for info, place in held if info is not None]):
+        placed = [*_placed(self.call.operands, self.operand_placements), *self._placed_results]
+        if uneven := self.emitter.uneven(*placed):
             node.meta["numbers"] = f"of {self.call.target} on {uneven}"  # such as how many rows this rank has
         return node
 
-    def _part(self, info: Info | None, place: Placements) -> LocalPart | None:
+    def _parts(self, infos: Sequence[Info | None], placements: Sequence[Any]) -> list[LocalPart | None]:
+        """This rank's part of each tensor, None for anything else."""
+        return [self._part(info, placement) for info, placement in zip(infos, placements, strict=True)]
+
+    def _part(self, info: Info | None, placement: Placements) -> LocalPart | None:
         if info is None:
             return None
-        of = (info.shape, place, self.emitter.mesh)
-        return LocalPart(local_start(*of), local_shape(*of), smallest_shape(*of))
+        placed = (info.shape, placement, self.emitter.mesh)
+        return LocalPart(local_start(*placed), local_shape(*placed), smallest_shape(*placed))
+
+
+def _placed(infos: Sequence[Info | None], placements: Sequence[Any]) -> list[tuple[tuple[int, ...], Placements]]:
+    """The global shape and placement of each tensor."""
+    return [(info.shape, p) for info, p in zip(infos, placements, strict=True) if info is not None]
 
 
 def _as_sums(placement: Placements) -> Iterator[Placements]:
-    """``placement``, and all that has a sum in the place of some replicas: zeros are a sum of zeros."""
+    """``placement``, and all that has a sum instead of some replicas: zeros are a sum of zeros."""
     return product(*([p, Partial("sum")] if isinstance(p, Replicate) else [p] for p in placement))

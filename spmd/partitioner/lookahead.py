@@ -1,9 +1,9 @@
-"""Looking ahead: what an op's result will cost those that use it, and what the op's backward will cost.
+"""Lookahead: the cost of an op's result to its users, and of the op's backward.
 
-The cheapest way to one op can be dear for the next: a product that leaves every rank with a share of a sum moves
-nothing, but a sum that is larger than its factors costs more to add up than to have moved them. So where a choice
-communicates, or leaves a sum open, its cost counts what follows: users, a few ops deep, each taking its own cheapest
-way; and, in forward, the gradients' way back, which mirrors the values' way there.
+The option that costs one op least can cost the next ops more: a product that leaves every rank with a summand moves
+nothing, but a sum that is larger than its factors costs more to reduce than moving them would have. So where a choice
+communicates, or leaves a sum pending, its cost includes what follows: the users, a few ops deep, each by its own
+cheapest option; and, in forward, the gradients, whose moves mirror those of the values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .._torch import OpOverload
 from ..capture.constraint import CONSTRAIN, constrained_to
 from ..rules import Info, OpCall, Option
 from .choose import Chooser
-from .redistribute import cost
+from .option_costs import move_cost
+from .steps import cost
 from .values import Value, infos, leaves, results
 
 _DEPTH = 4  # ops, views not counted
@@ -32,36 +33,37 @@ _USERS = 6  # of one value that are looked at
 
 
 @dataclass
-class Ahead:
+class Lookahead:
     """Costs to come along one axis: an estimate on global shapes, the same one on every rank.
 
-    What follows is taken to be split over the other axes as the value at hand, of which they leave a ``share``.
+    The values that follow are taken to be split over the other axes as the value at hand, of which those leave a
+    ``share``.
     """
 
     mesh: Mesh
     chooser: Chooser
-    values: Mapping[fx.Node, Any]  # of what the walk has visited
+    values: Mapping[fx.Node, Any]  # of the nodes visited so far
     differentiated: frozenset[int]  # the numbers of forward ops whose results have gradients
-    _known: dict[Any, float] = field(default_factory=dict)
+    _memo: dict[Any, float] = field(default_factory=dict)
 
     def of(self, node: fx.Node, operands: Sequence[Value], option: Option, axis: int, share: float) -> float:
-        """What ``option`` costs after it was taken for ``node``."""
+        """The cost of everything that follows if ``node`` is computed by ``option``."""
         after = self._users(node, _Along(axis, self.mesh.axes[axis], share), option.results[0], _DEPTH)
         return after + self._backward(node, operands, option, axis)
 
     def _users(self, node: fx.Node, along: _Along, placement: Placement | None, depth: int) -> float:
-        """What the users of ``node`` pay, given its first result in ``placement``: each new form is made once."""
+        """The cost of the users of ``node``, whose first result has ``placement``: it is moved once to each goal."""
         key = (node, along, placement, depth)
-        if key not in self._known:
-            ways = [self._cheapest(user, node, along, placement, depth) for user in list(node.users)[:_USERS]]
-            moves = {goal: moved for goal, moved, _ in ways}
-            self._known[key] = sum(moves.values()) + sum(after for _, _, after in ways)
-        return self._known[key]
+        if key not in self._memo:
+            cheapest = [self._cheapest(user, node, along, placement, depth) for user in list(node.users)[:_USERS]]
+            moves = {goal: moved for goal, moved, _ in cheapest}
+            self._memo[key] = sum(moves.values()) + sum(after for _, _, after in cheapest)
+        return self._memo[key]
 
     def _cheapest(
         self, user: fx.Node, node: fx.Node, along: _Along, placement: Placement | None, depth: int
     ) -> tuple[Placement | None, float, float]:
-        """For one user: where it wants ``node``, what that moves, and what is to pay besides and after."""
+        """For one user: the placement in which it reads ``node``, the cost of that move, and all other costs."""
         nbytes = _nbytes(node)
         if user.target is getitem:
             first = user.args[1] == 0
@@ -72,50 +74,44 @@ class Ahead:
             goal = constrained_to(user, (placement,) * len(self.mesh.axes))[along.index]
             return goal, along.move(placement, goal, nbytes), self._users(user, along, goal, depth)
         if depth == 0 or not any(infos(results(user.meta.get("val")))):
-            # A sum that nobody has added up yet will be, at the least to parts.
+            # A sum that is still pending will be reduced, at the least to parts.
             left = along.move(placement, Shard(0), nbytes) if isinstance(placement, Partial) else 0.0
             return Shard(0), left, 0.0
-        ways = [
-            (
-                option.operands[at],
-                along.move(placement, option.operands[at], nbytes),
-                others + self._users(user, along, option.results[0], depth - (not has(user.target, Trait.VIEW))),
-            )
-            for option, at, others in self._options(user, node, along.index)
-        ]
-        return min(ways, key=lambda way: way[1] + way[2])
+        return min(self._by_option(user, node, along, placement, depth), key=lambda each: each[1] + each[2])
+
+    def _by_option(
+        self, user: fx.Node, node: fx.Node, along: _Along, placement: Placement, depth: int
+    ) -> Iterator[tuple[Placement, float, float]]:
+        """For each option of a user: the same as ``_cheapest``."""
+        for option, position, others in self._options(user, node, along.index):
+            goal = option.operands[position]
+            after = self._users(user, along, option.results[0], depth - (not has(user.target, Trait.VIEW)))
+            yield goal, along.move(placement, goal, _nbytes(node)), others + after
 
     def _options(self, user: fx.Node, node: fx.Node, axis: int) -> Iterator[tuple[Option, int, float]]:
-        """The options of a user, the position of ``node`` among its operands, and what the other operands cost."""
+        """The options of a user, the position of ``node`` among its operands, and the cost of the other operands."""
         tensors = [leaf for leaf in leaves(user) if isinstance(leaf, fx.Node) and any(infos([leaf.meta.get("val")]))]
-        call, held = _call(user), [self.values.get(leaf) for leaf in tensors]
+        call, values = _call(user), [self.values.get(leaf) for leaf in tensors]
         for option in self.chooser.along(call, axis):
             others = sum(
-                self.chooser.cost_to(value, axis, placement, may_join=True)
-                for value, placement in zip(held, option.operands, strict=True)
+                move_cost(value, placement, axis, self.mesh, may_join=True)
+                for value, placement in zip(values, option.operands, strict=True)
                 if isinstance(value, Value)
             )
             yield option, tensors.index(node), others
 
     def _backward(self, node: fx.Node, operands: Sequence[Value], option: Option, axis: int) -> float:
-        """An operand that is whole, where the result is split, has shares of its gradient: they are added up."""
+        """The cost of reducing gradients: a replicated operand of a split result has summands of its gradient."""
         if node.meta.get("phase") is not Phase.FORWARD or not isinstance(option.results[0], Shard):
             return 0.0
         placed = zip(operands, option.operands, strict=True)
-        whole = [held for held, place in placed if place == Replicate() and self._has_gradient(held)]
-        return sum(
-            cost(
-                Partial(),
-                held.primary[axis],
-                held.bytes_before(held.primary, axis, self.mesh),
-                self.mesh.axes[axis],
-            )
-            for held in whole
-        )
+        replicated = [value for value, p in placed if p == Replicate() and self._has_gradient(value)]
+        sizes = [(value.primary, value.bytes_before(value.primary, axis, self.mesh)) for value in replicated]
+        return sum(cost(Partial(), primary[axis], nbytes, self.mesh.axes[axis]) for primary, nbytes in sizes)
 
-    def _has_gradient(self, held: Value) -> bool:
-        origin = held.source.meta.get("origin")
-        return held.weights or (origin is not None and origin.number in self.differentiated)
+    def _has_gradient(self, value: Value) -> bool:
+        origin = value.source.meta.get("origin")
+        return value.is_weight or (origin is not None and origin.number in self.differentiated)
 
 
 @dataclass(frozen=True)
@@ -127,12 +123,12 @@ class _Along:
     share: float
 
     def move(self, source: Placement, target: Placement, nbytes: float) -> float:
-        """What it costs to move a value that has ``nbytes`` as a whole."""
-        return cost(source, target, nbytes * self.share, self.axis, allow_split_sum=True)
+        """The cost of moving a value that has ``nbytes`` as a whole."""
+        return cost(source, target, nbytes * self.share, self.axis, may_become_sum=True)
 
 
 def _call(node: fx.Node) -> OpCall:
-    """The call of a node that the walk has not come to, on global shapes."""
+    """The call of a node that has not been visited, on global shapes."""
 
     def info(operand: fx.Node) -> Any:
         val = operand.meta.get("val")

@@ -1,6 +1,6 @@
-"""Calls that are alike: a step repeats the same ops on the same shapes, by layer and by parameter.
+"""Memo keys of calls: a step repeats the same ops on the same shapes, by layer and by parameter.
 
-What they have in common is found out once: the rule's options (``choose.py``), and the results' shapes (``Shapes``).
+Calls of one key share a rule's options (``choose.py``) and the shapes of their results (``Shapes``).
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from .._torch import OpOverload
 
 
 class Shapes:
-    """The results of calls on fake tensors. They have no data and nobody writes into them, so nodes may share them."""
+    """The results of calls on fake tensors. They have no data and are never written to, so nodes may share them."""
 
     def __init__(self, mode: Any) -> None:
         self._mode = mode
-        self._known: dict[Any, Any] = {}
+        self._memo: dict[Any, Any] = {}
 
     def learn(self, node: fx.Node) -> None:
-        """Know what ``node`` gave when it was traced: on a rank that has its operands whole it gives the same."""
+        """Record the traced result of ``node``: a rank that has its operands whole gets the same."""
         if isinstance(node.target, OpOverload) and "val" in node.meta:
-            self._known.setdefault(_call(node.target, *_vals(node.args, node.kwargs)), node.meta["val"])
+            self._memo.setdefault(_key(node.target, *_vals(node.args, node.kwargs)), node.meta["val"])
 
     def of(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What ``target`` gives on the values of nodes."""
+        """The result of ``target`` on the values of nodes."""
         args, kwargs = _vals(args, kwargs)
         if not isinstance(target, OpOverload):
             return target(*args, **kwargs)
-        key = _call(target, args, kwargs)
-        if key not in self._known:
+        key = _key(target, args, kwargs)
+        if key not in self._memo:
             with self._mode, torch.no_grad():
-                self._known[key] = target(*args, **kwargs)
-        return self._known[key]
+                self._memo[key] = target(*args, **kwargs)
+        return self._memo[key]
 
 
-def likeness(value: Any) -> Any:
-    """What is equal for arguments that no rule and no shape can tell apart; can be hashed.
+def memo_key(value: Any) -> Any:
+    """A hashable key, equal for arguments that no rule and no shape can tell apart.
 
     Numbers that are known at a call only have their type in common, except where they may be the length of a dim.
     """
@@ -47,16 +47,16 @@ def likeness(value: Any) -> Any:
         flags = value.is_conj(), value.is_neg(), value.layout
         return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, flags)
     if isinstance(value, (tuple, list)):
-        return (type(value), *map(likeness, value))
+        return (type(value), *map(memo_key, value))
     if isinstance(value, Mapping):
-        return tuple((key, likeness(item)) for key, item in value.items())
+        return tuple((key, memo_key(item)) for key, item in value.items())
     if isinstance(value, (torch.SymFloat, torch.SymBool)):
         return type(value)
     return object() if isinstance(value, torch.SymInt) else (type(value), value)  # 1, 1.0 and True are equal
 
 
-def _call(target: Any, args: Any, kwargs: Any) -> Any:
-    return target, likeness(args), likeness(kwargs)
+def _key(target: Any, args: Any, kwargs: Any) -> Any:
+    return target, memo_key(args), memo_key(kwargs)
 
 
 def _vals(args: Any, kwargs: Any) -> Any:

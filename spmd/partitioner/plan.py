@@ -1,4 +1,4 @@
-"""A plan: where every input of a program lives, and how state gets to where it is computed with."""
+"""A plan: the placement of every input of a program, and how state gets to where it is computed with."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from passes.ir.program import Placements
 
 @dataclass(frozen=True)
 class Plan:
-    """What a mode decides and the partitioner carries out.
+    """The decisions of a mode, which the partitioner carries out.
 
-    ``placements``: by input name, one placement per mesh axis; inputs left out are replicated. ``updates``: for
-    parameters that are updated elsewhere than they live (each rank a part of what all have whole), where that is:
-    gradients are reduced to there, optimizer state is made there, and what an update gives is brought back. ``units``:
-    groups of parameter names that are communicated together.
+    ``placements``: by input name, one placement per mesh axis; inputs left out are replicated. ``updates``: the
+    placements in which parameters are updated, where these are not their own (each rank updates a part of a replicated
+    parameter): gradients are reduced to them, optimizer state is created in them, and the updated parameter is brought
+    back. ``units``: groups of parameter names that are communicated together.
 
-    ``options``: ``"gather_parameters"`` (True: a split parameter is gathered once before forward and backward read it,
-    so that activations stay split along the batch; False: each op takes what costs least); ``"reduce_gradients"``
-    ("once": the gradients of several backward passes are added up before they are reduced to where a split parameter
-    is updated; "each": each is reduced, and shards are added up); ``"reduce_dtype"`` and ``"gather_dtype"`` (a dtype or
-    None: in which gradients are reduced, and parameters gathered, where their own is wider).
+    ``options``:
+
+    - ``"gather_parameters"``: True gathers a split parameter once before forward and backward read it, so that
+      activations stay split along the batch; False lets each op take the placement that costs least.
+    - ``"reduce_gradients"``: "once" adds up the gradients of several backward passes before they are reduced to the
+      placement of a split parameter's update; "each" reduces each of them, and adds up shards.
+    - ``"reduce_dtype"``, ``"gather_dtype"``: a dtype or None; gradients are reduced, and parameters gathered, in this
+      dtype where their own is wider.
     """
 
     mesh: DeviceMesh | None

@@ -15,59 +15,59 @@ from passes import Output, Phase, Role
 from passes.ir.schemas import name_of
 
 from .._torch import OpOverload
-from .context import Facts
+from .context import Context
 from .redistribute import Reason
 
 aten = torch.ops.aten
 _COPIES = (aten.detach.default, aten.alias.default, aten.view.default, aten.clone.default, aten._to_copy.default)
 
 
-def for_operand(value: fx.Node, user: fx.Node, facts: Facts) -> Reason:
+def for_operand(value: fx.Node, user: fx.Node, context: Context) -> Reason:
     """The reason to move ``value`` to where ``user`` needs it."""
-    name = _known(value, facts)
-    return Reason(value=name or _role(value, facts), use="" if name else f"for {op_name(user)}{_at(user)}")
+    name = _known(value, context)
+    return Reason(value=name or _role(value, context), use="" if name else f"for {op_name(user)}{_at(user)}")
 
 
-def for_constraint(value: fx.Node, node: fx.Node, facts: Facts) -> Reason:
+def for_constraint(value: fx.Node, node: fx.Node, context: Context) -> Reason:
     """The reason to move ``value`` to where a ``spmd.constrain`` puts it."""
-    return Reason(value=_role(value, facts), use=f"for spmd.constrain{_at(node)}")
+    return Reason(value=_role(value, context), use=f"for spmd.constrain{_at(node)}")
 
 
-def for_branches(value: fx.Node, facts: Facts) -> Reason:
+def for_branches(value: fx.Node, context: Context) -> Reason:
     """The reason to reduce a sum from which several values are computed."""
-    return Reason(value=_role(value, facts), use=f"for several uses{_at(value)}")
+    return Reason(value=_role(value, context), use=f"for several uses{_at(value)}")
 
 
-def for_output(value: fx.Node, output: Output, facts: Facts) -> Reason:
+def for_output(value: fx.Node, output: Output, context: Context) -> Reason:
     """The reason to move ``value`` to where an output of the program lives."""
     unknown = output.name if output.role is Role.RESULT else str(output.role)
-    return Reason(output.role, of=(output.name,), value=_known(value, facts) or unknown)
+    return Reason(output.role, of=(output.name,), value=_known(value, context) or unknown)
 
 
-def _role(node: fx.Node, facts: Facts) -> str:
+def _role(node: fx.Node, context: Context) -> str:
     """What kind of value a node holds."""
-    if node in facts.inputs:
-        return str(facts.inputs[node].role)
+    if node in context.inputs:
+        return str(context.inputs[node].role)
     return "update" if node.meta.get("phase") is Phase.UPDATE else str(Role.ACTIVATION)
 
 
-def _known(node: fx.Node, facts: Facts) -> str:
+def _known(node: fx.Node, context: Context) -> str:
     """The name that users know a value by, if it has one."""
     while node.target in _COPIES:
         node = node.all_input_nodes[0]
     if _is_label_count(node):
         return "label count"
-    return "loss" if _is_loss(node, facts) else ""
+    return "loss" if _is_loss(node, context) else ""
 
 
-def _is_loss(node: fx.Node, facts: Facts) -> bool:
+def _is_loss(node: fx.Node, context: Context) -> bool:
     """Whether backward starts at ``node``, or at something made of this one number."""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.ndim or not val.is_floating_point():
         return False
     origin = node.meta.get("origin")
     starts_backward = any(user.target is aten.ones_like.default for user in node.users)
-    return starts_backward or (origin is not None and origin.number in facts.differentiated)
+    return starts_backward or (origin is not None and origin.number in context.differentiated)
 
 
 def _is_label_count(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""From one placement to another: which collectives that takes, what it costs, and the nodes that do it.
+"""Redistribute a value from one placement to another: the collectives, slices and pads of each step.
 
 Every rank emits the same nodes; only the sizes of slices and pads differ. Uneven shards follow ``torch.chunk``: they
 are padded to the longest one, so that all padding is at the end of what is gathered.
@@ -7,7 +7,7 @@ are padded to the longest one, so that all padding is at the end of what is gath
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +21,20 @@ from passes.ir.collectives import WAIT, c10d
 from passes.ir.program import Placements
 
 from ..placements import Interleaved, all_shapes, chunk, splits
+from .steps import steps
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
-
-# Reading and writing a byte here counts as this share of sending it: without communication, the least work is chosen.
-_LOCAL = 1e-3
 _MOVED = {Kind.ALL_GATHER: "gathered", Kind.ALL_TO_ALL: "split anew"}
 
 
 @dataclass(frozen=True)
 class Reason:
-    """What a collective is for: kept in the graph, shown in reports.
+    """The purpose of a collective, as the graph and reports have it.
 
     ``value`` names what is moved, where its role says too little; ``use`` ends the text: "for mm at model.up".
-    ``wire``: the dtype in which it is sent, where that is narrower than the value's. ``keeps_own``: of what is gathered
-    so, a rank's own part is as it was before.
+    ``wire``: the dtype in which it is sent, where that is narrower than the value's. ``keeps_own``: after a gather in
+    that dtype, a rank's own part is put back unrounded.
     """
 
     role: Role = Role.ACTIVATION
@@ -56,91 +54,12 @@ class Reason:
         return self.wire is not None and dtype.is_floating_point and dtype.itemsize > self.wire.itemsize
 
 
-def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, allow_split_sum: bool = False) -> float:
-    """Seconds to go from ``source`` to ``target`` along one axis, estimated from its rate and the bytes a rank sends.
-
-    ``nbytes`` is the size of the value before this axis splits it. Infinite where there is no way.
-    """
-    ranks, rate = axis.size, axis.rate
-    if source == target or ranks == 1:
-        return 0.0
-    part, rest = nbytes / ranks, nbytes * (ranks - 1) / ranks
-    match source, target:
-        case (Interleaved(), Shard()) | (Shard(), Interleaved()):
-            return cost(source, Replicate(), nbytes, axis) + local_work(part, axis)
-        case Replicate(), Shard():
-            return local_work(part, axis)
-        case Replicate(), Partial(reduce_op="sum"):
-            return local_work(nbytes, axis) if allow_split_sum else math.inf
-        case Shard(), Replicate():
-            return rate.seconds(rest)
-        case Shard(), Shard():
-            return rate.seconds(rest / ranks) + local_work(nbytes, axis)
-        case Partial(), Replicate():
-            return rate.seconds(2 * rest)
-        case Partial(reduce_op="sum"), Shard():
-            return rate.seconds(rest)
-        case Partial(), Shard():
-            return rate.seconds(2 * rest) + local_work(part, axis)
-        case _:
-            return math.inf
-
-
-def local_work(nbytes: float, axis: Axis) -> float:
-    """Seconds, next to none, in which a rank reads and writes this many bytes."""
-    return _LOCAL * nbytes * axis.rate.per_byte
-
-
-def total_cost(source: Placements, target: Placements, nbytes: float, mesh: Mesh) -> float:
-    """The sum of ``cost`` over the steps from ``source`` to ``target``; the whole value has ``nbytes``."""
-    total = 0.0
-    for current, index, goal in steps(source, target, mesh):
-        others = [axis.size for k, axis in enumerate(mesh.axes) if k != index and isinstance(current[k], Shard)]
-        nbytes_here = nbytes / math.prod(others)
-        total += cost(current[index], goal, nbytes_here, mesh.axes[index], allow_split_sum=True)
-    return total
-
-
-def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[Placements, int, Placement]]:
-    """The way from ``source`` to ``target``: each placement on it, the axis that changes there, and what to.
-
-    Slices first, then sums, then gathers, so that little is communicated. A dim that several axes split is cut by the
-    outermost one first: an axis that would break this order is made whole, and cut in the end.
-    """
-    current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
-    axes = range(len(current))
-    whole = [k for k in axes if isinstance(current[k], Replicate)]
-    sums = [k for k in axes if isinstance(current[k], Partial)]
-    split = [k for k in reversed(axes) if isinstance(current[k], Shard)]
-    for index in [*whole, *sums, *split, *axes]:
-        goal = goals[index] if _keeps_order(current, goals, index) else Replicate()
-        if goal != current[index]:
-            yield tuple(current), index, goal
-            current[index] = goal
-
-
-def _on_many_ranks(placements: Placements, mesh: Mesh) -> list[Placement]:
-    """On one rank all placements are the same."""
-    return [Replicate() if axis.size == 1 else p for p, axis in zip(placements, mesh.axes, strict=True)]
-
-
-def _keeps_order(current: Sequence[Placement], goals: Sequence[Placement], index: int) -> bool:
-    """Whether the axis at ``index`` can take its goal now: cut inside what outer axes leave, and outside inner ones."""
-    goal = goals[index]
-    if not isinstance(goal, Shard):
-        return True
-    outer = [k for k in range(index) if splits(current[k], goal.dim) or splits(goals[k], goal.dim)]
-    outer_done = all(current[k] == goals[k] for k in outer)
-    inner_cuts = any(splits(placement, goal.dim) for placement in current[index + 1 :])
-    return outer_done and (goal == current[index] or not inner_cuts)
-
-
 @dataclass(frozen=True)
 class _Cut:
-    """What one axis cuts: ``size`` is what the axes before leave of ``dim`` on this rank.
+    """A cut of ``dim`` by one axis: ``size`` is the length that the axes before leave on this rank.
 
     ``even``: whether all ranks of the mesh have equal parts. Ranks agree on that, though some of them may have nothing
-    to pad: so they emit the same nodes. ``before``: what the value is where this axis cuts nothing.
+    to pad: so they emit the same nodes. ``before``: the placement of the value without this cut.
     """
 
     dim: int
@@ -166,7 +85,7 @@ class Redistribution:
         return node
 
     def _to(self, goal: Placement, node: fx.Node, current: Placements, index: int) -> fx.Node:
-        """One step. A cut that takes nothing off on this rank may do so on others: its placement tells passes so."""
+        """One step. Its placement is marked, since a cut that takes nothing off on this rank may do so on others."""
         node = self._step(goal, node, current, index)
         node.meta["placement"] = _with(current, index, goal)
         self.mark(node, (self.shape, node.meta["placement"]))
@@ -200,12 +119,12 @@ class Redistribution:
             case Shard(dim=before), Shard(dim=after):
                 cuts = self._cut(current, index, before), self._cut(current, index, after)
                 if all(cut.even for cut in cuts):
-                    return self._move(node, axis, *cuts)
+                    return self._all_to_all(node, axis, *cuts)
                 return self._to(goal, self._to(Replicate(), node, current, index), whole, index)
-        raise AssertionError(f"no way from {current[index]} to {goal}")
+        raise AssertionError(f"no step from {current[index]} to {goal}")
 
     def _cut(self, current: Placements, index: int, dim: int) -> _Cut:
-        """How the axis at ``index`` cuts ``dim``, after the axes before it."""
+        """The cut of ``dim`` by the axis at ``index``, after the axes before it."""
         size, ranks = self.shape[dim], self.mesh.axes[index].size
         for placement, axis in zip(current[:index], self.mesh.axes, strict=False):
             if splits(placement, dim):
@@ -223,9 +142,9 @@ class Redistribution:
     ) -> fx.Node:
         """Do ``work`` on the rows of each run, which are a dim of their own meanwhile."""
         dim, outer, before = runs.dim, runs.outer, list(node.meta["val"].shape)
-        apart = [*before[:dim], outer, before[dim] // outer, *before[dim + 1 :]]
+        unflattened = [*before[:dim], outer, before[dim] // outer, *before[dim + 1 :]]
         cut = _Cut(dim + 1, self._cut(current, index, dim).size // outer, True, _with(current, index, Replicate()))
-        node = work(self.emit(aten.reshape.default, (node, apart)), self.mesh.axes[index], cut)
+        node = work(self.emit(aten.reshape.default, (node, unflattened)), self.mesh.axes[index], cut)
         node.meta["placement"] = _with(current, index, Replicate() if current[index] == runs else runs)
         after = node.meta["val"].shape[dim + 1]
         return self.emit(aten.reshape.default, (node, [*before[:dim], outer * after, *before[dim + 1 :]]))
@@ -257,7 +176,7 @@ class Redistribution:
         return node if cut.even else self.emit(aten.slice.Tensor, (node, cut.dim, 0, length))
 
     def _parts_first(self, node: fx.Node, axis: Axis, dim: int, part: int) -> fx.Node:
-        """Lay the parts of ``dim`` out one after the other along dim 0, where scatters cut."""
+        """Arrange the parts of ``dim`` one after the other along dim 0, where scatters cut."""
         if dim:
             shape = list(node.meta["val"].shape)
             node = self.emit(aten.reshape.default, (node, [*shape[:dim], axis.size, part, *shape[dim + 1 :]]))
@@ -267,15 +186,15 @@ class Redistribution:
         return self.emit(aten.contiguous.default, (node,))
 
     def _side_by_side(self, node: fx.Node, axis: Axis, dim: int, part: list[int]) -> fx.Node:
-        """The other way: from parts of shape ``part`` along dim 0, where gathers put them, to parts along ``dim``."""
+        """Arrange parts of shape ``part``, which gathers put along dim 0, one after the other along ``dim``."""
         if dim:
             node = self.emit(aten.view.default, (node, [axis.size, *part]))
             node = self.emit(aten.permute.default, (node, [*range(1, dim + 1), 0, *range(dim + 1, len(part) + 1)]))
             node = self.emit(aten.reshape.default, (node, [*part[:dim], axis.size * part[dim], *part[dim + 1 :]]))
         return node
 
-    def _move(self, node: fx.Node, axis: Axis, before: _Cut, after: _Cut) -> fx.Node:
-        """From a split along one dim to a split along another, both even."""
+    def _all_to_all(self, node: fx.Node, axis: Axis, before: _Cut, after: _Cut) -> fx.Node:
+        """Split along another dim than before, both evenly."""
         node = self._parts_first(node, axis, after.dim, after.size // axis.size)
         rows, *rest = node.meta["val"].shape
         splits = [rows // axis.size] * axis.size
@@ -294,12 +213,12 @@ class Redistribution:
         shape = node.meta["val"].shape
         pad = [0, 0] * (len(shape) - cut.dim - 1) + [0, size - shape[cut.dim]]
         node = self.emit(aten.constant_pad_nd.default, (node, pad))
-        self.mark(node, (self.shape, cut.before))  # as even as what is cut, since all parts are padded alike
+        self.mark(node, (self.shape, cut.before))  # as even as before the cut, since all parts are padded equally
         node.meta["numbers"] = f"a pad of dim {cut.dim} of {self.shape} to {size}, from {cut.before}"
         return node
 
     def _most(self, axis: Axis, cut: _Cut) -> int:
-        """Elements of what ``axis`` cuts, padding included, on the rank that has the most."""
+        """Elements of the value that ``axis`` cuts, padding included, on the rank that has the most."""
         shape = list(self._longest(cut.before))
         if not cut.even:
             shape[cut.dim] = -(-shape[cut.dim] // axis.size) * axis.size

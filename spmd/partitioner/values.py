@@ -1,4 +1,4 @@
-"""What the partitioner knows of a global value, and how it reads the operands and results of a node."""
+"""Global values and the nodes of this rank that hold them; operands and results of nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.ir.program import Placements
 
 from .._torch import tree_flatten
 from ..rules import Info
-from .redistribute import total_cost
+from .steps import total_cost
 
 
 @dataclass
@@ -24,18 +24,18 @@ class Value:
 
     ``source`` is its node in the global graph; ``primary`` the placement it was computed in; ``batch`` the mesh axes
     over which ``primary`` splits it because some argument of the step is split there: its rows are those of the batch.
-    ``iota_dim`` is the dim along which it is known to hold 0, 1, 2, ...; ``weights`` whether it is made of parameters
-    alone.
+    ``iota_dim`` is the dim along which it is known to hold 0, 1, 2, ...; ``is_weight`` whether it is computed from
+    parameters alone.
     """
 
     source: fx.Node
     shape: tuple[int, ...]
     dtype: torch.dtype
     primary: Placements
-    forms: dict[Placements, fx.Node]
+    nodes: dict[Placements, fx.Node]
     batch: frozenset[int] = frozenset()
     iota_dim: int | None = None
-    weights: bool = False
+    is_weight: bool = False
 
     @classmethod
     def of(
@@ -46,20 +46,22 @@ class Value:
         node: fx.Node,
         batch: frozenset[int],
         iota_dim: int | None = None,
-        weights: bool = False,
+        is_weight: bool = False,
     ) -> Value:
         """A value that ``node`` holds in ``placement``; ``val`` is the global one."""
         node.meta["placement"] = placement
         split = frozenset(k for k, p in enumerate(placement) if isinstance(p, Shard))
-        return cls(source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split, iota_dim, weights)
+        return cls(
+            source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split, iota_dim, is_weight
+        )
 
     def batch_in(self, placement: Placements) -> frozenset[int]:
-        """The axes over which ``placement`` keeps the rows of the batch where they are."""
+        """The axes over which ``placement`` leaves the rows of the batch on their ranks."""
         return frozenset(k for k in self.batch if placement[k] == self.primary[k])
 
     @property
     def info(self) -> Info:
-        """Global shape and dtype, and what it counts."""
+        """Global shape and dtype, and iota dim."""
         return Info(self.shape, self.dtype, self.iota_dim)
 
     @property
@@ -67,21 +69,21 @@ class Value:
         """Bytes of the whole value."""
         return self.info.nbytes
 
-    def bytes_before(self, form: Placements, axis: int, mesh: Mesh) -> float:
-        """Bytes of what ``form`` leaves on a rank when the axis at ``axis`` splits nothing."""
+    def bytes_before(self, placement: Placements, axis: int, mesh: Mesh) -> float:
+        """Bytes that ``placement`` leaves on a rank if it is replicated over the axis at ``axis``."""
         nbytes = float(self.nbytes)
-        for k, placement in enumerate(form):
-            if k != axis and isinstance(placement, Shard):
+        for k, entry in enumerate(placement):
+            if k != axis and isinstance(entry, Shard):
                 nbytes /= mesh.axes[k].size
         return nbytes
 
     def move(self, placement: Placements, node: fx.Node) -> None:
-        """From here on ``node`` holds it, in ``placement``, and nobody takes it from where it was."""
-        self.primary, self.forms = placement, {placement: node}
+        """Let ``node`` alone hold the value from here on, in ``placement``."""
+        self.primary, self.nodes = placement, {placement: node}
 
     def nearest(self, placement: Placements, mesh: Mesh) -> Placements:
-        """The form from which ``placement`` costs least."""
-        return min(self.forms, key=lambda form: total_cost(form, placement, self.nbytes, mesh))
+        """The placement among ``nodes`` from which ``placement`` costs least."""
+        return min(self.nodes, key=lambda source: total_cost(source, placement, self.nbytes, mesh))
 
 
 def leaves(node: fx.Node) -> list[Any]:
@@ -91,10 +93,10 @@ def leaves(node: fx.Node) -> list[Any]:
 
 
 def results(val: Any) -> list[Any]:
-    """What a node returns, as a list."""
+    """The results of a node, as a list."""
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
 
 def infos(vals: Sequence[Any]) -> tuple[Info | None, ...]:
-    """An ``Info`` for each tensor."""
+    """An ``Info`` for each tensor, None for anything else."""
     return tuple(Info(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in vals)

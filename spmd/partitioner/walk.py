@@ -1,8 +1,8 @@
 """The walk: once over the global graph, from its inputs to its outputs, emitting this rank's share.
 
-For each op the operands are looked up, an option for each mesh axis is chosen, and the op is computed on this rank's
-parts; then sums are added up that are complete, and parameters gathered that were updated in parts. Each step is
-another file's, see ``__init__.py``; here is their order.
+For each op, its operands are looked up, an option is chosen for each mesh axis, and the op is computed on this rank's
+parts; then complete sums are reduced, and parameters gathered that were updated in parts. Each of these is a file of
+its own (see ``__init__.py``); this one has their order.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ..placements import local_shape
 from ..rules import OpCall, decomposition_of, rule_of
 from . import reasons
 from .choose import Chooser
-from .context import Facts
-from .diagnostics import Notes
+from .context import Context
+from .diagnostics import Diagnostics
 from .emit import Emitter, traced
-from .gather_updated import Updates
-from .hints import Wanted
-from .lookahead import Ahead
-from .materialize import Forms
+from .gather_updated import UpdatedParts
+from .hints import Hints
+from .lookahead import Lookahead
+from .materialize import Materializer
 from .parameters import Parameters
-from .pending_sums import Sums
+from .pending_sums import PendingSums
 from .plan import Plan
-from .recut_rows import rows_cut, share_out_again, with_all_rows
-from .redistribute import cost
+from .recut_rows import cut_rows, gather_rows, split_rows_again
+from .steps import cost
 from .values import Value, infos, results
 
 
@@ -48,25 +48,26 @@ def partition(program: Program, plan: Plan) -> Program:
 
     Raises ``PartitionError`` if an op's local result has another shape than its placement says.
     """
-    return _Walk(Facts(program, plan)).run()
+    return _Walk(Context(program, plan)).run()
 
 
 class _Walk:
     """The walk. ``values``: for each global node a ``Value``, a tuple of them, or this rank's node of a number."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts, self.program = facts, facts.program
+    def __init__(self, context: Context) -> None:
+        self.context, self.program = context, context.program
         self.values: dict[fx.Node, Any] = {}
-        self.emitter, self.chooser = Emitter(facts.program), Chooser(facts.mesh, facts.model_axes)
-        self.ahead = Ahead(facts.mesh, self.chooser, self.values, facts.differentiated)
-        self.parameters = Parameters(facts, self.values)
-        self.wanted = Wanted(facts, self.parameters, self.values)
-        self.forms = Forms(facts, self.parameters, self.emitter, self.chooser, self.values)
-        self.sums, self.updates = Sums(facts, self.wanted, self.forms), Updates(facts, self.forms)
-        self.notes = Notes(facts)
+        self.emitter, self.chooser = Emitter(context.program), Chooser(context.mesh, context.model_axes)
+        self.lookahead = Lookahead(context.mesh, self.chooser, self.values, context.differentiated)
+        self.parameters = Parameters(context, self.values)
+        self.hints = Hints(context, self.parameters, self.values)
+        self.materializer = Materializer(context, self.parameters, self.emitter, self.chooser, self.values)
+        self.pending_sums = PendingSums(context, self.hints, self.materializer)
+        self.updated_parts = UpdatedParts(context, self.materializer)
+        self.diagnostics = Diagnostics(context)
 
     def run(self) -> Program:
-        inputs = [self._input(node, declared) for node, declared in self.facts.inputs.items()]
+        inputs = [self._input(node, declared) for node, declared in self.context.inputs.items()]
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._visit(node)
@@ -76,15 +77,15 @@ class _Walk:
                 )
         outputs = self._outputs()
         self._erase_unused()
-        self.notes.rounded(self.emitter.graph)
+        self.diagnostics.rounded(self.emitter.graph)
         return replace(
             self.program,
             graph_module=LazyGraphModule(torch.nn.Module(), self.emitter.graph),
             inputs=[*inputs, *self.emitter.seed_input()],
             outputs=outputs,
             history=list(self.program.history),
-            notes=[*self.program.notes, *self.notes.all()],
-            units=self.facts.units,
+            notes=[*self.program.notes, *self.diagnostics.all()],
+            units=self.context.units,
         )
 
     # Inputs
@@ -94,17 +95,17 @@ class _Walk:
         if not isinstance(val, torch.Tensor):
             self.values[node] = self.emitter.placeholder(node, val)
             return declared
-        placement = self.facts.placements[declared.name]
-        new = self.emitter.placeholder(node, _local(val, placement, self.facts.mesh))
+        placement = self.context.placements[declared.name]
+        new = self.emitter.placeholder(node, _local(val, placement, self.context.mesh))
         self.emitter.mark(new, (val.shape, placement))
         batch = frozenset(range(len(placement))) if declared.role is Role.BATCH else frozenset[int]()
-        self.values[node] = Value.of(node, val, placement, new, batch, weights=declared.role is Role.PARAMETER)
+        self.values[node] = Value.of(node, val, placement, new, batch, is_weight=declared.role is Role.PARAMETER)
         return replace(declared, placement=placement)
 
     # Ops
 
     def _visit(self, node: fx.Node) -> None:
-        self.wanted.note_origin(node)
+        self.hints.note_origin(node)
         if node.target is getitem and isinstance(self.values[node.args[0]], tuple):  # type: ignore[index]
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
         elif node.target is CONSTRAIN:
@@ -114,71 +115,73 @@ class _Walk:
         else:
             self._number(node)
         self.parameters.note_update(node)
-        self.sums.after(node)
-        self.updates.after(node)
+        self.pending_sums.reduce_after(node)
+        self.updated_parts.gather_after(node)
 
     def _constrain(self, node: fx.Node) -> None:
-        """From here on the value lives where the user says; nobody takes it from where it was."""
-        (held,) = self.forms.operands(node)
-        place = constrained_to(node, held.primary)
-        new = self.forms.want(held, place, reasons.for_constraint(held.source, node, self.facts))
-        self.values[node] = Value(
-            node, held.shape, held.dtype, place, {place: new}, held.batch_in(place), held.iota_dim, held.weights
-        )
+        """Hold the value only in the placement that the user gives, from here on."""
+        (value,) = self.materializer.operands(node)
+        placement = constrained_to(node, value.primary)
+        reason = reasons.for_constraint(value.source, node, self.context)
+        nodes = {placement: self.materializer.materialize(value, placement, reason)}
+        batch = value.batch_in(placement)
+        self.values[node] = replace(value, source=node, primary=placement, nodes=nodes, batch=batch)
 
     def _number(self, node: fx.Node) -> None:
-        """Arithmetic on numbers, and ops that give none: the same on every rank, on whole operands."""
+        """Compute numbers, on whole operands: they are the same on every rank."""
 
-        def whole(operand: fx.Node) -> fx.Node:
-            held = self.values[operand]
-            reason = reasons.for_operand(operand, node, self.facts)
-            return self.forms.want(held, self.facts.whole, reason) if isinstance(held, Value) else held
+        def whole(operand: fx.Node) -> Any:
+            value = self.values[operand]
+            if not isinstance(value, Value):
+                return value
+            reason = reasons.for_operand(operand, node, self.context)
+            return self.materializer.materialize(value, self.context.replicated, reason)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), whole)
         self.values[node] = self.emitter.number(node.target, args, kwargs, like=node)
 
     def _op(self, node: fx.Node) -> None:
-        self.sums.before(node)
-        operands = self.forms.operands(node)
-        call = self.forms.call(node, operands)
-        rows = rows_cut(call, operands)
+        self.pending_sums.reduce_before(node)
+        operands = self.materializer.operands(node)
+        call = self.materializer.call(node, operands)
+        rows = cut_rows(call, operands)
         if rows:
-            self.notes.rows_gathered(node)
-            operands = [with_all_rows(node, operands[0], rows, self.forms)]
-        apart = decomposition_of(call)
-        if apart is not None and self._saves(apart[0], operands[0]):
-            self.values[node] = self._apart(node, operands, apart[1])
+            self.diagnostics.rows_gathered(node)
+            operands = [gather_rows(node, operands[0], rows, self.materializer)]
+        decomposition = decomposition_of(call)
+        if decomposition is not None and self._decomposing_saves(decomposition[0], operands[0]):
+            self.values[node] = self._decompose(node, operands, decomposition[1])
             return
         self.values[node] = self._compute(node, call, operands)
-        for part in results(self.values[node]) if rows else ():
-            share_out_again(part, rows, self.forms)
+        for result in results(self.values[node]) if rows else ():
+            split_rows_again(result, rows, self.materializer)
 
     def _compute(self, node: fx.Node, call: OpCall, operands: Sequence[Value]) -> Any:
-        """The op as it costs least, of all that is right."""
+        """Compute the op by the options that cost least."""
         phase: Phase | None = node.meta.get("phase")
-        later = partial(self.ahead.of, node, operands) if phase in (Phase.FORWARD, Phase.BACKWARD) else None
-        wanted, only = self.wanted.of(node), self.wanted.before(node)
-        chosen = self.chooser.cheapest(call, operands, wanted, phase, only, later)
-        self.wanted.note_draw(node, chosen)
+        later = partial(self.lookahead.of, node, operands) if phase in (Phase.FORWARD, Phase.BACKWARD) else None
+        hint, required = self.hints.of(node), self.hints.required(node)
+        chosen = self.chooser.cheapest(call, operands, hint, phase, required, later)
+        self.hints.note_draw(node, chosen)
         if rule_of(node.target) is None:
-            self.notes.no_rule(node, operands)
-        elif phase is Phase.UPDATE and chosen == self.chooser.whole(call):
-            self.notes.whole_matrices(node, [self.forms.base(held) for held in operands])
-        return self.forms.compute(node, call, operands, chosen)
+            self.diagnostics.no_rule(node, operands)
+        elif phase is Phase.UPDATE and chosen == self.chooser.replicated(call):
+            self.diagnostics.whole_matrices(node, [self.materializer.base(value) for value in operands])
+        return self.materializer.compute(node, call, operands, chosen)
 
-    def _saves(self, dim: int, held: Value) -> bool:
-        """Whether to reduce two numbers a row moves less than to gather the rows."""
-        total = 0.0
-        for k, axis in enumerate(self.facts.mesh.axes):
-            if held.primary[k] == Shard(dim):
-                nbytes = held.bytes_before(held.primary, k, self.facts.mesh)
-                total += cost(Shard(dim), Replicate(), nbytes, axis)
-                total -= 2 * cost(Partial(), Replicate(), nbytes / held.shape[dim], axis)
-        return total > 0
+    def _decomposing_saves(self, dim: int, value: Value) -> bool:
+        """Whether to reduce two numbers a row costs less than to gather the rows."""
+        saved = 0.0
+        for k, axis in enumerate(self.context.mesh.axes):
+            if value.primary[k] == Shard(dim):
+                nbytes = value.bytes_before(value.primary, k, self.context.mesh)
+                saved += cost(Shard(dim), Replicate(), nbytes, axis)
+                saved -= 2 * cost(Partial(), Replicate(), nbytes / value.shape[dim], axis)
+        return saved > 0
 
-    def _apart(self, node: fx.Node, operands: Sequence[Value], how: Callable[..., Any]) -> Any:
-        """Walk, in the place of ``node``, the ops that ``how`` makes of it."""
-        graph = traced(how, node.args)
+    def _decompose(self, node: fx.Node, operands: Sequence[Value], decomposition: Callable[..., Any]) -> Any:
+        """Walk the ops of ``decomposition`` instead of ``node``; returns its result."""
+        graph = traced(decomposition, node.args)
         values = iter(operands)
         for inner in graph.nodes:
             inner.meta |= carried(node, Relation.SHARE)
@@ -193,21 +196,21 @@ class _Walk:
 
     def _outputs(self) -> list[Output]:
         returned, outputs = [], []
-        for value, output in zip(self.program.output_values(), self.program.outputs, strict=True):
-            held = self.values[value] if isinstance(value, fx.Node) else value
-            if isinstance(held, Value):
-                placement = self.wanted.of_output(held, output)
-                reason = reasons.for_output(held.source, output, self.facts)
-                returned.append(self.forms.want(held, placement, reason))
+        for node, output in zip(self.program.output_values(), self.program.outputs, strict=True):
+            value = self.values[node] if isinstance(node, fx.Node) else node
+            if isinstance(value, Value):
+                placement = self.hints.of_output(value, output)
+                reason = reasons.for_output(value.source, output, self.context)
+                returned.append(self.materializer.materialize(value, placement, reason))
                 outputs.append(replace(output, placement=placement))
             else:
-                returned.append(held)
+                returned.append(value)
                 outputs.append(output)
         self.emitter.graph.output(tuple(returned))
         return outputs
 
     def _erase_unused(self) -> None:
-        """Drop what was needed only for a whole value that nobody asked for in the end."""
+        """Drop nodes that were emitted only for a whole value that no node reads in the end."""
         for node in reversed(self.emitter.graph.nodes):
             if not node.users and node.op == "call_function" and is_pure(node):
                 self.emitter.graph.erase_node(node)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spmd.partitioner.memo import Shapes, likeness
+from spmd.partitioner.memo import Shapes, memo_key
 
 TWINS = [
     (1, 1.0),
@@ -27,8 +27,8 @@ TWINS = [
 
 @pytest.mark.parametrize(("one", "other"), TWINS)
 def test_what_can_give_other_results_is_not_alike(one: Any, other: Any) -> None:
-    assert likeness(one) == likeness(one) != likeness(other)
-    assert hash(likeness(one)) == hash(likeness(one))
+    assert memo_key(one) == memo_key(one) != memo_key(other)
+    assert hash(memo_key(one)) == hash(memo_key(one))
 
 
 def test_an_op_runs_once_for_all_calls_that_are_alike() -> None:

@@ -1,0 +1,104 @@
+"""Calls as the next mesh axis sees them: on the shapes that the options chosen for the axes before leave.
+
+All ranks must choose the same option, and what is right for parts of one length may be wrong for others; so a call is
+narrowed for ranks that have parts of every length there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from torch.distributed.tensor import Replicate, Shard
+
+from passes import Axis, Mesh
+from passes.ir.program import Placements
+
+from ..placements import Interleaved, all_shapes, chunk, first_of_each_length, local_shape, splits
+from ..rules import Info, OpCall, Option, localize_of
+from .values import Value
+
+
+def narrowed(call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], mesh: Mesh) -> list[OpCall]:
+    """The call as the axis after those of ``chosen`` sees it: the first rank's, then those of ranks that differ."""
+    axis = mesh.axes[len(chosen)]
+    interleaved = tuple(_runs(value, tuple(o.operands[k] for o in chosen)) for k, value in enumerate(operands))
+    return [replace(each, size=axis.size, interleaved=interleaved) for each in _on_all_lengths(call, chosen, mesh)]
+
+
+def _runs(value: Value, before: Placements) -> tuple[Interleaved, ...]:
+    """The splits in runs of rows that a value has along the next axis, where the axes before leave it ``before``."""
+    along = [placement[len(before)] for placement in value.nodes if placement[: len(before)] == before]
+    return tuple(placement for placement in along if isinstance(placement, Interleaved))
+
+
+def _on_all_lengths(call: OpCall, chosen: Sequence[Option], mesh: Mesh) -> list[OpCall]:
+    if not any(isinstance(p, Shard) for option in chosen for p in (*option.operands, *option.results)):
+        return [call]
+    return [_on_rank(call, chosen, rank) for rank in _different_ranks(call, chosen, mesh.axes[: len(chosen)])]
+
+
+def _different_ranks(call: OpCall, chosen: Sequence[Option], axes: Sequence[Axis]) -> list[Mesh]:
+    """The axes seen from ranks whose parts have all the lengths there are: from one rank, if all is split evenly."""
+    coordinates: list[set[int]] = [{0} for _ in axes]
+    for info, placement in _placed(call, chosen):
+        for k, entry in enumerate(placement):
+            if isinstance(entry, Shard):
+                sizes = {shape[entry.dim] for shape in all_shapes(info.shape, placement[:k], axes[:k])}
+                coordinates[k].update(n for size in sizes for n in _nonempty(size, axes[k].size))
+    ranks = product(*map(sorted, coordinates))
+    return [Mesh(tuple(replace(axis, coordinate=n) for axis, n in zip(axes, rank, strict=True))) for rank in ranks]
+
+
+def _placed(call: OpCall, chosen: Sequence[Option]) -> list[tuple[Info, Placements]]:
+    """Each tensor of a call, with its placement over the axes chosen for."""
+    operands = [(info, tuple(o.operands[k] for o in chosen)) for k, info in enumerate(call.operands)]
+    results = [
+        (info, tuple(o.results[k] or Replicate() for o in chosen)) for k, info in enumerate(call.results) if info
+    ]
+    return operands + results
+
+
+def _nonempty(size: int, ranks: int) -> list[int]:
+    """The first rank of each length of part, but for empty parts, for which any option is right."""
+    return [n for n in first_of_each_length(size, ranks) if chunk(size, ranks, n)[1]]
+
+
+def _on_rank(call: OpCall, chosen: Sequence[Option], axes: Mesh) -> OpCall:
+    """The call on the parts that one rank has."""
+
+    def narrow(info: Info, placement: tuple[Any, ...], iota_dim: int | None = None) -> Info:
+        return Info(local_shape(info.shape, placement, axes), info.dtype, iota_dim)
+
+    operands = [
+        narrow(info, tuple(o.operands[k] for o in chosen), _iota_dim_left(info, k, chosen))
+        for k, info in enumerate(call.operands)
+    ]
+    results = tuple(
+        None if info is None else narrow(info, tuple(o.results[k] for o in chosen))
+        for k, info in enumerate(call.results)
+    )
+    remaining = iter(operands)
+    args, kwargs = _map_infos((call.args, call.kwargs), lambda _: next(remaining))
+    localize = localize_of(call.target)
+    if localize is not None:
+        args = localize(call, args, kwargs, tuple(None if info is None else info.shape for info in results))
+    return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), results=results)
+
+
+def _iota_dim_left(info: Info, position: int, chosen: Sequence[Option]) -> int | None:
+    """The iota dim of an operand, if the axes before leave it counting from 0."""
+    cut = (o for o in chosen if splits(o.operands[position], info.iota_dim or 0) and position not in o.from_zero)
+    return info.iota_dim if next(cut, None) is None else None
+
+
+def _map_infos(tree: Any, function: Any) -> Any:
+    if isinstance(tree, Info):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_map_infos(item, function) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _map_infos(item, function) for key, item in tree.items()}
+    return tree

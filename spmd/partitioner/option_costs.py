@@ -1,0 +1,94 @@
+"""The cost of an option along one mesh axis: its operands are moved, and its result may be more than its hint asks for.
+
+All costs are seconds, estimated by the rate of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from passes import Axis, Mesh, Phase
+from passes.ir.program import Placements
+
+from ..rules import OpCall, Option
+from .steps import cost
+from .values import Value
+
+# Users split the model's weights as they want them; a weight is moved only if nothing else is possible.
+_WEIGHT_STAYS = 1000.0
+
+
+@dataclass(frozen=True)
+class OptionCosts:
+    """The costs of the options of one call along the mesh axis at ``index``.
+
+    ``hint``: the placement that the (first) result should have; ``on_model``: whether the axis splits the model.
+    """
+
+    mesh: Mesh
+    index: int
+    on_model: bool
+    call: OpCall
+    operands: Sequence[Value]
+    hint: Placements | None
+    phase: Phase | None
+
+    @property
+    def axis(self) -> Axis:
+        """The mesh axis."""
+        return self.mesh.axes[self.index]
+
+    def of(self, option: Option) -> float:
+        """The cost of ``option`` in this op alone; what follows is in ``lookahead.py``."""
+        # A sum that came in is reduced before something whole is added to it; one that begins here takes the bias in.
+        may_join = self.phase is Phase.BACKWARD or (
+            self.on_model and any(isinstance(p, Shard) for p in option.operands)
+        )
+        placed = list(zip(self.operands, option.operands, strict=True))
+        moves = [move_cost(value, p, self.index, self.mesh, may_join) for value, p in placed]
+        total = sum(moves)
+        if self.on_model:
+            follows_hint = self.hint is not None and option.results[0] == self.hint[self.index]
+            pairs = zip(placed, moves, strict=True)
+            total += sum(self._surcharge(value, p, moved, follows_hint) for (value, p), moved in pairs)
+        return total + self._missed_hint(option.results[0])
+
+    def _surcharge(self, value: Value, placement: Placement, moved: float, follows_hint: bool) -> float:
+        """A further cost of a move over an axis of the model: weights stay, and an unhinted split is undone."""
+        if moved < self.axis.rate.latency:
+            return 0.0
+        if value.is_weight:
+            return _WEIGHT_STAYS * moved
+        others = (x for x in self.operands if x is not value and not x.is_weight)
+        other_split = any(isinstance(x.primary[self.index], Shard) for x in others)
+        if follows_hint or other_split or not isinstance(placement, Shard):
+            return 0.0
+        nbytes = min(value.bytes_before(source, self.index, self.mesh) for source in value.nodes)
+        return cost(placement, Replicate(), nbytes, self.axis)
+
+    def _missed_hint(self, result: Placement | None) -> float:
+        """The cost of building more than this rank's part of a result that should be split."""
+        info, goal = self.call.results[0], self.hint[self.index] if self.hint is not None else None
+        if not isinstance(goal, Shard) or info is None or result == goal or isinstance(result, Partial):
+            return 0.0
+        return info.nbytes * self.axis.rate.per_byte
+
+
+def move_cost(value: Value, placement: Placement, index: int, mesh: Mesh, may_join: bool) -> float:
+    """The least cost of having a value in ``placement`` along one axis; ``may_join``: a whole may become a sum."""
+    axis, may_join = mesh.axes[index], may_join and value.dtype.is_floating_point
+    return min(
+        _cost_from(source[index], placement, value.bytes_before(source, index, mesh), axis, may_join)
+        for source in value.nodes
+    )
+
+
+def _cost_from(source: Placement, target: Placement, nbytes: float, axis: Axis, may_join: bool) -> float:
+    """The cost of a move. A small sum is not scattered: that saves no time, and its readers would have to gather it."""
+    scatters = isinstance(source, Partial) and isinstance(target, Shard)
+    gathered_later = axis.rate.per_byte * nbytes if scatters and axis.rate.is_small(nbytes) else 0.0
+    return cost(source, target, nbytes, axis, may_join) + gathered_later

@@ -1,0 +1,97 @@
+"""The steps of a redistribution, one mesh axis each, and their costs in seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from passes import Axis, Mesh
+from passes.ir.program import Placements
+
+from ..placements import Interleaved, splits
+
+# Reading and writing a byte here counts as this share of sending it: without communication, the least work is chosen.
+_LOCAL = 1e-3
+
+
+def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[Placements, int, Placement]]:
+    """The steps from ``source`` to ``target``: the placement before each, the axis that it changes, and its new entry.
+
+    Slices first, then sums, then gathers, so that little is communicated. A dim that several axes split is cut by the
+    outermost one first: an axis that would break this order is replicated, and cut in the end.
+    """
+    current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
+    axes = range(len(current))
+    whole = [k for k in axes if isinstance(current[k], Replicate)]
+    sums = [k for k in axes if isinstance(current[k], Partial)]
+    split = [k for k in reversed(axes) if isinstance(current[k], Shard)]
+    for index in [*whole, *sums, *split, *axes]:
+        goal = goals[index] if _keeps_order(current, goals, index) else Replicate()
+        if goal != current[index]:
+            yield tuple(current), index, goal
+            current[index] = goal
+
+
+def _on_many_ranks(placements: Placements, mesh: Mesh) -> list[Placement]:
+    """The placements, replicated over axes of one rank, where all placements are the same."""
+    return [Replicate() if axis.size == 1 else p for p, axis in zip(placements, mesh.axes, strict=True)]
+
+
+def _keeps_order(current: Sequence[Placement], goals: Sequence[Placement], index: int) -> bool:
+    """Whether the axis at ``index`` can take its goal now: cut inside what outer axes leave, and outside inner ones."""
+    goal = goals[index]
+    if not isinstance(goal, Shard):
+        return True
+    outer = [k for k in range(index) if splits(current[k], goal.dim) or splits(goals[k], goal.dim)]
+    outer_done = all(current[k] == goals[k] for k in outer)
+    inner_cuts = any(splits(placement, goal.dim) for placement in current[index + 1 :])
+    return outer_done and (goal == current[index] or not inner_cuts)
+
+
+def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_become_sum: bool = False) -> float:
+    """The seconds of a step along one axis, estimated by its rate and the bytes that a rank sends.
+
+    ``nbytes`` is the size of the value before this axis splits it; ``may_become_sum``: whether a replicated one may.
+    Infinite where no step leads from ``source`` to ``target``.
+    """
+    ranks, rate = axis.size, axis.rate
+    if source == target or ranks == 1:
+        return 0.0
+    part, rest = nbytes / ranks, nbytes * (ranks - 1) / ranks
+    match source, target:
+        case (Interleaved(), Shard()) | (Shard(), Interleaved()):
+            return cost(source, Replicate(), nbytes, axis) + _local_work(part, axis)
+        case Replicate(), Shard():
+            return _local_work(part, axis)
+        case Replicate(), Partial(reduce_op="sum"):
+            return _local_work(nbytes, axis) if may_become_sum else math.inf
+        case Shard(), Replicate():
+            return rate.seconds(rest)
+        case Shard(), Shard():
+            return rate.seconds(rest / ranks) + _local_work(nbytes, axis)
+        case Partial(), Replicate():
+            return rate.seconds(2 * rest)
+        case Partial(reduce_op="sum"), Shard():
+            return rate.seconds(rest)
+        case Partial(), Shard():
+            return rate.seconds(2 * rest) + _local_work(part, axis)
+        case _:
+            return math.inf
+
+
+def _local_work(nbytes: float, axis: Axis) -> float:
+    """Seconds, next to none, in which a rank reads and writes this many bytes."""
+    return _LOCAL * nbytes * axis.rate.per_byte
+
+
+def total_cost(source: Placements, target: Placements, nbytes: float, mesh: Mesh) -> float:
+    """The sum of ``cost`` over the steps from ``source`` to ``target``; the whole value has ``nbytes``."""
+    total = 0.0
+    for current, index, goal in steps(source, target, mesh):
+        others = [axis.size for k, axis in enumerate(mesh.axes) if k != index and isinstance(current[k], Shard)]
+        nbytes_here = nbytes / math.prod(others)
+        total += cost(current[index], goal, nbytes_here, mesh.axes[index], may_become_sum=True)
+    return total
