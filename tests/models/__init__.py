@@ -1,1 +1,1 @@
-"""Real models, built small from their configs: a zoo of architectures, and what a compiled step does to each."""
+"""Real models, built small from their configs: a zoo of architectures, each trained by a compiled step and compared."""

@@ -1,4 +1,4 @@
-"""Train every architecture of the zoo, and print what came of it: ``python -m tests.models [names ...] [--help]``.
+"""Train every architecture of the zoo, and print a table: ``python -m tests.models [names ...] [--help]``.
 
 Each is trained by SGD with momentum on two gloo ranks, each with rows of its own, and in one process on the whole
 batch. A line of the table: how many nodes one rank's program has, what it communicates, how long one program takes to
@@ -79,7 +79,7 @@ def _lines(ranks: Ranks, entries: list[Entry], styles: Sequence[Style], steps: i
 
 
 def _figures(findings: list[Finding]) -> tuple[str, ...]:
-    """What the first rank found, and the worst of all."""
+    """The figures of the first rank, and the worst difference of all ranks."""
     first = findings[0]
     wrong = [line for finding in findings for line in (*finding.unequal, *finding.whole)]
     agrees = wrong[0] if wrong else f"yes, to {max(finding.worst for finding in findings):.0e}"

@@ -1,4 +1,4 @@
-"""What a compiled step does to one model: a job for the pool, and what it finds.
+"""Train one model by a compiled step and compare it with the plain step: a job for the pool, and its findings.
 
 The oracle is the plain step in one process on the whole batch, as everywhere; ``Finding`` has what the table shows.
 """
@@ -55,7 +55,7 @@ class Training(Case):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank found: a line per value that differs, a line per node with all rows, and figures."""
+    """The findings of one rank: a line per value that differs, a line per node with all rows, and figures."""
 
     unequal: list[str]
     whole: list[str]
@@ -65,15 +65,15 @@ class Finding:
     worst: float
 
 
-class Watched(spmd.DataParallel):
-    """Data parallelism that keeps each program as it was before and after partition."""
+class Recorded(spmd.DataParallel):
+    """Data parallelism that records each program before and after partition."""
 
     def __init__(self, style: Style) -> None:
         super().__init__(style)
         self.seen: list[tuple[Program, Program]] = []
 
     def partition(self, program: Program) -> Program:
-        """The same."""
+        """Partition as usual, and record."""
         share = super().partition(program)
         self.seen.append((program, share.copy()))
         return share
@@ -92,7 +92,7 @@ def assert_trains_in_place(ranks: Ranks, case: Case, style: Style, steps: int = 
 def examine(rank: int, world: int, case: Case, style: Style, steps: int) -> Finding:
     """Train in one process and on ``world`` ranks, and compare. A job for the pool."""
     expected = plain_run(case, world, steps)
-    mode = Watched(style)
+    mode = Recorded(style)
     compiled, got = compiled_run(rank, case, steps, parallel_mode=mode)
     program = compiled.program
     assert program is not None
@@ -108,7 +108,7 @@ def examine(rank: int, world: int, case: Case, style: Style, steps: int) -> Find
 
 
 def _not_finite(expected: list[Snapshot]) -> list[str]:
-    """A model that does not train has nothing to agree with."""
+    """A line for each number of the plain step that is not finite: such a model shows nothing."""
     return [
         f"step {k} in one process: {name} is not finite"
         for k, snapshot in enumerate(expected)
@@ -118,12 +118,13 @@ def _not_finite(expected: list[Snapshot]) -> list[str]:
 
 
 def _distance(expected: Snapshot, got: Snapshot) -> float:
-    """The largest difference of two numbers."""
+    """The largest difference of any two numbers."""
     pairs = [(want, got.get(name)) for name, want in expected.items() if isinstance(want, Tensor)]
     return max(
-        (float((want.double() - have.double()).abs().max()) for want, have in pairs if _alike(want, have)), default=0.0
+        (float((want.double() - have.double()).abs().max()) for want, have in pairs if _comparable(want, have)),
+        default=0.0,
     )
 
 
-def _alike(want: Tensor, have: Any) -> bool:
+def _comparable(want: Tensor, have: Any) -> bool:
     return isinstance(have, Tensor) and want.shape == have.shape and want.numel() > 0

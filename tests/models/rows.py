@@ -1,4 +1,4 @@
-"""Whether a rank computes with rows of the batch that are not its own.
+"""Find nodes by which a rank computes with rows of the batch that are not its own.
 
 ``whole_rows`` looks at a program before and after partition. A value that depends on the batch and that has as many
 rows on one rank as in the global program was computed whole by every rank: it was gathered, or summed up out of pieces
@@ -47,18 +47,18 @@ def _of_the_batch(program: Program) -> list[fx.Node]:
 
 
 def _is_comparison(node: fx.Node) -> bool:
-    """Whether a node moves rows, shares out what is sent back to them, or only views what was moved."""
-    said, placement = node.meta.get("collective"), node.meta.get("placement", ())
+    """Whether a node moves rows or sums sent back to them, or only views what was moved."""
+    collective, placement = node.meta.get("collective"), node.meta.get("placement", ())
     views = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-    return said is not None or views or any(isinstance(p, Partial) for p in placement)
+    return collective is not None or views or any(isinstance(p, Partial) for p in placement)
 
 
 def _gathered(node: fx.Node) -> str:
     """Rows of the batch that come from other ranks."""
-    said = node.meta.get("collective")
-    if said is None or said.kind not in _MOVES or said.role in _STATE:
+    collective = node.meta.get("collective")
+    if collective is None or collective.kind not in _MOVES or collective.role in _STATE:
         return ""
-    return f"{said.kind} of {_shapes(node.all_input_nodes[0])[0]}: {said.why}, {node.meta.get('source')}"
+    return f"{collective.kind} of {_shapes(node.all_input_nodes[0])[0]}: {collective.why}, {node.meta.get('source')}"
 
 
 def _same_as_global(node: fx.Node, shapes: list[tuple[int, ...]], rows: int) -> str:

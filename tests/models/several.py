@@ -20,20 +20,20 @@ def pictures(random: torch.Generator, size: int = 32) -> torch.Tensor:
 
 
 def captions(random: torch.Generator) -> dict[str, Any]:
-    """Pictures and their captions, which are to be told apart from those of all other rows."""
+    """Pictures and captions, each to be matched among those of all rows."""
     ids = tokens(random)
     ids[:, -1] = 2
     return {"pixel_values": pictures(random), "input_ids": ids, "return_loss": True}
 
 
 def described(random: torch.Generator) -> Batch:
-    """Pictures and what is to be said of them."""
+    """Pictures and the captions to generate."""
     ids = tokens(random)
     return {"pixel_values": pictures(random), "input_ids": ids, "labels": ids}
 
 
 def forms(random: torch.Generator) -> Batch:
-    """Words with their places on a page, the page, and a class for each word."""
+    """Words with their boxes on a page, the page, and a class for each word."""
     corner = torch.randint(0, 24, (ROWS, LENGTH, 2), generator=random)
     size = torch.randint(1, 24, (ROWS, LENGTH, 2), generator=random)
     labels = torch.randint(4, (ROWS, LENGTH), generator=random)

@@ -51,10 +51,10 @@ def features(random: torch.Generator) -> Batch:
 
 
 def heard(random: torch.Generator, turned: bool = True) -> Batch:
-    """Spectra, and what was said; unequally much of it."""
-    said = torch.randint(8, VOCABULARY, (ROWS, 7), generator=random)
-    said = said.masked_fill(torch.arange(7) >= torch.randint(3, 8, (ROWS, 1), generator=random), -100)
-    return {"input_features": draw(random, *((MELS, FRAMES) if turned else (FRAMES, MELS))), "labels": said}
+    """Spectra, and transcripts of unequal length."""
+    labels = torch.randint(8, VOCABULARY, (ROWS, 7), generator=random)
+    labels = labels.masked_fill(torch.arange(7) >= torch.randint(3, 8, (ROWS, 1), generator=random), -100)
+    return {"input_features": draw(random, *((MELS, FRAMES) if turned else (FRAMES, MELS))), "labels": labels}
 
 
 def heard_by_frame(random: torch.Generator) -> Batch:
@@ -63,7 +63,7 @@ def heard_by_frame(random: torch.Generator) -> Batch:
 
 
 def forecasts(random: torch.Generator) -> Batch:
-    """A series, what is known of its times, and how it goes on."""
+    """A series, features of its times, and its continuation."""
     return {
         "past_values": draw(random, 14),
         "past_time_features": draw(random, 14, 2),

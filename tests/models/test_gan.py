@@ -40,7 +40,7 @@ def discriminator() -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Game(MLP):
-    """The discriminator learns from real and made images, then the generator from what it says of the made ones."""
+    """The discriminator learns from real and made images, then the generator from its scores for the made ones."""
 
     rows: int = ROWS
 
@@ -58,9 +58,9 @@ class Game(MLP):
     def step(nets: nn.ModuleDict, optimizers: dict[str, Any], real: Tensor, noise: Tensor) -> dict[str, Tensor]:
         made = nets["made"](noise)
         optimizers["seen"].zero_grad()
-        said = nets["seen"](real), nets["seen"](made.detach())
-        seen_loss = F.binary_cross_entropy_with_logits(said[0], torch.ones_like(said[0]))
-        seen_loss = seen_loss + F.binary_cross_entropy_with_logits(said[1], torch.zeros_like(said[1]))
+        scores = nets["seen"](real), nets["seen"](made.detach())
+        seen_loss = F.binary_cross_entropy_with_logits(scores[0], torch.ones_like(scores[0]))
+        seen_loss = seen_loss + F.binary_cross_entropy_with_logits(scores[1], torch.zeros_like(scores[1]))
         seen_loss.backward()
         optimizers["seen"].step()
         optimizers["made"].zero_grad()

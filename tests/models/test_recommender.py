@@ -1,7 +1,7 @@
 """A small recommender, as DLRM: dense features through an MLP, ids through large tables, interactions by products.
 
 Ids come one to a table, or several to a table, padded to the longest. The tables are most of the model, so they may be
-split by rows over the ranks, and the rest kept whole (``DTensorExpand``).
+split by rows over the ranks, and the rest is replicated (``DTensorExpand``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Recommender(nn.Module):
 
 @dataclass(frozen=True)
 class Clicks(MLP):
-    """Whether they click; Adagrad, as for sparse ids."""
+    """Predict clicks; Adagrad, as for sparse ids."""
 
     rows: int = ROWS
 
@@ -86,7 +86,7 @@ def test_a_recommender(ranks: Ranks, style: Style) -> None:
 
 
 def with_split_tables(rank: int, world: int) -> tuple[list[str], set[str]]:
-    """What differs from one process, and the parameters of which a rank has a part."""
+    """The differences from one process, and the parameters of which a rank has a part."""
     case = Clicks()
     mode = spmd.DTensorExpand(params={"model.s*.weight": Shard(0)})
     compiled, got = compiled_run(rank, case, 3, parallel_mode=mode)

@@ -1,4 +1,4 @@
-"""What looks as if it reached the rows of other ranks, and never does: each row looks up, pools or weighs its own."""
+"""Ops that seem to reach the rows of other ranks, and never do: each row looks up, pools or weighs its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH, WIDTH = 3, 4
 
 
 class Lookups(nn.Module):
-    """Indices that count along the batch, in every place that indexing allows."""
+    """Indices that count along the batch, in every position that indexing allows."""
 
     def forward(self, x: Tensor, chosen: Tensor, several: Tensor) -> list[Tensor]:
         """``x``: (row, LENGTH, WIDTH), ``chosen``: (row,), ``several``: (row, 2)."""

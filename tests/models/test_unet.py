@@ -111,9 +111,9 @@ class Diffusion(MLP):
 
     @staticmethod
     def step(model: nn.Module, optimizer: Any, images: Tensor, noise: Tensor, timestep: Tensor, classes: Tensor) -> Any:
-        kept = torch.linspace(0.99, 0.01, STEPS, dtype=torch.float64).cumprod(0)[timestep][:, None, None, None]
-        guess = model(kept.sqrt() * images + (1 - kept).sqrt() * noise, timestep, classes)
-        loss = (F.mse_loss(guess, noise, reduction="none") * (kept / (1 - kept)).clamp(max=5)).mean()
+        signal = torch.linspace(0.99, 0.01, STEPS, dtype=torch.float64).cumprod(0)[timestep][:, None, None, None]
+        guess = model(signal.sqrt() * images + (1 - signal).sqrt() * noise, timestep, classes)
+        loss = (F.mse_loss(guess, noise, reduction="none") * (signal / (1 - signal)).clamp(max=5)).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -51,7 +51,7 @@ class ByValue(ByNorm):
 
 
 class InTwoParts(ByNorm):
-    """The norm of all gradients, then clipping; gradients stay to be looked at."""
+    """The norm of all gradients, then clipping; gradients outlive the step, to be compared."""
 
     @staticmethod
     def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, norm: float, foreach: bool | None) -> Any:
@@ -144,7 +144,7 @@ def test_the_norm_of_all_gradients_takes_one_all_reduce_where_they_are_split(sty
 
 
 @pytest.mark.parametrize("ask", [nn.utils.clip_grad_norm_, None])
-def test_an_error_for_a_norm_that_is_not_finite_is_refused_with_the_way_out(ask: Any) -> None:
+def test_error_if_nonfinite_is_refused_and_the_message_names_an_alternative(ask: Any) -> None:
     def train_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
         F.mse_loss(model(x), y).backward()
         if ask is None:
@@ -153,6 +153,6 @@ def test_an_error_for_a_norm_that_is_not_finite_is_refused_with_the_way_out(ask:
             ask(model.parameters(), 1.0, error_if_nonfinite=True)
 
     model, *rest = regression(16, 16, 8)
-    told = r"leave error_if_nonfinite out, return the norm .* at \S*test_clipping.py:"
-    with pytest.raises(spmd.CaptureError, match=told):
+    message = r"leave error_if_nonfinite out, return the norm .* at \S*test_clipping.py:"
+    with pytest.raises(spmd.CaptureError, match=message):
         compile_on_fake_ranks(2, train_step, (model, *rest))

@@ -1,4 +1,4 @@
-"""Which ops update the example GPT."""
+"""The ops that update the example GPT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> 
 
 
 def updating_ops(style: Any, **options: Any) -> tuple[Any, Counter[str]]:
-    """The program of the second step on two ranks, and the ops of its update but for those that take lists apart."""
+    """The program of the second step on two ranks, and the ops of its update but for accesses to lists."""
     model = GPT(Config(width=32, layers=1, context=16))
     optimizer = torch.optim.AdamW(model.parameters())
     with fake_world(2):

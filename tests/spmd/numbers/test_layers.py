@@ -62,7 +62,7 @@ class SequenceCase(MLP):
 
 
 class Images(nn.Module):
-    """Convolutions, norms, pools, and what moves pixels about."""
+    """Convolutions, norms, pools, and layers that move pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Evaluation(SequenceCase):
 
 @dataclass(frozen=True)
 class OtherLayouts(MLP):
-    """Gradients whose memory order the kernels choose otherwise than torch's fakes say, flattened next."""
+    """Gradients whose strides differ between kernels and torch's fakes, flattened next."""
 
     def build(self) -> tuple[Any, ...]:
         model = nn.Linear(6, 4).double()

@@ -47,7 +47,7 @@ class SquaredSum(Regression):
 
 
 class RootOfMean(Regression):
-    """What comes after the mean needs the global one."""
+    """Ops on the mean, which need the global one."""
 
     @staticmethod
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:

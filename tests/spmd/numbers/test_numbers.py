@@ -1,7 +1,7 @@
 """A compiled step computes what the plain step computes on the whole batch: every optimizer, style and world.
 
 Both MLPs with three styles and SGD, SGD with momentum, Adam and AdamW: all combinations. Passes or none, the worlds
-and the forms of an optimizer (plain, foreach, fused) take turns over them, so that every two options meet;
+and the forms of an optimizer (plain, foreach, fused) take turns over them, so that every two options occur together;
 ``pytest --exhaustive`` runs all combinations.
 """
 
@@ -58,6 +58,6 @@ def test_five_steps_equal_the_plain_ones(
     assert_agrees(ranks, world, replace(CASES[case], optimizer=optimizer), style, PASSES[passes])
 
 
-def test_every_two_options_meet() -> None:
+def test_every_two_options_occur_together() -> None:
     for one, other in combinations(range(6), 2):
         assert {(c[one], c[other]) for c in usual()} == {(c[one], c[other]) for c in everything()}

@@ -67,7 +67,7 @@ def ways_taken(rank: int, world: int, style: Any, nccl: bool = False) -> tuple[l
     return sorted(ops), {str(kind): compiled.report().count(kind) for kind in Kind if compiled.report().count(kind)}
 
 
-def test_the_ranks_take_the_ways_of_the_table_and_count_what_is_meant(ranks: Ranks) -> None:
+def test_ranks_use_the_algorithms_of_the_table_and_count_by_meaning(ranks: Ranks) -> None:
     gather, swap = "gather_by_broadcast", "swap"
     (replicate, counted), _ = ranks.run(2, ways_taken, "replicate")
     assert replicate == ["all_reduce", "all_reduce"]

@@ -41,7 +41,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
 
 
 def compiled(table: Table) -> Program:
-    """The program on a 2 x 2 mesh of axes that are said to be gloo's."""
+    """The program on a 2 x 2 mesh, as if its backend were gloo."""
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         mode = spmd.DataParallel("fully_shard", mesh=mesh, params={"*": {"tp": Shard(0)}})

@@ -1,4 +1,4 @@
-"""What a choice costs later counts: sums are added up where they are small, and split weights stay where they are."""
+"""Costs of later ops count: sums are reduced where they are small, and split weights are not moved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, ROWS = 64, 128
 
 
 class Block(nn.Module):
-    """Pre-norm, residual, with biases: what a transformer repeats."""
+    """A transformer's block without attention: pre-norm, residual, with biases."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ def traffic(model: nn.Module, sizes: dict[str, int], **options: Any) -> dict[tup
     found: dict[tuple[str, str, str], Shapes] = {}
     assert compiled.program is not None
     for node in compiled.program.collectives():
-        told, shape = node.meta["collective"], tuple(node.meta["val"].shape)
+        collective, shape = node.meta["collective"], tuple(node.meta["val"].shape)
         if shape:
-            found.setdefault((str(node.meta["phase"]), told.axis, str(told.kind)), []).append(shape)
+            found.setdefault((str(node.meta["phase"]), collective.axis, str(collective.kind)), []).append(shape)
     return found
 
 
@@ -66,7 +66,7 @@ def test_columns_then_rows_take_one_sum_in_each_direction(data_parallel: bool, b
     """Megatron-LM's counts for an MLP. The first block's input has no gradient, so there only small sums are left."""
     sizes = {"dp": 2, "tp": 4} if data_parallel else {"tp": 4}
     inputs = {"x": {"dp": Shard(0)} if data_parallel else Replicate()}
-    params = {name: place for name, place in COLUMNS_THEN_ROWS.items() if bias or "bias" not in name}
+    params = {name: placement for name, placement in COLUMNS_THEN_ROWS.items() if bias or "bias" not in name}
     found = traffic(nn.Sequential(*(Block(bias) for _ in range(3))).to(F64), sizes, inputs=inputs, params=params)
     assert found.pop(("forward", "tp", "all_reduce")) == [(ROWS, WIDTH)] * 3
     backward = Counter(found.pop(("backward", "tp", "all_reduce")))
@@ -86,13 +86,13 @@ class Narrow(nn.Module):
         return self.down(torch.relu(self.up(spmd.constrain(x, {"tp": Shard(1)}))))
 
 
-def test_what_is_small_moves_and_not_the_larger_sum_made_of_it() -> None:
+def test_small_factors_are_moved_instead_of_reducing_a_larger_sum() -> None:
     found = traffic(Narrow().to(F64), {"tp": 4}, inputs={"x": Replicate()})
     moved = {key: shapes for key, shapes in found.items() if key[0] == "forward"}
     assert moved == {("forward", "tp", "all_gather"): [(4 * ROWS, WIDTH // 4)]}
 
 
-def test_a_split_weight_stays_though_it_is_smaller_than_the_activations() -> None:
+def test_a_split_weight_is_not_moved_though_it_is_smaller_than_the_activations() -> None:
     params = {"*.up.weight": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
     model = nn.Sequential()
     model.up, model.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

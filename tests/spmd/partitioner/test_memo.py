@@ -1,4 +1,4 @@
-"""Calls that are alike share what is known of them, and no others do."""
+"""Calls of one memo key share a rule's options and their results' shapes; calls that may differ have other keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd.partitioner.memo import Shapes, memo_key
 
-TWINS = [
+LOOKALIKES = [
     (1, 1.0),
     (1, True),
     ([1, 2], (1, 2)),
@@ -25,13 +25,13 @@ TWINS = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), TWINS)
-def test_what_can_give_other_results_is_not_alike(one: Any, other: Any) -> None:
+@pytest.mark.parametrize(("one", "other"), LOOKALIKES)
+def test_arguments_that_can_give_other_results_have_other_keys(one: Any, other: Any) -> None:
     assert memo_key(one) == memo_key(one) != memo_key(other)
     assert hash(memo_key(one)) == hash(memo_key(one))
 
 
-def test_an_op_runs_once_for_all_calls_that_are_alike() -> None:
+def test_an_op_runs_once_for_all_calls_of_one_key() -> None:
     def adding(x: Tensor, y: Tensor, z: Tensor) -> list[Tensor]:
         return [x + 1, y + 1, z + 1]
 

@@ -1,4 +1,4 @@
-"""Ops without a rule come apart by the table of torch, or run whole and are reported; an op of the user stays one."""
+"""Ops without a rule are decomposed by torch's table, or run whole and are reported; a user's op stays one node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ halved.register_fake(torch.empty_like)
 
 
 def _compiled(forward: Callable[[Tensor], Tensor]) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """(op, arguments) of what rank 0 of 2 runs where ``forward`` has 6 of 12 rows of 4 doubles; what is noted."""
+    """(op, arguments) of what rank 0 of 2 runs where ``forward`` has 6 of 12 rows of 4 doubles; the notes."""
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         loss = (model(x) * forward(x)).sum()
@@ -39,7 +39,7 @@ def _compiled(forward: Callable[[Tensor], Tensor]) -> tuple[list[tuple[Any, Any]
     return called, [note for note in compiled.report().notes if "no rule" in note]
 
 
-def test_torchs_table_takes_an_op_apart() -> None:
+def test_an_op_is_decomposed_by_torchs_table() -> None:
     op = aten.channel_shuffle.default
     assert rule_of(op) is None and op in table()
     called, notes = _compiled(lambda x: torch.channel_shuffle(x[..., None], 2)[..., 0])
@@ -47,7 +47,7 @@ def test_torchs_table_takes_an_op_apart() -> None:
     assert all(target is not op for target, _ in called)
 
 
-def test_an_op_with_nothing_runs_whole_and_the_report_says_where_and_how_much() -> None:
+def test_an_op_without_decomposition_runs_whole_and_the_report_has_line_and_bytes() -> None:
     op = aten.put.default
     assert rule_of(op) is None and op not in table()
     called, (note,) = _compiled(lambda x: x.put(torch.tensor([3]), torch.ones(1, dtype=x.dtype)))
@@ -57,7 +57,7 @@ def test_an_op_with_nothing_runs_whole_and_the_report_says_where_and_how_much() 
     assert f"{12 * 4 * 8} bytes are gathered" in note and "spmd.register_rule" in note
 
 
-def test_an_op_of_the_users_stays_one_node() -> None:
+def test_a_users_op_stays_one_node() -> None:
     called, (note,) = _compiled(lambda x: halved(x))
     assert [target for target, _ in called].count(torch.ops.without_rule.halved.default) == 1
     assert all(target is not aten.neg.default for target, _ in called)

@@ -1,6 +1,6 @@
 """Ops that look across the rows of the batch, or leave them where they are: losses and results of the global batch.
 
-The ops stand in groups, one step for each, so that many share one compilation; every term is a result, by its place.
+The ops stand in groups, one step for each, so that many share one compilation; every term is a result, by its name.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def contrast(h: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
     z, n = F.normalize(h, dim=1), len(h)
     logits = z @ F.normalize(y, dim=1).T / 0.1
     pairs = torch.cat([z, F.normalize(y, dim=1)])
-    alike = (pairs @ pairs.T).masked_fill(torch.eye(2 * n, dtype=torch.bool), float("-inf"))
+    similarity = (pairs @ pairs.T).masked_fill(torch.eye(2 * n, dtype=torch.bool), float("-inf"))
     same = (t[:, None] == t[None, :]).double()
     own = z @ z.T
     return {
         "InfoNCE": (F.cross_entropy(logits, torch.arange(n)) + F.cross_entropy(logits.T, torch.arange(n))) / 2,
-        "SimCLR": F.cross_entropy(alike, torch.cat([torch.arange(n, 2 * n), torch.arange(n)])),
+        "SimCLR": F.cross_entropy(similarity, torch.cat([torch.arange(n, 2 * n), torch.arange(n)])),
         "by class": -(same * (own - own.logsumexp(1, keepdim=True))).sum() / same.sum(),
         "distances": torch.cdist(h, y) + F.pdist(h).mean(),
         "decorrelation": ((z - z.mean(0)).T @ (z - z.mean(0)) / n - torch.eye(6)).square(),
@@ -109,7 +109,7 @@ def tables(h: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
 
 @group
 def losses(h: Tensor, y: Tensor, t: Tensor) -> dict[str, Tensor]:
-    """Reductions over the global batch, with weights, smoothing and what is ignored."""
+    """Reductions over the global batch, with weights, smoothing and ignored targets."""
     weight = torch.arange(1.0, 7.0, dtype=h.dtype)
     log, target, ones = h.log_softmax(1), y.softmax(1), (y > 0).double()
     ignored = torch.where(t == 0, -100, t)

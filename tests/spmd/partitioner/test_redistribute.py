@@ -27,7 +27,8 @@ from passes.ir.collectives import input_bytes, is_collective, is_wait, kind_of, 
 from passes.ir.program import Placements
 from passes.ir.rates import UNMEASURED
 from passes.runtime.random import _Bits
-from spmd.partitioner.redistribute import Reason, Redistribution, cost, total_cost
+from spmd.partitioner.redistribute import Reason, Redistribution
+from spmd.partitioner.steps import cost, total_cost
 from spmd.placements import Interleaved, chunk, local_runs, local_shape
 
 pytestmark = pytest.mark.slow
@@ -44,8 +45,8 @@ Parts = dict[Coordinate, Tensor]  # by coordinate on the mesh
 
 def mesh_at(sizes: Sequence[int], coordinate: Coordinate | None = None) -> Mesh:
     """The mesh as the rank at ``coordinate`` sees it."""
-    places = coordinate or (0,) * len(sizes)
-    return Mesh(tuple(Axis(f"axis{k}", n, str(k), at) for k, (n, at) in enumerate(zip(sizes, places, strict=True))))
+    at = coordinate or (0,) * len(sizes)
+    return Mesh(tuple(Axis(f"axis{k}", n, str(k), c) for k, (n, c) in enumerate(zip(sizes, at, strict=True))))
 
 
 def emitted(sizes: Sequence[int], at: Coordinate, shape: tuple[int, ...], source: Any, target: Any) -> fx.Graph:
@@ -78,7 +79,7 @@ def cuts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def collectives(graph: fx.Graph) -> dict[str, int]:
-    """How many of each kind."""
+    """The number of collectives of each kind."""
     return dict(Counter(str(kind_of(node)) for node in calls(graph) if is_collective(node)))
 
 
@@ -86,7 +87,7 @@ def collectives(graph: fx.Graph) -> dict[str, int]:
 
 
 def scattered(x: Tensor, placements: Sequence[Placement], sizes: Sequence[int]) -> Parts:
-    """What each rank has of ``x``; a sum is random summands, a maximum hides among smaller numbers."""
+    """Each rank's part of ``x``; a sum is split into random summands, a maximum is hidden among smaller numbers."""
     if not sizes:
         return {(): x}
     pieces = _pieces(x, placements[0], sizes[0])
@@ -113,7 +114,7 @@ def _pieces(x: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
 
 
 def joined(parts: Parts, placements: Sequence[Placement], sizes: Sequence[int]) -> Tensor:
-    """The global value that the parts stand for; replicas must be equal."""
+    """The global value of the parts; replicas must be equal."""
     if not sizes:
         return parts[()]
     pieces = [
@@ -165,7 +166,7 @@ def _result(at: Coordinate, nodes: dict[Coordinate, fx.Node], sent: dict[Coordin
 
 
 def _communicated(node: fx.Node, tensors: list[Tensor], rank: int) -> Tensor:
-    """What the rank of this number in the group gets."""
+    """The result of the rank of this number in the group."""
     assert len({tuple(t.shape) for t in tensors}) == 1, "the ranks of a group send equal shapes"
     kind = kind_of(node)
     if kind is Kind.ALL_REDUCE:
@@ -199,7 +200,7 @@ def check(sizes: Sequence[int], shape: tuple[int, ...], source: Placements, targ
 
 
 def check_sizes(graphs: list[fx.Graph]) -> None:
-    """Of each collective, all ranks know what the rank that has the most sends or gets."""
+    """Assert that all ranks know, of each collective, the bytes of the rank that sends or gets the most."""
     for row in zip(*map(calls, graphs), strict=True):
         if is_collective(row[0]):
             most = max(max(input_bytes(node), output_bytes(node)) for node in row)
@@ -210,7 +211,7 @@ def check_sizes(graphs: list[fx.Graph]) -> None:
 
 
 def pairs(axes: int) -> Iterator[tuple[Placements, Placements]]:
-    """Every source with every target, without those that have no meaning or no way."""
+    """Every source with every target, but for those that have no meaning or that no steps connect."""
     return ((a, b) for a in product(SOURCES, repeat=axes) for b in product(TARGETS, repeat=axes) if _has_way(a, b))
 
 
@@ -264,7 +265,7 @@ def test_the_last_dim_of_three() -> None:
 
 
 def runs_fit(shape: Sequence[int], placements: Placements, sizes: Sequence[int]) -> bool:
-    """Whether runs divide evenly, each axis after those before."""
+    """Whether runs divide evenly over each axis, after those before."""
     left = list(shape)
     for placement, ranks in zip(placements, sizes, strict=True):
         if isinstance(placement, Shard):
@@ -277,7 +278,7 @@ def runs_fit(shape: Sequence[int], placements: Placements, sizes: Sequence[int])
 
 @pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2), (3, 2)], ids=_name)
 def test_rows_in_runs(sizes: tuple[int, ...]) -> None:
-    """A time and a batch that were flattened: from there, to there, and between axes that split one dim."""
+    """A flattened time and batch: redistributed from there, to there, and between axes that split one dim."""
     shape, runs = (36, 24), [Interleaved(0, 2), Interleaved(0, 3), Interleaved(0, 6), Interleaved(1, 4)]
     sources, targets = (list(product([*plain, *runs], repeat=len(sizes))) for plain in (SOURCES, TARGETS))
     found = [
@@ -290,12 +291,12 @@ def test_rows_in_runs(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2), (3, 2)], ids=_name)
-def test_where_parts_in_runs_lie(sizes: tuple[int, ...]) -> None:
-    """What is drawn by position is drawn at the positions that a rank has, each once."""
-    shape, places = (48, 2), [S0, *(Interleaved(0, outer) for outer in (2, 3, 4, 8))]
+def test_the_positions_of_parts_in_runs(sizes: tuple[int, ...]) -> None:
+    """Random numbers are drawn by position: at the positions that a rank has, each once."""
+    shape, candidates = (48, 2), [S0, *(Interleaved(0, outer) for outer in (2, 3, 4, 8))]
     whole = torch.arange(96).view(shape)
     tried = 0
-    for placements in product(places, repeat=2):
+    for placements in product(candidates, repeat=2):
         if not runs_fit(shape, placements, sizes):
             continue
         for at, part in scattered(whole, placements, sizes).items():
@@ -367,7 +368,7 @@ def test_collectives_along_two_axes(source: Placements, target: Placements, need
 
 
 def test_little_is_communicated() -> None:
-    """What can be cut beforehand is."""
+    """A value that can be cut before it is reduced is cut."""
     reduced = emitted((2, 2), (0, 0), (4, 8), (R, SUM), (S0, R))
     assert [tuple(n.meta["val"].shape) for n in calls(reduced) if is_collective(n)] == [(2, 8)]
 
@@ -377,13 +378,13 @@ def test_little_is_communicated() -> None:
 
 @pytest.mark.parametrize("axes", [1, 2])
 def test_costs_are_those_of_the_nodes(axes: int) -> None:
-    """Latency for every collective, and the bytes that one rank moves; local work weighs next to nothing."""
+    """Latency for every collective, and the time of the bytes that a rank sends; local work costs next to nothing."""
     for source, target in pairs(axes):
         nodes = calls(emitted((2,) * axes, (0,) * axes, (4, 8), source, target))
         moved = sum(UNMEASURED.seconds(_moved(node, ranks=2)) for node in nodes if is_collective(node))
-        told = total_cost(source, target, 4 * 8 * 8, mesh_at((2,) * axes))
-        assert moved <= told <= moved + 2 * UNMEASURED.per_byte, f"{source} -> {target}"
-        assert (told == 0) == (not nodes), f"{source} -> {target}"
+        estimate = total_cost(source, target, 4 * 8 * 8, mesh_at((2,) * axes))
+        assert moved <= estimate <= moved + 2 * UNMEASURED.per_byte, f"{source} -> {target}"
+        assert (estimate == 0) == (not nodes), f"{source} -> {target}"
 
 
 def _moved(node: fx.Node, ranks: int) -> float:
@@ -391,11 +392,11 @@ def _moved(node: fx.Node, ranks: int) -> float:
     return 2 * most if kind_of(node) is Kind.ALL_REDUCE else most
 
 
-def test_infinite_only_where_there_is_no_way() -> None:
+def test_costs_are_infinite_only_where_no_steps_lead() -> None:
     everything = [R, S0, S1, SUM, MAX]
     for source, target in product(product(everything, repeat=2), repeat=2):
-        told = total_cost(source, target, 336.0, mesh_at((2, 2)))
-        assert math.isinf(told) == (not _emits((2, 2), source, target)), f"{source} -> {target}"
+        estimate = total_cost(source, target, 336.0, mesh_at((2, 2)))
+        assert math.isinf(estimate) == (not _emits((2, 2), source, target)), f"{source} -> {target}"
 
 
 def _emits(sizes: Sequence[int], source: Placements, target: Placements) -> bool:

@@ -1,6 +1,6 @@
-"""Ranks have the same ops, whatever they hold: parts of several rows, of one, of none.
+"""Ranks have the same ops, whether their parts have several rows, one or none.
 
-What a rank alone could see (a single row is contiguous however its dims lie) must not decide anything, in no pass.
+No pass may decide by what only one rank sees: a single row is contiguous in any order of its dims.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Turned(nn.Module):
-    """Dims are swapped, merged and taken apart, with elementwise ops between: their results follow their operands."""
+    """Dims are swapped, merged and split; elementwise ops between them keep the strides of their operands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +105,6 @@ def ops_of(rank: int, mode: str, model: str, rows: int, optimizer: str) -> list[
     ("images", 5, "replicate", "SGD"),
     ("images", 5, "parameters split", "SGD"),
 ])  # fmt: skip
-def test_whatever_they_hold(model: str, rows: int, mode: str, optimizer: str) -> None:
+def test_ranks_of_two_rows_one_and_none_have_the_same_ops(model: str, rows: int, mode: str, optimizer: str) -> None:
     two_rows, one, none = [ops_of(rank, mode, model, rows, optimizer) for rank in (0, 2, 3)]
     assert two_rows == one == none

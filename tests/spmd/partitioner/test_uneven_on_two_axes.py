@@ -21,17 +21,17 @@ F64 = torch.float64
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (4, 3)])
-def test_the_shapes_of_all_parts_are_known(sizes: tuple[int, int]) -> None:
+def test_all_shapes_and_the_smallest_are_those_of_the_parts(sizes: tuple[int, int]) -> None:
     """The smallest part is not always the last rank's: 7 rows over (2, 3) are 2, 2 and 0, then 1, 1 and 1."""
 
     def seen_from(rank: tuple[int, ...]) -> Mesh:
         return Mesh(tuple(Axis(name, size, "", n) for name, size, n in zip("ab", sizes, rank, strict=True)))
 
-    place = (Shard(0), Shard(0))
+    placement = (Shard(0), Shard(0))
     for rows in range(30):
-        parts = {local_shape((rows, 3), place, seen_from(rank)) for rank in product(*map(range, sizes))}
-        assert set(all_shapes((rows, 3), place, seen_from((0, 0)).axes)) == parts
-        assert smallest_shape((rows, 3), place, seen_from((0, 0))) == min(parts)
+        parts = {local_shape((rows, 3), placement, seen_from(rank)) for rank in product(*map(range, sizes))}
+        assert set(all_shapes((rows, 3), placement, seen_from((0, 0)).axes)) == parts
+        assert smallest_shape((rows, 3), placement, seen_from((0, 0))) == min(parts)
 
 
 def split(x: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ def test_all_ranks_emit_the_same_nodes(name: str) -> None:
     assert emitted(0) == emitted(2) == emitted(5)
 
 
-def test_a_view_of_what_was_gathered_unevenly() -> None:
-    """It is a slice of what was padded, so it cannot be viewed where the whole could."""
+def test_a_view_of_a_value_gathered_unevenly() -> None:
+    """The gathered value is a slice of a padded one, so it cannot be viewed as the global one could."""
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         hidden = spmd.constrain(model(x), {"a": Shard(0), "b": Shard(2)})
@@ -96,8 +96,8 @@ def reduced(rank: int, passes: Sequence[Pass]) -> tuple[list[int], list[tuple[st
         compiled = spmd.compile(parallel_mode=mode, passes=passes)(columns)
         compiled(model, torch.randn(2, 4, dtype=F64))
         weights = [parameter.to_local().nbytes for parameter in model.parameters()]  # type: ignore[operator]
-    said = [node.meta["collective"] for node in compiled.program.collectives()]
-    return weights, [each.of for each in said if each.axis == "dp" and each.of]
+    collectives = [node.meta["collective"] for node in compiled.program.collectives()]
+    return weights, [each.of for each in collectives if each.axis == "dp" and each.of]
 
 
 @pytest.mark.parametrize("passes, together", [
@@ -107,7 +107,7 @@ def reduced(rank: int, passes: Sequence[Pass]) -> tuple[list[int], list[tuple[st
 ], ids=["buckets", "units", "buckets of buckets"])  # fmt: skip
 def test_ranks_with_less_of_a_dim_make_the_same_buckets(passes: Sequence[Pass], together: list[int]) -> None:
     """Of two weights, one rank has 256 bytes, which fill a bucket, the next one 192, which do not."""
-    (most, wanted), (least, others), last = [reduced(rank, passes) for rank in (0, 1, 3)]
+    (most, first), (least, second), last = [reduced(rank, passes) for rank in (0, 1, 3)]
     assert (most, least) == ([128] * 6, [96] * 6)
-    assert wanted == others == last[1]
-    assert list(map(len, wanted)) == together
+    assert first == second == last[1]
+    assert list(map(len, first)) == together
