@@ -54,17 +54,7 @@ def normalize(placement: Any, mesh: Mesh, name: str) -> Placements:
     Raises ``PlacementError`` for anything else; ``name`` is that of its tensor.
     """
     axes = [axis.name for axis in mesh.axes]
-    if isinstance(placement, Mapping):
-        unknown = sorted(set(placement) - set(axes))
-        if unknown:
-            raise PlacementError(f"the placement of {name} names the mesh axes {unknown}; the mesh has {axes}")
-        given = [placement.get(axis, Replicate()) for axis in axes]
-    elif isinstance(placement, Placement):
-        given = [placement]
-    elif isinstance(placement, Sequence) and not isinstance(placement, str):
-        given = list(placement)
-    else:
-        raise PlacementError(f"expected a placement for {name} (Shard, Replicate, Partial), got {placement!r}")
+    given = _entries(placement, axes, name)
     if len(given) != len(axes):
         raise PlacementError(
             f"the placement of {name} has {len(given)} entries, but the mesh has {len(axes)} axes {axes}: "
@@ -74,6 +64,19 @@ def normalize(placement: Any, mesh: Mesh, name: str) -> Placements:
         if not isinstance(entry, (Shard, Replicate, Partial)):
             raise PlacementError(f"expected Shard, Replicate or Partial for {name}, got {entry!r}")
     return tuple(given)
+
+
+def _entries(placement: Any, axes: list[str], name: str) -> list[Any]:
+    if isinstance(placement, Mapping):
+        unknown = sorted(set(placement) - set(axes))
+        if unknown:
+            raise PlacementError(f"the placement of {name} names the mesh axes {unknown}; the mesh has {axes}")
+        return [placement.get(axis, Replicate()) for axis in axes]
+    if isinstance(placement, Placement):
+        return [placement]
+    if isinstance(placement, Sequence) and not isinstance(placement, str):
+        return list(placement)
+    raise PlacementError(f"expected a placement for {name} (Shard, Replicate, Partial), got {placement!r}")
 
 
 def check_dims(placement: Placements, ndim: int, name: str) -> Placements:

@@ -110,7 +110,7 @@ def test_at_80_columns_no_word_is_broken() -> None:
     assert {"label", "gathered", "spmd.constrain", "...attention.out,", "model.blocks.*", "bf16"} <= words
 
 
-def test_the_algorithm_is_a_column_where_it_is_not_the_backend_s() -> None:
+def test_the_algorithm_is_a_column_unless_all_ops_are_the_backend_s() -> None:
     assert "algorithm" in text_of(LARGE, 80)
     assert "algorithm" not in text_of(replace(LARGE, traffic=LARGE.traffic[:2]), 80)
 

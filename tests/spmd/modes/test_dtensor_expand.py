@@ -107,7 +107,7 @@ def test_parameters_split_over_both_axes(ranks: Ranks, case: Blocks, params: dic
     assert ranks.run(4, run_on_two_axes, case, params, BATCH, None) == [[]] * 4
 
 
-def test_some_ranks_have_nothing_of_what_is_split(ranks: Ranks) -> None:
+def test_some_ranks_have_empty_parts(ranks: Ranks) -> None:
     case = Blocks(sizes=(3, 1, 3), rows=3, optimizer="AdamW")
     assert ranks.run(4, run_on_two_axes, case, MEGATRON | {"*down.bias": [Shard(0), Shard(0)]}, BATCH, None) == [[]] * 4
 
@@ -162,7 +162,7 @@ def placed(*arguments: Any, **options: Any) -> dict[str, Any]:
     return {declared.name: declared.placement for declared in compiled.program.inputs}
 
 
-def test_parameters_live_where_the_placements_say_and_optimizer_state_with_them() -> None:
+def test_parameters_and_their_optimizer_state_have_the_given_placements() -> None:
     _, model, optimizer = compiled_on_fakes(replace(EVEN, optimizer="AdamW"), MEGATRON)
     block = model[0]
     split = {block.up.weight: Shard(0), block.up.bias: Shard(0), block.down.weight: Shard(1)}
@@ -197,15 +197,15 @@ def test_one_axis_takes_a_placement_a_list_or_a_dict() -> None:
 
 def test_a_gradient_is_reduced_once_over_the_axis_of_the_batch() -> None:
     compiled, *_ = compiled_on_fakes(replace(EVEN, blocks=2), MEGATRON)
-    said = [node.meta["collective"] for node in compiled.program.collectives()]
-    reduced = [each.of for each in said if each.axis == "dp" and each.role is Role.GRADIENT]
+    collectives = [node.meta["collective"] for node in compiled.program.collectives()]
+    reduced = [each.of for each in collectives if each.axis == "dp" and each.role is Role.GRADIENT]
     assert sorted(reduced) == sorted((f"model.{name}",) for name, _ in Blocks(blocks=2).build()[0].named_parameters())
-    assert {each.kind for each in said if each.axis == "dp"} == {Kind.ALL_REDUCE}
+    assert {each.kind for each in collectives if each.axis == "dp"} == {Kind.ALL_REDUCE}
 
 
 @pytest.mark.parametrize("passes", [default(), ()], ids=["default passes", "no passes"])
 @pytest.mark.parametrize("params", [MEGATRON, {"*": {"dp": Shard(0), "tp": Shard(0)}}], ids=["megatron", "one dim"])
-def test_every_rank_has_the_same_ops_where_nothing_divides(params: Any, passes: Any) -> None:
+def test_every_rank_has_the_same_ops_with_uneven_sizes(params: Any, passes: Any) -> None:
     programs = [compiled_on_fakes(UNEVEN, params, rank=rank, passes=passes)[0].program for rank in range(4)]
     assert len({tuple(str(node.target) for node in program.graph.nodes) for program in programs}) == 1
 
@@ -239,6 +239,6 @@ def test_placements_of_inputs_that_cannot_be(inputs: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize("params", [["*.weight"], {"*.weight": {"tp": 0}}, {"*.weight": "tp"}], ids=str)
-def test_what_is_no_placement(params: Any) -> None:
+def test_values_that_are_no_placements(params: Any) -> None:
     with pytest.raises(TypeError, match="expected params to map name patterns to placements"):
         compiled_on_fakes(EVEN, params)

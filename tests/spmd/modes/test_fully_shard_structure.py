@@ -68,14 +68,14 @@ def test_the_default_passes_merge_each_kind_and_keep_the_loss_apart() -> None:
     assert counts(compiled) == {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 1}
 
 
-def test_the_default_style_splits_what_divides_evenly() -> None:
+def test_the_default_style_splits_parameters_that_divide_evenly() -> None:
     compiled = compiled_with(4, 50, 36, 17, style="default")
     assert counts(compiled) == {"all_reduce": 2 + 1, "all_gather": 2, "reduce_scatter": 2}
     split = {i.name for i in compiled.program.inputs if i.role == "parameter" and i.placement[0].is_shard()}  # type: ignore[union-attr]
     assert split == {"model.0.weight", "model.0.bias"}
 
 
-def test_the_inputs_of_a_program_say_what_is_split() -> None:
+def test_the_inputs_of_a_program_have_their_placements() -> None:
     compiled = compiled_with(4, 50, 36, 20)
     assert compiled.program is not None
     by_name = {declared.name: declared for declared in compiled.program.inputs}
@@ -84,7 +84,7 @@ def test_the_inputs_of_a_program_say_what_is_split() -> None:
     assert (x.shape, x.role, x.placement[0].is_shard(0)) == ((28, 50), "batch", True)
 
 
-def test_what_was_compiled_is_still_a_module_of_the_same_names() -> None:
+def test_a_compiled_model_keeps_its_parameter_names() -> None:
     model, *rest = regression(50, 36, 20)
     names = list(model.state_dict())
     mode = spmd.DataParallel("fully_shard")

@@ -64,7 +64,7 @@ def test_one_all_reduce_for_a_weight_that_a_hundred_operations_read() -> None:
     (lambda predicted, y: F.cross_entropy(predicted, y.argmax(1)), 2),
     (lambda predicted, y: (predicted * (y > 0)).sum() / (y > 0).sum(), 2),
 ], ids=["sum of outputs", "squared sum", "mean", "cross entropy", "masked mean"])  # fmt: skip
-def test_what_the_loss_itself_needs(loss: Any, needed: int) -> None:
+def test_collectives_of_the_loss(loss: Any, needed: int) -> None:
     model, *rest = regression(50, 32, 8)
     compiled = compile_on_fake_ranks(4, step_of(loss), (model, *rest), **NO_PASSES)
     assert counts(compiled) == {"all_reduce": 4 + needed}

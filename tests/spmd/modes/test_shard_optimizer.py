@@ -89,7 +89,7 @@ def on_two_axes(rank: int, world: int) -> list[str]:
     return all_unequal(plain_run(case, 2, 4), got, rank // 2, 2)
 
 
-def test_where_the_model_is_split_the_first_free_dim_is(ranks: Ranks) -> None:
+def test_in_a_split_model_the_first_free_dim_is_split(ranks: Ranks) -> None:
     assert ranks.run(4, on_two_axes) == [[]] * 4
 
 

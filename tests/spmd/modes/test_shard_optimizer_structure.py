@@ -1,4 +1,4 @@
-"""What ``shard_optimizer=True`` communicates and computes, counted on ranks that are not there."""
+"""The communication and computation of ``shard_optimizer=True``, counted on fake ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_norm_of_gradients_takes_one_all_reduce() -> None:
     assert counts(compiled) == {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 
-def test_gradients_that_are_kept_are_reduced_whole_and_the_report_says_so(compiled: spmd.CompiledStep) -> None:
+def test_gradients_left_in_grad_are_reduced_whole_and_reported(compiled: spmd.CompiledStep) -> None:
     case = InTwoParts(optimizer="AdamW")
     keeping = compiled_with(4, case, case.build(), case.part(0, 0), passes=None)
     assert counts(keeping) == {"all_reduce": 2, "all_gather": 1}
@@ -97,7 +97,7 @@ def test_gradients_that_are_kept_are_reduced_whole_and_the_report_says_so(compil
     assert not compiled.report().notes
 
 
-def test_what_follows_the_update_reads_what_was_gathered() -> None:
+def test_ops_after_the_update_read_the_gathered_parameters() -> None:
     case = Averaged("ema")
     compiled = compiled_with(4, case, case.build(), case.part(0, 0), calls=3)
     assert counts(compiled)["all_gather"] == len(list(case.build()[0].parameters())), "the average is not gathered"

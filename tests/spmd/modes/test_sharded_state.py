@@ -53,7 +53,7 @@ def test_parameters_and_optimizer_state_are_dtensors_under_their_old_names(ranks
 def memory(rank: int, world: int, passes: Any) -> tuple[int, int, list[str]]:
     """Bytes that came to be alive, bytes of three shards (parameter and two averages), full storages still alive.
 
-    The arenas that programs compute in stay, too; they are counted apart.
+    The arenas that programs compute in stay, too; they are counted separately.
     """
     before = live_bytes()
     model, optimizer = CASE.build()
@@ -111,7 +111,7 @@ def test_tied_parameters_stay_one(ranks: Ranks) -> None:
 
 
 def reloaded(rank: int, world: int) -> None:
-    """What state_dict() gives can be loaded into a model and an optimizer that are split the same way."""
+    """A state_dict() can be loaded into a model and an optimizer with the same placements."""
     (model, optimizer), (other, its_optimizer) = CASE.build(), CASE.build()
     train(CASE, rank, model, optimizer)
     train(CASE, rank, other, its_optimizer, steps=1)

@@ -20,8 +20,8 @@ from tests.harness.structure import compile_on_fake_ranks, regression
 def of_role(compiled: spmd.CompiledStep, role: Role) -> list[tuple[str, ...]]:
     """What the collectives of a role serve."""
     assert compiled.program is not None
-    said = [node.meta["collective"] for node in compiled.program.collectives()]
-    return [each.of for each in said if each.role is role]
+    collectives = [node.meta["collective"] for node in compiled.program.collectives()]
+    return [each.of for each in collectives if each.role is role]
 
 
 class Block(nn.Module):
@@ -101,9 +101,9 @@ def test_statistics_of_independent_batch_norms_are_merged() -> None:
     model = Normed()
     x = torch.randn(8, 4)
     objects = model, torch.optim.SGD(model.parameters(), lr=0.1)
-    apart = compile_on_fake_ranks(2, MLP.step, objects, x, x, passes=())
+    unmerged = compile_on_fake_ranks(2, MLP.step, objects, x, x, passes=())
     merged = compile_on_fake_ranks(2, MLP.step, objects, x, x)
-    assert len(of_role(apart, Role.ACTIVATION)) == 8
+    assert len(of_role(unmerged, Role.ACTIVATION)) == 8
     # A mean, then a sum of squares about it: of the two side by side, then of the last one. In backward two sums.
     assert len(of_role(merged, Role.ACTIVATION)) == 5
 

@@ -1,4 +1,4 @@
-"""``reduce_dtype`` and ``gather_dtype``: what is rounded on its way, by how much at most, and what never is."""
+"""``reduce_dtype`` and ``gather_dtype``: the values that are rounded, the bounds of the error, the exact values."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_gradients_and_parameters_are_sent_narrow_and_nothing_else(
     assert {row.role for row in rows if row.dtype == "float64"} == {"activation", "result"}
 
 
-def test_bytes_are_those_of_the_narrow_dtype_and_the_report_says_what_is_rounded() -> None:
+def test_bytes_are_those_of_the_narrow_dtype_and_the_report_lists_rounded_values() -> None:
     wide, narrow = report_of(Normed(), **IN_PARTS), report_of(Normed(), **IN_PARTS, **BOTH)
     for kind in ("reduce_scatter", "all_gather"):
         assert narrow.bytes(kind) * 4 == wide.bytes(kind)
@@ -244,12 +244,12 @@ def test_bytes_are_those_of_the_narrow_dtype_and_the_report_says_what_is_rounded
     )
 
 
-def test_what_is_no_wider_is_sent_as_it_is() -> None:
+def test_values_that_are_no_wider_are_sent_unchanged() -> None:
     plain, asked = report_of(InHalf(), **IN_PARTS), report_of(InHalf(), **IN_PARTS, **BOTH)
     assert asked.traffic == plain.traffic and asked.notes == plain.notes
 
 
-def test_a_mode_says_what_it_was_made_with() -> None:
+def test_the_repr_of_a_mode_has_its_options() -> None:
     assert repr(spmd.DataParallel()) == "DataParallel('replicate')"
     mode = spmd.DataParallel(**IN_PARTS, gather_dtype=BF16)
     assert repr(mode) == "DataParallel('replicate', shard_optimizer=True, gather_dtype=torch.bfloat16)"
@@ -260,6 +260,6 @@ def test_a_mode_says_what_it_was_made_with() -> None:
     ({"gather_dtype": "bf16", "parallel_style": "fully_shard"}, "expected gather_dtype .* got 'bf16'"),
     ({"gather_dtype": BF16}, r'"replicate" gathers no parameters, unless it has shard_optimizer=True'),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spmd.DataParallel(**options)

@@ -1,4 +1,4 @@
-"""One check for every rule: run an op on the parts and put the results together, against the op on the whole.
+"""One check for every rule: the results of an op on the parts, joined, must be those of the op on the whole.
 
 In comes a sample call and a number of ranks. For each ``Option`` that the rule claims, operands are split as claimed
 (as ``torch.chunk`` splits; a partial operand into random summands), the op runs once a rank with localized arguments,
@@ -48,12 +48,12 @@ def flat(result: Any) -> list[torch.Tensor | None]:
 
 
 def info(tensor: torch.Tensor | None) -> Info | None:
-    """What a rule sees of a tensor."""
-    return None if tensor is None else Info(tuple(tensor.shape), tensor.dtype, counted(tensor))
+    """The ``Info`` of a tensor."""
+    return None if tensor is None else Info(tuple(tensor.shape), tensor.dtype, iota_dim(tensor))
 
 
-def counted(tensor: torch.Tensor) -> int | None:
-    """The dim along which a tensor of integers holds 0, 1, 2, ..., as the partitioner would know of an ``arange``."""
+def iota_dim(tensor: torch.Tensor) -> int | None:
+    """The dim along which a tensor of integers holds 0, 1, 2, ..., as the partitioner tracks it for an ``arange``."""
     if tensor.dtype != torch.int64 or tensor.is_meta:
         return None
     for d, size in enumerate(tensor.shape):
@@ -64,7 +64,7 @@ def counted(tensor: torch.Tensor) -> int | None:
 
 
 def call_of(sample: Sample, size: int, results: Sequence[torch.Tensor | None]) -> OpCall:
-    """What a rule is asked about ``sample``."""
+    """The call that a rule gets for ``sample``."""
     args, kwargs = tree_map_only(torch.Tensor, info, (sample.args, sample.kwargs))
     operands = tuple(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Info))
     interleaved = tuple(tuple(_in_two_or_more_runs(operand, size)) for operand in operands)
@@ -72,7 +72,7 @@ def call_of(sample: Sample, size: int, results: Sequence[torch.Tensor | None]) -
 
 
 def _in_two_or_more_runs(operand: Info, size: int) -> Iterator[Interleaved]:
-    """All ways in which an operand could be there split in runs of rows."""
+    """All splits of an operand in runs of rows."""
     for dim, length in enumerate(operand.shape):
         yield from (Interleaved(dim, k) for k in range(2, length) if length % k == 0 and length // k % size == 0)
 
@@ -118,22 +118,33 @@ def _run(sample: Sample, call: OpCall, option: Option, expected: list[torch.Tens
         for k, leaf in enumerate(leaves)
     ]
     args, kwargs = tree_unflatten(local, spec)
-    localize = localize_of(sample.op)
-    if localize is not None:
-        shapes = tuple(
-            None if whole is None else tuple(_shaped(whole, placement, rank, call.size).shape)
-            for whole, placement in zip(expected, option.results, strict=True)
-        )
-        args = localize(call, tuple(args), kwargs, shapes)
-    if option.local is not None:
-        operands = [
-            _part(info.shape, placed, rank, call.size) for info, placed in _both(call.operands, option.operands)
-        ]
-        results = [
-            info and _part(info.shape, placed, rank, call.size) for info, placed in _both(call.results, option.results)
-        ]
-        return option.local(lambda op, args: op(*args), call, tuple(args), operands, results)
-    return sample.op(*args, **kwargs)
+    args = _localized(call, tuple(args), kwargs, option, expected, rank)
+    if option.local is None:
+        return sample.op(*args, **kwargs)
+    operands = [_part(info.shape, placed, rank, call.size) for info, placed in _both(call.operands, option.operands)]
+    results = [
+        info and _part(info.shape, placed, rank, call.size) for info, placed in _both(call.results, option.results)
+    ]
+    return option.local(lambda op, args: op(*args), call, args, operands, results)
+
+
+def _localized(
+    call: OpCall,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    option: Option,
+    expected: list[torch.Tensor | None],
+    rank: int,
+) -> tuple[Any, ...]:
+    """``args`` with the local sizes of ``rank`` instead of global ones."""
+    localize = localize_of(call.target)
+    if localize is None:
+        return args
+    shapes = tuple(
+        None if whole is None else tuple(_shaped(whole, placement, rank, call.size).shape)
+        for whole, placement in zip(expected, option.results, strict=True)
+    )
+    return localize(call, args, kwargs, shapes)
 
 
 def _both(infos: Sequence[Any], placements: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -148,7 +159,7 @@ def _part(shape: Sequence[int], placement: Any, rank: int, size: int) -> LocalPa
 def _operand(
     tensor: torch.Tensor, position: int, placement: Any, option: Option, rank: int, size: int, seed: int
 ) -> torch.Tensor:
-    """What ``rank`` holds of one operand; a count that starts at 0 on every rank is as long as its part."""
+    """The part of one operand on ``rank``; an iota that starts at 0 on every rank has the length of the part."""
     held = part(tensor, placement, rank, size, seed)
     if position not in option.from_zero:
         return held
@@ -156,7 +167,7 @@ def _operand(
 
 
 def part(tensor: torch.Tensor, placement: Any, rank: int, size: int, seed: int) -> torch.Tensor:
-    """What ``rank`` holds of ``tensor``."""
+    """The part of ``tensor`` on ``rank``."""
     if isinstance(placement, Shard):
         return _shaped(tensor, placement, rank, size).clone()
     if isinstance(placement, Partial):
@@ -168,8 +179,8 @@ def _shaped(tensor: torch.Tensor, placement: Any, rank: int, size: int) -> torch
     if not isinstance(placement, Shard):
         return tensor
     if isinstance(placement, Interleaved):
-        apart = tensor.unflatten(placement.dim, (placement.outer, -1))
-        return _shaped(apart, Shard(placement.dim + 1), rank, size).flatten(placement.dim, placement.dim + 1)
+        runs = tensor.unflatten(placement.dim, (placement.outer, -1))
+        return _shaped(runs, Shard(placement.dim + 1), rank, size).flatten(placement.dim, placement.dim + 1)
     rows = tensor.shape[placement.dim]
     step = -(-rows // size)
     start = min(rank * step, rows)
@@ -198,7 +209,7 @@ def _compare(whole: torch.Tensor, parts: list[torch.Tensor], placement: Any, val
 
 
 def _joined(parts: list[torch.Tensor], placement: Any) -> Iterator[torch.Tensor]:
-    """The global value that the parts stand for; of replicas, each."""
+    """The global value of the parts; for replicas, each of them."""
     if isinstance(placement, Interleaved):
         runs = [part.unflatten(placement.dim, (placement.outer, -1)) for part in parts]
         yield torch.cat(runs, placement.dim + 1).flatten(placement.dim, placement.dim + 1)

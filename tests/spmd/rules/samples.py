@@ -187,7 +187,7 @@ def views() -> Iterator[tuple[Any, ...]]:
     yield "view_as_complex", f(4, 5, 2)
 
 
-def pieces() -> Iterator[tuple[Any, ...]]:
+def splits_and_cats() -> Iterator[tuple[Any, ...]]:
     x, y = f(4, 6, 5), f(4, 6, 5)
     yield "slice.Tensor", x, 1, 0, 3
     yield "slice.Tensor", x, 1, 0, 9223372036854775807
@@ -614,7 +614,7 @@ SOURCES = (
     pointwise,
     factories,
     views,
-    pieces,
+    splits_and_cats,
     reductions,
     scans,
     transforms,

@@ -16,7 +16,7 @@ DTYPES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.
 
 
 def both(name: str, *args: Any) -> tuple[Tensor, Tensor]:
-    """(what the op gives, what its parts give)."""
+    """(the result of the op, the result of its decomposition)."""
     op: Any = find(name)
     infos = tuple(Info(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
     found = decomposition_of(
@@ -33,7 +33,7 @@ def both(name: str, *args: Any) -> tuple[Tensor, Tensor]:
 def test_softmax(name: str, dim: int, dtype: torch.dtype) -> None:
     x = (20 * torch.randn(5, 7, dtype=torch.float64)).to(dtype)
     x[0, 0] = -torch.inf
-    want, got = both(name, x, dim, False)
-    torch.testing.assert_close(got, want, rtol=DTYPES[dtype], atol=DTYPES[dtype])
-    want, got = both(f"{name}_backward_data", torch.randn(5, 7).to(dtype), want, dim, dtype)
-    torch.testing.assert_close(got, want, rtol=DTYPES[dtype], atol=4 * DTYPES[dtype], equal_nan=True)
+    expected, got = both(name, x, dim, False)
+    torch.testing.assert_close(got, expected, rtol=DTYPES[dtype], atol=DTYPES[dtype])
+    expected, got = both(f"{name}_backward_data", torch.randn(5, 7).to(dtype), expected, dim, dtype)
+    torch.testing.assert_close(got, expected, rtol=DTYPES[dtype], atol=4 * DTYPES[dtype], equal_nan=True)

@@ -118,7 +118,7 @@ def test_a_product_that_is_added_to() -> None:
     assert ((R, S(1), S(0)), (P,)) not in found
 
 
-def test_sums_do_not_pass_where_they_must_not() -> None:
+def test_partial_sums_pass_only_through_linear_ops() -> None:
     x = f(4, 6)
     for name, args in (("add.Tensor", (x, 1.0)), ("add.Tensor", (x, f(4, 6))), ("exp", (x,)), ("mul.Tensor", (x, x))):
         for operands, results in _has(name, *args):
@@ -135,7 +135,7 @@ def test_uneven_parameters_are_updated_in_shards() -> None:
     assert ((S(0), S(0), S(0)), (S(0),)) in _has("addcdiv", f(3), f(3), f(3), size=4)
 
 
-def test_views_keep_rows_where_they_are_found() -> None:
+def test_views_keep_splits_of_rows() -> None:
     assert ((S(0),), (S(0),)) in _has("view", f(4, 6, 5), [24, 5])
     assert ((S(1),), (S(0),)) not in _has("view", f(4, 6, 5), [24, 5])
     assert ((S(1),), (S(1),)) in _has("view", f(4, 7), [4, 7, 1])
@@ -143,7 +143,7 @@ def test_views_keep_rows_where_they_are_found() -> None:
     assert ((S(2),), (S(2),)) not in _has("view", f(4, 6, 9), [4, 6, 3, 3])
 
 
-def test_attention_splits_over_batch_and_heads_alike() -> None:
+def test_attention_splits_over_batch_and_heads() -> None:
     q = f(4, 6, 5, 8)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
     forward = _has("_scaled_dot_product_flash_attention_for_cpu", q, q, q)
@@ -153,7 +153,7 @@ def test_attention_splits_over_batch_and_heads_alike() -> None:
         assert ((split,) * 6, (split,) * 3) in backward
 
 
-def test_flattened_rows_are_in_runs_and_come_apart_again() -> None:
+def test_flattened_rows_are_in_runs_and_can_be_unflattened() -> None:
     def claimed(shape: tuple[int, ...], after: list[int]) -> set[tuple[Any, Any]]:
         return {(o.operands[0], o.results[0]) for o in options_of(Sample(find("view"), (f(*shape), after)), 2)}
 
@@ -176,8 +176,8 @@ _KEEPS_BATCH = (
 
 
 @pytest.mark.parametrize("name", _KEEPS_BATCH)
-def test_what_a_gpt_does_keeps_the_batch(name: str) -> None:
-    """Activations stay sharded along dim 0 through all that a language model does to them."""
+def test_ops_of_a_gpt_keep_the_batch_split(name: str) -> None:
+    """Activations stay sharded along dim 0 through all ops of a language model."""
     called = [sample for sample in SAMPLES if sample.op is find(name)]
     assert called
     for sample in called:
@@ -187,12 +187,12 @@ def test_what_a_gpt_does_keeps_the_batch(name: str) -> None:
 def _keeps_batch(sample: Sample, name: str) -> None:
     found = options_of(sample, 2)
     if name.startswith("nll_loss_forward") and (sample.args[3] == 1 or sample.args[0].ndim == 1):
-        assert found == []  # a mean is taken apart, and without rows there is nothing to split
+        assert found == []  # a mean is decomposed, and without rows there is nothing to split
         return
     assert any(Shard(0) in option.operands and option.results[0] in (Shard(0), P) for option in found)
 
 
-def test_systems_of_a_batch_are_solved_where_they_are() -> None:
+def test_batches_of_systems_are_solved_in_shards() -> None:
     for right in (f(4, 3, 2), f(4, 3)):
         assert ((S(0), S(0)), (S(0),) * 4) in _has("_linalg_solve_ex", f(4, 3, 3), right)
     assert not _has("_linalg_solve_ex", f(4, 4, 4), f(4, 2)), "one right-hand side for all"
@@ -214,7 +214,7 @@ def test_ops_of_users_have_no_rule_by_tag() -> None:
     assert rule_of("cosh") is None
 
 
-def test_groups_of_rows_are_split_where_the_ranks_are_not_where_a_group_ends() -> None:
+def test_ragged_rows_are_split_evenly_also_within_a_group() -> None:
     offs, rows, other = torch.tensor([3, 5], dtype=torch.int32), f(5, 16).float(), f(5, 48).float()
     weights = f(2, 16, 48).float()
     assert ((S(0), R, R), (S(0),)) in _has("_grouped_mm", rows, weights, offs)
@@ -225,7 +225,7 @@ def test_groups_of_rows_are_split_where_the_ranks_are_not_where_a_group_ends() -
     assert ((R, S(2), R), (S(1),)) not in _has("_grouped_mm", rows, f(2, 16, 12).float(), offs), "rows of 24 bytes"
 
 
-def test_what_is_sampled_counted_and_looked_up_keeps_the_batch() -> None:
+def test_sampling_counting_and_lookup_keep_the_batch_split() -> None:
     image, grid, grad = f(4, 6, 8, 8), u(4, 8, 8, 2), f(4, 6, 8, 8)
     assert ((S(0), S(0)), (S(0),)) in _has("grid_sampler_2d", image, grid, 0, 0, False)
     args = (grad, image, grid, 0, 0, False, [True, True])

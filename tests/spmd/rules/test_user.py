@@ -1,4 +1,4 @@
-"""``register_rule``: what it takes, what it refuses, and what a rule written with it claims."""
+"""``register_rule``: its arguments, its errors, and the options of a registered rule."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_lists_of_tensors(ops: Any) -> None:
         ([([Shard(0)], [[Shard(0)], Replicate()])], "one placement per tensor"),
     ],
 )
-def test_what_does_not_fit_is_refused(ops: Any, pairs: Any, words: str) -> None:
+def test_pairs_that_do_not_fit_the_call_are_refused(ops: Any, pairs: Any, words: str) -> None:
     register_rule(ops.scale.default)(lambda x, scale: pairs)
     with pytest.raises(PlacementError, match=words):
         options_of(_scale(), 2)
 
 
-def test_what_is_no_op_or_no_function_is_refused(ops: Any) -> None:
+def test_anything_but_an_op_and_a_function_is_refused(ops: Any) -> None:
     with pytest.raises(TypeError, match="expected an op"):
         register_rule("tests_rules::scale")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a function"):
