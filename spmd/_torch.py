@@ -32,50 +32,50 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-# Live hyper-parameters are backed symbolic floats, and a name for each is asked for. 2.11 to 2.15.
+# Live hyper-parameters are backed symbolic floats, each with a named source. 2.11 to 2.15.
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
-# What a condition on symbolic numbers is made of, to evaluate it. 2.11 to 2.15.
+# The functions in conditions on symbolic numbers, to evaluate them. 2.11 to 2.15.
 from torch.utils._sympy import functions as _sympy_functions
 
 # The tracer, and from a traced tensor to the node that made it. 2.11 to 2.15.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
-# A GraphModule that writes its Python code when somebody asks for it: of most that a compile makes, nobody does.
+# A GraphModule that writes its Python code when it is first needed: of most that a compile makes, it never is.
 # 2.11 to 2.15.
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 
-# Hooks on every module call while tracing, to know the module of a node; and whether the user has some. 2.11 to 2.15.
+# Hooks on every module call while tracing, for the module of a node; and the user's hooks, for guards. 2.11 to 2.15.
 from torch.nn.modules import module as _module
 from torch.nn.modules import transformer as _transformer
 from torch.optim import optimizer as _optimizer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-# Run ops in the dtypes they are given: a traced graph has all casts in it. 2.11 to 2.15.
+# Run ops in the dtypes of their operands: a traced graph contains all casts. 2.11 to 2.15.
 from torch._C import _DisableAutocast as DisableAutocast
 
-# What all batch norms are, SyncBatchNorm too. 2.11 to 2.15.
+# The base of all batch norms, SyncBatchNorm included. 2.11 to 2.15.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-# The autograd node that runs now, and the number of the newest one: from a backward op to its forward op. 2.11 to 2.15.
+# The running autograd node, and the number of the newest one: from a backward op to its forward op. 2.11 to 2.15.
 from torch._C import _current_autograd_node as current_autograd_node
 from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
 
 # The bindings of ops that torch.nn.functional calls, such as gelu. 2.11 to 2.15.
 from torch._C import _nn as nn_bindings
 
-# See every op below autograd. 2.11 to 2.15.
+# Modes that see every op below autograd. 2.11 to 2.15.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Compute with real tensors in the middle of a trace. 2.11 to 2.15.
+# Compute with real tensors within a trace. 2.11 to 2.15.
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
-# See every call of a torch function, above autograd. 2.11 to 2.15.
+# Modes that see every call of a torch function, above autograd. 2.11 to 2.15.
 from torch.overrides import TorchFunctionMode
 
-# The store behind the default process group, for agreement without collectives. 2.11 to 2.15.
+# The store of the default process group, for agreement without collectives. 2.11 to 2.15.
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 # A store that keeps nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
@@ -84,7 +84,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 # Type, dtype, device, requires_grad, shape and strides of many tensors compared in one call. 2.11 to 2.15.
 from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 
-# Nested arguments with the path of each leaf, and how a class of our own becomes a node of them. 2.11 to 2.15.
+# Nested arguments with the path of each leaf, and the registration of a class of our own as a node. 2.11 to 2.15.
 from torch.utils._pytree import (
     GetAttrKey,
     MappingKey,
@@ -149,7 +149,7 @@ STEP_HANDLES_SCALING = "_step_supports_amp_scaling"
 symbolic_functions: dict[str, object] = vars(_sympy_functions)
 
 
-def rename(node: fx.Node, name: str) -> None:
+def rename_placeholder(node: fx.Node, name: str) -> None:
     """Give a placeholder another name; FX makes it unique. ``Node._rename`` is private; seen in 2.11 to 2.15."""
     node._rename(name)
     node.target = node.name
@@ -170,10 +170,10 @@ def compiling(flag: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def selecting() -> Iterator[None]:
-    """Let selective checkpoint save and recompute as in eager, not leave that to a compiler's partitioner.
+def eager_selective_checkpoint() -> Iterator[None]:
+    """Let selective checkpoint save and recompute as in eager, instead of leaving that to a compiler's partitioner.
 
-    The flag behind it is private; seen in 2.13 to 2.15. Without it, in 2.11, nothing that was saved is computed again.
+    The flag behind it is private; seen in 2.13 to 2.15. In 2.11, which has none, nothing that was saved is recomputed.
     """
     before = getattr(torch.compiler, "_is_non_strict_tracing_flag", None)
     if before is not None:
@@ -186,10 +186,10 @@ def selecting() -> Iterator[None]:
 
 
 @functools.cache
-def one_at_a_time() -> dict[OpOverload, Callable[..., Any]]:
-    """For every op on lists of tensors, torch's own way to do it tensor by tensor, which calls the op of each.
+def foreach_kernels() -> dict[OpOverload, Callable[..., Any]]:
+    """For every op on lists of tensors, torch's own kernel that calls the op of each tensor.
 
-    Neither the names of all ops nor the kernel of a key can be asked for in public; seen in 2.11 to 2.15.
+    Neither the names of all ops nor the kernel of a dispatch key are public; seen in 2.11 to 2.15.
     """
     key = torch._C.DispatchKey.CompositeExplicitAutograd
     found: dict[OpOverload, Callable[..., Any]] = {}
@@ -205,9 +205,9 @@ def one_at_a_time() -> dict[OpOverload, Callable[..., Any]]:
 
 @contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """Let ``torch.distributions`` not look at the values of what they are given, unless asked with ``validate_args``.
+    """Let ``torch.distributions`` not validate the values of their arguments, except with ``validate_args=True``.
 
-    Their default can be set in public, but read only as ``_validate_args``; seen in 2.11 to 2.15.
+    The default can be set in public, but read only as ``_validate_args``; seen in 2.11 to 2.15.
     """
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
@@ -218,8 +218,8 @@ def unchecked_distributions() -> Iterator[None]:
 
 
 @contextmanager
-def masks_as_given() -> Iterator[None]:
-    """Let ``nn.Transformer`` not look whether a mask is the causal one: that is a hint for speed, the mask says it all.
+def no_causal_mask_detection() -> Iterator[None]:
+    """Let ``nn.Transformer`` not read a mask's values to find out whether it is causal, which is a hint for speed only.
 
     ``_detect_is_causal_mask`` is private; seen in 2.11 to 2.15.
     """
@@ -244,7 +244,7 @@ def global_hooks() -> list[dict[int, Any]]:
 
 
 class TensorGuards:
-    """What a list of tensors looks like, to be compared with another list; holds none of them."""
+    """The types, dtypes, devices, shapes and strides of a list of tensors; holds none of them."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         shapes: Any = [list(t.shape) for t in tensors]
@@ -252,7 +252,7 @@ class TensorGuards:
         self._guards = _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
     def check(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether ``tensors`` look like those before."""
+        """Whether ``tensors`` match."""
         return bool(self._guards.check(*tensors))
 
 
@@ -280,32 +280,32 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` is a part of, or itself. ``_get_root_mesh`` is private; seen in 2.11 to 2.15."""
+    """The mesh that ``mesh`` is a submesh of, or itself. ``_get_root_mesh`` is private; seen in 2.11 to 2.15."""
     root: DeviceMesh = mesh._get_root_mesh()
     return root
 
 
-def storage_number(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too. ``_cdata`` is private; seen in 2.11 to 2.15."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def owners(tensor: torch.Tensor) -> int:
+def storage_use_count(tensor: torch.Tensor) -> int:
     """How many tensors, Python's or not, share the memory of ``tensor``, itself included.
 
-    ``_storage_Use_Count`` is private; seen in 2.11 to 2.15. The storage object made for asking counts, too.
+    ``_storage_Use_Count`` is private; seen in 2.11 to 2.15. It counts the storage object made here, too.
     """
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def newest_sequence_number() -> int:
-    """The number of the autograd node that was made last."""
+    """The sequence number of the autograd node that was made last."""
     return int(next_sequence_number()) - 1
 
 
 def timeout_of(group: Any) -> float:
-    """Seconds after which a collective of gloo's group gives up. Only settable in public. 2.11 to 2.15."""
+    """Seconds until a collective of a gloo group times out. In public it can only be set. 2.11 to 2.15."""
     seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     return seconds
 
@@ -352,6 +352,8 @@ __all__ = [
     "current_autograd_node",
     "default_store",
     "disable_modes",
+    "eager_selective_checkpoint",
+    "foreach_kernels",
     "forward_hooks",
     "forward_pre_hooks",
     "get_decompositions",
@@ -361,23 +363,21 @@ __all__ = [
     "gradient_hooks",
     "local_tensor",
     "make_fx",
-    "masks_as_given",
     "move_hooks",
     "newest_sequence_number",
     "nn_bindings",
-    "one_at_a_time",
+    "no_causal_mask_detection",
     "own_buffers",
     "own_children",
     "own_parameters",
-    "owners",
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
     "register_pytree_node",
-    "rename",
+    "rename_placeholder",
     "root_mesh",
-    "selecting",
     "sequence_number_of",
-    "storage_number",
+    "storage_id",
+    "storage_use_count",
     "symbolic_functions",
     "timeout_of",
     "tree_flatten",

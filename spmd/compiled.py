@@ -13,7 +13,7 @@ from passes import Output, OutputKind, Program, Report, Role, Table
 from passes.ir.program import is_sharded
 from passes.runtime.local_peers import local_peers_of
 
-from .call.rng import next_call, told
+from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
 from .guards.guards import Guards
@@ -59,7 +59,7 @@ class Compiled:
 
     def intent(self) -> int:
         """The number that ranks compare before a call: of the program and, if it draws random numbers, the seed."""
-        return identity_of(str(self.identity), told()) if self._pool.draws else self.identity
+        return identity_of(str(self.identity), describe_seed()) if self._pool.draws else self.identity
 
     def run(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Any:
         """One call: gather the inputs, run, put results and new state where they belong.
@@ -80,7 +80,7 @@ class Compiled:
 
     def _store(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:
         """Put new state where eager would have put it."""
-        if not self.captured.new_state and not self.captured.gone_gradients:
+        if not self.captured.new_state and not self.captured.cleared_gradients:
             return
         live = dict(zip(self.guards.layout.names, tensors, strict=True))
         outputs = [output for output in self.program.outputs if output.kind is not OutputKind.UPDATE]
@@ -94,7 +94,7 @@ class Compiled:
                 arguments.optimizers[new.optimizer].state[live[new.parameter]][new.key] = value
             else:
                 live[new.parameter].grad = value
-        for name in self.captured.gone_gradients:
+        for name in self.captured.cleared_gradients:
             live[name].grad = None
 
     def _as_state(self, local: Any, output: Output) -> Any:
@@ -153,4 +153,4 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table) -
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
-    return "\n".join([told(), costs, *inputs, *constants, captured.program.graph_module.code, *traffic])
+    return "\n".join([describe_seed(), costs, *inputs, *constants, captured.program.graph_module.code, *traffic])

@@ -16,10 +16,10 @@ import torch
 from passes import RankMismatchError
 
 from .call.call import Call
-from .call.rng import told
+from .call.rng import describe_seed
 from .call.state import ArgumentReader
 from .compiled import Compiled
-from .guards.guards import Leaves
+from .guards.leaves import Leaves
 from .options import Options
 from .ranks.consensus import COMPILE, FAILED, MeshRanks
 from .runtime.distribute_state import rebind_replaced_parameters
@@ -94,9 +94,9 @@ class Dispatch:
 
     def _describe(self, choice: Choice) -> list[str]:
         """The call in lines, for ranks that differ to find the first difference."""
-        lines = Leaves.of(choice.call.given).told()
+        lines = Leaves.of(choice.call.given).describe()
         if choice.compiled is not None:
-            return [*lines, f"runs program {self.programs.index(choice.compiled)}", told()]
+            return [*lines, f"runs program {self.programs.index(choice.compiled)}", describe_seed()]
         return [*lines, f"has to compile, since this changed: {self.change(choice.call) or 'nothing was compiled yet'}"]
 
     def _report_failure(self, error: Exception) -> None:

@@ -21,29 +21,32 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_line(frame: FrameType | None) -> str:
-    """``"train.py:12: loss = ..."`` for the innermost frame of the user's."""
+    """``"train.py:12: loss = ..."`` for the innermost frame of the user's code, or nothing."""
     frame = user_frame(frame)
-    return describe_line(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+    if frame is None:
+        return ""
+    filename, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{os.path.basename(filename)}:{line}: {source_at(filename, line)}"
 
 
-def describe_line(filename: str, line: int) -> str:
-    """``"train.py:12: loss = ..."``."""
-    return f"{os.path.basename(filename)}:{line}: {linecache.getline(filename, line).strip()}"
+def source_at(filename: str, line: int) -> str:
+    """The text of one line of source."""
+    return linecache.getline(filename, line).strip()
 
 
-def user_place(traceback: TracebackType | None) -> tuple[str, int] | None:
+def user_location(traceback: TracebackType | None) -> tuple[str, int] | None:
     """(file, line) of the innermost frame of a traceback that is the user's."""
-    place = None
+    location = None
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
         if not filename.startswith(_INTERNAL) and not filename.startswith("<"):
-            place = (filename, traceback.tb_lineno)
+            location = (filename, traceback.tb_lineno)
         traceback = traceback.tb_next
-    return place
+    return location
 
 
 def module_of(traceback: TracebackType | None, names: Mapping[int, str]) -> str:
-    """The name of the innermost module whose method a traceback goes through, or nothing."""
+    """The name of the innermost module whose method is in a traceback, or nothing. ``names`` are by id."""
     name = ""
     while traceback is not None:
         name = names.get(id(traceback.tb_frame.f_locals.get("self")), name)

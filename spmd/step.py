@@ -23,11 +23,12 @@ from ._torch import DisableAutocast, get_proxy_mode
 from .call.call import Call
 from .call.rng import adopt, proposed
 from .capture import capture
-from .capture.python_reads import Reads
+from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch
 from .dump import Dump, dump_stages
-from .guards.guards import Guards, check_leaves, torch_modes
+from .guards.guards import Guards, torch_settings
+from .guards.leaves import check_leaves
 from .modes.base import ParallelMode
 from .options import Options
 from .override import replaced, transform, transform_graph_module
@@ -118,7 +119,7 @@ class CompiledStep:
         if Fact.SHARED_AXES in facts:
             call.connect_local_ranks(agreement.all_gather_text, options.timeout)
         call.mesh = with_rates(call.mesh, options.pipeline)
-        modes, reads = torch_modes(), Reads()
+        modes, reads = torch_settings(), Reads()
         with clock.stage("capture"):
             with replaced(call.given.modules, options.overrides):
                 captured = capture(self._function, call, name, reads)

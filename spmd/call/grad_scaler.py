@@ -1,8 +1,8 @@
 """``torch.amp.GradScaler`` among the arguments of a step.
 
-Its scale and growth tracker are state, kept on the user's object. In eager it asks for the value of "some gradient is
-not finite" and then steps the optimizer or does not. A graph has no such branch: here the optimizer always steps, and
-each tensor that it wrote is selected, old or new. State that the skipped step would not have made is not stored.
+Its scale and growth tracker are state, which stays on the user's object. Eager reads the value of "some gradient is not
+finite" and steps the optimizer or skips the step. A graph has no such branch: here the optimizer always steps, and for
+each tensor that it wrote, the old or the new value is selected. State that a skipped step would not make is not stored.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from .._torch import SCALER_LAZY_START, SCALER_OPTIMIZERS, SCALER_STATE, SCALER_
 
 
 def start(path: str, scaler: GradScaler, device: torch.device) -> dict[str, str]:
-    """The keys of a scaler's state, by name; a scaler that is new makes it now, with the values it would begin with.
+    """The keys of a scaler's state, by name; a new scaler makes its initial state now.
 
-    Raises ``CaptureError`` for a scaler that has unscaled gradients and waits for its update.
+    Raises ``CaptureError`` for a scaler that has unscaled gradients and has not been updated since.
     """
     if not scaler.is_enabled():
         return {}
     if _waits(scaler):
         raise CaptureError(
-            f"{path} waits for its update: call unscale_, step and update all in the step, or none there"
+            f"{path} has unscaled gradients and waits for its update. Call unscale_, step and update all in the step, "
+            "or none of them"
         )
     if vars(scaler)[SCALER_STATE["scale"]] is None:
         getattr(scaler, SCALER_LAZY_START)(device)
@@ -40,7 +41,7 @@ def start(path: str, scaler: GradScaler, device: torch.device) -> dict[str, str]
 
 
 def state_of(scaler: GradScaler) -> list[Tensor] | None:
-    """The state of a scaler, as ``start`` names it; None if it has to be started, or is not ready."""
+    """The state of a scaler, in the order of ``start``; None if it has none yet, or waits for its update."""
     if not scaler.is_enabled():
         return []
     found = [vars(scaler)[key] for key in SCALER_STATE.values()]
@@ -48,13 +49,13 @@ def state_of(scaler: GradScaler) -> list[Tensor] | None:
 
 
 def _waits(scaler: GradScaler) -> bool:
-    notes = vars(scaler).get(SCALER_OPTIMIZERS, {})
-    return any(note["found_inf_per_device"] for note in notes.values())
+    records = vars(scaler).get(SCALER_OPTIMIZERS, {})
+    return any(record["found_inf_per_device"] for record in records.values())
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a trace takes for granted of a scaler."""
+    """The settings of a scaler, which are constants of a program."""
 
     scaler: GradScaler = field(repr=False)
     enabled: bool
@@ -62,7 +63,7 @@ class Settings:
 
     @classmethod
     def of(cls, scaler: GradScaler) -> Settings:
-        """Those it has now."""
+        """The settings now."""
         if not scaler.is_enabled():
             return cls(scaler, False, ())
         rates = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
@@ -70,25 +71,26 @@ class Settings:
 
 
 @dataclass
-class Skips:
-    """The steps that were taken under a condition while traced."""
+class SkippedSteps:
+    """Optimizer steps that were traced under a condition, and the state that they made."""
 
     made: dict[tuple[int, int, Any], Tensor] = field(default_factory=dict)
 
     def condition(self, optimizer: Optimizer, parameter: Tensor, key: Any) -> Tensor | None:
-        """True where ``optimizer.state[parameter][key]`` was not made after all; None if it was made in any case."""
+        """True if ``optimizer.state[parameter][key]`` is not made after all; None if it is made in any case."""
         return self.made.get((id(optimizer), id(parameter), key))
 
     @contextmanager
     def watch(self, scalers: dict[str, GradScaler], optimizers: dict[str, Optimizer]) -> Iterator[None]:
-        """Let scalers select instead of branching. Raises ``CaptureError`` if one is left without its update."""
+        """Let scalers select instead of branching, for the length of the context."""
         with ExitStack() as stack:
-            stack.enter_context(_no_others_start())
+            stack.enter_context(_refuse_other_scalers())
             for optimizer in optimizers.values() if scalers else ():
-                stack.enter_context(_set(vars(optimizer), STEP_HANDLES_SCALING, False))  # as fused ones do on their own
+                # A fused optimizer would skip its step itself.
+                stack.enter_context(_set(vars(optimizer), STEP_HANDLES_SCALING, False))
             for scaler in (each for each in scalers.values() if each.is_enabled()):
-                notes: dict[int, Any] = defaultdict(vars(scaler)[SCALER_OPTIMIZERS].default_factory)
-                stack.enter_context(_set(vars(scaler), SCALER_OPTIMIZERS, notes))
+                records: dict[int, Any] = defaultdict(vars(scaler)[SCALER_OPTIMIZERS].default_factory)
+                stack.enter_context(_set(vars(scaler), SCALER_OPTIMIZERS, records))
                 stack.enter_context(_set(vars(scaler), SCALER_STEP, self._step))
             yield
 
@@ -97,46 +99,51 @@ class Skips:
         for path, scaler in scalers.items():
             if _waits(scaler):
                 raise CaptureError(
-                    f"the step unscales gradients with {path} but does not update it: what {path} found would be lost "
-                    f"between calls. Call {path}.update() at the end of the step"
+                    f"the step unscales gradients with {path} but does not update it, so what {path} found would be "
+                    f"lost between calls. Call {path}.update() at the end of the step"
                 )
 
     def _step(self, optimizer: Optimizer, found: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step()``, taken back where some gradient is not finite."""
+        """``optimizer.step()``, undone if some gradient is not finite."""
         with torch.no_grad():
             infs = list(found["found_inf_per_device"].values())
             skip = sum(infs[1:], infs[0]) != 0
-            written = [_Written(tensor) for tensor in _tensors_of(optimizer)]
+            snapshots = [_Snapshot(tensor) for tensor in _tensors_of(optimizer)]
             state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
         result = optimizer.step(*args, **kwargs)
         with torch.no_grad():
-            before = {id(each.tensor): each.before for each in written}
-            for each in written:
-                each.undo(skip)
-            for parameter, values in optimizer.state.items():
-                for key, value in values.items():
-                    old = state.get(parameter, {}).get(key)
-                    if old is None and isinstance(value, Tensor):
-                        self.made[id(optimizer), id(parameter), key] = skip
-                    elif isinstance(value, Tensor) and value is not old:
-                        values[key] = torch.where(skip, before[id(old)], value)
+            for each in snapshots:
+                each.restore(skip)
+            self._undo_state(optimizer, state, {id(each.tensor): each.before for each in snapshots}, skip)
         return result
 
+    def _undo_state(
+        self, optimizer: Optimizer, state: dict[Any, dict[Any, Any]], before: dict[int, Tensor], skip: Tensor
+    ) -> None:
+        """Undo, if ``skip``, what a step replaced in ``state``; remember what it made under that condition."""
+        for parameter, values in optimizer.state.items():
+            for key, value in values.items():
+                old = state.get(parameter, {}).get(key)
+                if old is None and isinstance(value, Tensor):
+                    self.made[id(optimizer), id(parameter), key] = skip
+                elif isinstance(value, Tensor) and value is not old:
+                    values[key] = torch.where(skip, before[id(old)], value)
 
-class _Written:
-    """A tensor that an optimizer may write, as it was before."""
+
+class _Snapshot:
+    """The value of a tensor before an optimizer's step, which may write it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version, self.before = tensor, version_of(tensor), tensor.detach().clone()
 
-    def undo(self, condition: Tensor) -> None:
-        """Put the values from before back where ``condition`` holds."""
+    def restore(self, condition: Tensor) -> None:
+        """Restore the value if ``condition`` is true."""
         if version_of(self.tensor) != self.version:
             self.tensor.copy_(torch.where(condition, self.before, self.tensor))
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Parameters, gradients and state."""
+    """Parameters, gradients and state, the tensors that a step may write."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter
@@ -158,12 +165,12 @@ def _set(attributes: dict[str, Any], key: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _no_others_start() -> Iterator[None]:
-    """A scaler that is no argument must not come to hold traced tensors."""
+def _refuse_other_scalers() -> Iterator[None]:
+    """Raise ``CaptureError`` if a scaler that is no argument starts: it would hold traced tensors afterwards."""
     lazy_start = getattr(GradScaler, SCALER_LAZY_START)
 
     def refuse(scaler: GradScaler, device: torch.device) -> NoReturn:
-        raise CaptureError("the step uses a GradScaler that is not among its arguments: pass it as an argument")
+        raise CaptureError("the step uses a GradScaler that is not among its arguments. Pass it as an argument")
 
     setattr(GradScaler, SCALER_LAZY_START, refuse)
     try:

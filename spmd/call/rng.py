@@ -2,8 +2,8 @@
 
 It is a function of a base seed and of how many calls of compiled steps have drawn so far. The base seed is the user's
 (``seed``), or else rank 0 takes it from its default generator when a step first compiles; ranks agree on it while they
-compile, so that no call has to communicate. While a step is traced, ``Draws`` tells which random ops are one and the
-same draw.
+compile, so that no call has to communicate. While a step is traced, ``Draws`` numbers the random ops; ops that repeat a
+draw get its number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from passes.runtime.random import BY_POSITION, default_generator, device_of, mix
 
 @dataclass
 class _State:
-    """``chosen``: the user said so, and ranks must agree. ``settled``: a checkpoint has it, so no step changes it."""
+    """``chosen``: by the user, so ranks must agree. ``settled``: a checkpoint holds it, so no step changes it."""
 
     seed: int | None = None
     calls: int = 0
@@ -36,41 +36,43 @@ _state = _State()
 
 
 def seed(seed: int | None, *, invariant: bool = False) -> None:
-    """Let all random ops of compiled steps, from their next call on, follow from ``seed``; call it alike on all ranks.
+    """Derive all random numbers of compiled steps, from their next call on, from ``seed``. Call it on all ranks.
 
-    With ``invariant=True`` each number depends on the seed, the call, the op and the place of the element in the global
-    tensor only: any number of ranks and any parallel mode draw the same. It costs a few more passes over what is drawn.
-    Without it each rank runs torch's own kernels on its part. ``seed(None)`` is how a process starts: a step that is
-    compiled for the first time takes a seed from rank 0's default generator, so that ``torch.manual_seed`` decides.
+    With ``invariant=True`` each number depends only on the seed, the call, the op and the index of the element in the
+    global tensor: any number of ranks and any parallel mode draw the same. It costs a few more passes over the drawn
+    tensor. Without it each rank runs torch's own kernels on its part. ``seed(None)`` restores the state in which a
+    process starts: a step that is compiled for the first time takes a seed from rank 0's default generator, so that
+    ``torch.manual_seed`` decides.
 
     Raises ``TypeError`` if ``seed`` is no int. Ranks whose seeds differ raise ``RankMismatchError`` when they compile.
     """
     if seed is None and not invariant:
-        return _become(_State())
+        return _replace_state(_State())
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"expected the seed to be an int, got {seed!r}")
-    _become(_State(seed, 0, bool(invariant), chosen=True, settled=True))
+    _replace_state(_State(seed, 0, bool(invariant), chosen=True, settled=True))
 
 
 def rng_state() -> dict[str, int | bool]:
-    """What a checkpoint has to hold so that the next calls draw what they would have drawn: plain ints and bools.
+    """The random state of compiled steps for a checkpoint, as plain ints and bools.
 
-    From then on steps that are compiled take over this state, also where ``seed`` was never called.
+    With it ``set_rng_state`` makes the next calls draw what they would have drawn here. From then on steps that are
+    compiled take over this state, also where ``seed`` was never called.
     """
-    _state.seed = _drawn() if _state.seed is None else _state.seed
+    _state.seed = _seed_from_torch() if _state.seed is None else _state.seed
     _state.settled = True
     return {"seed": _state.seed, "calls": _state.calls, "invariant": _state.invariant}
 
 
 def set_rng_state(state: Mapping[str, int | bool]) -> None:
-    """Go on where ``rng_state`` was taken, in any process; call it alike on all ranks.
+    """Continue from the state that ``rng_state`` returned, in any process. Call it on all ranks.
 
     Raises ``ValueError`` for anything that is not what ``rng_state`` returns.
     """
     expected = {"seed", "calls", "invariant"}
     if not isinstance(state, Mapping) or set(state) != expected or not all(isinstance(v, int) for v in state.values()):
         raise ValueError(f"expected a dict as spmd.rng_state() returns it, with {sorted(expected)}, got {state!r}")
-    _become(_State(int(state["seed"]), int(state["calls"]), bool(state["invariant"]), chosen=True, settled=True))
+    _replace_state(_State(int(state["seed"]), int(state["calls"]), bool(state["invariant"]), chosen=True, settled=True))
 
 
 def next_call() -> int:
@@ -80,41 +82,41 @@ def next_call() -> int:
     return mix(mix(0, _state.seed), _state.calls) % BY_POSITION + BY_POSITION * _state.invariant
 
 
-def told() -> str:
-    """What must be equal on all ranks: what the user chose."""
+def describe_seed() -> str:
+    """The user's choice of seed, which must be equal on all ranks."""
     if not _state.chosen:
         return "no spmd.seed"
     return f"spmd.seed({_state.seed}, invariant={_state.invariant}), {_state.calls} calls since"
 
 
 def proposed(first: bool) -> list[int]:
-    """Rank 0's word on base seed and counter; a step that is compiled for the ``first`` time may start them anew."""
+    """Rank 0's base seed and call count; a step that is compiled for the ``first`` time may start them anew."""
     if _state.seed is None or (first and not _state.settled):
-        return [_drawn(), 0]
+        return [_seed_from_torch(), 0]
     return [_state.seed, _state.calls]
 
 
 def adopt(agreed: Sequence[int]) -> None:
-    """Take over what rank 0 proposed."""
+    """Take over the base seed and call count of rank 0."""
     _state.seed, _state.calls = agreed
 
 
-def _become(state: _State) -> None:
+def _replace_state(state: _State) -> None:
     vars(_state).update(vars(state))
 
 
-def _drawn() -> int:
-    """A number that follows from ``torch.manual_seed`` and takes nothing from the default generator."""
+def _seed_from_torch() -> int:
+    """A number derived from ``torch.manual_seed``, without a draw from the default generator."""
     generator = torch.Generator()
     generator.set_state(torch.default_generator.get_state())
     return int(torch.randint(1 << 62, (), generator=generator).item())
 
 
 @contextmanager
-def only_torch_draws() -> Iterator[None]:
-    """Raise ``CaptureError`` if a trace draws with Python's or numpy's random numbers; their states are as before then.
+def refuse_other_generators() -> Iterator[None]:
+    """Raise ``CaptureError`` if a trace draws with Python's or numpy's generator, and restore its state.
 
-    What they drew would be a constant of the program, and the same in each call.
+    The drawn number would be a constant of the program, and the same in each call.
     """
     before = _foreign_states()
     yield
@@ -126,8 +128,8 @@ def only_torch_draws() -> Iterator[None]:
         name, keys, *rest = before["numpy.random"]
         sys.modules["numpy"].random.set_state((name, list(keys), *rest))
     raise CaptureError(
-        f"the step draws from {moved[0]}, which would draw once, while it is traced, and never again: draw with torch "
-        "(torch.rand(()), say), or outside of the step, and pass what was drawn as a tensor"
+        f"the step draws from {moved[0]}, which a compiled step would do only once, while it is traced. Draw with "
+        "torch (torch.rand(()), say), or draw outside of the step and pass the result as a tensor"
     )
 
 
@@ -141,11 +143,11 @@ def _foreign_states() -> dict[str, Any]:
 
 
 class Draws:
-    """Numbers the random ops of one trace, as eager would draw: from the same state of a generator, the same numbers.
+    """Numbers the random ops of one trace: ops that start from the same state of a generator get the same number.
 
-    While tracing nothing is drawn, so a generator's seed serves as its state: each draw replaces it by another. Where
-    the step puts an earlier state back, as ``torch.utils.checkpoint`` does to compute again what it computed before,
-    the draws that follow get the numbers of the earlier ones.
+    Nothing is drawn while tracing, so a generator's seed serves as its state, and each draw replaces it by another. If
+    the step restores an earlier state, as ``torch.utils.checkpoint`` does before it recomputes, the draws that follow
+    get the numbers of the earlier ones.
     """
 
     def __init__(self) -> None:
@@ -160,12 +162,12 @@ class Draws:
         return self._numbers.setdefault((device.type, state), len(self._numbers))
 
     @contextmanager
-    def generators_kept(self) -> Iterator[None]:
-        """Give the default generators their states back, at whatever a trace leaves them."""
+    def restored_generators(self) -> Iterator[None]:
+        """Restore the states of the default generators at the end of the context."""
         cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
         states = [(generator, generator.get_state()) for generator in (torch.default_generator, *cuda)]
         for generator, _ in states:
-            generator.manual_seed(0xD1CE)  # not the user's seed: that may be set once more inside of the step
+            generator.manual_seed(0xD1CE)  # no seed of the user's, who may set one inside of the step
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
-"""Nested arguments and results: what torch takes apart, and besides that dataclasses and the user's kinds of dict.
+"""Flatten nested arguments and results: torch's pytrees, extended by dataclasses and subclasses of dict.
 
-torch's trees end at an object that they do not know. Here a ``Record`` stands in the place of one that holds values by
-name, and putting the tree together again makes an object of the same class.
+torch's pytrees treat objects of unknown classes as leaves. Here a ``Record`` replaces each object that holds values by
+name; unflattening makes an object of the same class.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .._torch import (
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What two records must have in common to be of one structure."""
+class _Structure:
+    """Equal for records of the same structure."""
 
     cls: type
-    items: tuple[Any, ...]  # keys, of a kind of dict
+    items: tuple[Any, ...]  # keys of a subclass of dict
     attributes: tuple[str, ...]
 
 
@@ -38,32 +38,32 @@ class _Kind:
 class Record:
     """An object of the user's that holds values by name."""
 
-    kind: _Kind
+    structure: _Structure
     values: tuple[Any, ...]
 
     @classmethod
     def of(cls, held: Any) -> Record:
-        """Take ``held`` apart, and what it holds."""
+        """The record of ``held``, and of the objects in it."""
         items = dict(held) if isinstance(held, dict) else {}
         attributes = {name: getattr(held, name) for name in _attributes(held)}
-        values = tuple(opened(value) for value in (*items.values(), *attributes.values()))
-        return cls(_Kind(type(held), tuple(items), tuple(attributes)), values)
+        values = tuple(with_records(value) for value in (*items.values(), *attributes.values()))
+        return cls(_Structure(type(held), tuple(items), tuple(attributes)), values)
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of ``tree``, and what it takes to put it together again."""
+    """The leaves of ``tree``, and the spec that unflattens them."""
     leaves, spec = tree_flatten(tree)
-    return tree_flatten(opened(tree)) if any(map(_is_record, leaves)) else (leaves, spec)
+    return tree_flatten(with_records(tree)) if any(map(_is_record, leaves)) else (leaves, spec)
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
-    """The same, with the path of each leaf."""
+    """The leaves of ``tree``, each with its path, and the spec."""
     paths, spec = tree_flatten_with_path(tree)
-    return tree_flatten_with_path(opened(tree)) if any(_is_record(leaf) for _, leaf in paths) else (paths, spec)
+    return tree_flatten_with_path(with_records(tree)) if any(_is_record(leaf) for _, leaf in paths) else (paths, spec)
 
 
-def opened(tree: Any) -> Any:
-    """``tree`` with a ``Record`` in the place of each object that is one."""
+def with_records(tree: Any) -> Any:
+    """``tree`` with a ``Record`` instead of each object that holds values by name."""
     return tree_map(lambda leaf: Record.of(leaf) if _is_record(leaf) else leaf, tree)
 
 
@@ -74,30 +74,30 @@ def _is_record(leaf: Any) -> bool:
 
 
 def _attributes(held: Any) -> Iterable[str]:
-    """The names of what ``held`` holds besides the items of a dict."""
+    """The names of the values that ``held`` has besides the items of a dict."""
     slots = [field.name for field in fields(held)] if is_dataclass(held) else []
     return dict.fromkeys([*(name for name in slots if hasattr(held, name)), *getattr(held, "__dict__", {})])
 
 
-def _apart(record: Record) -> tuple[list[Any], _Kind]:
-    return list(record.values), record.kind
+def _flatten_record(record: Record) -> tuple[list[Any], _Structure]:
+    return list(record.values), record.structure
 
 
-def _apart_with_keys(record: Record) -> tuple[list[tuple[Any, Any]], _Kind]:
-    keys = [*map(MappingKey, record.kind.items), *map(GetAttrKey, record.kind.attributes)]
-    return list(zip(keys, record.values, strict=True)), record.kind
+def _flatten_record_with_keys(record: Record) -> tuple[list[tuple[Any, Any]], _Structure]:
+    keys = [*map(MappingKey, record.structure.items), *map(GetAttrKey, record.structure.attributes)]
+    return list(zip(keys, record.values, strict=True)), record.structure
 
 
-def _together(values: Iterable[Any], kind: _Kind) -> Any:
-    """An object of the user's class, made without ``__init__``, which may want other arguments or do more."""
+def _unflatten_record(values: Iterable[Any], structure: _Structure) -> Any:
+    """An object of the user's class, made without ``__init__``, which may take other arguments or do more."""
     remaining = iter(values)
-    held: Any = kind.cls.__new__(kind.cls)  # type: ignore[call-overload]
+    held: Any = structure.cls.__new__(structure.cls)  # type: ignore[call-overload]
     write = OrderedDict.__setitem__ if isinstance(held, OrderedDict) else dict.__setitem__
-    for key in kind.items:
+    for key in structure.items:
         write(held, key, next(remaining))
-    for name in kind.attributes:
+    for name in structure.attributes:
         object.__setattr__(held, name, next(remaining))
     return held
 
 
-register_pytree_node(Record, _apart, _together, flatten_with_keys_fn=_apart_with_keys)
+register_pytree_node(Record, _flatten_record, _unflatten_record, flatten_with_keys_fn=_flatten_record_with_keys)

@@ -1,4 +1,4 @@
-"""Tensors that a step cannot take as arguments, each with the way out."""
+"""Refuse tensor arguments that cannot be split over ranks, each with what to do instead."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from passes import CaptureError
 
 
 def check_argument(name: str, tensor: torch.Tensor) -> None:
-    """Raise ``CaptureError`` for a tensor that has no values, or that cannot be cut into rows."""
+    """Raise ``CaptureError`` for a tensor without values, or one that cannot be cut into rows."""
     if tensor.is_nested:
-        raise CaptureError(f"{name} is a nested tensor, whose rows differ in shape: pad it, and pass a mask")
+        raise CaptureError(f"{name} is a nested tensor, whose rows differ in shape. Pad it, and pass a mask")
     if tensor.is_quantized or tensor.layout is not torch.strided:
         kind = "quantized" if tensor.is_quantized else "sparse"
-        raise CaptureError(f"{name} is a {kind} tensor, which cannot be split over ranks: pass a dense one")
+        raise CaptureError(f"{name} is a {kind} tensor, which cannot be split over ranks. Pass a dense one")
     if tensor.is_meta:
-        raise CaptureError(f"{name} is on the meta device and has no values: pass it on the model's device")
+        raise CaptureError(f"{name} is on the meta device and has no values. Pass it on the model's device")

@@ -1,14 +1,17 @@
 """Capture: from the user's function and its arguments to one functional graph on global shapes.
 
-``make_program.py`` tells the story. ``trace.py`` runs the step once on fakes (``fake_mode.py``), in which
-``optimizers.py``, ``batch_norm.py``, ``symbolic_minmax.py``, ``set_data.py``, ``tensor_attributes.py`` and
-``state_branches.py`` put what a graph can hold in the place of what it cannot; ``provenance.py`` and ``recompute.py``
-note where each op comes from, ``python_reads.py``, ``namespaces.py`` and ``hyper_conditions.py`` what the trace takes
-for granted, ``side_effects.py`` and ``unsupported.py`` what it must not change or cannot do. Then the graph is made
-functional and taken apart (``decompositions.py``, ``random_decompositions.py``, ``embedding_bag.py``,
-``fused_optimizers.py``).
+``make_program.py`` has the order of stages. ``trace.py`` runs the step once on fakes (``fakes.py``, ``fake_mode.py``),
+which ``swap_state.py`` puts in the place of live state; ``final_state.py`` reads what the step left behind. While it
+runs, ``optimizers.py``, ``batch_norm.py``, ``symbolic_minmax.py``, ``set_data.py``, ``tensor_attributes.py`` and
+``state_branches.py`` replace what a graph cannot hold; ``provenance.py`` and ``recompute.py`` record where each op
+comes from; ``reads/`` and ``hyper_conditions.py`` record what guards must check; ``side_effects.py`` and
+``unsupported.py`` refuse what a graph cannot do, and ``explain_errors.py`` explains why.
+
+``functionalize.py`` makes the graph functional and decomposes ops (``decompositions.py``, ``random_decompositions.py``,
+``embedding_bag.py``, ``fused_optimizers.py``, with ``known_values.py``). ``bind_outputs.py`` declares its outputs.
 """
 
-from .make_program import Captured, FromOutput, capture
+from .captured import Captured, FromOutput
+from .make_program import capture
 
 __all__ = ["Captured", "FromOutput", "capture"]

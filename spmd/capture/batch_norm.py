@@ -1,8 +1,8 @@
-"""Batch norms in a form that a trace can hold.
+"""Batch norms in a form that can be traced.
 
-Two of torch's modules compute, for reasons of their own, what one graph over the whole batch says more simply:
+Two of torch's batch norms do more than one graph over the whole batch needs:
 
-- with ``momentum=None`` a batch norm turns its count of batches into a Python number; here it stays a tensor;
+- with ``momentum=None`` a batch norm converts its count of batches to a Python number; here it stays a tensor;
 - ``SyncBatchNorm`` gathers statistics over ranks itself (and refuses CPU tensors); a compiled step sees the whole
   batch, so it is a batch norm.
 """
@@ -22,10 +22,10 @@ from .._torch import BatchNorm, check_batch_norm_input
 
 
 @contextmanager
-def traceable(module: nn.Module) -> Iterator[None]:
-    """While the context is on, ``module`` runs in its traceable form, if it is a norm that needs one."""
-    forward = _form_of(module)
-    if forward is None or "forward" in vars(module):  # a forward of the user's own is not ours to replace
+def traceable_norm(module: nn.Module) -> Iterator[None]:
+    """Run ``module`` in its traceable form for the length of the context, if it is a batch norm that needs one."""
+    forward = _traceable_forward(module)
+    if forward is None or "forward" in vars(module):  # the user's own forward stays
         yield
         return
     module.__dict__["forward"] = forward
@@ -35,7 +35,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
         del module.__dict__["forward"]
 
 
-def _form_of(module: nn.Module) -> Any:
+def _traceable_forward(module: nn.Module) -> Any:
     if not isinstance(module, BatchNorm) or type(module).__module__.split(".")[0] != "torch":
         return None
     if module.momentum is None and module.training and module.running_mean is not None:

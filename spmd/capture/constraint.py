@@ -1,9 +1,9 @@
-"""``spmd.constrain``: the user's word on where an activation lives.
+"""``spmd.constrain``: constrain the placement of an activation.
 
-In comes a tensor in the middle of a step; the same comes out. While a step is captured the call becomes a node of its
-own, ``CONSTRAIN``, with one dim per mesh axis, and so does its backward; the partitioner redistributes there and leaves
-no node behind. A gradient lives where its tensor does, but a sum over the ranks of an axis that splits nothing stays
-open: it is reduced where it is needed, perhaps to something smaller.
+It returns the tensor that it is given. While a step is captured, the call becomes a node of its own, ``CONSTRAIN``,
+with one dim per mesh axis, and so does its backward; the partitioner redistributes there and leaves no node behind. A
+gradient has the placement of its tensor, but where that is replicated, a pending sum stays pending: it is reduced
+where it is needed, perhaps after it has become smaller.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..source_lines import user_line
 
 _library = torch.library.Library("spmd", "DEF")
 _library.define("constrain(Tensor x, int[] dims, *, bool gradient=False) -> Tensor")
-_WHOLE = -1  # in ``dims``: the axis splits nothing
-_meshes: list[Mesh] = []  # of the captures that are running
+_REPLICATED = -1  # in ``dims``: the axis splits nothing
+_meshes: list[Mesh] = []  # one for each capture that runs
 
 
 @torch.library.impl(_library, "constrain", "CompositeExplicitAutograd")
@@ -36,7 +36,7 @@ def _copy(x: torch.Tensor, dims: Sequence[int], gradient: bool = False) -> torch
     return x.clone()
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: torch.Tensor) -> None:
+def _save_dims(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: torch.Tensor) -> None:
     ctx.dims = inputs[1]
 
 
@@ -44,39 +44,38 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
     return CONSTRAIN(gradient, ctx.dims, gradient=True), None
 
 
-torch.library.register_autograd("spmd::constrain", _backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd("spmd::constrain", _backward, setup_context=_save_dims, lib=_library)
 CONSTRAIN = torch.ops.spmd.constrain.default
 PURE_FUNCTIONS.add(CONSTRAIN)
 
 
 def constrain(tensor: torch.Tensor, placement: AnyPlacement) -> torch.Tensor:
-    """``tensor`` itself; inside a compiled step it lives, from here on, where ``placement`` says.
+    """``tensor`` itself; inside a compiled step it has, from here on, the given placement.
 
     ``placement``: ``Shard`` or ``Replicate`` for a 1-D mesh, a list with one per mesh axis, or a dict by axis name
-    (axes left out are replicated). What flows in is redistributed once, and so is its gradient in backward::
+    (axes left out are replicated). The tensor is redistributed once, and so is its gradient in backward::
 
         hidden = spmd.constrain(self.up(x), {"dp": Shard(0), "tp": Shard(2)})
 
-    The values stay the same wherever they live. Raises ``TypeError`` for what is no tensor or no placement, and
-    ``PlacementError``, at the user's line, while a step compiles whose mesh or whose tensor does not have what
-    ``placement`` names.
+    No value changes. Raises ``TypeError`` for arguments that are no tensor or no placement, and ``PlacementError``, at
+    the user's line, while a step compiles whose mesh has no such axis or whose tensor has no such dim.
     """
     _check_types(tensor, placement)
     if not _meshes:
         return tensor
     try:
-        places = check_dims(normalize(placement, _meshes[-1], "the tensor"), tensor.ndim, "the tensor")
-        if any(isinstance(p, Partial) for p in places):
-            raise PlacementError("the tensor cannot be Partial by choice: say Replicate() or Shard(dim)")
+        placements = check_dims(normalize(placement, _meshes[-1], "the tensor"), tensor.ndim, "the tensor")
+        if any(isinstance(p, Partial) for p in placements):
+            raise PlacementError("the tensor cannot be Partial by choice, pass Replicate() or Shard(dim)")
     except PlacementError as error:
         raise PlacementError(f"spmd.constrain: {error}, at {user_line(sys._getframe(1))}") from None
-    constrained: torch.Tensor = CONSTRAIN(tensor, [p.dim if isinstance(p, Shard) else _WHOLE for p in places])
+    constrained: torch.Tensor = CONSTRAIN(tensor, [p.dim if isinstance(p, Shard) else _REPLICATED for p in placements])
     return constrained
 
 
 @contextmanager
 def constraints_on(mesh: Mesh) -> Iterator[None]:
-    """Inside, ``constrain`` is captured, for a program on ``mesh``."""
+    """Capture calls of ``constrain`` for the length of the context, for a program on ``mesh``."""
     _meshes.append(mesh)
     try:
         yield
@@ -84,16 +83,16 @@ def constraints_on(mesh: Mesh) -> Iterator[None]:
         _meshes.pop()
 
 
-def constrained_to(node: fx.Node, held: Placements) -> Placements:
-    """Where the result of a ``CONSTRAIN`` node lives, whose operand is ``held``."""
+def constrained_to(node: fx.Node, operand: Placements) -> Placements:
+    """The placement of the result of a ``CONSTRAIN`` node, from the placement of its operand."""
     dims: Any = node.args[1]
-    places: list[Placement] = [Replicate() if dim == _WHOLE else Shard(dim) for dim in dims]
+    placements: list[Placement] = [Replicate() if dim == _REPLICATED else Shard(dim) for dim in dims]
     if node.kwargs.get("gradient"):
-        places = [
+        placements = [
             before if isinstance(before, Partial) and isinstance(p, Replicate) else p
-            for before, p in zip(held, places, strict=True)
+            for before, p in zip(operand, placements, strict=True)
         ]
-    return tuple(places)
+    return tuple(placements)
 
 
 def _check_types(tensor: Any, placement: Any) -> None:

@@ -1,8 +1,8 @@
-"""Ops taken apart at capture, before anything is placed.
+"""Decompositions at capture, before anything has a placement.
 
 Three reasons: a mean over the batch is a sum divided by the *global* count, and only the sum can be computed per rank;
-a loss backward that divides by the number of elements must divide by the global one; and an op without a rule goes
-through as the ops it is made of.
+a loss backward that divides by the number of elements must divide by the global one; and an op without a rule is
+replaced by the ops that it is composed of.
 """
 
 from __future__ import annotations
@@ -14,47 +14,48 @@ from typing import Any
 
 import torch
 
-from .._torch import OpOverload, core_aten_decompositions, get_decompositions, one_at_a_time
+from .._torch import OpOverload, core_aten_decompositions, foreach_kernels, get_decompositions
 from ..rules import rule_of
-from .embedding_bag import bags
-from .fused_optimizers import fused
+from .embedding_bag import embedding_bag_table
+from .fused_optimizers import fused_table
 from .known_values import known_numbers
-from .random_decompositions import random_table
+from .random_decompositions import in_place_random_table, random_table
 
 aten = torch.ops.aten
 Table = dict[Any, Callable[..., Any]]  # by op
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def table() -> Table:
-    """The decompositions of a capture: ours, torch's for reductions over the batch, torch's for ops without a rule."""
-    without_rule = {op: how for op, how in _torch_table().items() if rule_of(op) is None and op not in _WRONG}
+def second_trace_table() -> Table:
+    """The decompositions of the second trace: ours, torch's for reductions over the batch, torch's without a rule."""
+    without_rule = {op: function for op, function in _torch_table().items() if rule_of(op) is None and op not in _WRONG}
     return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **random_table(), **_ours()}
 
 
-def while_recorded() -> Table:
-    """Ops taken apart in the first trace, where mutations are recorded.
+def first_trace_table() -> Table:
+    """The decompositions of the first trace, which records mutations.
 
-    Those of batch norms write running statistics, which their schemas do not say; a ``GradScaler``'s write lists, as do
-    those called ``_foreach`` or ``_fused``, in which each tensor may live somewhere else. Strides that only say anew in
-    which order the dims of a tensor lie are those of eager here, and of other layouts later.
+    Batch norms write running statistics, which their schemas do not show. A ``GradScaler``'s ops write lists, as do
+    those called ``_foreach`` or ``_fused``, in which each tensor may have another placement. ``as_strided`` that only
+    permutes dims refers to the strides of eager, which the tensors have here but not later.
     """
     return {
-        **one_at_a_time(),
+        **foreach_kernels(),
         **get_decompositions([aten.native_batch_norm, aten.cudnn_batch_norm]),
         aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
         aten._amp_update_scale_.default: _update_scale,
         aten.as_strided.default: _as_strided,
         aten.as_strided_.default: _as_strided_,
         aten._weight_norm_interface_backward.default: _weight_norm_backward,
-        **bags(),
-        **fused(),
+        **in_place_random_table(),
+        **embedding_bag_table(),
+        **fused_table(),
         **known_numbers(),
     }
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Scale each gradient back in place, and note in ``found_inf`` whether one is not finite."""
+    """Unscale each gradient in place, and set ``found_inf`` if one is not finite."""
     # Counts are sums, of which every rank has its share: one reduction for all gradients, empty shards or not.
     bad = torch.stack([(~gradient.isfinite()).sum() for gradient in gradients]).sum()
     found_inf.copy_(torch.maximum(found_inf, (bad != 0).to(found_inf.dtype)))
@@ -65,7 +66,7 @@ def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_sca
 def _update_scale(
     scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
 ) -> torch.Tensor:
-    """Smaller after an overflow; larger after ``interval`` steps without one, if that is still finite."""
+    """Shrink the scale after an overflow; grow it after ``interval`` steps without one, if it stays finite."""
     found = found_inf != 0
     steps = tracker + 1
     full = steps == interval
@@ -77,7 +78,7 @@ def _update_scale(
 
 
 def _as_strided(x: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> torch.Tensor:
-    """Where all elements of a dense tensor are named anew, a view; torch's own pooling asks for that."""
+    """A view, if all elements of a dense tensor are indexed anew, as torch's own pooling does."""
     before, after = _memory_order(x.shape, x.stride()), _memory_order(size, stride)
     if (
         before is None
@@ -93,7 +94,7 @@ def _as_strided(x: torch.Tensor, size: list[int], stride: list[int], storage_off
 def _as_strided_(
     x: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
 ) -> torch.Tensor:
-    """Nothing, where only the strides of dims of size 1 change."""
+    """``x`` itself, if only the strides of dims of size 1 change."""
     same = all(before == after for n, before, after in zip(x.shape, x.stride(), stride, strict=False) if n > 1)
     if tuple(size) != tuple(x.shape) or not same or storage_offset not in (None, x.storage_offset()):
         return NotImplemented  # type: ignore[no-any-return]
@@ -114,20 +115,20 @@ def _memory_order(size: Sequence[int], stride: Sequence[int]) -> list[int] | Non
 def _weight_norm_backward(
     grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of ``v`` and ``g``, where the weight is ``g * v / |v|``. Linear in ``grad``, so that shares of it will do."""
+    """Gradients of ``v`` and ``g`` of a weight ``g * v / |v|``; linear in ``grad``, so pending sums pass through."""
     along = (grad * v).sum([d for d in range(v.ndim) if d != dim], keepdim=True)
     return g / norms * (grad - v * (along / norms.square())), along / norms
 
 
 @functools.cache
 def _torch_table() -> Table:
-    return dict(core_aten_decompositions().items())  # collected anew, slowly, at every call
+    return dict(core_aten_decompositions().items())  # torch collects it anew, slowly, at every call
 
 
-# Taken apart by torch into what is another number, in 2.11 to 2.15: targets after the first -1 should not count.
+# Decomposed by torch into another number, in 2.11 to 2.15: targets after the first -1 should not count.
 _WRONG = {aten.multilabel_margin_loss_forward.default}
 
-# Their kernels divide by the number of elements they see, or look at the whole batch at once.
+# Ops whose kernels divide by the number of elements they see, or read the whole batch at once.
 _OVER_THE_BATCH = [
     aten.mse_loss,
     aten.mse_loss_backward,
@@ -169,9 +170,9 @@ def _ours() -> Table:
 
 
 def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A sum divided by a count that is known now; half precision sums in fp32, as torch's kernel does."""
+    """A sum divided by a known count; half precision is summed in fp32, as in torch's kernel."""
     if not x.dtype.is_floating_point and not x.dtype.is_complex and dtype is None:
-        return NotImplemented  # type: ignore[no-any-return]  # let torch say what is wrong
+        return NotImplemented  # type: ignore[no-any-return]  # let torch raise
     target = dtype or x.dtype
     dims = list(range(x.ndim)) if dim is None or dim == [] else [d % max(x.ndim, 1) for d in _as_list(dim)]
     count = math.prod(x.shape[d] for d in dims) if x.ndim else 1
@@ -195,7 +196,7 @@ def _var_mean(
 def _vector_norm(
     x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """A sum of powers, or a maximum, of which every rank has its share; then the root."""
+    """A sum of powers or a maximum, to which every rank contributes; then the root."""
     target = dtype or x.dtype
     inner = torch.float32 if target in _HALF else target
     dims = list(range(x.ndim)) if dim is None else [d % max(x.ndim, 1) for d in _as_list(dim)]
@@ -213,25 +214,25 @@ def _vector_norm(
 
 
 def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Each place of the mask takes its element of ``source``; only how many places earlier rows have is not its own."""
+    """Each true position of the mask takes the element of ``source`` at its rank; only counts cross rows."""
     x, mask = torch.broadcast_tensors(x, mask)
     if not source.numel():
         return x.clone()
-    taken = source.reshape(-1)[_places(mask).clamp(0, source.numel() - 1)]
-    return torch.where(mask, taken, x)
+    values = source.reshape(-1)[_source_indices(mask).clamp(0, source.numel() - 1)]
+    return torch.where(mask, values, x)
 
 
 def _masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """What each element of ``source`` was given, zero for those that were not taken."""
+    """The gradient of each element of ``source``, zero for those that were not used."""
     mask = mask.expand_as(grad)
     count = math.prod(sizes)
-    places = _places(mask).clamp(0, max(count - 1, 0)).reshape(-1)
-    given = torch.where(mask, grad, torch.zeros_like(grad)).reshape(-1)
-    return grad.new_zeros(count).scatter_add(0, places, given).view(sizes)
+    indices = _source_indices(mask).clamp(0, max(count - 1, 0)).reshape(-1)
+    values = torch.where(mask, grad, torch.zeros_like(grad)).reshape(-1)
+    return grad.new_zeros(count).scatter_add(0, indices, values).view(sizes)
 
 
-def _places(mask: torch.Tensor) -> torch.Tensor:
-    """For each true element how many are true before it, counted row by row so that rows may be split."""
+def _source_indices(mask: torch.Tensor) -> torch.Tensor:
+    """For each true element the number of true ones before it, counted row by row so that rows may be split."""
     if mask.ndim == 0:
         return torch.zeros_like(mask, dtype=torch.long)
     inside = mask.reshape(len(mask), -1).long().cumsum(1)
@@ -240,9 +241,9 @@ def _places(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _nll_loss(op: OpOverload) -> Callable[..., Any]:
-    """A mean over the tokens that count is the sum over them divided by the sum of their weights.
+    """A mean over tokens as their sum divided by the sum of their weights.
 
-    Without weights that is how many there are, which follows from the targets: known long before the loss.
+    Without weights that is the number of targets that are not ignored, which does not depend on the loss.
     """
 
     def nll_loss(

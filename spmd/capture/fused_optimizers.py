@@ -1,7 +1,7 @@
-"""Fused optimizer ops (``torch._fused_adamw_``) as the arithmetic they stand for, tensor by tensor.
+"""Decompose fused optimizer ops (``torch._fused_adamw_``) into their arithmetic, tensor by tensor.
 
-An optimizer of torch's is traced without them; these are for who calls them. The tensors of a list may each live
-somewhere else, so they come apart in the first trace, like ``_foreach``.
+torch's own optimizers are traced without them; these are for steps that call them directly. The tensors of a list may
+have different placements, so the ops are decomposed in the first trace, like ``_foreach``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ aten = torch.ops.aten
 Write = Callable[[Tensor, Tensor], None]
 
 
-def fused() -> dict[Any, Callable[..., None]]:
-    """By op, for rates that are numbers and rates that are tensors."""
+def fused_table() -> dict[Any, Callable[..., None]]:
+    """The decompositions, by op, for learning rates that are numbers and that are tensors."""
     steps: dict[Any, Callable[..., None]] = {
         aten._fused_adam_: partial(adam, decoupled=False),
         aten._fused_adamw_: partial(adam, decoupled=True),
@@ -47,7 +47,7 @@ def adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Adam, or AdamW if ``decoupled``. ``steps`` have counted this step already."""
+    """Adam, or AdamW if ``decoupled``. ``steps`` count this step already."""
     write = partial(_write, found_inf)
     for k, (param, average, square, step) in enumerate(zip(params, averages, squares, steps, strict=True)):
         decayed, grad = param, _gradient(grads[k], grad_scale, maximize, write)
@@ -108,7 +108,7 @@ def adagrad(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Adagrad. ``steps`` have counted this step already."""
+    """Adagrad. ``steps`` count this step already."""
     write = partial(_write, found_inf)
     for param, given, total, step in zip(params, grads, sums, steps, strict=True):
         grad = _gradient(given, grad_scale, maximize, write)
@@ -121,7 +121,7 @@ def adagrad(
 
 
 def _gradient(grad: Tensor, scale: Tensor | None, maximize: bool, write: Write) -> Tensor:
-    """What the step goes against; a gradient that was scaled is written back unscaled."""
+    """The unscaled gradient, negated to maximize; a scaled gradient is written back unscaled."""
     unscaled = grad if scale is None else grad / scale
     if scale is not None:
         write(grad, unscaled)
@@ -129,5 +129,5 @@ def _gradient(grad: Tensor, scale: Tensor | None, maximize: bool, write: Write) 
 
 
 def _write(found_inf: Tensor | None, old: Tensor, new: Tensor) -> None:
-    """``new`` in the place of ``old``, unless a gradient was infinite: then nothing is written at all."""
+    """Write ``new`` into ``old``, unless some gradient is infinite."""
     old.copy_(new if found_inf is None else torch.where(found_inf == 1, old, new))

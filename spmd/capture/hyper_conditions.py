@@ -1,7 +1,7 @@
-"""What a program assumes of its hyper-parameters, as found while tracing.
+"""Conditions on hyper-parameters under which a program is valid, found while tracing.
 
-A float of a parameter group, or a number of optimizer state, is an input of the graph, but where the optimizer branches
-on it (``if weight_decay != 0``) the trace took one way. Each such condition is kept and asked again at every call: a
+A float of a parameter group, or a number of optimizer state, is an input of the graph. But where the optimizer branches
+on it (``if weight_decay != 0``) the trace took one branch. Each such condition is evaluated again at every call; the
 program runs only while all hold.
 """
 
@@ -18,7 +18,7 @@ import torch
 from .._torch import ShapeEnv, symbolic_functions
 from .state_branches import Branch
 
-# What torch calls Python's own arithmetic on symbols; the rest is evaluated as sympy does, more slowly.
+# Torch's names for Python's own arithmetic on symbols; all else is evaluated by sympy, more slowly.
 _AS_PYTHON: dict[str, Callable[..., Any]] = {
     "FloatPow": operator.pow,
     "PowByNatural": operator.pow,
@@ -38,13 +38,13 @@ _AS_PYTHON: dict[str, Callable[..., Any]] = {
 class HyperGuards:
     """Conditions on the values of all hyper-parameters of a call, in order."""
 
-    positions: list[tuple[int, ...]] = field(default_factory=list)  # of the values that each check reads
+    positions: list[tuple[int, ...]] = field(default_factory=list)  # of the values that each check takes
     checks: list[Callable[..., bool]] = field(default_factory=list)
-    branches: list[Branch] = field(default_factory=list)  # on state without dims
+    branches: list[Branch] = field(default_factory=list)  # on 0-dim state
 
     @classmethod
     def of(cls, shapes: ShapeEnv, symbols: Sequence[Any], branches: Sequence[Branch] = ()) -> HyperGuards:
-        """The conditions that a trace has put on the symbols of its hyper-parameters (None for those without one)."""
+        """The conditions that a trace has put on the symbols of its hyper-parameters, None for those without one."""
         position = {symbol: index for index, symbol in enumerate(symbols) if symbol is not None}
         guards = cls(branches=list(branches))
         for guard in shapes.guards:
@@ -55,14 +55,14 @@ class HyperGuards:
         return guards
 
     def hold(self, values: Sequence[Any]) -> bool:
-        """Whether a call with these values takes the same way."""
+        """Whether a call with these values takes the same branches."""
         return all(
             bool(check(*(values[k] for k in positions)))
             for positions, check in zip(self.positions, self.checks, strict=True)
         )
 
-    def hold_on(self, names: Sequence[str], state: Sequence[torch.Tensor]) -> bool:
-        """Whether a call with this state, given by name, takes the same way."""
+    def hold_for_state(self, names: Sequence[str], state: Sequence[torch.Tensor]) -> bool:
+        """Whether a call with this state takes the same branches."""
         if not self.branches:
             return True
         live = dict(zip(names, state, strict=True))

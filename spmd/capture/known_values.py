@@ -1,4 +1,4 @@
-"""Values that are known while tracing, since they follow from no input and no chance: counts, offsets, tables."""
+"""Known values: tensors whose values can be computed while tracing, from no input and no random draw."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from passes.ir.ops import Trait, has
 
 from .._torch import OpOverload, disable_modes, get_proxy_mode
 from .provenance import proxy_node
-from .state_branches import ancestors, cut_out
+from .state_branches import ancestors, extract
 
 aten = torch.ops.aten
 _LARGEST = 1 << 22  # elements of a value that is worth computing
 
 
 def known_value(tensor: Tensor) -> Tensor | None:
-    """The value of a traced tensor, or None where it is known only when the program runs."""
+    """The value of a traced tensor, or None if it is known only when the program runs."""
     mode = get_proxy_mode()
     node = proxy_node(tensor, mode.tracer) if mode is not None else None
     if node is None or tensor.numel() > _LARGEST:
@@ -30,26 +30,26 @@ def known_value(tensor: Tensor) -> Tensor | None:
     if _written_elsewhere(needed, node.graph):
         return None
     with disable_modes(), torch.no_grad():
-        value: Tensor = cut_out(node, needed, [])()
+        value: Tensor = extract(node, needed, [])()
     return value
 
 
 def _written_elsewhere(needed: set[fx.Node], graph: fx.Graph) -> bool:
-    """Whether something was written into one of ``needed`` through a view that it does not follow from."""
-    same = set(needed)  # or a view of one
+    """Whether an op outside of ``needed`` writes into one of them, or into a view of one."""
+    views = set(needed)
     for node in graph.nodes:
         read = node.all_input_nodes[:1]
-        if not isinstance(node.target, OpOverload) or not same.issuperset(read) or not read or node in needed:
+        if not isinstance(node.target, OpOverload) or not views.issuperset(read) or not read or node in needed:
             continue
         if has(node.target, Trait.MUTABLE):
             return True
         if has(node.target, Trait.VIEW):
-            same.add(node)
+            views.add(node)
     return False
 
 
 def known_numbers() -> dict[Any, Any]:
-    """Decompositions of the ops that read a number or an answer out of tensors: what is known stands in the graph."""
+    """Decompositions of the ops that convert tensors to Python numbers or bools: known values become constants."""
     return {aten._local_scalar_dense.default: _number, aten.equal.default: _equal}
 
 
@@ -62,7 +62,7 @@ def _number(tensor: Tensor) -> Any:
 
 
 def _equal(one: Tensor, other: Tensor) -> Any:
-    """In torch 2.11 ``quantile`` asks so whether its number lies between 0 and 1."""
+    """``quantile`` of torch 2.11 checks so that its number lies between 0 and 1."""
     values = known_value(one), known_value(other)
     if values[0] is None or values[1] is None:
         return NotImplemented
@@ -71,7 +71,7 @@ def _equal(one: Tensor, other: Tensor) -> Any:
 
 
 def is_range(tensor: Tensor, step: int) -> bool:
-    """Whether ``tensor`` is known to be 0, ``step``, 2 ``step``, ..."""
+    """Whether the value of ``tensor`` is known to be 0, ``step``, 2 * ``step``, ..."""
     value = known_value(tensor)
     if value is None or value.ndim != 1:
         return False

@@ -1,8 +1,8 @@
-"""Optimizers while the step is traced: in their plainest form, with counters computed as eager computes them.
+"""Optimizers while the step is traced: one tensor at a time, with counters computed as eager computes them.
 
-In: an optimizer whose groups and state hold fakes, for the length of a trace. torch's optimizers are traced one tensor
-at a time and with counters as tensors, so that nothing in the graph asks for a value. In eager a counter is taken out
-of its tensor and computed with as a Python float; ``Numbers`` makes a tensor behave like one.
+In: an optimizer whose groups and state hold fakes, for the length of a trace. torch's optimizers are traced tensor by
+tensor and with counters as tensors, so that nothing in the graph needs a value. Eager reads a counter out of its tensor
+and computes with a Python float; ``TensorsAsFloats`` makes a tensor behave like one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .._torch import TorchFunctionMode, compiling, tree_flatten, tree_map
 from .provenance import Recorder
 from .unsupported import Refused
 
-# State of torch's optimizers that eager takes out of its tensor to compute with.
+# State of torch's optimizers that eager reads out of its tensor, to compute with Python floats.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
-# They branch on the value of a counter, except in the form that keeps counters as tensors.
+# Optimizers that branch on the value of a counter, except in the form that keeps counters as tensors.
 _BRANCHING = (torch.optim.RAdam, torch.optim.ASGD)
-# What they return is the number that they were given.
+# Functions that return the number that they are given.
 _COPIES = {"clone", "detach"}
-# Why some cannot be part of a graph, and the way out.
+# Optimizers that no graph can hold, each with the reason and what to do instead.
 _REFUSED: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: (
         "LBFGS calls its closure until the loss is small enough, so how much it computes depends on the data. Use an "
@@ -50,8 +50,8 @@ def check_traceable(path: str, optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def only_these(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Raise ``Refused`` where any other optimizer steps or clears gradients: live ones, or none at all."""
+def refuse_other_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Raise ``Refused`` if any other optimizer steps or clears gradients: its state is live, or it updates nothing."""
     known = {id(optimizer) for optimizer in optimizers}
     zero_grad = Optimizer.zero_grad
 
@@ -59,7 +59,7 @@ def only_these(optimizers: Iterable[Optimizer]) -> Iterator[None]:
         if id(optimizer) not in known:
             raise Refused(
                 f"it uses an optimizer ({type(optimizer).__name__}) that is not among its arguments (from a closure, a "
-                "global or an object that holds it). Pass it as an argument. It is used"
+                "global or an object that holds it). Pass it as an argument."
             )
 
     def checked(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -75,35 +75,35 @@ def only_these(optimizers: Iterable[Optimizer]) -> Iterator[None]:
         Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-class Numbers(TorchFunctionMode):
-    """Within it, some tensors without dims are to torch what a Python float is.
+class TensorsAsFloats(TorchFunctionMode):
+    """Makes some 0-dim tensors behave as Python floats.
 
-    They are the counters given to ``add``, tensors made from nothing, and what is computed from these alone. The rules
-    are those of Python floats: among themselves they compute in fp64; next to other tensors without dims they take
-    their dtype, as they do next to the counter that is written.
+    These are the counters given to ``add``, tensors that are made from no other, and what is computed from these alone.
+    Among themselves they compute in fp64; next to other 0-dim tensors they take their dtype, as they do next to a
+    counter that is written.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.active = True
-        self._numbers: dict[int, Tensor] = {}
+        self._floats: dict[int, Tensor] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """Let ``tensor`` be a number."""
-        self._numbers[id(tensor)] = tensor
+        """Let ``tensor`` behave as a float."""
+        self._floats[id(tensor)] = tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        strangers = bool(operands) and not any(map(self._is_number, operands))
-        if not self.active or strangers or func.__name__ in ("__get__", "__set__"):
+        no_float = bool(operands) and not any(map(self._is_float, operands))
+        if not self.active or no_float or func.__name__ in ("__get__", "__set__"):
             return func(*args, **kwargs)
         written = operands[:1] if _is_in_place(func) else []
-        others = [x for x in operands if not self._is_number(x)] + written
+        others = [x for x in operands if not self._is_float(x)] + written
         dtype = _dtype_beside(others)
 
         def read(x: Any) -> Any:
-            is_read = self._is_number(x) and x.is_floating_point() and not any(x is w for w in written)
+            is_read = self._is_float(x) and x.is_floating_point() and not any(x is w for w in written)
             return x.to(dtype) if is_read and dtype is not None and func.__name__ not in _COPIES else x
 
         result = func(*tree_map(read, args), **tree_map(read, kwargs))
@@ -111,8 +111,8 @@ class Numbers(TorchFunctionMode):
             self.add(result)
         return result
 
-    def _is_number(self, value: Any) -> bool:
-        return id(value) in self._numbers
+    def _is_float(self, value: Any) -> bool:
+        return id(value) in self._floats
 
 
 def _is_in_place(func: Any) -> bool:
@@ -121,48 +121,48 @@ def _is_in_place(func: Any) -> bool:
 
 
 def _dtype_beside(others: Iterable[Tensor]) -> torch.dtype | None:
-    """The dtype in which numbers are read next to ``others``; None where torch's own promotion does as for floats."""
+    """The dtype of floats next to ``others``; None where torch's own promotion treats 0-dim tensors as floats."""
     dtypes = [x.dtype for x in others if x.is_floating_point() or x.is_complex()]
     if any(x.ndim for x in others):
         return None
     return reduce(torch.promote_types, dtypes) if dtypes else torch.float64
 
 
-class Watched:
-    """One optimizer for the length of a trace: its plainest form, and its steps known as updates.
+class TracedOptimizer:
+    """One optimizer for the length of a trace: it runs in its plain form, and its steps are recorded as updates.
 
-    Make it before its groups are made plain: it keeps in mind which form the user asked for.
+    Make it before ``use_plain_form`` of any other: which form the user chose is read from groups that may be shared.
     """
 
     def __init__(self, optimizer: Optimizer, recorder: Recorder) -> None:
         self.optimizer, self.recorder = optimizer, recorder
         groups = optimizer.param_groups
-        asked_for_tensors = any(group.get("capturable") or group.get("differentiable") for group in groups)
+        counts_in_tensors = any(group.get("capturable") or group.get("differentiable") for group in groups)
         fused = any(group.get("fused") for group in groups)
         rates = [group["lr"] for group in groups if isinstance(group.get("lr"), Tensor)]
-        takes_out = _is_torchs(optimizer) and not asked_for_tensors
-        # A learning rate that is a tensor rounds what it meets, in an order that the form with tensors does not keep.
-        self.in_floats = bool(takes_out and rates and not fused and not isinstance(optimizer, _BRANCHING))
-        self.numbers = Numbers() if takes_out and not self.in_floats else None
+        counts_in_floats = _is_torchs(optimizer) and not counts_in_tensors
+        # A learning rate that is a tensor rounds its operands in an order that the form with tensor counters changes.
+        self.in_floats = bool(counts_in_floats and rates and not fused and not isinstance(optimizer, _BRANCHING))
+        self.floats = TensorsAsFloats() if counts_in_floats and not self.in_floats else None
 
-    def make_plain(self) -> None:
-        """Ask for one tensor at a time, and for counters as tensors where torch has that."""
+    def use_plain_form(self) -> None:
+        """Set the groups to one tensor at a time, and to counters as tensors where torch has that form."""
         plain = {"foreach": False, "fused": False, "capturable": not self.in_floats}
         for group in self.optimizer.param_groups:
-            if self.numbers is not None and group.get("fused") and isinstance(group["lr"], Tensor):
-                self.numbers.add(group["lr"])  # a fused kernel takes it out, too
+            if self.floats is not None and group.get("fused") and isinstance(group["lr"], Tensor):
+                self.floats.add(group["lr"])  # a fused kernel reads it as a float, too
             group.update({key: value for key, value in plain.items() if key in group})
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Watch every call of ``optimizer.step`` for the length of the context."""
+    def watch_steps(self) -> Iterator[None]:
+        """Record every call of ``optimizer.step`` as an update for the length of the context."""
         attributes = self.optimizer.__dict__
-        before = {key: attributes[key] for key in ("step",) if key in attributes}  # a scheduler puts one there
+        before = {key: attributes[key] for key in ("step",) if key in attributes}  # a scheduler sets one
         step: Callable[..., Any] = self.optimizer.step
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tree_map(self._outside, (args, kwargs))
-            with self.numbers or nullcontext(), self._updating(True):
+            args, kwargs = tree_map(self._outside_update, (args, kwargs))
+            with self.floats or nullcontext(), self._updating(True):
                 return step(*args, **kwargs)
 
         self._add_counters()
@@ -176,11 +176,11 @@ class Watched:
     def _add_counters(self) -> None:
         for values in self.optimizer.state.values():
             for key in _COUNTERS & values.keys():
-                if self.numbers is not None and isinstance(values[key], Tensor):
-                    self.numbers.add(values[key])
+                if self.floats is not None and isinstance(values[key], Tensor):
+                    self.floats.add(values[key])
 
-    def _outside(self, closure: Any) -> Any:
-        """A closure is no part of the update."""
+    def _outside_update(self, closure: Any) -> Any:
+        """A closure of ``step`` that is not recorded as a part of the update."""
         if not callable(closure):
             return closure
 
@@ -194,18 +194,18 @@ class Watched:
     def _updating(self, inside: bool) -> Iterator[None]:
         by = 1 if inside else -1
         self.recorder.updating += by
-        if self.numbers is not None:
-            self.numbers.active = inside
+        if self.floats is not None:
+            self.floats.active = inside
         try:
             with compiling(not (inside and self.in_floats)):
                 yield
         finally:
             self.recorder.updating -= by
-            if self.numbers is not None:
-                self.numbers.active = not inside
+            if self.floats is not None:
+                self.floats.active = not inside
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is one of torch's, or made from one."""
+    """Whether the optimizer's class is torch's, or derived from one of torch's."""
     classes = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer]
     return any(kind.__module__.startswith("torch.optim") for kind in classes)

@@ -1,8 +1,8 @@
-"""Where each traced node comes from: phase, module, the user's line, and in backward, what it is the gradient of.
+"""Provenance of traced nodes: phase, module, the user's line, and in backward, the value whose gradient a node is.
 
-A dispatch mode sees every op while ``make_fx`` traces and notes what is true at that moment; nothing is guessed from
-the graph afterwards. A backward op is run by an autograd node, whose sequence number leads to the forward op that made
-it: it inherits that op's module and line.
+A dispatch mode sees every op while ``make_fx`` traces and records the state of that moment; nothing is guessed from the
+graph afterwards. A backward op is run by an autograd node, whose sequence number leads to the forward op that made it:
+it inherits that op's module and line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes import CaptureError, Phase
+from passes import Phase
 from passes.ir.ops import draws
 from passes.ir.origin import Origin
 
@@ -35,9 +35,9 @@ from .._torch import (
 )
 from ..call.rng import Draws
 from ..source_lines import user_line
-from .python_reads import Reads
+from .reads import Reads
 from .recompute import Recomputed, recomputing
-from .unsupported import check_op
+from .unsupported import Refused, check_op
 
 _TORCH_OPS = {"aten", "prim", "prims"}
 
@@ -52,7 +52,7 @@ class _Forward:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes an ``Origin`` on every node that ``make_fx`` adds while this mode is on."""
+    """Writes an ``Origin`` to every node that ``make_fx`` adds while this mode is on."""
 
     def __init__(self, module_names: dict[int, str], reads: Reads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
         self.updating = 0  # depth of Optimizer.step and zero_grad calls
         self._names = module_names
         self._modules: list[str] = []
-        self._outside: int | None = None  # in a recomputation: how many modules were running around it
+        self._outside: int | None = None  # in a recomputation: how many modules were running when it began
         self._differentiable = False  # whether autograd follows the op that runs now
         self._last: fx.Node | None = None
         self._count = 0
@@ -68,16 +68,16 @@ class Recorder(TorchDispatchMode):
         self._hooked: set[int] = set()
         self._draws = Draws()
         self._recomputed = Recomputed()
-        self._kept: list[Any] = []  # autograd nodes that were hooked: kept alive so that ids stay unique
+        self._alive: list[Any] = []  # hooked autograd nodes, so that their ids stay unique
         self._hooks: list[Any] = []  # our hooks on them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The shapes of an op of the user's are told by a function of the user's.
+        # The shape function of a user's op is code of the user's.
         inside_torch = func.namespace in _TORCH_OPS and all(kind is FakeTensor for kind in types)
         with self._reads.unwatched() if inside_torch else nullcontext():
-            return self._noted(func, args, kwargs)
+            return self._run_op(func, args, kwargs)
 
-    def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         current = current_autograd_node()
         if current is not None:
             self._hook_upstream(current)
@@ -90,23 +90,23 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         for node in _added_since(None, get_proxy_mode().tracer.graph):  # type: ignore[union-attr]
-            self._last = node  # what is there already is none of the step's
+            self._last = node  # nodes that are there already are not the step's
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:  # which hold on to all that the trace has seen, where Python's collector does not look
+        for hook in self._hooks:  # they keep all traced tensors alive, where Python's collector does not look
             hook.remove()
         self._hooks.clear()
-        self._kept.clear()
+        self._alive.clear()
 
-    def generators_kept(self) -> AbstractContextManager[None]:
-        """Leave the default generators as they were."""
-        return self._draws.generators_kept()
+    def restored_generators(self) -> AbstractContextManager[None]:
+        """Restore the states of the default generators at the end of the context."""
+        return self._draws.restored_generators()
 
     @contextmanager
     def watch_modules(self) -> Iterator[None]:
-        """Know the module that is running, by hooks on every module call."""
+        """Follow which module is running, by hooks on every module call."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if self._outside is None and current_autograd_node() is not None:
@@ -122,13 +122,13 @@ class Recorder(TorchDispatchMode):
             yield
 
     def tag_gradient(self, gradient: torch.Tensor, parameter: str) -> None:
-        """Note that ``gradient`` is, for now, the whole gradient of ``parameter``."""
+        """Record that ``gradient`` is, for now, the whole gradient of ``parameter``."""
         origin = self._origin_of(gradient)
         if origin is not None:
             origin.grad_of = parameter
 
     def source_of(self, tensor: torch.Tensor) -> str:
-        """The user's line that made a traced tensor, empty if that is not known."""
+        """The user's line that made a traced tensor, empty if it is not known."""
         origin = self._origin_of(tensor)
         return origin.source if origin is not None else ""
 
@@ -139,14 +139,13 @@ class Recorder(TorchDispatchMode):
         return node.meta.get("origin") if node is not None else None
 
     def _number(self, op: Any, args: Any, kwargs: Any) -> int | None:
-        """Which draw of the step a random op is."""
+        """The number of a random op among the draws of the step; None for other ops."""
         if not draws(op, args, kwargs):
             return None
         if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
-            raise CaptureError(
-                f"{op} draws from a generator of its own, which every rank would move on by itself: leave generator= "
-                f"out, and call spmd.seed to choose the numbers, or draw outside of the step and pass what was drawn, "
-                f"at {user_line(sys._getframe(2))}"
+            raise Refused(
+                f"{op} draws from a generator of its own, which every rank would advance by itself. Leave generator= "
+                "out, and call spmd.seed to choose the numbers, or draw outside of the step and pass the result."
             )
         return self._draws.number(args, kwargs)
 
@@ -168,7 +167,7 @@ class Recorder(TorchDispatchMode):
         self._last = added[-1]
 
     def _mark(self, node: fx.Node, run: FrameType) -> None:
-        """Note that checkpoint computes ``node`` again, in backward."""
+        """Record that checkpoint computes ``node`` again, in backward."""
         origin: Origin = node.meta["origin"]
         original = self._recomputed.original(node, run)
         of = original.meta.get("origin") if original is not None else None
@@ -195,14 +194,14 @@ class Recorder(TorchDispatchMode):
         return Phase.UPDATE if after_backward else Phase.FORWARD
 
     def _hook_upstream(self, node: Any) -> None:
-        """Hook all autograd nodes that will run after ``node``, to learn whose gradient they are handed."""
+        """Hook all autograd nodes that will run after ``node``, to learn which value's gradient each receives."""
         pending = [child for child, _ in node.next_functions if child is not None]
         while pending:
             child = pending.pop()
             if id(child) in self._hooked:
                 continue
             self._hooked.add(id(child))
-            self._kept.append(child)
+            self._alive.append(child)
             if hasattr(child, "variable"):  # accumulates into a leaf; tagged by the leaf's own hook
                 continue
             self._hooks.append(child.register_prehook(self._cotangent_hook(sequence_number_of(child))))

@@ -1,8 +1,7 @@
-"""Random ops taken apart into simpler ones, which are drawn where their part is needed.
+"""Decompose random ops into simpler ones, of which each rank draws only its part.
 
-What is left (``poisson``, ``binomial``, ``_standard_gamma``, ``_sample_dirichlet``, sampling with replacement,
-``randperm``) takes a number of draws that depends on what was drawn, or relates all elements: it runs whole on every
-rank.
+The others (``poisson``, ``binomial``, ``_standard_gamma``, ``_sample_dirichlet``, sampling with replacement,
+``randperm``) use a number of draws that depends on values, or relate all elements: every rank runs them whole.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def random_table() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def before_functionalization() -> dict[Any, Callable[..., Any]]:
-    """``random_(low, high)`` is the overload ``from``, which FX cannot write down: ``from`` is a keyword in Python."""
+def in_place_random_table() -> dict[Any, Callable[..., Any]]:
+    """The decomposition of ``random_(low, high)``: FX cannot print its overload ``from``, a keyword of Python."""
     return {getattr(aten.random_, "from"): _random_from}
 
 
@@ -44,7 +43,7 @@ def _normal(mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
 
 
 def _multinomial(weights: torch.Tensor, count: int, replacement: bool = False) -> torch.Tensor:
-    """The first to arrive, when each waits an exponential time with its weight as the rate."""
+    """Sample by an exponential race: the first to arrive, where each has its weight as the rate."""
     if replacement and count > 1:
         return NotImplemented  # type: ignore[no-any-return]
     race = weights / aten.exponential.default(torch.empty_like(weights))
@@ -55,7 +54,7 @@ def _multinomial(weights: torch.Tensor, count: int, replacement: bool = False) -
 def _rrelu(
     x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Negative numbers are scaled by random slopes, which come back for backward; outside of training by their mean."""
+    """Scale negative numbers by random slopes, returned for backward; outside of training by their mean."""
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise.clone()
     slopes = torch.where(x <= 0, aten.uniform.default(torch.empty_like(x), lower, upper), 1.0)

@@ -1,8 +1,8 @@
-"""What ``torch.utils.checkpoint`` computes a second time, known while the step is traced.
+"""Recognize recomputations of ``torch.utils.checkpoint`` while the step is traced.
 
-In backward, checkpoint calls the user's function again: an op between backward's own entrance and a frame of checkpoint
-is a recomputation. What it computes again is the op before it with the same target on the same operands, where an
-operand that was itself computed again counts as the first one. Marked so, the two are not merged later, which would
+In backward, checkpoint calls the user's function again: an op whose stack has a frame of checkpoint inside of backward
+is a recomputation. Its original is the earlier op with the same target on the same operands, where an operand that was
+itself recomputed counts as its original. Marked recomputations are not merged with their originals later, which would
 undo the checkpoint.
 """
 
@@ -20,7 +20,7 @@ _DETACH = torch.ops.aten.detach.default
 
 
 def recomputing(frame: FrameType | None) -> FrameType | None:
-    """The frame of ``torch.utils.checkpoint`` that runs what ``frame`` belongs to, if this backward has one."""
+    """The frame of ``torch.utils.checkpoint`` around ``frame`` in the innermost backward, or None."""
     while frame is not None and frame.f_code.co_filename != _BACKWARD:
         if frame.f_code.co_filename == _CHECKPOINT:
             return frame
@@ -29,20 +29,20 @@ def recomputing(frame: FrameType | None) -> FrameType | None:
 
 
 class Recomputed:
-    """From each recomputed node to the node that computed the same before."""
+    """Finds for each recomputed node the node that computed the same before."""
 
     def __init__(self) -> None:
         self._run: FrameType | None = None
-        self._before: dict[str, fx.Node] = {}  # computed before this run, by what it is
-        self._now: dict[str, fx.Node] = {}  # computed in this run
+        self._before: dict[str, fx.Node] = {}  # computed before this run, by key
+        self._now: dict[str, fx.Node] = {}  # computed in this run, by key
         self._first: dict[fx.Node, fx.Node] = {}
 
     def original(self, node: fx.Node, run: FrameType) -> fx.Node | None:
-        """What ``node``, traced in the recomputation ``run``, computes again; None if nothing did so before."""
+        """The node that ``node``, traced in the recomputation ``run``, computes again; None if there is none."""
         if not self._before:
             earlier = (each for each in node.graph.nodes if each is not node)
             self._before = {self._key(each): each for each in earlier if each.op == "call_function"}
-        if node.target is _DETACH and isinstance(node.args[0], fx.Node):  # how checkpoint hands on what it kept
+        if node.target is _DETACH and isinstance(node.args[0], fx.Node):  # how checkpoint passes on what it saved
             self._first[node] = self._first.get(node.args[0], node.args[0])
             return node.args[0]
         if run is not self._run:
@@ -56,6 +56,7 @@ class Recomputed:
         return found
 
     def _key(self, node: fx.Node) -> str:
+        """Equal for nodes that compute the same."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: self._first.get(each, each))
         origin = node.meta.get("origin")
         return f"{node.target} {args} {kwargs} {origin.draw if origin is not None else None}"

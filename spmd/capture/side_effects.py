@@ -1,7 +1,7 @@
-"""Python state that a step changes while it is traced: found, put back, and told.
+"""Side effects on Python state while a step is traced: found, undone, and reported or refused.
 
-A trace runs the user's code once; what it does to attributes and parameter groups is no part of the graph. A compiled
-step would do it once instead of at every call, or leave traced tensors in the user's objects.
+A trace runs the user's code once; what it does to attributes and parameter groups is not in the graph. A compiled step
+would do it once instead of at every call, or leave traced tensors in the user's objects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._torch import tree_flatten
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value at the end of a trace is the graph's to compute."""
+    """Whether the graph computes ``value``."""
     return isinstance(value, (torch.Tensor, torch.SymFloat, torch.SymInt))
 
 
@@ -30,21 +30,21 @@ def holds_traced(value: Any) -> bool:
 
 
 @contextmanager
-def attributes_kept(name: str, module: nn.Module) -> Iterator[None]:
-    """Put a module's attributes back if tracing fails; else warn of those that the step changed.
+def contain_module_effects(name: str, module: nn.Module) -> Iterator[None]:
+    """Restore a module's attributes if tracing fails; else warn of those that the step changed.
 
-    An attribute that came to hold a traced tensor is put back in any case: outside of the trace it has no value.
+    An attribute that holds a traced tensor afterwards is restored in any case: outside of the trace it has no value.
     """
     before = dict(module.__dict__)
     contents = {key: type(value)(value) for key, value in before.items() if type(value) in (list, dict, set)}
     try:
         yield
     except BaseException:
-        _put_back(module, before, contents, [*module.__dict__, *before])
+        _restore(module, before, contents, [*module.__dict__, *before])
         raise
     changed = [k for k, v in module.__dict__.items() if v is not before.get(k) or _differs(v, contents.get(k))]
     lost = [key for key in changed if not key.startswith("_") and key != "training"]
-    _put_back(module, before, contents, [key for key in changed if holds_traced(module.__dict__[key])])
+    _restore(module, before, contents, [key for key in changed if holds_traced(module.__dict__[key])])
     if lost:
         warnings.warn(
             f"the step changes {', '.join(f'{name}.{key}' for key in lost)}, which a compiled step does only once, "
@@ -54,7 +54,7 @@ def attributes_kept(name: str, module: nn.Module) -> Iterator[None]:
 
 
 def _differs(value: Any, content: Any) -> bool:
-    """Whether a list, dict or set has other entries than before."""
+    """Whether a list, dict or set has other entries than ``content``."""
     if content is None:
         return False
     if isinstance(value, dict):
@@ -64,7 +64,7 @@ def _differs(value: Any, content: Any) -> bool:
     return len(value) != len(content)
 
 
-def _put_back(module: nn.Module, before: dict[str, Any], contents: dict[str, Any], keys: list[str]) -> None:
+def _restore(module: nn.Module, before: dict[str, Any], contents: dict[str, Any], keys: list[str]) -> None:
     for key in keys:
         if key not in before:
             module.__dict__.pop(key, None)
@@ -76,22 +76,34 @@ def _put_back(module: nn.Module, before: dict[str, Any], contents: dict[str, Any
 
 
 @contextmanager
-def group_kept(name: str, group: dict[str, Any]) -> Iterator[None]:
+def contain_group_effects(name: str, group: dict[str, Any]) -> Iterator[None]:
     """Raise ``CaptureError`` if the step changes a parameter group, as a scheduler called inside of it does."""
     before = dict(group)
     yield
     changed = [key for key in group if key not in before or group[key] is not before[key]]
     if changed:
         raise CaptureError(
-            f"the step changes {name}.{changed[0]}, which a compiled step would do once instead of at every call: "
-            "change hyper-parameters, and call schedulers, outside of the step. What an optimizer counts, it keeps in "
+            f"the step changes {name}.{changed[0]}, which a compiled step would do only once, while it is traced. "
+            "Change hyper-parameters, and call schedulers, outside of the step. An optimizer keeps what it counts in "
             "self.state[parameter], as a number or a tensor"
         )
 
 
 @contextmanager
-def optimizer_kept(name: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put an optimizer's attributes back; raise ``CaptureError`` if the step has changed one, such as a counter."""
+def contain_group_list_effects(path: str, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Raise ``CaptureError`` if the step adds or removes parameter groups; the list is restored in any case."""
+    before = list(groups)
+    try:
+        yield
+        if len(groups) != len(before):
+            raise CaptureError(f"the step changes the number of {path}.param_groups. Do so outside of the step")
+    finally:
+        groups[:] = before
+
+
+@contextmanager
+def contain_optimizer_effects(name: str, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore an optimizer's attributes; raise ``CaptureError`` if the step has changed one, such as a counter."""
     attributes = optimizer.__dict__
     before = {key: value for key, value in attributes.items() if not _is_torchs(key)}
     changed = []
@@ -104,11 +116,11 @@ def optimizer_kept(name: str, optimizer: torch.optim.Optimizer) -> Iterator[None
         attributes.update(before)
     if changed:
         raise CaptureError(
-            f"the step changes {name}.{changed[0]}, which a compiled step would do once instead of at every call: keep "
-            "it in self.state[parameter], as a number or a tensor"
+            f"the step changes {name}.{changed[0]}, which a compiled step would do only once, while it is traced. "
+            "Keep it in self.state[parameter], as a number or a tensor"
         )
 
 
 def _is_torchs(attribute: str) -> bool:
-    """Whether an attribute of an optimizer is looked after elsewhere, or is torch's own business."""
+    """Whether an attribute of an optimizer is torch's own, or is handled elsewhere."""
     return attribute.startswith("_") or attribute in ("state", "param_groups", "defaults", "step")

@@ -1,8 +1,7 @@
 """Tensors that modules hold as plain attributes, such as a table of positions: constants of the program.
 
-They are found with the modules, so they are arguments of the step; but they are not registered as buffers, and nothing
-stands in for them while tracing. Where an op meets one, it is taken into the graph. An attribute that comes to hold
-another tensor makes another program, as any attribute does.
+They belong to modules among the step's arguments, but they are not registered as buffers, so no fake replaces them
+while tracing. The first op that reads one lifts it into the graph. Guards compare the attribute by identity.
 """
 
 from __future__ import annotations
@@ -23,48 +22,48 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def held_tensors(submodules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Take the plain tensors of these modules into the graph where the step meets them."""
-    held = {
+def constant_attributes(submodules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Lift the plain tensors of these modules into the graph where an op reads them."""
+    constants = {
         id(value): (f"{name}.{key}", value)
         for name, module in submodules
         for key, value in vars(module).items()
-        if is_held(value)
+        if is_constant(value)
     }
-    if not held:
+    if not constants:
         yield
         return
-    with _Held(held):
+    with _LiftConstants(constants):
         yield
 
 
-def is_held(value: Any) -> bool:
-    """Whether a plain attribute of a module is a tensor that may be a constant."""
+def is_constant(value: Any) -> bool:
+    """Whether the value of a module's plain attribute is a tensor that may be a constant."""
     return type(value) is Tensor and not value.requires_grad
 
 
-class _Held(TorchDispatchMode):
-    """Puts what stands for a held tensor in its place, in every op."""
+class _LiftConstants(TorchDispatchMode):
+    """Replaces constants, given as (name, tensor) by id, by their lifted form in the arguments of every op."""
 
-    def __init__(self, held: dict[int, tuple[str, Tensor]]) -> None:
+    def __init__(self, constants: dict[int, tuple[str, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.held = held
-        self.taken: dict[int, Tensor] = {}
+        self.constants = constants
+        self.lifted: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def take(value: Any) -> Any:
-            return self._taken(func, value) if type(value) is Tensor and id(value) in self.held else value
+        def replace(value: Any) -> Any:
+            return self._lift(func, value) if type(value) is Tensor and id(value) in self.constants else value
 
-        args, kwargs = tree_map(take, (args, kwargs or {}))
+        args, kwargs = tree_map(replace, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _taken(self, func: Any, value: Tensor) -> Tensor:
+    def _lift(self, func: Any, value: Tensor) -> Tensor:
         if has(func, Trait.MUTABLE):
-            name = self.held[id(value)][0]
+            name = self.constants[id(value)][0]
             raise Refused(
-                f"it may write into {name} ({func}), a plain attribute of a module: make that a buffer, with "
-                "register_buffer. This happens"
+                f"it may write into {name} ({func}), a plain attribute of a module. Make that a buffer, with "
+                "register_buffer."
             )
-        if id(value) not in self.taken:
-            self.taken[id(value)] = aten.lift_fresh.default(value)
-        return self.taken[id(value)]
+        if id(value) not in self.lifted:
+            self.lifted[id(value)] = aten.lift_fresh.default(value)
+        return self.lifted[id(value)]

@@ -22,7 +22,7 @@ from passes import Input
 from passes.runtime.arena import view_at
 from passes.runtime.segments import allocate_segment
 
-from .._torch import owners
+from .._torch import storage_use_count
 from .codegen import release_all
 
 _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
@@ -73,7 +73,7 @@ def is_movable(tensor: torch.Tensor) -> bool:
     # Memory that torch did not allocate belongs to somebody, such as a numpy array; or it is a part of a flat tensor.
     shared = shared or not (tensor.untyped_storage().resizable() or containing_flat(tensor) is not None)
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return whole and not shared and owners(tensor) == 1
+    return whole and not shared and storage_use_count(tensor) == 1
 
 
 @dataclass
@@ -159,4 +159,4 @@ def _may_return(flat: _Flat, members: list[torch.Tensor]) -> bool:
     """Whether nobody else sees the memory of the members that have left, or the parts of ``flat`` that they left."""
     assert flat.tensor is not None and flat.addresses is not None
     left = [tensor for tensor, was in zip(members, flat.addresses, strict=True) if address_of(tensor) != was]
-    return all(map(is_movable, left)) and owners(flat.tensor) == 1 + len(members) - len(left)
+    return all(map(is_movable, left)) and storage_use_count(flat.tensor) == 1 + len(members) - len(left)

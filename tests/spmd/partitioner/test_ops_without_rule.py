@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmd.capture.decompositions import table
+from spmd.capture.decompositions import second_trace_table
 from spmd.rules import rule_of
 from tests.harness.structure import compile_on_fake_ranks, computes, nodes_of
 
@@ -41,7 +41,7 @@ def _compiled(forward: Callable[[Tensor], Tensor]) -> tuple[list[tuple[Any, Any]
 
 def test_an_op_is_decomposed_by_torchs_table() -> None:
     op = aten.channel_shuffle.default
-    assert rule_of(op) is None and op in table()
+    assert rule_of(op) is None and op in second_trace_table()
     called, notes = _compiled(lambda x: torch.channel_shuffle(x[..., None], 2)[..., 0])
     assert notes == []
     assert all(target is not op for target, _ in called)
@@ -49,7 +49,7 @@ def test_an_op_is_decomposed_by_torchs_table() -> None:
 
 def test_an_op_without_decomposition_runs_whole_and_the_report_has_line_and_bytes() -> None:
     op = aten.put.default
-    assert rule_of(op) is None and op not in table()
+    assert rule_of(op) is None and op not in second_trace_table()
     called, (note,) = _compiled(lambda x: x.put(torch.tensor([3]), torch.ones(1, dtype=x.dtype)))
     (whole,) = (args[0].meta["val"].shape for target, args in called if target is op)
     assert whole == (12, 4)

@@ -1,0 +1,102 @@
+"""Bind each traced value at the end of a step to what it is: a result, an update of an input, or new state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import Output, OutputKind, Program, Role
+
+from ..call.state import Slot, gradient_name, state_name
+from .captured import Captured, FromOutput, NewState
+from .final_state import FinalState
+from .functionalize import take_write_backs
+from .hyper_conditions import HyperGuards
+from .side_effects import is_traced
+
+
+def bind_outputs(
+    program: Program, final: FinalState, slots: list[Slot], guards: HyperGuards, constants: list[torch.Tensor]
+) -> Captured:
+    """Declare the program's outputs, which its graph returns in the order of ``final.traced()``."""
+    written = take_write_backs(program.graph)
+    outputs = _Outputs(program.output_values())
+    results = [
+        outputs.add(Output(OutputKind.RESULT, f"result.{index}", Role.RESULT)) if is_traced(leaf) else leaf
+        for index, leaf in enumerate(final.results)
+    ]
+    cleared = _bind_updates(outputs, slots, final, program.placeholders)
+    _bind_written_arguments(outputs, program, written)
+    new_state = [*_bind_gradients(outputs, final), *_bind_optimizer_state(outputs, final)]
+    program.set_outputs(outputs.values, outputs.declared)
+    return Captured(program, guards, constants, results, final.result_spec, new_state, cleared)
+
+
+class _Outputs:
+    """The outputs declared so far, each with its value; values come in the order of the graph's outputs."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._remaining = iter(values)
+        self.values: list[Any] = []
+        self.declared: list[Output] = []
+
+    def take(self) -> Any:
+        """The next value."""
+        return next(self._remaining)
+
+    def add(self, output: Output) -> FromOutput:
+        """Declare ``output`` to be the next value."""
+        return self.bind(output, self.take())
+
+    def bind(self, output: Output, value: Any) -> FromOutput:
+        """Declare ``output`` to be ``value``."""
+        val = value.meta["val"] if isinstance(value, fx.Node) else value
+        if isinstance(val, torch.Tensor):
+            output = replace(output, shape=tuple(val.shape), dtype=val.dtype)
+        self.values.append(value)
+        self.declared.append(output)
+        return FromOutput(sum(each.kind is not OutputKind.UPDATE for each in self.declared) - 1)
+
+
+def _bind_updates(outputs: _Outputs, slots: list[Slot], final: FinalState, placeholders: list[fx.Node]) -> list[str]:
+    """Bind updates of state; return the parameters whose gradient is cleared."""
+    cleared = []
+    for placeholder, slot, end in zip(placeholders, slots, final.slots, strict=False):
+        if not is_traced(end):
+            cleared.append(slot.input.of or "")
+            continue
+        value = outputs.take()
+        if value is not placeholder:
+            outputs.bind(Output(OutputKind.UPDATE, slot.input.name, slot.input.role, of=slot.input.of), value)
+    return cleared
+
+
+def _bind_written_arguments(outputs: _Outputs, program: Program, written: dict[fx.Node, fx.Node]) -> None:
+    for node, declared in zip(program.placeholders, program.inputs, strict=True):
+        if node in written and not declared.role.is_state:
+            outputs.bind(Output(OutputKind.UPDATE, declared.name, declared.role), written[node])
+
+
+def _bind_gradients(outputs: _Outputs, final: FinalState) -> list[NewState]:
+    return [
+        NewState(name, outputs.add(Output(OutputKind.NEW, gradient_name(name), Role.GRADIENT, of=name)))
+        for name in final.gradients
+    ]
+
+
+def _bind_optimizer_state(outputs: _Outputs, final: FinalState) -> list[NewState]:
+    skips = [
+        outputs.add(Output(OutputKind.RESULT, f"skipped.{index}", Role.RESULT)) for index in range(len(final.skips))
+    ]
+    new_state = []
+    for entry in final.optimizer_state:
+        name = state_name(entry.optimizer, entry.key, entry.parameter)
+        output = Output(OutputKind.NEW, name, Role.OPTIMIZER_STATE, of=entry.parameter)
+        value = outputs.add(output) if is_traced(entry.value) else entry.value
+        unless = None if entry.unless is None else skips[entry.unless]
+        new_state.append(NewState(entry.parameter, value, entry.optimizer, entry.key, unless))
+    return new_state

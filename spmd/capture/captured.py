@@ -1,0 +1,50 @@
+"""``Captured``: a captured step, and where the outputs of its program belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from passes import Program
+
+from .._torch import TreeSpec, tree_unflatten
+from .hyper_conditions import HyperGuards
+
+
+@dataclass(frozen=True)
+class FromOutput:
+    """A value that the graph computes, by its index among the outputs that are no updates."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class NewState:
+    """State that the step makes, and where it is stored after the call."""
+
+    parameter: str
+    value: Any  # ``FromOutput``, or a plain Python value
+    optimizer: str = ""  # empty for a gradient
+    key: Any = None
+    unless: FromOutput | None = None  # true in a call that does not make it after all
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The program of a step, its guards on numbers, and where its outputs belong."""
+
+    program: Program
+    guards: HyperGuards
+    constants: list[torch.Tensor]
+    result_leaves: list[Any]  # plain values, and ``FromOutput`` for each traced one
+    result_spec: TreeSpec
+    new_state: list[NewState]
+    cleared_gradients: list[str]  # parameters whose stored gradient the step sets to None
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """What the user's function returns, from the program's results in order."""
+        leaves = [outputs[leaf.index] if isinstance(leaf, FromOutput) else leaf for leaf in self.result_leaves]
+        return tree_unflatten(leaves, self.result_spec)

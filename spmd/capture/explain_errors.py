@@ -1,0 +1,119 @@
+"""Explain what tracing raises: what the step does that no graph can hold, what to do instead, and the user's line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from traceback import extract_tb
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from passes import CaptureError, SpmdError
+
+from .._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    UnsupportedOperatorException,
+)
+from ..call.state import Arguments, submodules_of
+from ..source_lines import module_of, source_at, user_location
+from .unsupported import Refused
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def explained_errors(function: Callable[..., Any], arguments: Arguments) -> Iterator[None]:
+    """Raise ``CaptureError`` with an explanation for what torch raises; the user's own errors get a note instead."""
+    try:
+        yield
+    except SpmdError:
+        raise
+    except Exception as error:
+        name, where = function.__qualname__, _describe_location(error.__traceback__, function, arguments)
+        reason = _reason(error)
+        if reason is None:
+            error.add_note(f"raised while spmd traced {name}; nothing was changed\n    {where}")
+            raise
+        raise CaptureError(f"{name} cannot be traced into one graph: {reason}\n    {where}") from error
+
+
+def _describe_location(traceback: TracebackType | None, function: Callable[..., Any], arguments: Arguments) -> str:
+    """``"train.py:12 in model.head: loss = ..."``, or the line where the function is defined."""
+    location = user_location(traceback)
+    if location is None:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+    module = module_of(traceback, {id(module): name for name, module in submodules_of(arguments.modules)})
+    return f"{location[0]}:{location[1]}{f' in {module}' if module else ''}: {source_at(*location)}"
+
+
+_ALTERNATIVES = (
+    "Select with torch.where instead of branching, return the tensor and look at it outside of the step, "
+    "or replace the submodule through spmd.Override."
+)
+# Ops whose result has a shape that depends on values, each with what computes the same in known shapes.
+_ALTERNATIVE_OF: dict[Any, str] = {
+    aten.bincount: "Count with torch.nn.functional.one_hot(x, classes).sum(0).",
+    aten.nonzero: "Keep all rows and weigh them with the mask, select with torch.where(mask, a, b), or return the "
+    "mask and look at it outside of the step.",
+    aten._ctc_loss: "The memory of the loss is as long as the longest target: compute it from padded targets and a "
+    "mask, with torch.logsumexp in a loop over time.",
+    aten.masked_select: "Keep all entries and weigh them with the mask: (x * mask).sum() / mask.sum().",
+}
+_CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
+_MEMORY = f"it takes a tensor's memory out of torch. {_ALTERNATIVES}"
+_FROM_OUTSIDE = (
+    "it uses a tensor or a module that is not among its arguments (from a closure, a global or an object that holds "
+    "it). Pass it as an argument."
+)
+# By a part of the message, for errors whose type alone does not tell the reason.
+_REASONS = {
+    "convert all Tensors to FakeTensors": _FROM_OUTSIDE,
+    "Mixing fake modes": _FROM_OUTSIDE,
+    "expected to contain only concrete integers": "it takes the value of a tensor for a size, but values are not known "
+    f"while tracing. {_ALTERNATIVES}",
+    "Couldn't swap": "it moves or converts a module, or makes one. Do so outside of the step.",
+    "found at least two devices": "it computes with tensors on several devices. Move them to one before the step.",
+    "SparseMeta": "it makes a sparse tensor, which cannot be split over ranks. Use dense ones (sparse=False).",
+    "is not tracked with proxy": "it makes a nested tensor, whose shape depends on values. Pad, and pass a mask.",
+    "FakeTensor.__format__": f"it formats a tensor as text, which needs its value. {_ALTERNATIVES}",
+    "numpy": _MEMORY,
+    ".tolist()": _MEMORY,
+    "data_ptr": _MEMORY,
+    "storage": _MEMORY,
+}
+
+
+def _reason(error: Exception) -> str | None:
+    """What the step does and what to do instead, in sentences; None for an error of the user's own."""
+    if isinstance(error, Refused):
+        return str(error)
+    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
+        return _needs_a_value(error)
+    if isinstance(error, DynamicOutputShapeException):
+        alternative = _ALTERNATIVE_OF.get(error.func.overloadpacket, _ALTERNATIVES)
+        return f"the shape of a result depends on values ({error.func}). {alternative}"
+    if isinstance(error, UnsupportedOperatorException):
+        return f"{error.func} does not compute the shape of its result from shapes alone. {_ALTERNATIVES}"
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], torch.Tensor):
+        return (
+            "it looks up a tensor in a dict, but while tracing, and after a step that splits parameters, other objects "
+            "stand in their place. Look up by name."
+        )
+    text = str(error)
+    return next((reason for part, reason in _REASONS.items() if part in text), None)
+
+
+def _needs_a_value(error: Exception) -> str:
+    if any(frame.filename.endswith(_CLIPPING) for frame in extract_tb(error.__traceback__)):
+        return (
+            "clipping needs the value of the norm, to raise if it is not finite. Leave error_if_nonfinite out, return "
+            "the norm from the step and look at it there."
+        )
+    return f"it needs the value of a tensor, which is not known while tracing. {_ALTERNATIVES}"

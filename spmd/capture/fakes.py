@@ -1,0 +1,83 @@
+"""Fakes of a call for its trace: a fake tensor of global shape for each tensor, a symbolic number for each float."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torch import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
+from ..call.call import Call
+from ..call.inputs import BatchInput
+from ..call.state import HyperParameter, Slot
+from .fake_mode import ShapesOnly
+
+
+@dataclass(frozen=True)
+class Fakes:
+    """The inputs of one trace, in the order of the graph's placeholders."""
+
+    mode: FakeTensorMode
+    shapes: ShapeEnv
+    slots: list[torch.Tensor]
+    hyper_parameters: list[Any]  # symbolic floats, or tensors
+    symbols: list[Any]  # the symbol of each hyper-parameter, None for a tensor
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, call: Call) -> Fakes:
+        """Fakes of a call's state, hyper-parameters and tensor arguments."""
+        shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
+        mode = ShapesOnly(shape_env=shapes, static_shapes=True)
+        with mode:
+            numbers = [_fake_number(shapes, hyper) for hyper in call.hyper_parameters]
+            return cls(
+                mode,
+                shapes,
+                [_fake_state(slot) for slot in call.slots],
+                [fake for fake, _ in numbers],
+                [symbol for _, symbol in numbers],
+                [_fake_input(x) for x in call.inputs],
+            )
+
+    @property
+    def flat(self) -> list[Any]:
+        """All inputs, in order."""
+        return [*self.slots, *self.hyper_parameters, *self.tensors]
+
+    def as_traced(self, flat: Sequence[Any]) -> Fakes:
+        """The same, as the tracer passes them to the function that it traces."""
+        slots, hyper = len(self.slots), len(self.slots) + len(self.hyper_parameters)
+        return replace(
+            self, slots=list(flat[:slots]), hyper_parameters=list(flat[slots:hyper]), tensors=list(flat[hyper:])
+        )
+
+
+def _fake_state(slot: Slot) -> torch.Tensor:
+    """A fake of global shape; never a copy of the live value."""
+    live = slot.get()
+    fake = torch.empty_strided(tuple(live.shape), live.stride(), dtype=live.dtype, device=live.device)
+    if isinstance(live, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=live.requires_grad)
+    return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake
+
+
+def _fake_input(described: BatchInput) -> torch.Tensor:
+    """Contiguous, as every argument is when the program runs."""
+    live = described.value
+    fake = torch.empty(described.shape, dtype=live.dtype, device=live.device)
+    return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake
+
+
+def _fake_number(shapes: ShapeEnv, hyper: HyperParameter) -> tuple[Any, Any]:
+    """(a fake, its symbol or None)."""
+    value = hyper.get()
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device), None
+    source = ConstantSource(hyper.name)
+    symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    make = shapes.create_symintnode if isinstance(value, int) else shapes.create_symfloatnode
+    return make(symbol, hint=value, source=source), symbol

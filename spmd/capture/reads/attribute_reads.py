@@ -1,0 +1,79 @@
+"""Observe attribute reads: ``__getattribute__`` of watched classes reports each attribute on its first read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._torch import BUFFERS, CHILDREN, MODULE_NOTES, PARAMETERS
+
+# Attributes that other guards compare as a whole: state, the tree of modules, ``training`` of every module.
+GUARDED_ELSEWHERE: dict[type, set[str]] = {
+    nn.Module: {PARAMETERS, BUFFERS, CHILDREN, "training", *MODULE_NOTES},
+    torch.optim.Optimizer: {"state", "param_groups", "defaults", "step"},  # schedulers wrap step to count it
+}
+
+
+class AttributeReads:
+    """Watches classes for the length of the context.
+
+    ``noted`` holds (id of an object's ``__dict__``, key) of the reads that need no report. ``on_read`` is called with
+    (instance, its ``__dict__`` or None, key), ``on_vars`` with (instance, ``__dict__``) when all of it is handed out.
+    """
+
+    def __init__(
+        self,
+        noted: Container[tuple[int, str]],
+        on_read: Callable[[Any, dict[str, Any] | None, str], None],
+        on_vars: Callable[[Any, dict[str, Any]], None],
+    ) -> None:
+        self._noted, self._on_read, self._on_vars = noted, on_read, on_vars
+        self._watched: set[type] = set()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> AttributeReads:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def watch(self, cls: type) -> bool:
+        """Report reads from instances of ``cls``; False where Python does not allow it, as for classes made in C."""
+        own = vars(cls).get("__getattribute__")
+        if cls in self._watched or (own is None and any(base in self._watched for base in cls.__mro__)):
+            return True
+        try:
+            cls.__getattribute__ = self._reporting(cls)  # type: ignore[assignment, method-assign]
+        except TypeError:
+            return False
+        self._watched.add(cls)
+        if own is None:
+            self._stack.callback(delattr, cls, "__getattribute__")
+        else:
+            self._stack.callback(setattr, cls, "__getattribute__", own)
+        return True
+
+    def _reporting(self, cls: type) -> Callable[[Any, str], Any]:
+        original: Any = cls.__getattribute__
+        get_dict = object.__getattribute__
+        noted, on_read, on_vars = self._noted, self._on_read, self._on_vars
+        elsewhere = next((names for base, names in GUARDED_ELSEWHERE.items() if issubclass(cls, base)), set())
+
+        def __getattribute__(instance: Any, key: str) -> Any:
+            value = original(instance, key)
+            if key == "__dict__" and not elsewhere:
+                on_vars(instance, value)
+            elif key not in elsewhere and not key.startswith("__"):
+                try:
+                    fields = get_dict(instance, "__dict__")
+                except AttributeError:
+                    fields = None
+                if fields is None or (id(fields), key) not in noted:
+                    on_read(instance, fields, key)
+            return value
+
+        return __getattribute__

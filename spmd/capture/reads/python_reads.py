@@ -1,0 +1,272 @@
+"""``Reads``: the plain Python state that a step reads while it is traced, for guards to compare at later calls.
+
+The trace takes every Python value for a constant: ``self.tau``, ``args.alpha``, a global, a closure's variable, a list
+of hooks. While the user's function runs, three things are observed: attribute reads of modules, optimizers and the
+objects they lead to (``attribute_reads.py``), the globals of each function that starts (``global_reads.py``), and the
+cells of closures. Of classes, modules and functions those entries count whose names occur in code that ran
+(``namespaces.py``). Each read is recorded as a ``ReadSite``; its value when the program is ready is what later calls
+must find there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS
+from ..side_effects import holds_traced
+from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
+from .foreign_code import is_foreign_file, is_foreign_module
+from .global_reads import GlobalReads, globals_in, names_in
+from .namespaces import Namespaces
+from .read_sites import MISSING, ReadSite, is_plain
+from .snapshots import CONTAINERS, ContainerSnapshot, FieldsSnapshot, content_of, items_of
+
+# Python's own classes whose objects hold settings of the user's.
+_SETTINGS = (
+    *(argparse.Namespace, types.SimpleNamespace),
+    *(collections.UserDict, collections.UserList, collections.ChainMap),
+)
+_WRAPPERS = {  # of the user's functions, each with the attributes that hold what it wraps
+    types.MethodType: ("__func__", "__self__"),
+    partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    cached_property: ("func",),
+}
+_CACHED = type(lru_cache(len))
+
+
+@dataclass
+class Reads:
+    """The read sites of one trace, each once, with its value at the first read."""
+
+    names: dict[int, str] = field(default_factory=dict)  # of modules and other arguments, by id
+    sites: dict[tuple[int, str], ReadSite] = field(default_factory=dict)
+    first: dict[tuple[int, str], Any] = field(default_factory=dict)
+    containers: dict[int, ContainerSnapshot] = field(default_factory=dict)
+    fields: dict[int, FieldsSnapshot] = field(default_factory=dict)
+    _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
+    _before: dict[int, dict[str, Any]] = field(default_factory=dict)  # attributes of ``fields``, by the id of __dict__
+    _stack: ExitStack | None = None
+    _thread: int = field(default_factory=threading.get_ident)  # others run meanwhile, and their reads do not count
+
+    def __post_init__(self) -> None:
+        self._namespaces = Namespaces(self._note_entry)
+        self._attributes = AttributeReads(self.sites, self._note_attribute, self._note_vars)
+        self._globals = GlobalReads(self._note_globals)
+
+    @contextmanager
+    def watch(self, *roots: Any) -> Iterator[None]:
+        """Record reads for the length of the context; ``roots`` are the function and its arguments.
+
+        Changes that the step makes to what it read are undone if it raises; else they are reported by a warning, and
+        undone where they left traced values behind.
+        """
+        with ExitStack() as stack:
+            self._stack = stack
+            stack.enter_context(self._attributes)
+            for cls in GUARDED_ELSEWHERE:
+                self._attributes.watch(cls)
+            for root in roots:
+                self._follow(root, self.names.get(id(root), type(root).__name__))
+            stack.enter_context(self._globals.watch())
+            try:
+                yield
+            except BaseException:
+                self._changed(undo=lambda now: True)
+                raise
+        self._stack = None
+        _warn_of(self._changed(undo=holds_traced))
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Do not look for functions that start: none of the user's does in here."""
+        return self._globals.paused()
+
+    def _changed(self, undo: Callable[[Any], bool]) -> list[str]:
+        """The names of what the step changed besides modules and optimizers; undone where ``undo(value)`` is true."""
+        changed = []
+        # Copies: comparing may itself read what is watched, and so add more.
+        for site, value in zip([*self.sites.values()], [*self.first.values()], strict=True):
+            now = site.get()
+            if not site.owned and now is not value:
+                changed.append(site.name)
+                if undo(now):
+                    site.put(value)
+        for container in [*self.containers.values()]:
+            if not container.owned and container.changed():
+                changed.append(container.name)
+                if undo(container.value):
+                    container.restore()
+        for fields in [*self.fields.values()]:
+            for key in fields.changed():
+                changed.append(f"{fields.name}.{key}")
+                if undo(vars(fields.holder)[key]):
+                    fields.restore(key)
+        return list(dict.fromkeys(changed))
+
+    # Record sites
+
+    def _note(self, kind: str, holder: Any, key: str, name: str, owned: bool = False) -> None:
+        if (id(holder), key) in self.sites or threading.get_ident() != self._thread:
+            return
+        site = self.sites[id(holder), key] = ReadSite(kind, holder, key, name, owned)
+        value = site.get()  # may itself be a watched read, of a site that is recorded by now
+        before = self._before.get(id(holder)) if kind == "item" else None
+        # What the step itself wrote before it read there is not what it depends on.
+        self.first[id(holder), key] = value if before is None else before.get(key, MISSING)
+        self._follow(value, name, owned)
+
+    def _note_entry(self, holder: Any, key: str) -> None:
+        """Record an entry of a class, a module or a function."""
+        if isinstance(holder, type):
+            self._note("entry", holder, key, f"{holder.__qualname__}.{key}")
+        else:
+            self._note("item", vars(holder), key, f"{holder.__name__}.{key}")
+
+    def _note_globals(self, code: types.CodeType, variables: dict[str, Any]) -> None:
+        """Record the globals of code that starts, and follow what it imports."""
+        if is_foreign_file(code.co_filename):
+            return
+        self._namespaces.read_by(code)
+        for name in names_in(code, "IMPORT_NAME"):
+            self._follow(sys.modules.get(name), name)
+        for holder, key, where in globals_in(code, variables):
+            self._note("item", holder, key, f"the global {key} of {where}")
+
+    def _note_vars(self, instance: Any, fields: dict[str, Any]) -> None:
+        """Record all attributes of an instance, as ``vars(settings)`` may read any of them."""
+        for key in fields:
+            self._note("item", fields, key, f"{self._name(instance)}.{key}")
+
+    def _note_attribute(self, instance: Any, fields: dict[str, Any] | None, key: str) -> None:
+        """Record an attribute where it lives: in ``fields``, the instance's dict, or in a class."""
+        self._reach(type(instance))
+        name = f"{self._name(instance)}.{key}"
+        if fields is not None and key in fields:
+            owned = isinstance(instance, tuple(GUARDED_ELSEWHERE))
+            if owned and key in HOOK_DICTS:  # torch never binds another dict there
+                self._follow(fields[key], name, owned)
+            else:
+                self._note("item", fields, key, name, owned)
+            return
+        cls = next((cls for cls in type(instance).__mro__ if key in vars(cls)), None)
+        if cls is None or (is_foreign_module(cls.__module__) and key != "forward"):
+            return
+        value = vars(cls)[key]
+        if isinstance(value, types.MemberDescriptorType):
+            self._note("attribute", instance, key, name)
+            return
+        self._note("entry", cls, key, f"{cls.__qualname__}.{key}")
+        if fields is not None and not hasattr(value, "__set__"):  # that the instance has none of its own
+            self._note("item", fields, key, name, owned=True)
+
+    def _name(self, instance: Any) -> str:
+        return self.names.get(id(instance), type(instance).__name__)
+
+    # Follow values to what the step may read through them
+
+    def _follow(self, value: Any, name: str, owned: bool = False) -> None:
+        if id(value) in self._seen or (is_plain(value) and not isinstance(value, type)):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, CONTAINERS):
+            self.containers[id(value)] = ContainerSnapshot(name, value, content_of(value), owned)
+            for key, item in items_of(value):
+                if not is_plain(item):
+                    self._follow(item, f"{name}[{key!r}]")
+        if isinstance(value, types.FunctionType):
+            self._follow_function(value)
+        elif isinstance(value, (type, types.ModuleType)):
+            self._reach(value)
+        elif isinstance(value, _CACHED):
+            self._follow_cached(value, name)
+        elif isinstance(value, nn.Module):
+            self._follow_module(value, name)
+        elif type(value) in _WRAPPERS:
+            for key in _WRAPPERS[type(value)]:
+                self._follow(getattr(value, key), name)
+        elif not isinstance(value, (torch.Tensor, torch.optim.Optimizer)):
+            self.names.setdefault(id(value), name)
+            self._follow_object(value, name)
+
+    def _follow_object(self, value: Any, name: str) -> None:
+        """Watch an object of the user's; those of Python's and torch's own classes are no settings."""
+        cls = type(value)
+        if is_foreign_module(cls.__module__) and cls not in _SETTINGS:
+            return
+        self._reach(cls)
+        self._take_fields(value, name)
+        if not self._attributes.watch(cls):
+            for key in getattr(value, "__dict__", ()):
+                self._note("item", vars(value), key, f"{name}.{key}")
+
+    def _follow_module(self, module: nn.Module, name: str) -> None:
+        """Record of a module that is no argument what is guarded as a whole of those that are."""
+        if id(module) in self.names:
+            return
+        self.names[id(module)] = name
+        for key in ("training", CHILDREN, PARAMETERS, BUFFERS):
+            self._note("item", vars(module), key, f"{name}.{key}", owned=True)
+
+    def _follow_function(self, function: types.FunctionType) -> None:
+        if hasattr(function, "__wrapped__"):
+            self._follow(function.__wrapped__, function.__qualname__)
+        if is_foreign_file(function.__code__.co_filename):
+            return
+        for key in ("__code__", "__defaults__", "__kwdefaults__"):  # reloading a file in a notebook replaces these
+            self._note("attribute", function, key, f"{function.__qualname__}.{key}")
+        self._namespaces.reach(function)
+        self._take_fields(function, function.__qualname__)
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._note("cell", cell, "", f"the closure variable {variable} of {function.__qualname__}")
+
+    def _follow_cached(self, function: Any, name: str) -> None:
+        """A function with a cache: what it computes while traced must not stay in the cache."""
+        assert self._stack is not None, "caches are followed while tracing"
+        self._stack.callback(_forget, function, function.cache_info().misses)
+        self._follow(function.__wrapped__, name)
+
+    def _take_fields(self, holder: Any, name: str) -> None:
+        """Take a snapshot of the attributes that the step might change."""
+        if hasattr(holder, "__dict__"):
+            self.fields[id(holder)] = FieldsSnapshot(name, holder, dict(vars(holder)))
+            self._before[id(vars(holder))] = self.fields[id(holder)].before
+
+    def _reach(self, holder: type | types.ModuleType) -> None:
+        """Come to a class, with its bases, or to a module."""
+        if isinstance(holder, types.ModuleType):
+            if not is_foreign_module(holder.__name__):
+                self._namespaces.reach(holder)
+            return
+        for cls in holder.__mro__:
+            if not is_foreign_module(cls.__module__):
+                self._namespaces.reach(cls)
+
+
+def _warn_of(changed: list[str]) -> None:
+    if changed:
+        warnings.warn(
+            f"the step changes {', '.join(changed)}, which a compiled step does only once, while it is traced. "
+            "Return the new value, or change it outside of the step",
+            stacklevel=2,
+        )
+
+
+def _forget(function: Any, misses: int) -> None:
+    """Clear the cache of a function if it has grown since it had ``misses``."""
+    if function.cache_info().misses != misses:
+        function.cache_clear()

@@ -1,0 +1,68 @@
+"""``ReadSite``: an entry of a dict, an attribute or a closure's cell that the step read."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MISSING = object()  # the value at a site that has none
+_PLAIN = (
+    *(int, float, complex, str, bytes, type, enum.Enum, slice, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _cell_contents(cell: types.CellType, _: str, default: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return default
+
+
+READERS: dict[str, Callable[..., Any]] = {  # by kind of site, each called with (source, key, default)
+    "item": dict.get,
+    "entry": types.MappingProxyType.get,
+    "attribute": getattr,
+    "cell": _cell_contents,
+}
+
+
+@dataclass(frozen=True)
+class ReadSite:
+    """One site; ``name`` describes it in the user's words."""
+
+    kind: str  # "item" of a dict, "entry" of a class, "attribute" of an object, "cell"
+    holder: Any
+    key: str
+    name: str
+    owned: bool = False  # by a module or optimizer, whose changes ``side_effects.py`` reports
+
+    @property
+    def source(self) -> Any:
+        """The object that ``READERS`` read the value from."""
+        return vars(self.holder) if self.kind == "entry" else self.holder
+
+    def get(self) -> Any:
+        """The value now, or ``MISSING``."""
+        return READERS[self.kind](self.source, self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Write ``value``; ``MISSING`` removes the entry."""
+        if self.kind == "cell":
+            self.holder.cell_contents = value
+        elif self.kind in ("attribute", "entry"):
+            setattr(self.holder, self.key, value)
+        elif value is MISSING:
+            del self.holder[self.key]
+        else:
+            self.holder[self.key] = value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is compared as it is: a number, a string, a dtype, a class, None."""
+    return value is None or value is ... or isinstance(value, _PLAIN)

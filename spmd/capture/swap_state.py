@@ -1,0 +1,167 @@
+"""``StateSwap``: put fakes in the place of live state for the length of a trace, and the live state back afterwards.
+
+Swapped are parameters and buffers of modules, gradients, optimizer state, parameter groups and the state of scalers.
+All of it is restored at the end, also when tracing raises.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from passes import CaptureError
+
+from .._torch import accumulation_hooks, gradient_hooks, own_buffers, own_parameters
+from ..call.call import Call
+from ..call.grad_scaler import SkippedSteps
+from ..call.state import Slot, buffers_of, parameters_of, submodules_of
+from .batch_norm import traceable_norm
+from .fakes import Fakes
+from .optimizers import TracedOptimizer, check_traceable, refuse_other_optimizers
+from .provenance import Recorder
+from .side_effects import (
+    contain_group_effects,
+    contain_group_list_effects,
+    contain_module_effects,
+    contain_optimizer_effects,
+)
+
+
+class StateSwap:
+    """The fakes of one trace in the place of the live state of ``call``."""
+
+    def __init__(self, call: Call, fakes: Fakes, recorder: Recorder) -> None:
+        self.call, self.fakes, self.recorder = call, fakes, recorder
+        self.modules, self.optimizers = call.arguments.modules, call.arguments.optimizers
+        self.pairs: list[tuple[Slot, torch.Tensor]] = list(zip(call.slots, fakes.slots, strict=True))
+        parameters = [(slot, fake) for slot, fake in self.pairs if slot.input.role == "parameter"]
+        self.fake_of = {slot.input.name: fake for slot, fake in parameters}
+        self.live_of = {slot.input.name: slot.get() for slot, _ in parameters}
+        self.skipped = SkippedSteps()
+        self.fake_state: dict[int, dict[Any, Any]] = {}  # by the id of the live state dict of one parameter
+        self.entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # (holder, key, fake) of swapped entries
+        self._by_id = {id(slot.get()): fake for slot, fake in self.pairs}
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Swap for the length of the context."""
+        with ExitStack() as stack:
+            self._swap_modules(stack)
+            self._swap_gradients(stack)
+            # All are looked at before the form of one is changed: they may share their groups.
+            traced = {path: TracedOptimizer(optimizer, self.recorder) for path, optimizer in self.optimizers.items()}
+            for path, each in traced.items():
+                self._swap_optimizer(stack, path, each)
+            self._swap_scalers(stack)
+            stack.enter_context(refuse_other_optimizers(self.optimizers.values()))
+            yield
+
+    def _swap_modules(self, stack: ExitStack) -> None:
+        self.entries = self._module_entries()
+        for name, submodule in submodules_of(self.modules):
+            stack.enter_context(contain_module_effects(name, submodule))
+            stack.enter_context(traceable_norm(submodule))
+            stack.enter_context(_restored(own_parameters(submodule)))
+            stack.enter_context(_restored(own_buffers(submodule)))
+        for holder in {id(holder): holder for holder, _, _ in self.entries}.values():
+            stack.enter_context(_restored(holder))
+        for holder, key, fake in self.entries:
+            holder[key] = fake
+
+    def _module_entries(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Every entry of a module that holds state, with its fake; those of replaced submodules are among the slots."""
+        entries = [
+            (slot.holder, slot.key, fake) for slot, fake in self.pairs if slot.input.role in ("parameter", "buffer")
+        ]
+        for held in [*parameters_of(self.modules), *buffers_of(self.modules)]:
+            fake = self._by_id.get(id(held.tensor))
+            if fake is None:
+                raise CaptureError(
+                    f"{held.name} is new in a replacement that an Override made, and would not be trained: "
+                    "a replacement may hold no parameters or buffers but those of the module it replaces"
+                )
+            entries += [(holder, key, fake) for holder, key in held.holders]
+        return entries
+
+    def _swap_gradients(self, stack: ExitStack) -> None:
+        for slot, fake in self.pairs:
+            if slot.input.role == "gradient":
+                self.fake_of[slot.input.of or ""].grad = fake
+        for name in self.fake_of:
+            self._add_hooks(stack, name)
+
+    def _add_hooks(self, stack: ExitStack, name: str) -> None:
+        """Carry the user's hooks on a parameter over to its fake, and tag its gradient whenever it is complete."""
+        fake, live = self.fake_of[name], self.live_of[name]
+        if not fake.requires_grad:
+            return
+        for hook in (gradient_hooks(live) or {}).values():
+            stack.callback(fake.register_hook(hook).remove)
+        for hook in (accumulation_hooks(live) or {}).values():
+            stack.callback(fake.register_post_accumulate_grad_hook(hook).remove)
+
+        def tag(tensor: torch.Tensor) -> None:
+            if tensor.grad is not None:
+                self.recorder.tag_gradient(tensor.grad, name)
+
+        stack.callback(fake.register_post_accumulate_grad_hook(tag).remove)
+
+    def _swap_optimizer(self, stack: ExitStack, path: str, traced: TracedOptimizer) -> None:
+        optimizer = traced.optimizer
+        check_traceable(path, optimizer)
+        stack.enter_context(contain_optimizer_effects(path, optimizer))
+        stack.callback(setattr, optimizer, "state", optimizer.state)
+        optimizer.state = self._fake_optimizer_state(optimizer)
+        stack.enter_context(contain_group_list_effects(path, optimizer.param_groups))
+        for group in optimizer.param_groups:
+            stack.enter_context(_restored(group))
+            # A parameter without a fake is a fake already: two optimizers share the group.
+            group["params"] = [self._by_id.get(id(parameter), parameter) for parameter in group["params"]]
+        self._swap_hyper_parameters(path)
+        traced.use_plain_form()
+        for index, group in enumerate(optimizer.param_groups):
+            stack.enter_context(contain_group_effects(f"{path}.{index}", group))
+        stack.enter_context(traced.watch_steps())
+
+    def _fake_optimizer_state(self, optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for parameter, values in optimizer.state.items():
+            if id(parameter) in self._by_id:
+                fakes = {k: self._by_id[id(v)] if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+                state[self._by_id[id(parameter)]] = self.fake_state[id(values)] = fakes
+        return state
+
+    def _swap_hyper_parameters(self, path: str) -> None:
+        for hyper, fake in zip(self.call.hyper_parameters, self.fakes.hyper_parameters, strict=True):
+            if not hyper.name.startswith(f"{path}."):
+                continue
+            if hyper.item is None:
+                self.fake_state.get(id(hyper.group), hyper.group)[hyper.key] = fake
+            else:
+                values = list(hyper.group[hyper.key])
+                values[hyper.item] = fake
+                hyper.group[hyper.key] = tuple(values)
+
+    def _swap_scalers(self, stack: ExitStack) -> None:
+        scalers = self.call.arguments.scalers
+        for scaler in scalers.values():
+            stack.enter_context(_restored(vars(scaler)))
+        for slot, fake in self.pairs:
+            if slot.input.role == "scaler state":
+                slot.holder[slot.key] = fake
+        stack.enter_context(self.skipped.watch(scalers, self.optimizers))
+
+
+@contextmanager
+def _restored(mapping: dict[str, Any]) -> Iterator[None]:
+    """Give ``mapping`` its entries back at the end, in their order."""
+    entries = dict(mapping)
+    try:
+        yield
+    finally:
+        mapping.clear()
+        mapping.update(entries)

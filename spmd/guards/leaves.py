@@ -1,0 +1,170 @@
+"""Guards on the leaves of a call's arguments: tensors by their specs, modules by identity, all else by value."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from passes import CaptureError
+
+from .._torch import TreeSpec
+from ..call.grad_scaler import Settings
+from ..call.state import Arguments, StateRef
+from .equality import structurally_equal
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The properties of a tensor that a program depends on."""
+
+    type: type
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def matches(self, value: Any) -> bool:
+        """Whether ``value`` is a tensor with these properties."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.shape == self.shape
+            and value.dtype is self.dtype
+            and value.requires_grad is self.requires_grad
+            and type(value) is self.type
+            and value.device == self.device
+        )
+
+
+@dataclass
+class Leaves:
+    """The expected leaves of a call's arguments."""
+
+    spec: TreeSpec
+    names: list[str]
+    expected: list[Any]  # see ``expectation``; a weak reference to a module or optimizer
+    checks: list[Callable[[Any], bool]]
+    state: list[tuple[int, int]]  # arguments that are themselves state: (leaf, position of the state tensor)
+    not_state: list[
+        tuple[int, int]
+    ]  # the same pairs for other arguments, which a state tensor of equal spec may replace
+
+    @classmethod
+    def of(cls, arguments: Arguments, state: Sequence[tuple[str, Any]] = ()) -> Leaves:
+        """The leaves now; ``state`` is (name, spec) of each state tensor."""
+        position = {name: k for k, (name, _) in enumerate(state)}
+        names, values = [leaf.name for leaf in arguments.leaves], [leaf.value for leaf in arguments.leaves]
+        expected = [expectation(value) for value in values]
+        not_state = [
+            (leaf, k)
+            for leaf, spec in enumerate(expected)
+            for k, (_, other) in enumerate(state)
+            if isinstance(spec, TensorSpec) and spec == other
+        ]
+        return cls(
+            arguments.spec,
+            names,
+            expected,
+            [_check(each) for each in expected],
+            [(k, position[value.name]) for k, value in enumerate(values) if isinstance(value, StateRef)],
+            not_state,
+        )
+
+    def watch_owners(self, arguments: Arguments, release: weakref.WeakMethod[Any]) -> None:
+        """Compare modules and optimizers by identity without keeping them alive; call ``release`` when one is gone."""
+
+        def gone(reference: Any) -> None:
+            method = release()
+            if method is not None:
+                method(reference)
+
+        for k, leaf in enumerate(arguments.leaves):
+            if isinstance(leaf.value, (nn.Module, torch.optim.Optimizer)):
+                self.expected[k] = weakref.ref(leaf.value, gone)
+                self.checks[k] = _is_identical(self.expected[k], type(leaf.value))
+
+    def hold(self, arguments: Arguments) -> bool:
+        """Whether all leaves are as expected; which of them are state is left to ``hold_state``."""
+        if len(arguments.leaves) != len(self.checks) or arguments.spec != self.spec:
+            return False
+        return all(check(leaf.value) for check, leaf in zip(self.checks, arguments.leaves, strict=True))
+
+    def hold_state(self, arguments: Arguments, tensors: list[torch.Tensor]) -> bool:
+        """Whether the same arguments are state, and no others."""
+        for leaf, position in self.state:
+            if arguments.leaves[leaf].value is not tensors[position]:
+                return False
+        return not any(arguments.leaves[leaf].value is tensors[k] for leaf, k in self.not_state)
+
+    def tensor_names(self) -> list[str]:
+        """The names of the tensor arguments that are no state."""
+        return [name for name, spec in zip(self.names, self.expected, strict=True) if isinstance(spec, TensorSpec)]
+
+    def tensors(self, arguments: Arguments) -> list[torch.Tensor]:
+        """The values of those."""
+        pairs = zip(self.expected, arguments.leaves, strict=True)
+        return [leaf.value for spec, leaf in pairs if isinstance(spec, TensorSpec)]
+
+    def describe(self) -> list[str]:
+        """A line for each argument."""
+        return [f"{name}: {describe(value)}" for name, value in zip(self.names, self.expected, strict=True)]
+
+    def difference(self, arguments: Arguments) -> str:
+        """The first leaf that is not as expected, or nothing."""
+        if arguments.spec != self.spec:
+            return f"the structure of the arguments: {self.spec} -> {arguments.spec}"
+        for name, expected, check, leaf in zip(self.names, self.expected, self.checks, arguments.leaves, strict=True):
+            if check(leaf.value):
+                continue
+            if isinstance(expected, weakref.ref):
+                return f"{name} is another object"
+            return f"{name}: {describe(expected)} -> {describe(expectation(leaf.value))}"
+        return ""
+
+
+def expectation(value: Any) -> Any:
+    """What a later value is compared with: a tensor's spec, a scaler's settings, or ``value`` itself."""
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad)
+    return Settings.of(value) if isinstance(value, GradScaler) else value
+
+
+def describe(expected: Any) -> str:
+    """``expected`` in a message: ``float32[8, 4] on cpu``."""
+    if isinstance(expected, TensorSpec):
+        grad = ", requires_grad" if expected.requires_grad else ""
+        return f"{str(expected.dtype).removeprefix('torch.')}{list(expected.shape)} on {expected.device}{grad}"
+    return repr(expected)
+
+
+def check_leaves(arguments: Arguments) -> None:
+    """Raise ``CaptureError`` for an argument that cannot be compared from call to call."""
+    for leaf in arguments.leaves:
+        if isinstance(leaf.value, (torch.Tensor, nn.Module, torch.optim.Optimizer)):
+            continue
+        try:
+            hash(leaf.value)
+        except TypeError:
+            raise CaptureError(
+                f"the argument {leaf.name} is a {type(leaf.value).__name__}, which cannot be compared from call to "
+                "call: pass tensors, modules, optimizers, hashable values, or lists, tuples and dicts of them"
+            ) from None
+
+
+def _check(expected: Any) -> Callable[[Any], bool]:
+    if isinstance(expected, TensorSpec):
+        return expected.matches
+    if isinstance(expected, StateRef):
+        return lambda value: isinstance(value, torch.Tensor)
+    if isinstance(expected, Settings):
+        return lambda value: isinstance(value, GradScaler) and Settings.of(value) == expected
+    return lambda value: structurally_equal(value, expected)
+
+
+def _is_identical(reference: weakref.ref[Any], kind: type) -> Callable[[Any], bool]:
+    return lambda value: reference() is value and type(value) is kind

@@ -1,0 +1,100 @@
+"""Guards on parameter groups, and the live numbers that each call reads from groups and optimizer state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+from ..call.state import SCHEDULER_NOTES, Arguments, HyperParameter, hyper_parameters_of, is_live
+from ..capture.reads import is_plain
+from .equality import structurally_equal
+
+
+@dataclass
+class ParameterGroups:
+    """Flags of parameter groups, which are constants of a program, and hyper-parameters, which are its inputs."""
+
+    flags: list[list[dict[str, Any]]]  # by optimizer and group
+    live: list[tuple[int, int, str, int | None]]  # (optimizer, group, key, item) of each live hyper-parameter
+    counters: list[tuple[int, int, str]]  # (optimizer, position in its state, key) of each number
+    names: list[str]  # of both, in order
+    checked: list[Any]  # all values of all groups when they were compared; empty if one can change in place
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> ParameterGroups:
+        """The groups now."""
+        found = hyper_parameters_of(arguments.optimizers)
+        groups = _index([optimizer.param_groups for optimizer in arguments.optimizers.values()])
+        entries = _index([list(optimizer.state.values()) for optimizer in arguments.optimizers.values()])
+        values = _values(arguments)
+        return cls(
+            _flags(arguments),
+            [(*groups[id(h.group)], h.key, h.item) for h in found if id(h.group) in groups],
+            [(*entries[id(h.group)], h.key) for h in found if id(h.group) in entries],
+            [hyper.name for hyper in found],
+            values if all(map(_is_immutable, values)) else [],
+        )
+
+    def hold(self, arguments: Arguments) -> bool:
+        """Whether every flag is as it was."""
+        now = _values(arguments)
+        if len(now) == len(self.checked) and all(map(is_, now, self.checked)):
+            return True
+        return structurally_equal(_flags(arguments), self.flags)
+
+    def values(self, arguments: Arguments) -> list[Any]:
+        """The live hyper-parameters, in order."""
+        groups = [optimizer.param_groups for optimizer in arguments.optimizers.values()]
+        found = [HyperParameter("", groups[k][j], key, item).get() for k, j, key, item in self.live]
+        if self.counters:
+            states = [list(optimizer.state.values()) for optimizer in arguments.optimizers.values()]
+            found += [states[k][j][key] for k, j, key in self.counters]
+        return found
+
+    def difference(self, arguments: Arguments) -> str:
+        """The first flag that is not as it was, or nothing."""
+        for path, groups, now in zip(arguments.optimizers, self.flags, _flags(arguments), strict=True):
+            if len(groups) != len(now):
+                return f"{path} has {len(now)} parameter groups instead of {len(groups)}"
+            for index, (group, current) in enumerate(zip(groups, now, strict=True)):
+                for key in {**group, **current}:
+                    if not structurally_equal(group.get(key), current.get(key)):
+                        return f"{path}.{index}.{key}: {group.get(key)} -> {current.get(key)}"
+        return ""
+
+    def describe_values(self, arguments: Arguments) -> str:
+        """The hyper-parameters in a message: one of them has crossed a condition that the optimizer branches on."""
+        text = ", ".join(f"{name} = {value}" for name, value in zip(self.names, self.values(arguments), strict=True))
+        return f"a hyper-parameter for which the optimizer branches ({text})" if text else "state"
+
+
+def _index(dicts: list[list[dict[str, Any]]]) -> dict[int, tuple[int, int]]:
+    """(optimizer, index) of each dict, by its id."""
+    return {id(each): (k, j) for k, listed in enumerate(dicts) for j, each in enumerate(listed)}
+
+
+def _values(arguments: Arguments) -> list[Any]:
+    groups = [group for optimizer in arguments.optimizers.values() for group in optimizer.param_groups]
+    return [value for group in groups for key, value in group.items() if key != "params"]
+
+
+def _is_immutable(value: Any) -> bool:
+    return is_plain(value) or (isinstance(value, tuple) and all(map(_is_immutable, value)))
+
+
+def _flags(arguments: Arguments) -> list[list[dict[str, Any]]]:
+    return [[_group(group) for group in optimizer.param_groups] for optimizer in arguments.optimizers.values()]
+
+
+def _group(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: _flag(value) for key, value in group.items() if key != "params" and key not in SCHEDULER_NOTES}
+
+
+def _flag(value: Any) -> Any:
+    """``value``, or of a live hyper-parameter its type."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_flag, value))
+    if not is_live(value):
+        return value
+    return "float" if isinstance(value, float) else ("tensor", tuple(value.shape), value.dtype, value.device)

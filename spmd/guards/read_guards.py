@@ -1,0 +1,92 @@
+"""Guards on plain Python state: values at the sites that the trace read, and entries of the containers it reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import repeat
+from operator import is_
+from typing import Any
+
+import torch
+
+from ..capture.reads import MISSING, READERS, ReadSite, content_of, is_plain
+from ..capture.tensor_attributes import is_constant
+from .equality import structurally_equal
+
+
+@dataclass
+class ReadGuards:
+    """The read sites of a trace with their values."""
+
+    sites: list[ReadSite]
+    values: list[Any]
+    bulk: list[tuple[Callable[..., Any], list[Any], list[str], list[Any]]]  # by kind: (reader, sources, keys, values)
+    absent: tuple[list[dict[str, Any]], list[str]]  # (dicts, keys) of entries that must stay missing
+    empty: list[Any]  # containers that must stay empty
+    contents: list[tuple[Any, Any]]  # (container, its entries)
+    names: dict[int, str]  # of values, by id
+
+    @classmethod
+    def of(cls, sites: Collection[ReadSite], containers: list[Any]) -> ReadGuards:
+        """The values now. Of tensors only constants of modules count: all others are refused, or are state."""
+        found = [(site, site.get()) for site in sites]
+        found = [(site, v) for site, v in found if not isinstance(v, torch.Tensor) or (site.owned and is_constant(v))]
+        absent = [site for site, value in found if site.kind == "item" and value is MISSING]
+        contents = [(c, content) for c in containers if (content := content_of(c)) is not None]
+        return cls(
+            [site for site, _ in found],
+            [value for _, value in found],
+            [_bulk(kind, found) for kind in READERS],
+            ([site.source for site in absent], [site.key for site in absent]),
+            [c for c, content in contents if not content],
+            [(c, content) for c, content in contents if content],
+            {id(value): site.name for site, value in found},
+        )
+
+    def hold(self) -> bool:
+        """Whether all values and entries are as they were."""
+        if any(self.empty) or any(map(dict.__contains__, *self.absent)):
+            return False
+        if not all(_has_content(c, content) for c, content in self.contents):
+            return False
+        for reader, sources, keys, values in self.bulk:
+            now = list(map(reader, sources, keys, repeat(MISSING)))
+            if not all(map(is_, now, values)) and not all(map(_unchanged, now, values)):
+                return False
+        return True
+
+    def difference(self) -> str:
+        """The first value that is not as it was, or nothing."""
+        for site, value in zip(self.sites, self.values, strict=True):
+            now = site.get()
+            if not _unchanged(now, value):
+                return f"{site.name}: {_shorten(value)} -> {_shorten(now)}"
+        for container, content in [*self.contents, *((empty, ()) for empty in self.empty)]:
+            if not _has_content(container, content):
+                return f"the entries of {self.names.get(id(container), 'a container that the step reads')}"
+        return ""
+
+
+def _bulk(kind: str, found: list[tuple[ReadSite, Any]]) -> tuple[Callable[..., Any], list[Any], list[str], list[Any]]:
+    """The sites of one kind, to be read by one ``map``; missing items are checked apart."""
+    pairs = [(site, v) for site, v in found if site.kind == kind and (kind != "item" or v is not MISSING)]
+    sites = [site for site, _ in pairs]
+    return READERS[kind], [site.source for site in sites], [site.key for site in sites], [value for _, value in pairs]
+
+
+def _unchanged(now: Any, value: Any) -> bool:
+    """Whether ``now`` is what ``value`` was: the very object, or of numbers and lists of them, an equal one."""
+    return now is value or (
+        (is_plain(value) or type(value) in (list, dict) or isinstance(value, tuple)) and structurally_equal(now, value)
+    )
+
+
+def _has_content(container: Any, content: tuple[Any, ...]) -> bool:
+    now = content_of(container) or ()
+    return len(now) == len(content) and (all(map(is_, now, content)) or all(map(_unchanged, now, content)))
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value) if value is not MISSING else "not there"
+    return text if len(text) <= 60 else f"{text[:57]}..."
