@@ -78,7 +78,7 @@ from torch.overrides import TorchFunctionMode
 # The store of the default process group, for agreement without collectives. 2.11 to 2.15.
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
-# A store that keeps nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
+# A store that stores nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # Type, dtype, device, requires_grad, shape and strides of many tensors compared in one call. 2.11 to 2.15.
@@ -116,8 +116,8 @@ GRADIENT_HOOKS, ACCUMULATION_HOOKS = "_backward_hooks", "_post_accumulate_grad_h
 gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter(GRADIENT_HOOKS)
 accumulation_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter(ACCUMULATION_HOOKS)
 
-# Attributes of every module that are no settings of the user's: dicts of hooks, which torch never rebinds, and notes
-# that say more of state or of hooks. Guards on Python reads tell them from the user's attributes. 2.11 to 2.15.
+# Attributes of every module that are no settings of the user's: the dicts of hooks, which torch never rebinds, and
+# notes on state and hooks. Guards on Python reads look into the former and skip the latter. 2.11 to 2.15.
 HOOK_DICTS = frozenset(key for key in vars(nn.Module()) if key.endswith("_hooks"))
 MODULE_NOTES = frozenset(
     (
@@ -128,7 +128,7 @@ MODULE_NOTES = frozenset(
     )
 )
 
-# How often a tensor was written in place: tells whether an optimizer or the step wrote it. 2.11 to 2.15.
+# The number of in-place writes to a tensor, to detect those of an optimizer or the step. 2.11 to 2.15.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 # The number of an autograd node: leads from a backward op to the forward op that made it. 2.11 to 2.15.

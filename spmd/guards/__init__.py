@@ -1,1 +1,1 @@
-"""What tracing took for granted, compared at every call."""
+"""Guards: the conditions under which a call may run a program, checked at every call."""

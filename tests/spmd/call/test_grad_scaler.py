@@ -135,7 +135,7 @@ def test_scaled_steps_agree_with_the_plain_step(ranks: Ranks, case: Case, reques
         assert_agrees(ranks, world, case, style, steps=6)
 
 
-def test_what_is_found_takes_one_all_reduce_where_gradients_are_split() -> None:
+def test_the_overflow_check_is_one_all_reduce_where_gradients_are_split() -> None:
     case = Scaled()
     found = {}
     for style in ("replicate", "fully_shard"):
@@ -172,14 +172,14 @@ def with_a_scaler_from_outside(model: nn.Module, optimizer: Any, scaler: Any, x:
     FROM_OUTSIDE.scale(F.mse_loss(model(x), y)).backward()
 
 
-@pytest.mark.parametrize("step, told", [
+@pytest.mark.parametrize("step, message", [
     (left_without_update, r"does not update it.* Call scaler.update\(\) at the end of the step"),
-    (with_a_scaler_from_outside, r"a GradScaler that is not among its arguments: pass it"),
+    (with_a_scaler_from_outside, r"a GradScaler that is not among its arguments. Pass it"),
 ])  # fmt: skip
-def test_what_cannot_be_kept_between_calls_is_refused(step: Any, told: str) -> None:
+def test_a_scaler_without_update_or_from_outside_is_refused(step: Any, message: str) -> None:
     case = Scaled()
     objects = case.build()
-    with pytest.raises(spmd.CaptureError, match=told):
+    with pytest.raises(spmd.CaptureError, match=message):
         compile_on_fake_ranks(2, step, objects, *case.part(0, 0))
     assert objects[2].get_scale() == 2.0**10 and FROM_OUTSIDE.get_scale() == 2.0**16
     compile_on_fake_ranks(2, case.step, objects, *case.part(0, 0))
@@ -190,5 +190,5 @@ def test_a_scaler_that_waits_for_its_update_is_refused() -> None:
     model, optimizer, scaler = case.build()
     scaler.scale(model(case.part(0, 0)[0]).sum()).backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(spmd.CaptureError, match="scaler waits for its update"):
+    with pytest.raises(spmd.CaptureError, match="scaler has unscaled gradients and waits for its update"):
         compile_on_fake_ranks(2, case.step, (model, optimizer, scaler), *case.part(0, 0))

@@ -1,4 +1,4 @@
-"""``param.grad`` after a step is what the plain step leaves, and what was there before a step counts."""
+"""``param.grad`` after a step is what the plain step leaves, and gradients from before a step count."""
 
 from __future__ import annotations
 

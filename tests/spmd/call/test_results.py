@@ -109,7 +109,7 @@ class Named(OrderedDict):  # type: ignore[type-arg]
 
 
 class Records(Small):
-    """Dataclasses and kinds of dict go in and come out."""
+    """Dataclasses and subclasses of dict as arguments and results."""
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         x, y = super().part(rank, step)  # type: ignore[misc]
@@ -161,7 +161,7 @@ def returns_records(x: Tensor) -> Any:
 
 
 @pytest.mark.usefixtures("alone")
-def test_results_are_of_the_user_s_classes() -> None:
+def test_results_have_the_user_s_classes() -> None:
     x = torch.arange(3.0)
     named, batch = spmd.compile(returns_records)(x)
     assert type(named) is Named and list(named) == ["twice"]
@@ -169,7 +169,7 @@ def test_results_are_of_the_user_s_classes() -> None:
     assert batch.rows == 3 and torch.equal(batch.y.more[0], x + 1)
 
 
-def test_a_change_of_what_arguments_hold_is_told(alone: None) -> None:
+def test_changed_containers_are_reported(alone: None) -> None:
     def step(batch: dict[str, Tensor]) -> Tensor:
         return batch.pop("y") + batch["x"]
 

@@ -1,4 +1,4 @@
-"""Random ops in steps: where they are drawn, what they depend on, and that a run can be taken up again."""
+"""Random ops in steps: their numbers on any number of ranks, seeds, and runs that continue from a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ F64 = torch.float64
 
 
 class Zoo(nn.Module):
-    """Draws in every way that a model does."""
+    """Every kind of random op in a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_invariant_draws_on_a_mesh_of_two_axes(ranks: Ranks) -> None:
     assert not [line for lines in ranks.run(4, on_mesh) for line in lines]
 
 
-def test_what_is_split_can_be_drawn_by_position() -> None:
+def test_split_values_can_be_drawn_by_position() -> None:
     """Each random op with a rule has a form that does not depend on the split; attention is refused when it runs."""
     seeded = {op for op in RULES if torch.Tag.nondeterministic_seeded in op.tags}
     splits = {op for op in seeded if "generator" not in op._overloadname and "_scaled_dot_product" not in op.name()}
@@ -234,7 +234,7 @@ def permuted(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unread(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Noise that is drawn, met with the batch, reduced, and given no weight."""
+    """Noise that is drawn, added to the batch, reduced, and multiplied by zero."""
     noise = torch.randn(len(x), 15, dtype=F64)
     return x + 0 * (noise * x).sum(), y + 0 * noise.sum(1, keepdim=True)
 
@@ -249,7 +249,7 @@ def no_dropout(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     ("how", "world", "style"),
     [("permuted", 2, "replicate"), ("unread", 4, "fully_shard"), ("no dropout", 2, "fully_shard")],
 )
-def test_agrees_where_what_is_drawn_does_not_matter(ranks: Ranks, how: str, world: int, style: str) -> None:
+def test_agrees_where_draws_do_not_matter(ranks: Ranks, how: str, world: int, style: str) -> None:
     assert_agrees(ranks, world, Harmless(how=how), style)
 
 
@@ -293,7 +293,7 @@ def test_noise_on_a_weight_is_drawn_whole(style: str, gathers: int) -> None:
 
 
 def test_a_network_that_is_fed_noise_alone_runs_on_this_ranks_rows() -> None:
-    """As a generator in a GAN does; the batch is met later."""
+    """A generator as in a GAN; the batch is used later."""
 
     @spmd.compile
     def step(model: nn.Module, x: Tensor) -> None:
@@ -383,7 +383,7 @@ def fresh_run() -> tuple[Any, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.usefixtures("alone")
-def test_a_run_goes_on_where_it_was_left(seed: int | None) -> None:
+def test_a_run_continues_from_its_state(seed: int | None) -> None:
     """Also when the program is compiled anew, and one without the optimizer's first step."""
     spmd.seed(seed)
     expected = trained(6)
@@ -393,7 +393,7 @@ def test_a_run_goes_on_where_it_was_left(seed: int | None) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_state_goes_through_a_distributed_checkpoint(tmp_path: Path) -> None:
+def test_the_state_can_be_saved_in_a_distributed_checkpoint(tmp_path: Path) -> None:
     """As plain values among tensors."""
     spmd.seed((1 << 63) + 11, invariant=True)
     dropped()
@@ -408,7 +408,7 @@ def test_the_state_goes_through_a_distributed_checkpoint(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("alone")
-def test_state_that_was_taken_is_not_given_up_by_the_next_step() -> None:
+def test_a_saved_state_is_not_replaced_by_the_next_step() -> None:
     """A step that is compiled after a checkpoint draws on from it, as it would after the checkpoint was loaded."""
     dropped()
     state = spmd.rng_state()
@@ -461,7 +461,7 @@ def test_a_generator_of_the_users_is_refused() -> None:
     state = torch.get_rng_state()
     generator = torch.Generator()
     with pytest.raises(
-        CaptureError, match=r"generator of its own.* leave generator= out.*test_randomness.py:\d+"
+        CaptureError, match=r"(?s)generator of its own.* Leave generator= out.*test_rng.py:\d+"
     ) as raised:
         spmd.compile(lambda x: x * torch.rand(len(x), generator=generator))(torch.ones(4))
     assert "len(x), generator=generator" in str(raised.value)
@@ -475,14 +475,14 @@ def test_numbers_that_are_not_torchs_are_refused(draw_one: Callable[[], float], 
     step = spmd.compile(lambda x, scaled: x * draw_one() if scaled else x)
     states = random.getstate(), numpy.random.get_state()[2]
     name = request.node.callspec.id
-    with pytest.raises(CaptureError, match=rf"the step draws from {name}, .* pass what was drawn as a tensor"):
+    with pytest.raises(CaptureError, match=rf"the step draws from {name}, .* pass the result as a tensor"):
         step(torch.ones(3), True)
     assert (random.getstate(), numpy.random.get_state()[2]) == states
     assert step(torch.ones(3), False).tolist() == [1, 1, 1]
 
 
 @pytest.mark.usefixtures("alone")
-def test_states_that_the_step_puts_back_draw_alike() -> None:
+def test_restored_states_repeat_their_draws() -> None:
     """``fork_rng``, ``manual_seed`` and ``get_rng_state`` inside of a step mean what they mean in eager."""
 
     @spmd.compile

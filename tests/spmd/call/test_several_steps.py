@@ -106,7 +106,7 @@ def test_threads_take_turns() -> None:
 
 
 def copied(rank: int, world: int, style: str) -> tuple[list[str], int, int]:
-    """What differs where model, optimizer and step are copied in the middle, and the copies go another way."""
+    """The differences where model, optimizer and step are copied, and the copies train on other batches."""
     parts = [[CASE.part(r, k) for r in range(world)] for k in range(6)]
 
     def run(step: Any, batches: list[Any]) -> tuple[list[Snapshot], Any]:
@@ -160,7 +160,7 @@ class Trainer:
         return x + 1
 
 
-def test_a_copied_method_is_the_copy_s() -> None:
+def test_a_copied_method_belongs_to_the_copy() -> None:
     trainer = Trainer()
     twin = deepcopy(trainer)
     assert twin.step.__wrapped__.__self__ is twin

@@ -1,4 +1,4 @@
-"""Bad input gets a sentence, raised where it is given."""
+"""Wrong arguments raise an error that says what was expected, where they are passed."""
 
 from __future__ import annotations
 

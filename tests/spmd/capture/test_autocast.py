@@ -120,14 +120,14 @@ def differences(rank: int, world: int, case: Case, style: str, steps: int) -> li
     got = _run(case, around(compiled), [parts[rank] for parts in batches])
     torch.testing.assert_close(got[0]["result"], expected[0]["result"], rtol=1e-6, atol=0)
     return [
-        f"step {k}: {name}: {told}"
+        f"step {k}: {name}: {difference}"
         for k, (want, have) in enumerate(zip(expected, got, strict=True))
         for name in want
-        if (told := _told(want[name], have[name], (world + 1) * ROUNDING))
+        if (difference := _difference(want[name], have[name], (world + 1) * ROUNDING))
     ]
 
 
-def _told(want: Any, have: Any, relative: float) -> str:
+def _difference(want: Any, have: Any, relative: float) -> str:
     if not isinstance(want, Tensor):
         return "" if want == have else f"expected {want!r}, got {have!r}"
     try:

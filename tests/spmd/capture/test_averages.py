@@ -1,4 +1,4 @@
-"""Averages of a model that the step keeps: by hand, and by torch's AveragedModel, whose first call only copies."""
+"""Averages of a model within the step: by hand, and by torch's AveragedModel, whose first call only copies."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def student() -> nn.Module:
 
 @dataclass(frozen=True)
 class Averaged(Case):
-    """``AveragedModel`` updated in the step; ``how``: one of its ways to average."""
+    """``AveragedModel`` updated in the step; ``how``: one of its averages."""
 
     how: str = "equal"
 
     def build(self) -> tuple[Any, ...]:
-        ways: dict[str, dict[str, Any]] = {
+        averages: dict[str, dict[str, Any]] = {
             "equal": {},
             "ema": {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
             "ema of all at once": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9), "use_buffers": True},
         }
         model = student()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return model, optimizer, swa_utils.AveragedModel(model, **ways[self.how])
+        return model, optimizer, swa_utils.AveragedModel(model, **averages[self.how])
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         random = random_generator(rank, step)
@@ -70,7 +70,7 @@ def test_the_first_average_copies_and_is_a_program_of_its_own(ranks: Ranks, how:
 
 
 @pytest.mark.parametrize("how", ["equal", "ema of all at once"])
-def test_an_average_is_updated_where_it_lives(ranks: Ranks, how: str) -> None:
+def test_an_average_is_updated_with_its_own_placement(ranks: Ranks, how: str) -> None:
     (_, _, gathered), _ = ranks.run(2, programs, Averaged(how), "fully_shard")
     trained = 8 * sum(-(-len(p) // 2) * (p.numel() // len(p)) for p in student().parameters())
     assert sum(gathered.values()) == trained, "the average is not gathered"
@@ -107,7 +107,7 @@ def test_a_teacher_follows_its_student(ranks: Ranks, style: str, world: int) -> 
 
 
 class Counting(nn.Module):
-    """Changes its ways after some steps, by a counter that is a buffer."""
+    """Branches on a counter that is a buffer: computes differently after some steps."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ class Buffered(Case):
 
 
 class Average(nn.Module):
-    """An average of what it has seen, in place."""
+    """An average of its inputs, updated in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Average(nn.Module):
 
 
 class Reassigned(Average):
-    """The same by putting another tensor in its place."""
+    """The same, by assigning a new tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.average = self.average * 0.9 + 0.1 * x.detach().mean(0)
@@ -248,14 +248,14 @@ class Longer(Average):
         return x * self.scale
 
 
-@pytest.mark.parametrize("module, told", [
+@pytest.mark.parametrize("module, message", [
     (Wider, r"makes model.average, which is torch.float64\[6\], into torch.complex128\[6\] at test_buffers.py:\d+"),
     (Longer, r"makes model.average, which is torch.float64\[6\], into torch.float64\[12\]"),
 ])  # fmt: skip
-def test_a_buffer_that_changes_its_kind_is_told(module: type[nn.Module], told: str) -> None:
+def test_a_buffer_that_changes_its_shape_or_dtype_is_refused(module: type[nn.Module], message: str) -> None:
     model = module().double()
     before = model.average
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(spmd.CaptureError, match=told):
+    with pytest.raises(spmd.CaptureError, match=message):
         compile_on_fake_ranks(2, Buffered.step, (model, optimizer), torch.randn(5, 6, dtype=torch.float64))
     assert model.average is before and "forward" not in vars(model)

@@ -1,4 +1,4 @@
-"""A step that cannot be traced: the error names the user's line and the ways out, and nothing has changed."""
+"""A step that cannot be traced: the error names the user's line and what to do instead, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_error_names_the_file_and_the_line(step: Any) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("step", [branch_on_item, branch_on_tensor], ids=lambda step: step.__name__)
-def test_the_error_names_the_ways_out(step: Any) -> None:
+def test_the_error_names_alternatives(step: Any) -> None:
     text, _, _ = failed(step)
     assert "Override" in text
     assert "torch.where" in text
@@ -94,7 +94,7 @@ def test_model_optimizer_and_torch_are_as_they_were(style: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_user_s_own_error_comes_through() -> None:
+def test_the_user_s_own_error_is_raised() -> None:
     model, optimizer = CASE.build()
     with pytest.raises((LookupError, spmd.CaptureError)) as caught:
         spmd.compile(raises_itself)(model, optimizer, *CASE.part(0, 0))
@@ -163,7 +163,7 @@ class Branching(nn.Module):
 @pytest.mark.usefixtures("alone")
 def test_the_module_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ModuleDict({"inner": Branching()})["inner"])
-    with pytest.raises(spmd.CaptureError, match=r"test_capture_errors.py:\d+ in model\.1\."):
+    with pytest.raises(spmd.CaptureError, match=r"test_capture_errors.py:\d+ in model\.1: "):
         spmd.compile(lambda model, x: model(x))(model, torch.ones(2, 3))
 
 
@@ -195,17 +195,17 @@ def test_a_size_that_follows_from_values_is_refused_at_its_line(step: Any, line:
 
 
 def sizes_that_are_known(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
-    places = torch.arange(3).unsqueeze(0).repeat(2, 1)
-    count = places[0].max() + 1
+    positions = torch.arange(3).unsqueeze(0).repeat(2, 1)
+    count = positions[0].max() + 1
     loss = F.mse_loss(model(x), y)
     loss.backward()
     optimizer.step()
-    equal = torch.equal(places[0], places[1])
+    equal = torch.equal(positions[0], positions[1])
     return loss, torch.arange(2.0).repeat(count), count.item() if count > 2 and equal else None
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_number_that_follows_from_no_input_may_be_a_size_or_decide() -> None:
+def test_a_known_number_may_be_a_size_or_a_condition() -> None:
     _, tiled, count = spmd.compile(sizes_that_are_known)(*CASE.build(), *CASE.part(0, 0))
     assert tiled.tolist() == [0.0, 1.0] * 3
     assert int(count) == 3

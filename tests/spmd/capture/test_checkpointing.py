@@ -64,38 +64,38 @@ def in_segments(blocks: nn.Sequential, x: Tensor, **options: Any) -> Tensor:
     return checkpoint_sequential(blocks, 2, x, **options)
 
 
-WAYS: dict[str, Callable[..., Tensor]] = {way.__name__: way for way in (plain, each, same_twice, nested, in_segments)}
+FORMS: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (plain, each, same_twice, nested, in_segments)}
 
 
 class Net(nn.Module):
-    """Blocks between two layers, computed in one of ``WAYS``."""
+    """Blocks between two layers, computed in one of ``FORMS``."""
 
-    def __init__(self, way: str, reentrant: bool, p: float) -> None:
+    def __init__(self, form: str, reentrant: bool, p: float) -> None:
         super().__init__()
-        self.way, self.reentrant = way, reentrant
+        self.form, self.reentrant = form, reentrant
         self.enter, self.leave = nn.Linear(15, 6), nn.Linear(6, 4)
         self.blocks = nn.Sequential(*(Block(6, p) for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = WAYS[self.way](self.blocks, self.enter(x), use_reentrant=self.reentrant)
+        x = FORMS[self.form](self.blocks, self.enter(x), use_reentrant=self.reentrant)
         return self.leave(x)
 
 
 @dataclass(frozen=True)
 class Checkpointed(MLP):
-    way: str = "each"
+    form: str = "each"
     reentrant: bool = False
     p: float = 0.0
     sizes: tuple[int, ...] = (15, 4)
     rows: int = 6
 
     def build(self) -> tuple[Any, ...]:
-        model = Net(self.way, self.reentrant, self.p).double()
+        model = Net(self.form, self.reentrant, self.p).double()
         return model, make_optimizer(self.optimizer, model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("way", "reentrant", "world", "style"),
+    ("form", "reentrant", "world", "style"),
     [
         ("each", False, 2, "replicate"),
         ("each", True, 2, "fully_shard"),
@@ -105,8 +105,8 @@ class Checkpointed(MLP):
         ("in_segments", False, 2, "replicate"),
     ],
 )
-def test_agrees(ranks: Ranks, way: str, reentrant: bool, world: int, style: str) -> None:
-    assert_agrees(ranks, world, Checkpointed(way=way, reentrant=reentrant), style)
+def test_agrees(ranks: Ranks, form: str, reentrant: bool, world: int, style: str) -> None:
+    assert_agrees(ranks, world, Checkpointed(form=form, reentrant=reentrant), style)
 
 
 class Exp(torch.autograd.Function):
@@ -166,19 +166,19 @@ def run(case: Checkpointed, style: str = "replicate", **options: Any) -> tuple[s
     return compiled_run(0, case, steps=2, parallel_mode=spmd.DataParallel(style), **options)
 
 
-def with_and_without(rank: int, world: int, ways: tuple[str, str], reentrant: bool, style: str) -> list[str]:
-    """What differs between two ways to compute the same, with dropout."""
+def with_and_without(rank: int, world: int, forms: tuple[str, str], reentrant: bool, style: str) -> list[str]:
+    """The differences between two forms of one computation, with dropout."""
     (_, expected), (_, got) = (
-        run(Checkpointed(way=way, reentrant=reentrant and way != "plain", p=0.5), style) for way in ways
+        run(Checkpointed(form=form, reentrant=reentrant and form != "plain", p=0.5), style) for form in forms
     )
     return [line for want, have in zip(expected, got, strict=True) for line in unequal(want, have, 0, 1)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("ways", [("plain", "each"), ("plain", "in_segments")], ids=lambda ways: ways[1])
+@pytest.mark.parametrize("forms", [("plain", "each"), ("plain", "in_segments")], ids=lambda forms: forms[1])
 @pytest.mark.usefixtures("alone")
-def test_dropout_is_that_of_the_step_without_checkpoint(ways: tuple[str, str], reentrant: bool) -> None:
-    assert not with_and_without(0, 1, ways, reentrant, "replicate")
+def test_dropout_is_that_of_the_step_without_checkpoint(forms: tuple[str, str], reentrant: bool) -> None:
+    assert not with_and_without(0, 1, forms, reentrant, "replicate")
 
 
 @pytest.mark.parametrize(("reentrant", "world", "style"), [(False, 2, "fully_shard"), (True, 2, "replicate")])
@@ -231,7 +231,7 @@ def test_nested_with_draws_around(reentrant: bool, autocast: bool) -> None:
 @pytest.mark.usefixtures("alone")
 def test_recomputation_stays_in_the_graph(reentrant: bool) -> None:
     """Every tanh of a block is there twice after all passes, the second in backward and marked."""
-    step, _ = run(Checkpointed(way="each", reentrant=reentrant, p=0.5))
+    step, _ = run(Checkpointed(form="each", reentrant=reentrant, p=0.5))
     assert step.program is not None
     nodes = {node.name: node for node in step.program.graph.nodes}
     tanhs = nodes_of(step, torch.ops.aten.tanh.default)
@@ -246,9 +246,9 @@ def test_recomputation_stays_in_the_graph(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("alone")
-def test_what_follows_a_recomputation_is_told_from_it(reentrant: bool) -> None:
+def test_updates_after_a_recomputation_belong_to_no_module(reentrant: bool) -> None:
     """Checkpoint may leave modules by an exception; the update belongs to none of them."""
-    step, _ = run(Checkpointed(way="each", reentrant=reentrant))
+    step, _ = run(Checkpointed(form="each", reentrant=reentrant))
     assert step.program is not None
     update = [node for node in step.program.graph.nodes if node.meta.get("phase") is Phase.UPDATE]
     assert update and not any(node.meta.get("module") for node in update)

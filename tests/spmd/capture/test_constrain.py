@@ -1,4 +1,4 @@
-"""``spmd.constrain``: the identity in eager, in a compiled step a placement, for one redistribution a way."""
+"""``spmd.constrain``: the identity in eager; in a compiled step a placement, redistributed once each way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS, COLUMNS = {"dp": Shard(0), "tp": Shard(1)}, {"tp": Shard(0), "dp": Shard(1
 
 
 class Constrained(nn.Module):
-    """A linear layer whose result lives where it is told."""
+    """A linear layer whose result has a given placement."""
 
     def __init__(self, width: int, height: int, placement: Any) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ def run_on_one_axis(rank: int, world: int, case: Layers, style: str) -> list[str
 
 @pytest.mark.parametrize("sizes", [{}, {"sizes": (5, 5), "rows": 3}], ids=["even", "uneven"])
 def test_numbers_on_two_axes(ranks: Ranks, sizes: dict[str, int]) -> None:
-    places = (ROWS, COLUMNS, {}, [Shard(0), Shard(0)], {"tp": Shard(-1)}, {"dp": Shard(0)})
-    assert ranks.run(4, run_on_two_axes, Layers(placements=places, **sizes)) == [[]] * 4
+    placements = (ROWS, COLUMNS, {}, [Shard(0), Shard(0)], {"tp": Shard(-1)}, {"dp": Shard(0)})
+    assert ranks.run(4, run_on_two_axes, Layers(placements=placements, **sizes)) == [[]] * 4
 
 
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
@@ -84,7 +84,7 @@ def test_numbers_on_one_axis(ranks: Ranks, style: str) -> None:
 # Structure
 
 
-def test_what_flows_in_is_redistributed_once_and_so_is_its_gradient() -> None:
+def test_a_tensor_is_redistributed_once_and_so_is_its_gradient() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         hidden = spmd.constrain(model(x), Shard(1))
         loss = (hidden.sin() + hidden.cos()).sum() + hidden.exp().sum()
@@ -99,7 +99,7 @@ def test_what_flows_in_is_redistributed_once_and_so_is_its_gradient() -> None:
     assert not compiled.program.graph.find_nodes(op="call_function", target=CONSTRAIN)
 
 
-def test_what_is_there_already_moves_nothing() -> None:
+def test_a_tensor_with_that_placement_does_not_move() -> None:
     def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(spmd.constrain(model(x), [Shard(0)]), y)
 
@@ -107,7 +107,7 @@ def test_what_is_there_already_moves_nothing() -> None:
     assert counts(compiled) == {"all_reduce": 1}  # of the loss
 
 
-def test_a_sum_that_flows_in_is_scattered_and_its_gradient_is_gathered() -> None:
+def test_a_pending_sum_is_scattered_and_its_gradient_is_gathered() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         whole = spmd.constrain(model[0](x), {"tp": Replicate()})
         loss = spmd.constrain(model[1](whole), {"tp": Shard(0)}).square().sum()
@@ -129,22 +129,22 @@ def test_a_sum_that_flows_in_is_scattered_and_its_gradient_is_gathered() -> None
 # Errors
 
 
-@pytest.mark.parametrize("placement, told", [
+@pytest.mark.parametrize("placement, message", [
     ({"tp": Shard(0)}, r"the placement of the tensor names the mesh axes \['tp'\]; the mesh has \['dp'\]"),
     ([Shard(0), Shard(1)], "the placement of the tensor has 2 entries, but the mesh has 1 axes"),
     (Shard(2), "the tensor has 2 dims, so it cannot be split along dim 2"),
-    (Partial(), r"the tensor cannot be Partial by choice: say Replicate\(\) or Shard\(dim\)"),
+    (Partial(), r"the tensor cannot be Partial by choice, pass Replicate\(\) or Shard\(dim\)"),
 ], ids=["unknown axis", "too many", "no such dim", "partial"])  # fmt: skip
-def test_a_placement_that_cannot_be_is_told_at_the_users_line(placement: Any, told: str) -> None:
+def test_an_impossible_placement_is_an_error_at_the_users_line(placement: Any, message: str) -> None:
     def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(spmd.constrain(model(x), placement), y)
 
     line = r", at test_constrain.py:\d+: return F.mse_loss\(spmd.constrain"
-    with pytest.raises(PlacementError, match=f"^spmd.constrain: {told}.*{line}"):
+    with pytest.raises(PlacementError, match=f"^spmd.constrain: {message}.*{line}"):
         compile_on_fake_ranks(2, step, regression(6, 6)[:2], *regression(6, 6)[2:])
 
 
 @pytest.mark.parametrize("arguments", [(mlp(2, 2), Shard(0)), (torch.ones(2), "dp"), (torch.ones(2), {"dp": 0})])
-def test_what_is_no_tensor_or_no_placement_is_told_at_once(arguments: Any) -> None:
+def test_other_arguments_are_type_errors(arguments: Any) -> None:
     with pytest.raises(TypeError, match=r"spmd\.constrain: expected a tensor and its placement"):
         spmd.constrain(*arguments)

@@ -1,4 +1,4 @@
-"""Bags of embeddings: every mode, bags of equal and of unequal lengths, weights, padding; tables split by rows."""
+"""``embedding_bag``: every mode, bags of equal and of unequal lengths, weights, padding; tables split by rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Bags(MLP):
         }
 
     def whole(self, parts: list[Any]) -> Any:
-        """The bags are the same on every rank."""
+        """The offsets are the same on every rank."""
         return {**super().whole(parts), "offsets": parts[0]["offsets"]}
 
     @staticmethod
@@ -64,12 +64,12 @@ class Bags(MLP):
 
 def differ(rank: int, world: int, tables: str) -> list[str]:
     """What differs from one process; ``tables``: whole, or split by rows."""
-    place = {"tables.*": Shard(0) if tables == "split" else Replicate()}
-    mode = spmd.DTensorExpand(params=place, inputs={"offsets": Replicate(), "flat": Shard(0)})
+    placements = {"tables.*": Shard(0) if tables == "split" else Replicate()}
+    mode = spmd.DTensorExpand(params=placements, inputs={"offsets": Replicate(), "flat": Shard(0)})
     _, got = compiled_run(rank, Bags(), 2, parallel_mode=mode)
     return all_unequal(plain_run(Bags(), world, 2), got, rank, world)
 
 
-def test_bags_of_embeddings_split(ranks: Ranks) -> None:
+def test_embedding_bags_agree_on_two_ranks(ranks: Ranks) -> None:
     assert ranks.run(2, differ, "whole") == [[], []]
     assert ranks.run(2, differ, "split") == [[], []]

@@ -49,8 +49,8 @@ class Adversarial(MLP):
     def step(generator: Any, discriminator: Any, optimizers: Any, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
         discriminator.requires_grad_(True)
         fake = generator(x)
-        told = F.softplus(discriminator(fake.detach())).mean() + F.softplus(-discriminator(y)).mean()
-        told.backward()
+        loss = F.softplus(discriminator(fake.detach())).mean() + F.softplus(-discriminator(y)).mean()
+        loss.backward()
         optimizers[1].step()
         optimizers[1].zero_grad()
         discriminator.requires_grad_(False)
@@ -58,7 +58,7 @@ class Adversarial(MLP):
         fooled.backward()
         optimizers[0].step()
         optimizers[0].zero_grad()
-        return told.detach(), fooled.detach()
+        return loss.detach(), fooled.detach()
 
 
 def step_and_clear(optimizer: torch.optim.Optimizer, _: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Fused optimizer ops that a step calls itself: what the arithmetic in their place computes, and where state lives."""
+"""Fused optimizer ops that a step calls itself: the arithmetic that replaces them, and placements of their state."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class ByHand(torch.optim.Optimizer):
                         "square": torch.zeros_like(p),
                         "step": torch.zeros(()),
                     }
-            kept = [[self.state[p][name] for p in params] for name in ("mean", "square", "step")]
-            for count in kept[2]:
+            state = [[self.state[p][name] for p in params] for name in ("mean", "square", "step")]
+            for count in state[2]:
                 count += 1
             options = {**ADAM, "lr": group["lr"], "weight_decay": 0.1, "amsgrad": False, "maximize": False}
-            torch._fused_adamw_(params, [p.grad for p in params], *kept[:2], [], kept[2], **options)
+            torch._fused_adamw_(params, [p.grad for p in params], *state[:2], [], state[2], **options)
 
 
 @dataclass(frozen=True)

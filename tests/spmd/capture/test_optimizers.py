@@ -210,7 +210,7 @@ def refused(optimizer: Any, model: nn.Module, step: Any = WithOneOfMine.step) ->
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_cannot_be_one_graph_is_refused_with_the_reason_and_the_way_out() -> None:
+def test_an_optimizer_that_no_graph_can_hold_is_refused_with_an_alternative() -> None:
     model, _ = WithOneOfMine().build()
     sparse = refused(optim.SparseAdam(model.parameters()), model)
     assert "optimizer cannot be part" in sparse and "sparse=True" in sparse and "Adam" in sparse

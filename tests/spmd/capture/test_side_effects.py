@@ -1,4 +1,4 @@
-"""What a step does besides computing, and a graph cannot do again, is refused or told; nothing traced stays behind."""
+"""Side effects of a step that a graph cannot repeat are refused or reported; no traced tensor is left behind."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Remembers(nn.Module):
         return self.last
 
 
-def test_attributes_that_the_step_changes_are_told_and_hold_no_traced_tensor() -> None:
+def test_changed_attributes_are_reported_and_hold_no_traced_tensor() -> None:
     model = Remembers()
     with pytest.warns(UserWarning, match=r"model\.last.*model\.all|model\.all.*model\.last"):
         spmd.compile(CASE.step)(model, torch.optim.SGD(model.parameters()), *CASE.part(0, 0))
     assert model.last is None and model.all == []
 
 
-def test_state_that_is_also_an_argument_is_one_thing() -> None:
+def test_state_that_is_also_an_argument_is_one_input() -> None:
     def step(model: nn.Module, optimizer: Any, parameters: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
         loss = (model(x) - y).square().mean()
         loss.backward()
@@ -83,7 +83,7 @@ def test_arguments_that_share_memory_which_the_step_writes_are_refused() -> None
     assert not x.any()
 
 
-def test_the_gradient_of_an_argument_is_refused_with_the_way_out() -> None:
+def test_the_gradient_of_an_argument_is_refused_with_an_alternative() -> None:
     model, optimizer = CASE.build()
     x, y = CASE.part(0, 0)
     with pytest.raises(spmd.CaptureError, match=r"argument x .*torch\.autograd\.grad"):

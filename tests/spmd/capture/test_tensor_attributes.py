@@ -1,4 +1,4 @@
-"""Tensors that a module holds as plain attributes: read where they are, followed when they change, never written."""
+"""Tensors that modules hold as plain attributes: constants of a program, guarded by identity, never written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_tensor_that_a_module_holds_is_read_at_each_call() -> None:
+def test_values_are_read_at_each_call_and_another_tensor_compiles_anew() -> None:
     torch.manual_seed(0)
     models = [model := Positions(), copy.deepcopy(model)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -50,11 +50,11 @@ def test_a_tensor_that_a_module_holds_is_read_at_each_call() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_tensor_that_a_module_holds_is_not_written() -> None:
+def test_writing_a_tensor_attribute_is_refused() -> None:
     def count(model: nn.Module, x: Tensor) -> Tensor:
         model.table.add_(1)
         return model(x)
 
     model = Positions()
-    with pytest.raises(spmd.CaptureError, match=r"it may write into model\.table .*make that a buffer"):
+    with pytest.raises(spmd.CaptureError, match=r"it may write into model\.table .*Make that a buffer"):
         spmd.compile(count)(model, torch.randn(5, 3, 4, dtype=torch.float64))

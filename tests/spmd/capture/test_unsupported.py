@@ -75,7 +75,7 @@ def prints_a_tensor(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> A
     return f"{model(x).sum():.3f}"
 
 
-@bad("generator of its own.*leave generator= out")
+@bad("generator of its own.*Leave generator= out")
 def has_a_generator(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return torch.empty_like(x).normal_(generator=torch.Generator().manual_seed(0))
 
@@ -95,7 +95,7 @@ def makes_a_nested_tensor(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor
     return torch.nested.nested_tensor([x, y])
 
 
-@bad("communicates itself.*leave it out")
+@bad("communicates itself.*Leave it out")
 def communicates(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     torch.distributed.all_reduce(model(x).sum())
 
@@ -178,7 +178,7 @@ LEFT_BEHIND: dict[Callable[..., Any], str] = {
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 @pytest.mark.parametrize("step, words", LEFT_BEHIND.items(), ids=[step.__name__ for step in LEFT_BEHIND])
-def test_what_a_step_would_leave_behind_is_refused(step: Callable[..., Any], words: str) -> None:
+def test_a_change_that_no_graph_can_repeat_is_refused(step: Callable[..., Any], words: str) -> None:
     model, optimizer = CASE.build()
     with unchanged(model, optimizer), pytest.raises(spmd.CaptureError, match=f"(?s){words}"):
         spmd.compile(step)(model, optimizer, *CASE.part(0, 0))
@@ -221,7 +221,7 @@ def same(one: Any, other: Any) -> bool:
 TENSORS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "meta": (lambda x: x.to("meta"), "x is on the meta device"),
     "sparse": (lambda x: x.to_sparse(), "x is a sparse tensor.*dense"),
-    "nested": (lambda x: torch.nested.nested_tensor([x, x]), "x is a nested tensor.*pad"),
+    "nested": (lambda x: torch.nested.nested_tensor([x, x]), "x is a nested tensor.*Pad"),
 }
 
 

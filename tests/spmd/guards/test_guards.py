@@ -37,7 +37,7 @@ criterion = nn.SmoothL1Loss(beta=1.0)
 
 
 class Config:
-    """A settings object as models keep it."""
+    """A settings object of a model."""
 
     def __init__(self) -> None:
         self.scale, self.nested, self.unread = 1.0, {"powers": [1.0, 2.0]}, 0
@@ -188,7 +188,7 @@ def test_a_change_of_what_the_step_reads_compiles_anew(name: str) -> None:
     twins.check(0)
 
 
-def test_what_the_step_does_not_read_may_change() -> None:
+def test_state_that_the_step_does_not_read_may_change() -> None:
     twins = Twins()
     for added in (1, 1, 0):
         twins.check(added)
@@ -196,7 +196,7 @@ def test_what_the_step_does_not_read_may_change() -> None:
         model.unread, model.config.unread, model.new = k + 7, k + 7, torch.ones(3)
         model.scales = model.scales  # the same list
         model.scale = float("1.0")  # another object, the same value
-        twins.optimizers[k].note = "read by nobody"
+        twins.optimizers[k].note = "never read"
     twins.check(0)
 
 
@@ -234,7 +234,7 @@ def collecting(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
     return step(model, optimizer, x, y)
 
 
-def test_what_runs_when_garbage_is_collected_is_not_the_step() -> None:
+def test_callbacks_of_the_garbage_collector_are_not_guarded() -> None:
     twins = Twins(collecting)
     gc.callbacks.append(count_collections)
     try:
@@ -245,7 +245,7 @@ def test_what_runs_when_garbage_is_collected_is_not_the_step() -> None:
     assert COLLECTIONS
 
 
-def test_what_closes_memory_that_ranks_share_is_not_the_step() -> None:
+def test_finalizers_of_shared_memory_are_not_guarded() -> None:
     twins = Twins(collecting)
     gc.disable()  # so that it is collected in the step
     try:
@@ -299,7 +299,7 @@ def test_a_changed_closure_compiles_anew() -> None:
     twins.check(0)
 
 
-def test_programs_live_side_by_side() -> None:
+def test_several_programs_are_kept() -> None:
     twins = Twins()
     for added in (1, 1, 0):
         twins.check(added)
@@ -363,7 +363,7 @@ def test_an_object_among_the_arguments_is_followed() -> None:
 
 
 @pytest.mark.parametrize("change", [lambda x: x[:2], lambda x: x.float(), lambda x: x.requires_grad_(), nn.Parameter])
-def test_tensors_of_another_kind_compile_anew(change: Callable[[Tensor], Tensor]) -> None:
+def test_tensors_of_another_spec_compile_anew(change: Callable[[Tensor], Tensor]) -> None:
     compiled = spmd.compile(lambda x: x.detach() * 2)
     compiled(torch.ones(3, dtype=torch.float64))
     x = change(torch.ones(3, dtype=torch.float64))
@@ -376,7 +376,7 @@ def test_tensors_of_another_kind_compile_anew(change: Callable[[Tensor], Tensor]
     [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
     ids=["no_grad", "autocast"],
 )
-def test_modes_around_the_call_compile_anew(mode: Callable[[], Any]) -> None:
+def test_torch_settings_around_the_call_compile_anew(mode: Callable[[], Any]) -> None:
     def forward(model: nn.Module, x: Tensor) -> tuple[Tensor, bool]:
         out = model(x)
         return out.detach(), out.requires_grad
@@ -398,7 +398,7 @@ def test_a_parameter_moved_through_data_compiles_anew() -> None:
     assert len(compiled.programs) == 2
 
 
-def test_a_state_tensor_in_the_place_of_a_batch_is_seen() -> None:
+def test_a_state_tensor_passed_as_a_batch_compiles_anew() -> None:
     model = nn.Linear(3, 3, bias=False)
     compiled = spmd.compile(lambda model, x: (model(x).detach(), x is model.weight))
     compiled(model, nn.Parameter(torch.ones(3, 3)))
@@ -406,7 +406,7 @@ def test_a_state_tensor_in_the_place_of_a_batch_is_seen() -> None:
     assert len(compiled.programs) == 2
 
 
-def test_another_model_has_programs_of_its_own_and_a_dead_one_is_let_go() -> None:
+def test_another_model_compiles_anew_and_a_dead_one_is_released() -> None:
     compiled, x = spmd.compile(lambda model, x: model(x).detach()), torch.ones(2, 3)
     first, second = nn.Linear(3, 4), nn.Linear(3, 4)
     for model in (first, second, first, second):
@@ -420,7 +420,7 @@ def test_another_model_has_programs_of_its_own_and_a_dead_one_is_let_go() -> Non
     torch.testing.assert_close(compiled(third, x), third(x).detach())
 
 
-def test_a_model_that_was_trained_is_let_go() -> None:
+def test_a_trained_model_is_released() -> None:
     compiled, x = spmd.compile(step), torch.ones(4, 3)
     model = nn.Linear(3, 2)
     compiled(model, torch.optim.SGD(model.parameters()), x, torch.ones(4, 2))
@@ -481,7 +481,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(len(x), COLUMNS)
 
 
-def test_globals_that_tell_the_shape_of_an_op_of_the_user_s_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globals_read_by_the_shape_function_of_a_user_s_op_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for inside of torch, where nothing else of the user's runs."""
     compiled = spmd.compile(lambda x: widened(x).sum())
     assert compiled(torch.ones(2, 3)) == 6
@@ -493,7 +493,7 @@ LOG: list[Any] = []
 COUNT = 0
 
 
-def test_what_the_step_changes_in_globals_and_closures_is_told_and_holds_no_traced_tensor() -> None:
+def test_changed_globals_and_closures_are_reported_and_hold_no_traced_tensor() -> None:
     seen: list[Tensor] = []
     last = None
 
@@ -507,9 +507,9 @@ def test_what_the_step_changes_in_globals_and_closures_is_told_and_holds_no_trac
         return last.sum()
 
     compiled, model = spmd.compile(logging), nn.Linear(3, 4)
-    with pytest.warns(UserWarning, match="the step changes") as told:
+    with pytest.warns(UserWarning, match="the step changes") as warned:
         compiled(model, torch.ones(2, 3))
-    text = str(told[0].message)
+    text = str(warned[0].message)
     assert all(name in text for name in ("the global COUNT", "the global LOG", "variable seen", "variable last"))
     assert (LOG, seen, last, COUNT) == ([], [], None, 1)
     with warnings.catch_warnings():
@@ -518,7 +518,7 @@ def test_what_the_step_changes_in_globals_and_closures_is_told_and_holds_no_trac
     assert len(compiled.programs) == 1
 
 
-def test_a_step_that_raises_leaves_what_it_read_as_it_was() -> None:
+def test_changes_of_a_step_that_raises_are_undone() -> None:
     seen: list[Tensor] = []
 
     def failing(model: nn.Module, config: Config, x: Tensor) -> Tensor:
@@ -533,7 +533,7 @@ def test_a_step_that_raises_leaves_what_it_read_as_it_was() -> None:
     assert all("__getattribute__" not in vars(kind) for kind in (nn.Module, torch.optim.Optimizer, Config))
 
 
-def test_a_compiled_step_within_another_is_part_of_it() -> None:
+def test_a_compiled_step_called_by_another_is_a_part_of_it() -> None:
     @spmd.compile
     def inner(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sum()

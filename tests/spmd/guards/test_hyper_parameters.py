@@ -33,7 +33,7 @@ def both(make_optimizer: Any, change: Any, calls: int = 4, model: Any = None) ->
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
-def test_weight_decay_that_comes_and_goes(make: Any) -> None:
+def test_weight_decay_that_is_switched_on_and_off(make: Any) -> None:
     def change(group: dict[str, Any], k: int) -> None:
         group["weight_decay"] = [0.0, 0.1, 0.0, 0.2][k]
 
@@ -41,7 +41,7 @@ def test_weight_decay_that_comes_and_goes(make: Any) -> None:
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
 
 
-def test_momentum_that_comes_later() -> None:
+def test_momentum_that_is_switched_on_later() -> None:
     def change(group: dict[str, Any], k: int) -> None:
         group["momentum"] = 0.9 * (k > 1)
 
@@ -62,7 +62,7 @@ class Floats(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=float(group["lr"]))
 
 
-def test_a_learning_rate_that_is_taken_out_as_a_float_compiles_anew() -> None:
+def test_a_tensor_learning_rate_that_is_read_as_a_float_compiles_anew() -> None:
     def change(group: dict[str, Any], k: int) -> None:
         group["lr"] = [0.1, 0.1, 0.2, 0.1][k]
 
@@ -90,7 +90,7 @@ class Scaled(nn.Module):
 
 
 class Mine(torch.optim.AdamW):
-    """Somebody's subclass."""
+    """A subclass of a user."""
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, Mine])
@@ -100,7 +100,7 @@ def test_parameters_without_dims_and_subclasses(make: Any) -> None:
     assert programs == 2
 
 
-def test_ops_with_live_numbers_are_alike_to_fakes_and_stay_live_in_the_graph() -> None:
+def test_ops_on_live_numbers_hit_the_fake_cache_and_stay_live_in_the_graph() -> None:
     """Torch keeps no results of calls on fakes with symbols: an optimizer would be most of a compile."""
     (net, *_), before = CASE.build(), FakeTensorMode.cache_info().bypasses
     optimizer, compiled = torch.optim.AdamW(net.parameters()), spmd.compile(CASE.step)

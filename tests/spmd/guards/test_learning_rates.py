@@ -50,7 +50,7 @@ class OtherNumbers(MLP):
 
 @dataclass(frozen=True)
 class OneCycle(Scheduled):
-    """Momentum, or the first of the betas, goes the other way round than the learning rate."""
+    """Momentum, or the first of the betas, falls while the learning rate rises."""
 
     def build(self) -> tuple[Any, ...]:
         model, optimizer = MLP.build(self)
@@ -60,7 +60,7 @@ class OneCycle(Scheduled):
 
 @dataclass(frozen=True)
 class Plateau(Scheduled):
-    """The scheduler is told of a loss that grows."""
+    """The scheduler gets a growing loss."""
 
     def build(self) -> tuple[Any, ...]:
         model, optimizer = MLP.build(self)

@@ -1,4 +1,4 @@
-"""What an optimizer's groups and state hold is part of a call: another arrangement is another program."""
+"""Groups and state of an optimizer are guarded: another arrangement compiles another program."""
 
 from __future__ import annotations
 

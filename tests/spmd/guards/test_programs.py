@@ -1,4 +1,4 @@
-"""What is compiled, when, and how often."""
+"""When a step compiles, how often, and with which backend and passes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_backend_of_one_s_own_runs_the_graph(ranks: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_passes_are_those_that_were_given() -> None:
+def test_the_given_passes_run() -> None:
     case = small("SGD")
     mode = spmd.DataParallel("replicate", custom_passes=())
     bare = spmd.compile(parallel_mode=mode)(case.step)

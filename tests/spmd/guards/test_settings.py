@@ -138,7 +138,7 @@ def test_a_changed_setting_compiles_anew(monkeypatch: pytest.MonkeyPatch, name: 
         assert len(compiled.programs) == programs
 
 
-def test_an_attribute_of_a_class_that_no_code_names_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_attribute_that_no_code_names_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = spmd.compile(lambda x: x * Table.scale)
     compiled(torch.ones(3))
     monkeypatch.setattr(Table, "calls", 1, raising=False)
@@ -187,17 +187,17 @@ def test_a_cache_that_the_trace_fills_is_emptied() -> None:
 
 
 class Trainer:
-    """Keeps its last loss where users keep it."""
+    """Stores its last loss in itself, its class and a function."""
 
-    kept_by_class: Any = None
+    last_of_all: Any = None
 
     def step(self, x: Tensor) -> Tensor:
-        self.loss = Trainer.kept_by_class = helper.loss = x.sum()  # type: ignore[attr-defined]
+        self.loss = Trainer.last_of_all = helper.loss = x.sum()  # type: ignore[attr-defined]
         return self.loss * helper(x).sum()
 
 
-def test_a_tensor_that_the_step_keeps_is_told_and_taken_back() -> None:
+def test_a_tensor_stored_by_the_step_is_reported_and_removed() -> None:
     trainer = Trainer()
     with pytest.warns(UserWarning, match="the step changes .*loss"):
         assert spmd.compile(trainer.step)(torch.ones(3)) == 9
-    assert not vars(trainer) and not hasattr(helper, "loss") and Trainer.kept_by_class is None
+    assert not vars(trainer) and not hasattr(helper, "loss") and Trainer.last_of_all is None
