@@ -1,7 +1,7 @@
 """Every private or experimental torch name that spmd uses, each with why, and the torch versions it was seen in.
 
 Imports come first, then accessors of private attributes, then private flags and functions behind a public shape. Code
-outside of this file uses these names only; ``tests/spmd/test_layers.py`` checks that.
+outside of this file uses these names only; ``tests/test_structure.py`` checks that.
 """
 
 import functools

@@ -1,0 +1,192 @@
+"""The floor plan holds: imports go one way, folders and functions are small, standard terms are used."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.harness.private_names import private_torch_names
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("passes", "spmd")
+
+# What a file imports stands in its own line or further up. Folders are named with a slash; files stand for themselves.
+ORDER = {
+    "passes": """
+        _torch errors
+        runtime/
+        ir/
+        analysis/
+        base
+        cleanup/
+        communication/
+        update/
+        memory/
+        pipeline runner
+        __init__
+    """,
+    "spmd": """
+        _torch placements source_lines
+        ranks/
+        call/
+        rules/
+        capture/
+        guards/
+        partitioner/
+        modes/
+        runtime/
+        override dump
+        options compiled
+        dispatch
+        step
+        cli/
+        __init__ __main__
+    """,
+}
+MOST_FILES, MOST_LINES = 30, 50
+
+# Private words that standard terms have replaced, with what to write.
+REPLACED = {
+    r"lodgers?": "buffer",
+    r"neighbou?rs?": "local peers, local ranks",
+    r"surveyed": "with storage facts",
+    r"introduced?": "connect local ranks",
+    r"knock|door": "connect, listener",
+    r"told|said": "describe, message, report",
+    r"follow_split": "rebind replaced parameters",
+    r"out[ _]forms?": "out variant",
+    r"taken[ _]apart": "decomposed",
+    r"alike": "structurally equal, memo key",
+    r"what is meant": "collective semantics",
+}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def imported(module: str) -> Iterator[str]:
+    """The modules of this project that a module imports, at any depth of its code."""
+    path = FILES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in FILES)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            source = ".".join(filter(None, [base, node.module]))
+            for alias in node.names:
+                found = next((name for name in (f"{source}.{alias.name}", source) if name in FILES), None)
+                if found is not None:
+                    yield found
+
+
+def line_in_order(module: str) -> int:
+    """The line of ``ORDER`` that a module stands in."""
+    package, *rest = module.split(".")
+    is_folder = len(rest) > 1 or (rest and FILES[module].name == "__init__.py")
+    name = f"{rest[0]}/" if is_folder else (rest[0] if rest else "__init__")
+    lines = [line.split() for line in ORDER[package].strip().splitlines()]
+    return next(k for k, line in enumerate(lines) if name in line)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_go_one_way(module: str) -> None:
+    package = module.split(".")[0]
+    for other in imported(module):
+        if other.split(".")[0] == package:
+            assert line_in_order(other) <= line_in_order(module), f"{module} imports {other}, which stands below it"
+        else:
+            assert package == "spmd", f"{module} imports {other}: passes never imports spmd"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {module: [other for other in imported(module) if other not in PACKAGES] for module in FILES}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
+
+
+def test_no_name_of_the_package_hides_a_module() -> None:
+    """``spmd.partition`` is a function; a module or folder of that name could not be reached."""
+    hidden = [name for package in PACKAGES for name in _public(package) if f"{package}.{name}" in FILES]
+    assert hidden == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_there(package: str) -> None:
+    names = _public(package)
+    assert len(names) == len(set(names))
+    assert all(hasattr(import_module(package), name) for name in names)
+
+
+def _public(package: str) -> list[str]:
+    names: list[str] = import_module(package).__all__
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_private_torch_names_are_in_one_file(package: str) -> None:
+    """They are behind accessors in its ``_torch.py``, each with the reason for it and the versions it was seen in."""
+    assert private_torch_names(ROOT / package) == []
+
+
+def test_passes_ask_for_strides_in_one_file() -> None:
+    """Elsewhere a decision by this rank's strides would be another one on the next rank."""
+    no_decision = {
+        "arena.py",  # makes tensors
+        "fold_layout_copies.py",  # of what is the same on all ranks
+        "buffers.py",  # counts bytes
+        "reuse_memory.py",  # says where they lie, which may differ
+        "message_collectives.py",  # runs
+    }
+    asking = {
+        path.name
+        for path in (ROOT / "passes").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("is_contiguous", "stride")
+        if not ast.unparse(node.value).endswith("layouts")
+    }
+    assert asking - no_decision == {"strides.py"}
+
+
+def test_folders_are_small() -> None:
+    folders = [path for part in (*PACKAGES, "tests", "docs") for path in (ROOT / part).rglob("*") if path.is_dir()]
+    crowded = [folder for folder in folders if len([p for p in folder.glob("*.*") if p.is_file()]) > MOST_FILES]
+    assert crowded == []
+
+
+def test_functions_fit_the_eye() -> None:
+    long = [
+        f"{module}.{node.name}: {length} lines"
+        for module, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and (length := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize("word", REPLACED)
+def test_standard_terms_are_used(word: str) -> None:
+    pattern = re.compile(rf"(?<![a-zA-Z])(?:{word})(?![a-zA-Z])", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in _texts()
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if pattern.search(line)
+    ]
+    assert not found, f"write {REPLACED[word]!r} instead:\n" + "\n".join(found)
+
+
+def _texts() -> Iterator[Path]:
+    """All code and prose, but for the decisions, which quote, and this file."""
+    for part in (*PACKAGES, "tests", "benchmarks", "examples"):
+        yield from (path for path in sorted((ROOT / part).rglob("*.py")) if path != Path(__file__))
+    yield from (path for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]) if path.name != "decisions.md")
