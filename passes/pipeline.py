@@ -44,7 +44,7 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         # Equal views are equal only once they are folded; a collective that serves two readers is bucketed once.
         MergeEqual(),
         DeadCode(),
-        # Which parameters go together is said once, for all that follow.
+        # Units of parameters are formed once, for all passes that follow.
         FormUnits(max_bytes=bucket_bytes),
         # Merge collectives before moving them: a bucket moves as one.
         BucketAllGather(max_bytes=bucket_bytes),

@@ -1,7 +1,7 @@
 """A race: all systems train one model on one network, in turn.
 
 All systems exist at the same time, each in processes of its own, and one at a time runs: a disturbance of the machine
-affects all of them alike, and no system's memory counts for another.
+affects all of them equally, and no system's memory counts for another.
 """
 
 from __future__ import annotations

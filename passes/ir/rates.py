@@ -28,6 +28,6 @@ class Rate:
 UNMEASURED = Rate(latency=2.0**-14, per_byte=2.0**-30)
 """For an axis of which no table knows anything: 61 us, in which 64 KiB are sent at 1 GiB/s.
 
-The ratio of the two decides along one axis, and it is right for gloo and NCCL alike to an order of magnitude. Both are
+The ratio of the two decides along one axis, and it is right for both gloo and NCCL to an order of magnitude. Both are
 powers of two, so that estimates that are equal in bytes are equal in seconds, too.
 """

@@ -1,7 +1,7 @@
 """Calibrate: measure what communication and compute cost here, as the ``Table`` that ``passes.Realise`` chooses by.
 
-The algorithms for one kind of collective take turns, so that other load on the machine slows all of them alike; medians
-count.
+The algorithms for one kind of collective take turns, so that other load on the machine slows all of them equally;
+medians count.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class Game(MLP):
         seen_loss.backward()
         optimizers["seen"].step()
         optimizers["made"].zero_grad()
-        said_then = nets["seen"](made)
-        made_loss = F.binary_cross_entropy_with_logits(said_then, torch.ones_like(said_then))
+        scores_after = nets["seen"](made)
+        made_loss = F.binary_cross_entropy_with_logits(scores_after, torch.ones_like(scores_after))
         made_loss.backward()
         optimizers["made"].step()
         return {"seen": seen_loss, "made": made_loss}

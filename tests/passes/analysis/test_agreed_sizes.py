@@ -34,7 +34,7 @@ def test_one_collective_for_several_moves_their_sum() -> None:
     assert of_all(nodes) == {"most_bytes": 168}
 
 
-def test_nothing_is_said_of_several_if_one_is_not_known() -> None:
+def test_the_size_of_several_is_unknown_if_one_is() -> None:
     nodes = program().collectives()
     nodes[0].meta["most_bytes"] = 80
     assert of_all(nodes) == {}

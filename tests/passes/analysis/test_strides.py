@@ -70,7 +70,7 @@ def test_of_equal_parts_everything_is_known(name: str) -> None:
     assert layouts.is_contiguous(node) == node.meta["val"].is_contiguous()
 
 
-def test_what_is_said_of_a_node_counts() -> None:
+def test_meta_of_a_node_counts() -> None:
     """What is gathered is whole again; sizes, too, are known then."""
     program = make_program(lambda x: (aten.slice.Tensor(aten.neg.default(x), 0, 0, 1),), x=f64(2, 3))
     x, (result,) = program.placeholders[0], program.output_values()

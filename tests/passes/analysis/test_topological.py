@@ -57,7 +57,7 @@ def test_late_nodes_go_to_their_first_reader() -> None:
     assert [node.name for node in late if before[node] != after[node]] == ["exp"]
 
 
-def test_a_circle_is_told() -> None:
+def test_a_cycle_raises() -> None:
     given = program()
     named(given, "neg").update_arg(0, named(given, "sin"))
     with pytest.raises(AssertionError, match="depends on itself"):

@@ -44,7 +44,7 @@ def test_vals_of_functions_methods_modules_and_constants_are_inferred() -> None:
     assert fill_vals(program) == 0
 
 
-def test_arguments_that_do_not_fit_are_told() -> None:
+def test_arguments_that_do_not_fit_raise() -> None:
     program = make_program(lambda x: (x,), x=f64(3, 4))
     with program.graph.inserting_before(program.output_node):
         program.graph.call_function(aten.mm.default, (program.placeholders[0], program.placeholders[0]))
@@ -52,7 +52,7 @@ def test_arguments_that_do_not_fit_are_told() -> None:
         fill_vals(program)
 
 
-def test_a_shape_that_cannot_be_known_is_told() -> None:
+def test_a_shape_that_cannot_be_inferred_raises() -> None:
     def step(x: Any) -> Any:
         return (aten.neg.default(x),)
 

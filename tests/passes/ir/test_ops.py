@@ -81,8 +81,8 @@ def test_only_what_torch_does_not_say_is_listed() -> None:
         assert has(op, Trait.VIEW) == op.is_view, op
         if has(op, Trait.POINTWISE_KERNEL):
             assert has(op, Trait.POINTWISE), op
-    said = {Trait.VIEW, Trait.MUTABLE, Trait.RANDOM, Trait.PURE, Trait.COMPOSITE, Trait.POINTWISE_KERNEL}
-    assert said.isdisjoint(ops._LISTED)
+    read = {Trait.VIEW, Trait.MUTABLE, Trait.RANDOM, Trait.PURE, Trait.COMPOSITE, Trait.POINTWISE_KERNEL}
+    assert read.isdisjoint(ops._LISTED)
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def test_a_tensor_is_redistributed_once_and_so_is_its_gradient() -> None:
     model, _, x, _ = regression(6, 6, rows=4)
     compiled = compile_on_fake_ranks(2, step, (model,), x, passes=())
     assert counts(compiled)["all_to_all"] == 2
-    said = [node.meta["collective"].why for node in compiled.program.collectives()]
-    assert said[0] == "activation: split anew for spmd.constrain"
+    collectives = [node.meta["collective"].why for node in compiled.program.collectives()]
+    assert collectives[0] == "activation: split anew for spmd.constrain"
     assert not compiled.program.graph.find_nodes(op="call_function", target=CONSTRAIN)
 
 
@@ -121,8 +121,8 @@ def test_a_pending_sum_is_scattered_and_its_gradient_is_gathered() -> None:
         mode = spmd.DTensorExpand(mesh=mesh, params=params, inputs={"x": {}})
         compiled = spmd.compile(parallel_mode=mode, passes=())(step)
         compiled(model, torch.randn(6, 4, dtype=torch.float64))
-    said = [(node.meta["phase"], node.meta["collective"]) for node in compiled.program.collectives()]
-    asked = [(phase, each.kind) for phase, each in said if "for spmd.constrain" in each.why]
+    collectives = [(node.meta["phase"], node.meta["collective"]) for node in compiled.program.collectives()]
+    asked = [(phase, each.kind) for phase, each in collectives if "for spmd.constrain" in each.why]
     assert asked == [("forward", "all_gather"), ("forward", "reduce_scatter"), ("backward", "all_gather")]
 
 
