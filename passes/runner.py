@@ -93,10 +93,10 @@ def _validate(program: Program, passes: tuple[Pass, ...]) -> None:
     if moving and any(declared.in_place for declared in program.inputs):
         raise ValueError(f"{program.name} already updates its inputs in place: no pass can follow, got {moving[0]}")
     for k, each in enumerate(passes):
-        _validate_place(each, passes[:k], passes[k + 1 :])
+        _validate_position(each, passes[:k], passes[k + 1 :])
 
 
-def _validate_place(each: Pass, earlier: tuple[Pass, ...], later: tuple[Pass, ...]) -> None:
+def _validate_position(each: Pass, earlier: tuple[Pass, ...], later: tuple[Pass, ...]) -> None:
     for needed in each.needs:
         if not any(isinstance(other, needed) for other in earlier):
             raise ValueError(f"{each} needs {needed.__name__} before it in the pipeline, but that is not there")

@@ -124,18 +124,19 @@ def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[An
     """Run one program, or one for each rank, on a list of inputs per rank, and apply updates. Inputs are not touched.
 
     A collective other than all_reduce, which copies first, reads its operands only at the wait: the
-    latest that a backend may. Ranks that read each other's memory may do so until all know that all have (``_Posted``).
+    latest that a backend may. Ranks that read each other's memory may read it until all are known to have
+    (``_Published``).
     """
     each_its = [programs] * len(inputs) if isinstance(programs, Program) else programs
     copies = [[x.clone() if isinstance(x, torch.Tensor) else x for x in each] for each in inputs]
     ranks = [_Rank(program, each) for program, each in zip(each_its, copies, strict=True)]
-    posted = _Posted()
+    published = _Published()
     for nodes in zip(*(program.graph.nodes for program in each_its), strict=True):
         everyone = list(zip(ranks, nodes, strict=True))
         if is_collective(nodes[0]):
             pending = [[rank.env[operand] for operand in operands(node)] for rank, node in everyone]
             if is_shared(nodes[0]):
-                posted.start(nodes[0], [x for each in pending for x in each])
+                published.start(nodes[0], [x for each in pending for x in each])
             early = kind_of(nodes[0]) is Kind.ALL_REDUCE
             for rank, node in everyone:
                 rank.env[node] = [[x.clone() for x in each] for each in pending] if early else pending
@@ -143,15 +144,15 @@ def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[An
             for k, (rank, node) in enumerate(everyone):
                 started = node.args[0]
                 rank.env[node] = _written(started, rank, _collect(started, rank.env[started], k))
-            posted.wait(nodes[0].args[0])
+            published.wait(nodes[0].args[0])
         else:
             for rank, node in everyone:
                 rank.step(node)
-    posted.check(posted.all)
+    published.check(published.all)
     return [rank.finish() for rank in ranks]
 
 
-class _Posted:
+class _Published:
     """What other ranks may look at, and must find unchanged.
 
     Who waits for a collective knows that all ranks have waited for those that were waited for before it started.

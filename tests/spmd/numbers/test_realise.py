@@ -59,7 +59,7 @@ def test_numbers_stay_where_members_are_sent_in_one_launch(
     assert_agrees(ranks, world, MLP(NARROW.sizes, NARROW.rows, optimizer), style, as_on_nccl())
 
 
-def ways_taken(rank: int, world: int, style: Any, nccl: bool = False) -> tuple[list[str], dict[str, int]]:
+def algorithms_used(rank: int, world: int, style: Any, nccl: bool = False) -> tuple[list[str], dict[str, int]]:
     """The ops that a compiled step communicates by, and what its report counts."""
     pipeline = as_on_nccl() if nccl else passes.default(table=only(Algorithm.BROADCAST, Algorithm.EXCHANGE))
     compiled, _ = compiled_run(rank, NARROW, 1, parallel_mode=spmd.DataParallel(style), passes=pipeline)
@@ -69,13 +69,13 @@ def ways_taken(rank: int, world: int, style: Any, nccl: bool = False) -> tuple[l
 
 def test_ranks_use_the_algorithms_of_the_table_and_count_by_meaning(ranks: Ranks) -> None:
     gather, swap = "gather_by_broadcast", "swap"
-    (replicate, counted), _ = ranks.run(2, ways_taken, "replicate")
+    (replicate, counted), _ = ranks.run(2, algorithms_used, "replicate")
     assert replicate == ["all_reduce", "all_reduce"]
     assert counted == {"all_reduce": 2}  # the loss and the gradients
-    (sharded, counted), _ = ranks.run(2, ways_taken, "fully_shard")
+    (sharded, counted), _ = ranks.run(2, algorithms_used, "fully_shard")
     assert sharded == ["all_reduce", gather, swap]
     assert counted == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
-    (coalesced, counted), _ = ranks.run(2, ways_taken, "fully_shard", True)
+    (coalesced, counted), _ = ranks.run(2, algorithms_used, "fully_shard", True)
     assert coalesced == ["all_reduce", "coalesced_all_gather", "coalesced_reduce_scatter"]
     assert counted == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
 

@@ -212,10 +212,10 @@ def check_sizes(graphs: list[fx.Graph]) -> None:
 
 def pairs(axes: int) -> Iterator[tuple[Placements, Placements]]:
     """Every source with every target, but for those that have no meaning or that no steps connect."""
-    return ((a, b) for a in product(SOURCES, repeat=axes) for b in product(TARGETS, repeat=axes) if _has_way(a, b))
+    return ((a, b) for a in product(SOURCES, repeat=axes) for b in product(TARGETS, repeat=axes) if _is_reachable(a, b))
 
 
-def _has_way(source: Placements, target: Placements) -> bool:
+def _is_reachable(source: Placements, target: Placements) -> bool:
     if SUM in source and MAX in source:
         return False  # a sum of maxima is not a maximum of sums
     return all(b != SUM or a in (R, SUM) for a, b in zip(source, target, strict=True))
@@ -284,7 +284,7 @@ def test_rows_in_runs(sizes: tuple[int, ...]) -> None:
     found = [
         (source, target)
         for source, target in product(sources, targets)
-        if any(p in runs for p in (*source, *target)) and _has_way(source, target)
+        if any(p in runs for p in (*source, *target)) and _is_reachable(source, target)
         if runs_fit(shape, source, sizes) and runs_fit(shape, target, sizes)
     ]
     check_all(sizes, shape, random.Random(0).sample(found, min(len(found), 60)))
