@@ -17,10 +17,10 @@ from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
 from .guards.guards import Guards
+from .lowering.distribute_state import as_dtensor
+from .lowering.flat_storage import FlatInputs
+from .lowering.lower import Executable
 from .ranks.consensus import MeshRanks, identity_of
-from .runtime.distribute_state import as_dtensor
-from .runtime.flat_storage import FlatInputs
-from .runtime.lower import Executable
 
 
 @dataclass(kw_only=True)

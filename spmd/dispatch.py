@@ -20,9 +20,9 @@ from .call.rng import describe_seed
 from .call.state import ArgumentReader
 from .compiled import Compiled
 from .guards.leaves import Leaves
+from .lowering.distribute_state import rebind_replaced_parameters
 from .options import Options
 from .ranks.consensus import COMPILE, FAILED, MeshRanks
-from .runtime.distribute_state import rebind_replaced_parameters
 
 _MANY = 8  # programs of one step, before it warns
 

@@ -13,10 +13,10 @@ from torch import fx
 import passes
 from passes import Pass
 
+from .lowering.lower import Backend
 from .modes.base import ParallelMode, check_passes
 from .modes.data_parallel import DataParallel
 from .override import Override
-from .runtime.lower import Backend
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,14 @@ from .dispatch import Dispatch
 from .dump import Dump, dump_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
+from .lowering.arenas import Arenas
+from .lowering.distribute_state import check_memory, commit, prepare
+from .lowering.lower import Backend, lower
+from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
 from .override import replaced, transform, transform_graph_module
 from .ranks.consensus import Agreement, all_or_none, identity_of
-from .runtime.arenas import Arenas
-from .runtime.distribute_state import check_memory, commit, prepare
-from .runtime.lower import Backend, lower
-from .runtime.storage_facts import with_storage_facts
 
 
 class CompiledStep:

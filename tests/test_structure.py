@@ -40,7 +40,7 @@ ORDER = {
         guards/
         partitioner/
         modes/
-        runtime/
+        lowering/
         override dump
         options compiled
         dispatch

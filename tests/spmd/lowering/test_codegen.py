@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from passes import Program, Role
-from spmd.runtime.bindings import direct
-from spmd.runtime.codegen import Bound
+from spmd.lowering.bindings import direct
+from spmd.lowering.codegen import Bound
 from tests.passes.programs import f64, make_program
 
 aten = torch.ops.aten

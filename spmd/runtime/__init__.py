@@ -1,1 +1,0 @@
-"""From a program to a callable over live storages."""
