@@ -16,6 +16,8 @@ import spmd
 from tests.harness.cases import MLP
 from tests.harness.pool import Ranks
 
+pytestmark = pytest.mark.slow
+
 CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
 
 

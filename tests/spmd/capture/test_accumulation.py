@@ -16,6 +16,8 @@ from tests.harness.oracle import Case, all_unequal, assert_agrees, snapshot
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts, shapes
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Small(MLP):

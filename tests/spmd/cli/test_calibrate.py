@@ -61,6 +61,7 @@ def test_on_nccl_coalesced_collectives_are_measured(ranks: Ranks) -> None:
     assert all(point.seconds > 0 for points in link.curves.values() for point in points)
 
 
+@pytest.mark.processes
 def test_the_command_starts_ranks_and_writes_a_table(tmp_path: Path, capfd: Any) -> None:
     out = tmp_path / "costs.json"
     main(["calibrate", "--rounds", "1", "--max-bytes", "4096", "--out", str(out)])

@@ -16,6 +16,8 @@ from tests.harness.structure import computes, counts, is_memory, regression
 from tests.spmd.capture.test_averages import Averaged
 from tests.spmd.numbers.test_clipping import ByNorm, InTwoParts
 
+pytestmark = pytest.mark.slow
+
 
 def compiled_with(
     world: int, case: Any, objects: tuple[Any, ...], batch: Any, calls: int = 2, passes: Any = (), **options: Any

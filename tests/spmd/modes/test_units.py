@@ -16,6 +16,8 @@ from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, regression
 
+pytestmark = pytest.mark.slow
+
 
 def of_role(compiled: spmd.CompiledStep, role: Role) -> list[tuple[str, ...]]:
     """What the collectives of a role serve."""

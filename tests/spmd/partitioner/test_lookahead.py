@@ -15,6 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 import spmd
 from tests.harness.fake import fake_world
 
+pytestmark = pytest.mark.slow
+
 F64 = torch.float64
 WIDTH, ROWS = 64, 128
 

@@ -17,6 +17,8 @@ from passes import Axis, BucketAllReduce, FormUnits, Mesh, Pass
 from spmd.placements import all_shapes, local_shape, smallest_shape
 from tests.harness.fake import fake_world
 
+pytestmark = pytest.mark.slow
+
 F64 = torch.float64
 
 
