@@ -121,7 +121,7 @@ def watch_stages(stopwatch: Stopwatch) -> None:
     from spmd.capture import make_program
 
     stopwatch.watch("capture: trace", make_program.Trace, "graph_module")
-    stopwatch.watch("capture: make functional", make_program, "_functional")
+    stopwatch.watch("capture: make functional", make_program, "functionalize")
     stopwatch.watch("capture: the rest", step, "capture")
     stopwatch.watch("partition", spmd.PlannedMode, "partition")
     stopwatch.watch("split live state", step, "prepare")

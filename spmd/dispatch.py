@@ -20,7 +20,6 @@ from .call.rng import describe_seed
 from .call.state import ArgumentReader
 from .compiled import Compiled
 from .guards.leaves import Leaves
-from .lowering.distribute_state import rebind_replaced_parameters
 from .options import Options
 from .ranks.consensus import COMPILE, FAILED, MeshRanks
 
@@ -66,7 +65,6 @@ class Dispatch:
             state = compiled.guards.admit(arguments) if compiled.is_connected() else None
             if state is not None:
                 return Choice(call, compiled, state)
-        rebind_replaced_parameters(arguments.optimizers)
         return Choice(call, None, None)
 
     def ranks_of(self, call: Call) -> MeshRanks:

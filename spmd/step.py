@@ -30,7 +30,7 @@ from .dump import Dump, dump_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .lowering.arenas import Arenas
-from .lowering.distribute_state import check_memory, commit, prepare
+from .lowering.distribute_state import check_memory, commit, prepare, rebind_replaced_parameters
 from .lowering.lower import Backend, lower
 from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
@@ -104,6 +104,7 @@ class CompiledStep:
         return compiled.run(call.given, state)
 
     def _compile_on_all_ranks(self, call: Call) -> Compiled:
+        rebind_replaced_parameters(call.given.optimizers)
         with all_or_none(self._name, self._dispatch.ranks_of(call)) as agreement:
             change = self._dispatch.change(call)
             compiled = self._compile(call, agreement)
@@ -115,7 +116,7 @@ class CompiledStep:
         options, clock = self._options, _Clock()
         name = f"{self._name}/program-{len(self._dispatch.programs)}"
         dump, facts = Dump.of(options.dump_folder, name), facts_of(options.pipeline)
-        check_leaves(call.arguments)
+        check_leaves(call.given)
         if Fact.SHARED_AXES in facts:
             call.connect_local_ranks(agreement.all_gather_text, options.timeout)
         call.mesh = with_rates(call.mesh, options.pipeline)

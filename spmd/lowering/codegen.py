@@ -103,7 +103,7 @@ class _Writer:
         self.scope: dict[str, Any] = {}  # values that the text refers to by name: functions, dtypes, modules
         self.named: dict[int, str] = {}
         placeholders = program.placeholders
-        self.names = {node: f"{node.name}_" for node in program.graph.nodes}  # no keyname, and no name of ours
+        self.names = {node: f"{node.name}_" for node in program.graph.nodes}  # no keyword, and no name of ours
         self.prepared: dict[Any, str] = {}  # collectives that are made once and started at each call
         self.arguments = [placeholders[k] for k in fixed], [placeholders[k] for k in given]
         self.fixed = set(self.arguments[0])
