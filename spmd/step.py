@@ -117,6 +117,7 @@ class CompiledStep:
         name = f"{self._name}/program-{len(self._dispatch.programs)}"
         dump, facts = Dump.of(options.dump_folder, name), facts_of(options.pipeline)
         check_leaves(call.given)
+        call.resolve()
         if Fact.SHARED_AXES in facts:
             call.connect_local_ranks(agreement.all_gather_text, options.timeout)
         call.mesh = with_rates(call.mesh, options.pipeline)

@@ -65,6 +65,11 @@ class Call:
         """The tensor arguments that are no state, each with its placement."""
         return place_inputs(self.arguments, self._placements, self._batch_dim, self.mesh)
 
+    def resolve(self) -> None:
+        """Find all facts now, while modules are the user's own: for the trace some are replaced."""
+        for fact in ("slots", "arguments", "hyper_parameters", "inputs"):
+            getattr(self, fact)
+
     def connect_local_ranks(self, all_gather_text: AllGatherText, timeout: float) -> None:
         """Connect the ranks of each host; ``mesh`` says from then on which axes share memory. All ranks call it."""
         self.mesh = connect_local_ranks(self.mesh, self.device_mesh, all_gather_text, timeout)

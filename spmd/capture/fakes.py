@@ -32,16 +32,15 @@ class Fakes:
         """Fakes of a call's state, hyper-parameters and tensor arguments."""
         shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
         mode = ShapesOnly(shape_env=shapes, static_shapes=True)
-        slots, hyper_parameters, inputs = call.slots, call.hyper_parameters, call.inputs  # found outside of the mode
         with mode:
-            numbers = [_fake_number(shapes, hyper) for hyper in hyper_parameters]
+            numbers = [_fake_number(shapes, hyper) for hyper in call.hyper_parameters]
             return cls(
                 mode,
                 shapes,
-                [_fake_state(slot) for slot in slots],
+                [_fake_state(slot) for slot in call.slots],
                 [fake for fake, _ in numbers],
                 [symbol for _, symbol in numbers],
-                [_fake_input(x) for x in inputs],
+                [_fake_input(x) for x in call.inputs],
             )
 
     @property
