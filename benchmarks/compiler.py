@@ -1,6 +1,6 @@
 """Cost of compiling: seconds per stage, nodes and memory for a GPT with AdamW on many fake ranks.
 
-    python benchmarks/compiler.py [--depths 6 12 24 48] [--worlds 8 1024] [--plans fully_shard tensor_parallel]
+    python -m benchmarks.compiler [--depths 6 12 24 48] [--worlds 8 1024] [--plans fully_shard tensor_parallel]
 
 One process per measurement, on a fake process group: rank 0 compiles the whole step, optimizer state included, and does
 not run it. Seconds are CPU time on one core, so that other work on the machine does not count, and exclusive: they add
@@ -166,7 +166,7 @@ def resident() -> int:
 
 def measure_apart(setting: Setting) -> dict[str, Any]:
     """``measure`` in a process of its own."""
-    command = [sys.executable, __file__, "--one", json.dumps(asdict(setting))]
+    command = [sys.executable, "-m", "benchmarks.compiler", "--one", json.dumps(asdict(setting))]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found

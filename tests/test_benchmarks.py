@@ -35,7 +35,7 @@ def test_calls_measures_the_overhead_of_a_call(tmp_path: Path) -> None:
 
 
 def test_compiler_measures_all_stages(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/compiler.py", "--smoke", "--json", tmp_path / "out"]
+    command = [sys.executable, "-m", "benchmarks.compiler", "--smoke", "--json", tmp_path / "out"]
     run = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, check=True)
     (found,) = json.loads((tmp_path / "out").read_text())
     assert {"capture: trace", "partition", "check after each pass", "pass UpdateInPlace"} <= found["seconds"].keys()

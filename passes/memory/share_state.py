@@ -1,9 +1,9 @@
 """Let the ranks of a host read flat state where it lies, instead of a copy of it.
 
 A rank may overwrite what it has published once it knows that all others have read it. All ranks run the same nodes in
-the same order, so a rank that publishes an operand has waited for the collectives whose waits stand before it. Whoever
-has waited for a collective that starts after the wait for another one of the same group thus knows that all ranks have
-passed that wait.
+the same order, so a rank that publishes an operand has waited for the collectives whose waits stand before it. A rank
+that has waited for a collective which starts after the wait for another one of the same group thus knows that all ranks
+have passed that wait.
 """
 
 from __future__ import annotations
