@@ -15,26 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import group_named, register_work
-from .collective_ops import as_bytes, define_gather, define_scatter, ops
+from .._torch import group_named
+from .collective_ops import REDUCE_OPS, as_bytes, define_gather, define_scatter, ops
+from .gloo import register
 
-REDUCTIONS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "avg": dist.ReduceOp.AVG,
-}
+REDUCTIONS = frozenset(REDUCE_OPS) - {"product"}  # the parts of a complex number cannot be multiplied by themselves
 
 
 def _coalesced_reduce_scatter(
     x: Tensor, reduce_op: str, lengths: Sequence[int], ranks: int, group_name: str, *, out: Tensor
 ) -> Tensor:
     options = dist.ReduceScatterOptions()
-    options.reduceOp = REDUCTIONS[reduce_op]
+    options.reduceOp = REDUCE_OPS[reduce_op]
     x, into = (torch.view_as_real(each) if each.is_complex() else each for each in (x.contiguous(), out))
     parts, wholes = _members(into, lengths, 1), _members(x, lengths, ranks)
     if parts:
-        register_work(out, group_named(group_name).reduce_scatter_tensor_coalesced(parts, wholes, options))
+        group = group_named(group_name)
+        register(out, group.reduce_scatter_tensor_coalesced(parts, wholes, options), group)
     return out
 
 
@@ -42,7 +39,8 @@ def _coalesced_all_gather(x: Tensor, lengths: Sequence[int], ranks: int, group_n
     sizes = [length * x.element_size() for length in lengths]
     parts, wholes = _members(as_bytes(x.contiguous()), sizes, 1), _members(as_bytes(out), sizes, ranks)
     if parts:
-        register_work(out, group_named(group_name).allgather_into_tensor_coalesced(wholes, parts))
+        group = group_named(group_name)
+        register(out, group.allgather_into_tensor_coalesced(wholes, parts), group)
     return out
 
 

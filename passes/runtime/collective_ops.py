@@ -11,13 +11,24 @@ have a storage of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 NAMESPACE = "spmd_transport"
 _library = torch.library.Library(NAMESPACE, "DEF")
 ops = getattr(torch.ops, NAMESPACE)
+
+REDUCE_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+    "product": dist.ReduceOp.PRODUCT,
+}
+"""Process groups' own names for reductions."""
 
 
 def define(arguments: str, write: Callable[..., Tensor], make_result: Callable[..., Tensor] | None) -> None:

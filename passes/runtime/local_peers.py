@@ -13,14 +13,19 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from .peer_connection import PeerConnection, RemoteSegment, Triple, arrival, publication, release
+from .peer_connection import PeerConnection, PeerLostError, RemoteSegment, Triple, arrival, publication, release
 from .segments import Segment, SharedBytes, last_closed, open_segments
 
 _PER_CALL = 1 << 32  # more than a call publishes
+_CALLS = 1 << 30  # numbers of publications are those of one of so many calls, since messages have 63 bits for them
+
+Waiting = Callable[[Callable[[float], bool]], None]
+"""Waits until a function, given the seconds that it may take, returns True; raises if that takes too long."""
 
 
 class LocalPeers:
@@ -35,44 +40,54 @@ class LocalPeers:
         self._next = 0  # the number of the next publication
         self._last_closed = last_closed()  # when segments were last released
         self._own: dict[int, torch.Tensor] = {}  # publications of this rank, until all of that number are collected
+        self.is_closed = False
         _all.add(self)
 
     def start_call(self, call: int) -> None:
-        """Number publications anew, in a call that has the same number on all ranks, and a higher one than all before.
+        """Number publications anew, in a call that has the same number on all ranks, and another one than those before.
 
         So what a rank missed when it failed in an earlier call is never taken for what is published in this one.
         """
-        self._next = call * _PER_CALL
+        self._next = call % _CALLS * _PER_CALL
         self._own.clear()
         for peer in self._peers.values():
-            peer.discard_before(self._next)
+            peer.discard_outside(range(self._next, self._next + _PER_CALL))
 
-    def barrier(self, values: Triple, seconds: float) -> list[Triple]:
+    def barrier(self, values: Triple, waiting: Waiting | None = None) -> list[Triple]:
         """Wait until all ranks have arrived; returns the ``values`` of each, in the order of ranks.
 
-        Raises ``RuntimeError`` if one has left, or does not arrive within ``seconds``. Then, as when it is interrupted,
-        this rank aborts all its connections: its arrival must not be taken for that at a later barrier.
+        ``waiting`` waits for each rank; without it, the timeout holds for all. Raises ``PeerLostError`` if a rank has
+        left, and what ``waiting`` raises. Then, as when it is interrupted, this rank aborts all its connections: its
+        arrival must not be taken for that at a later barrier.
         """
+        deadline = time.monotonic() + self.timeout
         try:
             self._release_closed_segments()
             self._send(arrival(values))
-            start = time.monotonic()
-            others = [self._arrival(peer, seconds, start) for peer in self._peers.values()]
+            for peer in self._peers.values():
+                (waiting or self._until(deadline, peer))(partial(self._has_arrived, peer))
+            others = [peer.arrivals.popleft() for peer in self._peers.values()]
             for peer in self._peers.values():
                 peer.check_not_aborted()
-            return [*others[: self.rank], values, *others[self.rank :]]
         except BaseException:
-            for peer in self._peers.values():
-                peer.abort()
+            self.abort()
             raise
+        return [*others[: self.rank], values, *others[self.rank :]]
 
-    def _arrival(self, peer: PeerConnection, seconds: float, start: float) -> Triple:
-        wait = None
+    def _has_arrived(self, peer: PeerConnection, seconds: float) -> bool:
+        """Wait for the arrival of ``peer``, so many ``seconds`` at most."""
+        deadline = time.monotonic() + seconds
         while not peer.arrivals:
-            if not peer.receive():
-                wait = wait or self._waiting(peer, seconds, start)
-                wait(select.POLLIN)
-        return peer.arrivals.popleft()
+            if not peer.receive() and not peer.poll(select.POLLIN, deadline - time.monotonic()):
+                return False
+        return True
+
+    def _until(self, deadline: float, peer: PeerConnection) -> Waiting:
+        def wait(is_over: Callable[[float], bool]) -> None:
+            if not is_over(deadline - time.monotonic()):
+                raise PeerLostError(self._too_late(peer))
+
+        return wait
 
     def _release_closed_segments(self) -> None:
         """Let the peers unmap the segments of this rank that were closed."""
@@ -93,16 +108,15 @@ class LocalPeers:
         self._own[number] = shared.bytes
         return number
 
-    def is_pending(self, number: int) -> bool:
-        """Whether what was published under ``number`` in this call is still to be collected."""
-        return number in self._own
-
     def collect(self, number: int) -> list[torch.Tensor]:
         """Wait until each rank has published under ``number``; returns all, in the order of ranks, (size,) uint8 each.
 
-        What is at the same address as before is the same object. Raises ``RuntimeError`` if a rank has left, has
-        started another call, or does not publish within the timeout.
+        What is at the same address as before is the same object. Raises ``PeerLostError`` if a rank has left, has
+        started another call, or does not publish within the timeout; ``RuntimeError`` if this rank has begun another
+        call since.
         """
+        if number not in self._own:
+            raise RuntimeError("a collective is waited for, but the call that started it is over: another has begun")
         own = self._own.pop(number)
         others = [self._collect(peer, number) for peer in self._peers.values()]
         return [*others[: self.rank], own, *others[self.rank :]]
@@ -111,12 +125,12 @@ class LocalPeers:
         wait = None
         while not peer.has(number):
             if peer.arrivals:  # messages come in order
-                raise RuntimeError(
+                raise PeerLostError(
                     f"rank {peer.rank} of the group has started another call, while rank {self.rank} still needs it in "
                     "this one: look at the output of that rank for what went wrong there"
                 )
             if not peer.receive():
-                wait = wait or self._waiting(peer, self.timeout)
+                wait = wait or self._waiting(peer)
                 wait(select.POLLIN)
         return peer.take(number)
 
@@ -127,31 +141,41 @@ class LocalPeers:
 
     def close(self) -> None:
         """Close all connections, which the peers notice."""
+        self.is_closed = True
         for peer in self._peers.values():
             peer.socket.close()
+
+    def abort(self) -> None:
+        """Close all connections, and let the peers know that this rank's call was not done."""
+        self.is_closed = True
+        for peer in self._peers.values():
+            peer.abort()
 
     def _send(self, message: bytes, segment: Segment | None = None) -> None:
         for peer in self._peers.values():
             wait = None
             while not peer.send(message, segment):
-                wait = wait or self._waiting(peer, self.timeout)
+                wait = wait or self._waiting(peer)
                 for each in self._peers.values():  # one that cannot receive more may wait for us to receive
                     each.drain()
                 wait(select.POLLOUT | select.POLLIN)
 
-    def _waiting(self, peer: PeerConnection, seconds: float, start: float | None = None) -> Callable[[int], None]:
+    def _waiting(self, peer: PeerConnection) -> Callable[[int], None]:
         """A function that waits for events of a peer's socket, and raises when the time is over."""
-        deadline = (time.monotonic() if start is None else start) + seconds
+        deadline = time.monotonic() + self.timeout
 
         def wait(events: int) -> None:
-            left = deadline - time.monotonic()
-            if left <= 0 or not peer.poll(events, left):
-                raise RuntimeError(
-                    f"rank {self.rank} of a process group waited {seconds:g} s for its rank {peer.rank}, which "
-                    "did not come: look at the output of that rank"
-                )
+            while not peer.poll(events, deadline - time.monotonic()):
+                if time.monotonic() >= deadline:
+                    raise PeerLostError(self._too_late(peer))
 
         return wait
+
+    def _too_late(self, peer: PeerConnection) -> str:
+        return (
+            f"rank {self.rank} of a process group waited {self.timeout:g} s for its rank {peer.rank}, which did not "
+            "come: look at the output of that rank"
+        )
 
 
 _all: weakref.WeakSet[LocalPeers] = weakref.WeakSet()
@@ -171,6 +195,13 @@ def disconnect(name: str, group: weakref.ref[Any] | None = None) -> None:
     if peers is not None and group in (None, found):
         peers.close()
         del _connected[name]
+
+
+def abort_local_peers(name: str) -> None:
+    """Close the connections of the group of this name, and let the peers know that this rank's call was not done."""
+    found = _connected.pop(name, None)
+    if found is not None:
+        found[1].abort()
 
 
 def local_peers_of(name: str, group: Any) -> LocalPeers | None:

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import c10d, group_named, register_work
-from .collective_ops import as_bytes, bounds, define, ops
+from .._torch import c10d, group_named
+from .collective_ops import REDUCE_OPS, as_bytes, bounds, define, ops
+from .gloo import is_gloo, register
 
 _TAG = 20_261  # of these point-to-point messages, so that they are not taken for those of the user
 
@@ -36,7 +37,7 @@ def _exchange(x: Tensor, ranks: int, size: int, group_name: str, *, out: Tensor)
     even = len(set(sent)) == 1  # gloo is faster without lists of lengths
     lengths = ([], []) if even else (received, sent)
     group = group_named(group_name)
-    register_work(out, dist.all_to_all_single(as_bytes(out), as_bytes(x), *lengths, group=group, async_op=True))
+    register(out, dist.all_to_all_single(as_bytes(out), as_bytes(x), *lengths, group=group, async_op=True), group)
     return out
 
 
@@ -47,7 +48,7 @@ def _swap(x: Tensor, size: int, group_name: str, *, out: Tensor) -> Tensor:
     received = as_bytes(out)
     incoming, outgoing = [0, 0], [0, 0]  # nothing from and to oneself
     incoming[other], outgoing[other] = len(received), len(sent)
-    register_work(out, dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True))
+    register(out, dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True), group)
     return out
 
 
@@ -57,7 +58,7 @@ def _gather_by_broadcast(x: Tensor, total: int, ranks: int, group_name: str, *, 
     _fill(parts[group.rank()], as_bytes(x.contiguous()))
     for rank, each in enumerate(parts):
         if each.numel():
-            register_work(out, dist.broadcast(each, group_src=rank, group=group, async_op=True))
+            register(out, dist.broadcast(each, group_src=rank, group=group, async_op=True), group)
     return out
 
 
@@ -67,9 +68,9 @@ def _gather_by_sending(x: Tensor, total: int, ranks: int, group_name: str, *, ou
     for step in range(1, ranks):  # in each step, every rank sends to another one
         source, target = (rank - step) % ranks, (rank + step) % ranks
         if parts[source].numel():
-            register_work(out, dist.irecv(parts[source], group_src=source, group=group, tag=_TAG))
+            register(out, dist.irecv(parts[source], group_src=source, group=group, tag=_TAG), group, in_slices=False)
         if mine.numel():
-            register_work(out, dist.isend(mine, group_dst=target, group=group, tag=_TAG))
+            register(out, dist.isend(mine, group_dst=target, group=group, tag=_TAG), group, in_slices=False)
     _fill(parts[rank], mine)
     return out
 
@@ -77,18 +78,29 @@ def _gather_by_sending(x: Tensor, total: int, ranks: int, group_name: str, *, ou
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:
     if x.data_ptr() != out.data_ptr():
         out.copy_(x)
-    c10d.all_reduce_.default(out, reduce_op, group_name)
+    group = group_named(group_name)
+    if is_gloo(group):
+        register(out, dist.all_reduce(_as_real(out), REDUCE_OPS[reduce_op], group, async_op=True), group)
+    else:
+        c10d.all_reduce_.default(out, reduce_op, group_name)
     return out
 
 
 def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
-    c10d.all_gather_into_tensor_out.default(as_bytes(x.contiguous()), group_size, group_name, out=as_bytes(out))
+    group, part, whole = group_named(group_name), as_bytes(x.contiguous()), as_bytes(out)
+    if is_gloo(group):
+        register(out, dist.all_gather_into_tensor(whole, part, group, async_op=True), group)
+    else:
+        c10d.all_gather_into_tensor_out.default(part, group_size, group_name, out=whole)
     return out
 
 
 def _reduce_scatter_tensor(x: Tensor, reduce_op: str, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
-    x, into = (torch.view_as_real(each) if each.is_complex() else each for each in (x, out))
-    c10d.reduce_scatter_tensor_out.default(x, reduce_op, group_size, group_name, out=into)
+    group, whole, part = group_named(group_name), _as_real(x.contiguous()), _as_real(out)
+    if is_gloo(group):
+        register(out, dist.reduce_scatter_tensor(part, whole, REDUCE_OPS[reduce_op], group, async_op=True), group)
+    else:
+        c10d.reduce_scatter_tensor_out.default(whole, reduce_op, group_size, group_name, out=part)
     return out
 
 
@@ -98,8 +110,12 @@ def _all_to_all_single(
     row = math.prod(x.shape[1:]) * x.element_size()
     lengths = ([row * n for n in output_split_sizes], [row * n for n in input_split_sizes])
     group = group_named(group_name)
-    register_work(out, dist.all_to_all_single(as_bytes(out), as_bytes(x), *lengths, group=group, async_op=True))
+    register(out, dist.all_to_all_single(as_bytes(out), as_bytes(x), *lengths, group=group, async_op=True), group)
     return out
+
+
+def _as_real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _fill(part: Tensor, x: Tensor) -> None:

@@ -44,7 +44,11 @@ def release(segment_number: int) -> bytes:
     return _MESSAGE.pack(0, segment_number, 0, _RELEASE)
 
 
-class PeerClosedError(RuntimeError):
+class PeerLostError(RuntimeError):
+    """A rank that this one waits for has ended, or has given up on the others."""
+
+
+class PeerClosedError(PeerLostError):
     """The peer has closed its end of the connection, after it had read all that this rank sent."""
 
 
@@ -70,7 +74,7 @@ class PeerConnection:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise RuntimeError(self._lost()) from error
+            raise PeerLostError(self._lost()) from error
         if segment is not None:
             self.known.add(segment.number)
         return True
@@ -82,7 +86,7 @@ class PeerConnection:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise RuntimeError(self._lost()) from error
+            raise PeerLostError(self._lost()) from error
         if not message:
             raise PeerClosedError(self._lost())
         self._handle(files, *_MESSAGE.unpack(message))
@@ -92,9 +96,7 @@ class PeerConnection:
         if files:
             self.mapped[segment] = RemoteSegment(_map(files[0]))
         if size == _ABORT:
-            raise RuntimeError(
-                f"rank {self.rank} of the group has given up on the others, who came too late, or it was interrupted"
-            )
+            raise PeerLostError(f"rank {self.rank} of the group has given up on the others: its call failed")
         if size == _ARRIVAL:
             self.arrivals.append((number, segment, offset))
         elif size == _RELEASE:
@@ -108,9 +110,9 @@ class PeerConnection:
             pass
 
     def poll(self, events: int, seconds: float) -> bool:
-        """Wait for one of the ``events`` of the socket. Returns False if none came in time."""
+        """Wait for one of the ``events`` of the socket, an hour at most. Returns False if none came in time."""
         self._poll.register(self.socket, events)
-        return bool(self._poll.poll(seconds * 1000))
+        return bool(self._poll.poll(max(0.0, min(seconds, 3600.0)) * 1000))  # poll counts in an int of milliseconds
 
     def has(self, number: int) -> bool:
         """Whether the publication of this number has been received."""
@@ -120,12 +122,12 @@ class PeerConnection:
         """Remove and return the publication of this number, (size,) uint8."""
         return self._published.pop(number)
 
-    def discard_before(self, number: int) -> None:
-        """Discard publications of smaller numbers."""
-        self._published = {each: published for each, published in self._published.items() if each >= number}
+    def discard_outside(self, numbers: range) -> None:
+        """Discard publications of other numbers."""
+        self._published = {each: published for each, published in self._published.items() if each in numbers}
 
     def check_not_aborted(self) -> None:
-        """Raise ``RuntimeError`` if the peer has aborted. It may have closed its end since it arrived."""
+        """Raise ``PeerLostError`` if the peer has aborted. It may have closed its end since it arrived."""
         with suppress(PeerClosedError):
             self.drain()
 

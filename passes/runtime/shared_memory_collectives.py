@@ -54,23 +54,28 @@ class SharedMemoryWork(dist.Work):
         self._x, self._group_name, self._prepare = x, group_name, prepare
         self._shared = locate(x) if x.contiguous() is x else None
         self._operands: list[Tensor] = []  # of all ranks, in bytes
+        self._is_pending = False
 
     def start(self) -> None:
         """Publish the operand, or a copy of it where it is not in a segment."""
         self._peers = _local_peers(self._group_name)
         self._number = self._peers.publish(self._shared or copy_to_segment(self._x))
+        self._is_pending = True
 
     def wait(self, timeout: Any = None) -> bool:
-        """Compute it, unless the call that started it is over. Raises ``RuntimeError`` if a rank has left.
+        """Compute it, once. Raises ``PeerLostError`` if a rank has left, ``RuntimeError`` if another call has begun.
 
-        torch keeps the pending work of a failed call by the memory of its result, and waits for it in the next call.
+        torch keeps the pending work of a failed call by the memory of its result, and waits for it in a later one. A
+        failed call closes its connections, so its work is known by them, and left as it is.
         """
-        if self._peers.is_pending(self._number):
-            operands = self._peers.collect(self._number)
-            if len(operands) != len(self._operands) or not all(map(is_, operands, self._operands)):
-                self._operands = operands
-                self._compute = self._prepare([each.view(self._x.dtype) for each in operands], self._peers.rank)
-            self._compute()
+        if not self._is_pending or self._peers.is_closed:
+            return True
+        self._is_pending = False
+        operands = self._peers.collect(self._number)
+        if len(operands) != len(self._operands) or not all(map(is_, operands, self._operands)):
+            self._operands = operands
+            self._compute = self._prepare([each.view(self._x.dtype) for each in operands], self._peers.rank)
+        self._compute()
         return True
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from passes.ir.collectives import WAIT
 from passes.runtime import shared_memory_collectives
-from passes.runtime.local_peers import LocalPeers
+from passes.runtime.local_peers import LocalPeers, register_local_peers
 from passes.runtime.shared_memory_collectives import (
     PERSISTENT,
     REDUCTIONS,
@@ -20,7 +20,7 @@ from passes.runtime.shared_memory_collectives import (
     shared_reduce_scatter,
 )
 
-from .local_group import in_segment
+from .local_group import in_segment, local_group
 
 
 def on_all(start: Any) -> list[Tensor]:
@@ -117,9 +117,20 @@ def test_collectives_started_by_a_failed_call_are_not_waited_for(group: list[Loc
         return shared_all_reduce.out(x, None, "sum", name, out=outs[rank])
 
     start("0", 0), start("1", 1)  # then these ranks fail, and rank 2 before it starts
+    groups = [shared_memory_collectives.group_named(str(rank)) for rank in range(3)]
     for each in group:
-        each.start_call(1)
+        each.abort()
+    for rank, each in enumerate(local_group(3)):
+        register_local_peers(str(rank), groups[rank], each)
     assert [each.tolist() for each in on_all(start)] == [[3, 3]] * 3
+
+
+def test_a_wait_raises_if_another_call_has_begun(group: list[LocalPeers]) -> None:
+    """Two steps in two threads would do that."""
+    pending = shared_all_reduce.out(in_segment(torch.ones(2)), None, "sum", "0", out=torch.zeros(2))
+    group[0].start_call(1)
+    with pytest.raises(RuntimeError, match="the call that started it is over"):
+        WAIT(pending)
 
 
 def test_ranks_that_are_not_connected_raise(group: list[LocalPeers], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,75 @@
+"""Collectives of gloo in a program: waits that say when a peer is lost, and a group that lets go of all its peers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._torch import register_work
+from .peer_connection import PeerLostError
+
+_SLICE = timedelta(seconds=1)  # how long an interrupt of this rank may have to wait
+_TAG = 20_262  # of a message that nobody sends
+
+
+class GlooWork(dist.Work):
+    """A pending collective of gloo. ``wait`` raises ``PeerLostError`` if a peer has ended or closed its group."""
+
+    def __init__(self, work: Any, in_slices: bool = True) -> None:
+        super().__init__()
+        self._work, self._in_slices = work, in_slices
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait until it is done."""
+        while self._in_slices and not is_done(self._work, _SLICE):
+            pass
+        _finish(self._work)
+        return True
+
+
+def is_done(work: Any, time_limit: timedelta) -> bool:
+    """Wait for a collective of gloo, at most ``time_limit``; returns whether it is done. Raises ``PeerLostError``.
+
+    Not for point-to-point messages: gloo closes the group when such a wait times out.
+    """
+    try:
+        work.wait(time_limit)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        _finish(work)
+    return True
+
+
+def _finish(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLostError(str(error)) from error
+
+
+def register(out: torch.Tensor, work: Any, group: Any, in_slices: bool = True) -> None:
+    """Let ``wait_tensor(out)`` wait for ``work``, which a collective of ``group`` returned."""
+    register_work(out, GlooWork(work, in_slices) if is_gloo(group) else work)
+
+
+def is_gloo(group: Any) -> bool:
+    """Whether ``group`` moves CPU tensors by gloo only."""
+    return dist.get_backend(group) == "gloo"
+
+
+def close_group(group: Any) -> None:
+    """Close the connections of a gloo group: what is pending in it fails at once, on all ranks, and nothing is left.
+
+    gloo closes all connections of a group when the wait for a message times out, so this waits for one that nobody
+    sends. (Its ``abort`` and ``shutdown`` leave pending collectives as they are. Seen in torch 2.11 to 2.15.)
+    """
+    other = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        dist.irecv(torch.empty(1, dtype=torch.uint8), group_src=other, group=group, tag=_TAG).wait(  # type: ignore
+            timedelta(milliseconds=1)
+        )
