@@ -17,7 +17,15 @@ from .communication.form_units import FormUnits
 from .communication.realise import Realise
 from .communication.start_early import StartEarly
 from .communication.wait_late import WaitLate
-from .errors import CaptureError, PartitionError, PassError, PlacementError, RankMismatchError, SpmdError
+from .errors import (
+    CaptureError,
+    PartitionError,
+    PassError,
+    PlacementError,
+    RankFailedError,
+    RankMismatchError,
+    SpmdError,
+)
 from .ir.check import check
 from .ir.collectives import Collective, Kind
 from .ir.infer_shapes import fill_vals
@@ -38,6 +46,7 @@ from .runner import run
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
 from .update.split_update import SplitUpdate
+from .update.update_last import UpdateLast
 
 __all__ = [
     "PURE_FUNCTIONS",
@@ -71,6 +80,7 @@ __all__ = [
     "Phase",
     "PlacementError",
     "Program",
+    "RankFailedError",
     "RankMismatchError",
     "Realise",
     "Report",
@@ -82,6 +92,7 @@ __all__ = [
     "StartEarly",
     "Table",
     "UpdateInPlace",
+    "UpdateLast",
     "WaitLate",
     "check",
     "default",

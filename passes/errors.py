@@ -23,3 +23,7 @@ class PassError(SpmdError):
 
 class RankMismatchError(SpmdError):
     """Ranks came with different programs, shapes or arguments."""
+
+
+class RankFailedError(RankMismatchError):
+    """A call failed on another rank; says on which, why, and whether state is whole."""

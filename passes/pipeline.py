@@ -28,6 +28,7 @@ from .memory.share_state import ShareState
 from .memory.update_in_place import UpdateInPlace
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
+from .update.update_last import UpdateLast
 
 
 def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple[Pass, ...]:
@@ -61,6 +62,8 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         # A collective's start decides where its wait can stand at the earliest.
         StartEarly(),
         WaitLate(),
+        # A call that fails while gradients are still to come leaves state as it was.
+        UpdateLast(),
         # Nothing below may reorder: from here on, values are overwritten.
         UpdateInPlace(),
         # The order is final: it says when all ranks have read a state that they share, and how long each value lives.

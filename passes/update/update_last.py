@@ -1,0 +1,86 @@
+"""Update state last, so that a call that fails before leaves it whole."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from ..analysis.topological import arrange, positions
+from ..base import Pass
+from ..communication.wait_late import WaitLate
+from ..ir.collectives import is_wait
+from ..ir.ops import Trait, has
+from ..ir.program import OutputKind, Program
+from ..ir.roles import Phase
+
+
+@dataclass(frozen=True)
+class UpdateLast(Pass):
+    """The nodes that compute new state move behind all waits that do not need them.
+
+    So every gradient has come from every rank before anything is written. A new value that the step itself reads again,
+    such as a gathered parameter, moves along with its readers. Without collectives there is nothing to wait for, and
+    nothing moves. Memory: gradients live until the last one has come. The new order depends on the graph alone.
+    """
+
+    after: ClassVar[tuple[type[Pass], ...]] = (WaitLate,)
+
+    def rewrite(self, program: Program) -> int:
+        """Put the late nodes behind the others; returns how many moved."""
+        late = _late(program) if any(program.collectives()) else set()
+        before = positions(program.graph, late)
+        nodes = list(program.graph.nodes)
+        arrange(program.graph, [*(n for n in nodes if n not in late), *(n for n in nodes if n in late)])
+        after = positions(program.graph, late)
+        return sum(before[node] != after[node] for node in late)
+
+
+def _late(program: Program) -> set[fx.Node]:
+    """The nodes that compute new state, all that read them, and the end of the graph."""
+    nodes = list(program.graph.nodes)
+    written = _descendants(nodes, _updating(program))
+    results = [value for value, kind in _outputs(program) if kind is not OutputKind.UPDATE]
+    first = [node for node in nodes if is_wait(node)] + [value for value in results if isinstance(value, fx.Node)]
+    needed = _ancestors(nodes, {node for node in first if node not in written})
+    update = {
+        node for node in nodes if node.meta.get("phase") is Phase.UPDATE and node.op not in ("placeholder", "get_attr")
+    }
+    return _descendants(nodes, (written | update) - needed)
+
+
+def _updating(program: Program) -> set[fx.Node]:
+    """The nodes of the update that compute a new value of state."""
+    values = [value for value, kind in _outputs(program) if kind is OutputKind.UPDATE and isinstance(value, fx.Node)]
+    found = set[fx.Node]()
+    for value in values:
+        while value.target is operator.getitem or has(value.target, Trait.UNPACKS):
+            value = value.all_input_nodes[0]
+        if value.meta.get("phase") is Phase.UPDATE and not is_wait(value):
+            found.add(value)
+    return found
+
+
+def _outputs(program: Program) -> Iterable[tuple[Any, OutputKind]]:
+    return [(value, output.kind) for value, output in zip(program.output_values(), program.outputs, strict=True)]
+
+
+def _descendants(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
+    """``found`` and all nodes that depend on one of them; ``nodes`` are in topological order."""
+    reached = set(found)
+    for node in nodes:
+        if any(needed in reached for needed in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _ancestors(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
+    """``found`` and all nodes that one of them depends on."""
+    reached = set(found)
+    for node in reversed(list(nodes)):
+        if node in reached:
+            reached.update(node.all_input_nodes)
+    return reached
