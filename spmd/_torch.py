@@ -7,11 +7,12 @@ outside of this file uses these names only; ``tests/test_structure.py`` checks t
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import distributed, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributions import Distribution
 
@@ -77,6 +78,9 @@ from torch.overrides import TorchFunctionMode
 
 # The store of the default process group, for agreement without collectives. 2.11 to 2.15.
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+# Groups that are made without all ranks of the world, under a name that we choose. 2.11 to 2.15.
+from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
 
 # A store that stores nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -305,9 +309,30 @@ def newest_sequence_number() -> int:
 
 
 def timeout_of(group: Any) -> float:
-    """Seconds until a collective of a gloo group times out. In public it can only be set. 2.11 to 2.15."""
-    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    """Seconds until a collective of a group times out. In public it can only be set. 2.11 to 2.15."""
+    kinds = [pair.partition(":")[0] for pair in distributed.get_backend_config(group).split(",")]
+    device = torch.device("cpu" if "cpu" in kinds else kinds[0])
+    seconds: float = group._get_backend(device).options._timeout.total_seconds()
     return seconds
+
+
+def new_gloo_group(name: str, rank: int, ranks: list[int], timeout: float) -> Any:
+    """A gloo group of the ``ranks`` of the world, of which this one is the ``rank``-th; all of them call it.
+
+    The public ``new_group`` numbers groups by how many each rank has made, and so waits for ever where one rank has
+    failed to make another; here the caller names the group. 2.11 to 2.15.
+    """
+    seconds = timedelta(seconds=timeout)
+    group, _ = _new_process_group_helper(
+        len(ranks), rank, ranks, "gloo", default_store(), GroupName(name), timeout=seconds
+    )
+    _world.pg_group_ranks[group] = {each: k for k, each in enumerate(ranks)}
+    return group
+
+
+def set_timeout(group: Any, timeout: float) -> None:
+    """Set after how many seconds a collective of a gloo group times out. In public from 2.13 on only."""
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=min(timeout, 1e8)))
 
 
 __all__ = [
@@ -364,6 +389,7 @@ __all__ = [
     "local_tensor",
     "make_fx",
     "move_hooks",
+    "new_gloo_group",
     "newest_sequence_number",
     "nn_bindings",
     "no_causal_mask_detection",
@@ -376,6 +402,7 @@ __all__ = [
     "rename_placeholder",
     "root_mesh",
     "sequence_number_of",
+    "set_timeout",
     "storage_id",
     "storage_use_count",
     "symbolic_functions",

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Output, OutputKind, Program, Report, Role, Table
 from passes.ir.program import is_sharded
-from passes.runtime.local_peers import local_peers_of
 
 from .call.rng import describe_seed, next_call
 from .call.state import Arguments
@@ -20,7 +19,8 @@ from .guards.guards import Guards
 from .lowering.distribute_state import as_dtensor
 from .lowering.flat_storage import FlatInputs
 from .lowering.lower import Executable
-from .ranks.consensus import MeshRanks, identity_of
+from .ranks.connection import Connection
+from .ranks.consensus import identity_of
 
 
 @dataclass(kw_only=True)
@@ -35,17 +35,14 @@ class Compiled:
     report: Report
     added: dict[str, torch.Tensor]  # state that a transform added, by input name
     identity: int  # equal on all ranks that run the same program
-    ranks: MeshRanks
+    connection: Connection | None  # of the ranks that run it together
     guards: Guards
     _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
-    _shared: list[Any] = field(init=False)  # the groups whose ranks read each other's memory
 
     def __post_init__(self) -> None:
         self._flats = FlatInputs(self.program.inputs, self.guards.layout.names)
         self._pool = Pool(self, self._flats.names)
-        names = {axis.group for axis in self.program.mesh.axes if axis.shared}
-        self._shared = [group for group in self.ranks.groups if group.group_name in names]
         self.guards.on_release = self._release
 
     def _release(self) -> None:
@@ -54,8 +51,8 @@ class Compiled:
         self._flats.release()
 
     def is_connected(self) -> bool:
-        """Whether the local peers whose memory the program reads are still connected: a call may have failed."""
-        return all(local_peers_of(group.group_name, group) is not None for group in self._shared)
+        """Whether the ranks that it communicates with are still connected: a call may have failed."""
+        return self.connection is None or self.connection.is_open
 
     def intent(self) -> int:
         """The number that ranks compare before a call: of the program and, if it draws random numbers, the seed."""
@@ -76,6 +73,7 @@ class Compiled:
             if contiguous[k] is not given[k]:
                 given[k].copy_(contiguous[k])
         self._store(returned, arguments, tensors)
+        self.executable.commit.finish()
         return self.captured.result(returned)
 
     def _store(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:

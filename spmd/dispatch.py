@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,17 +22,39 @@ from .call.state import ArgumentReader
 from .compiled import Compiled
 from .guards.leaves import Leaves
 from .options import Options
-from .ranks.consensus import COMPILE, FAILED, MeshRanks
+from .ranks.connection import Connection
+from .ranks.consensus import COMPILE, FAILED, MeshRanks, agree_on_program
+from .ranks.failures import StateIs
 
 _MANY = 8  # programs of one step, before it warns
 
 
-class Choice(NamedTuple):
-    """A call and the program that fits it, with the live state it runs on; None where it has to be compiled."""
+@dataclass
+class Turn:
+    """One call of a step, as far as it has come: what the other ranks have to know should it fail.
 
-    call: Call
-    compiled: Compiled | None
-    state: list[torch.Tensor] | None
+    ``compiled`` is the program that fits the call, None while there is none; ``tensors`` the live state it runs on.
+    ``connection``: of the ranks that make this call together, None where there is one. ``is_distributing``: live state
+    is being made equal and split.
+    """
+
+    call: Call | None = None
+    compiled: Compiled | None = None
+    tensors: list[torch.Tensor] | None = None
+    connection: Connection | None = None
+    is_distributing: bool = False
+
+    @property
+    def state(self) -> StateIs:
+        """The state of this rank."""
+        if self.is_distributing:
+            return StateIs.MIXED
+        return self.compiled.executable.commit.state if self.compiled else StateIs.BEFORE
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all ranks have begun it, and none has ended it as far as this one knows."""
+        return self.connection is None or self.connection.is_in_call
 
 
 class Dispatch:
@@ -44,28 +67,30 @@ class Dispatch:
         self._reader = ArgumentReader(signature)
         self._changes: list[str] = []  # why each program was compiled
 
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+    def begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the program for a call. Raises ``RankMismatchError`` on all ranks unless all choose the same."""
         try:
-            choice = self.fit(args, kwargs)
-            ranks = choice.compiled.ranks if choice.compiled else self.ranks_of(choice.call)
-        except Exception as error:
+            self.fit(turn, args, kwargs)
+            ranks = None if turn.compiled or turn.call is None else self.ranks_of(turn.call)
+        except BaseException as error:
             self._report_failure(error)
             raise
-        intent = choice.compiled.intent() if choice.compiled else COMPILE
-        ranks.agree_on_program(self.name, intent, lambda: self._describe(choice))
-        return choice
+        if ranks:
+            turn.connection = ranks.connect(self.name)
+        intent = turn.compiled.intent() if turn.compiled else COMPILE
+        agree_on_program(turn.connection, self.name, intent, lambda: self._describe(turn), self.options.timeout)
 
-    def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The program that this rank would run; the one last run is asked first."""
+    def fit(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find the program that this rank would run; the one last run is asked first."""
         mode, arguments = self.options.mode, self._reader.read(args, kwargs)
-        call = Call(arguments, mode.mesh, mode.inputs, mode.input_batch_dim)
+        turn.call = Call(arguments, mode.mesh, mode.inputs, mode.input_batch_dim)
         last = [self.last] if self.last else []
         for compiled in [*last, *(each for each in self.programs if each is not self.last)]:
             state = compiled.guards.admit(arguments) if compiled.is_connected() else None
             if state is not None:
-                return Choice(call, compiled, state)
-        return Choice(call, None, None)
+                compiled.executable.commit.start(compiled.connection)
+                turn.compiled, turn.tensors, turn.connection = compiled, state, compiled.connection
+                return
 
     def ranks_of(self, call: Call) -> MeshRanks:
         """The ranks that a call compiles with."""
@@ -76,7 +101,7 @@ class Dispatch:
         if self.last is None:
             return ""
         if not self.last.is_connected():
-            return "a call failed as it began, and ranks of one host have to connect anew"
+            return "a call failed, and the ranks had to connect anew"
         return self.last.guards.difference(call.given, call.slots)
 
     def add(self, compiled: Compiled, change: str) -> None:
@@ -90,16 +115,21 @@ class Dispatch:
                 stacklevel=5,
             )
 
-    def _describe(self, choice: Choice) -> list[str]:
+    def _describe(self, turn: Turn) -> list[str]:
         """The call in lines, for ranks that differ to find the first difference."""
-        lines = Leaves.of(choice.call.given).describe()
-        if choice.compiled is not None:
-            return [*lines, f"runs program {self.programs.index(choice.compiled)}", describe_seed()]
-        return [*lines, f"has to compile, since this changed: {self.change(choice.call) or 'nothing was compiled yet'}"]
+        assert turn.call is not None
+        lines = Leaves.of(turn.call.given).describe()
+        if turn.compiled is not None:
+            return [*lines, f"runs program {self.programs.index(turn.compiled)}", describe_seed()]
+        return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]
 
-    def _report_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Report to the other ranks, which wait for this call to begin, that it failed before it could."""
         mesh = self.options.mode.mesh or (self.last.device_mesh if self.last else None)
+        message = f"failed: {type(error).__name__}: {error}"
         with suppress(RankMismatchError):
-            message = f"failed: {type(error).__name__}: {error}"
-            MeshRanks.of(mesh, self.options.timeout).agree_on_program(self.name, FAILED, lambda: [message])
+            connection = MeshRanks.of(mesh, self.options.timeout).connect(self.name)
+            if connection is not None and not isinstance(error, Exception):
+                connection.fail(error, StateIs.BEFORE)  # an interrupt cannot wait for the others
+            else:
+                agree_on_program(connection, self.name, FAILED, lambda: [message], self.options.timeout)

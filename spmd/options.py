@@ -29,7 +29,7 @@ class Options:
     passes: tuple[Pass, ...] | None
     backend: Backend
     dump: Path | None
-    timeout: float
+    timeout: float | None
 
     @classmethod
     def check(
@@ -105,9 +105,11 @@ def _check_folder(given: Any) -> Path | None:
     return Path(given) if given is not None else None
 
 
-def _check_timeout(given: Any) -> float:
+def _check_timeout(given: Any) -> float | None:
+    if given is None:
+        return None
     if isinstance(given, bool) or not isinstance(given, (int, float)):
-        raise TypeError(f"expected timeout to be a number of seconds, got {given!r}")
+        raise TypeError(f"expected timeout to be a number of seconds or None, got {given!r}")
     if not given > 0:
         raise ValueError(f"expected timeout to be more than 0 seconds, got {given!r}")
     return float(given)

@@ -21,22 +21,28 @@ from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
 from .call.call import Call
+from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
 from .capture import capture
 from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
-from .dispatch import Dispatch
+from .dispatch import Dispatch, Turn
 from .dump import Dump, dump_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .lowering.arenas import Arenas
 from .lowering.distribute_state import check_memory, commit, prepare, rebind_replaced_parameters
 from .lowering.lower import Backend, lower
+from .lowering.recover_state import recover
 from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
 from .override import replaced, transform, transform_graph_module
-from .ranks.consensus import Agreement, all_or_none, identity_of
+from .ranks.consensus import Agreement, all_or_none, identity_of, notify, standing_of
+from .ranks.standing import StateError
+
+# One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
+_calling = threading.RLock()
 
 
 class CompiledStep:
@@ -54,7 +60,8 @@ class CompiledStep:
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
         self._dispatch = Dispatch(self._name, signature, options)
         self._arenas = Arenas()
-        self._lock = threading.RLock()  # one thread after the other: all programs compute in the same memory
+        self._failed: Call | None = None  # the call that failed last
+        self._refused: RefusedSaves | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
@@ -88,44 +95,64 @@ class CompiledStep:
         """
         if get_proxy_mode() is not None:
             return self._function(*args, **kwargs)
-        with self._lock:
+        with _calling:
             result = self._step(args, kwargs)
         if last_train_step:
             self.flush()
         return result
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call, compiled, state = self._dispatch.choose(args, kwargs)
-        if compiled is None:
-            compiled = self._compile_on_all_ranks(call)
-            state = compiled.guards.layout.read(call.given)
-        assert state is not None, "a program fits the call that it was compiled for"
-        self._dispatch.last = compiled
-        return compiled.run(call.given, state)
+        turn = Turn()
+        try:
+            return self._run(turn, args, kwargs)
+        except BaseException as error:  # an interrupt, too
+            self._failed = turn.call or self._failed
+            try:
+                if turn.has_begun:
+                    notify(turn.connection, self._name, error, turn.state)
+            finally:
+                self._refuse_saves(turn, error)
+            raise
 
-    def _compile_on_all_ranks(self, call: Call) -> Compiled:
-        rebind_replaced_parameters(call.given.optimizers)
-        with all_or_none(self._name, self._dispatch.ranks_of(call)) as agreement:
+    def _run(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._dispatch.begin(turn, args, kwargs)
+        assert turn.call is not None, "a call that has begun was read"
+        if turn.compiled is None:
+            compiled = self._compile_on_all_ranks(turn, turn.call)
+            turn.tensors = compiled.guards.layout.read(turn.call.given)
+            turn.compiled = compiled
+            compiled.executable.commit.start(turn.connection)
+        assert turn.tensors is not None, "a program fits the call that it was compiled for"
+        self._dispatch.last = turn.compiled
+        result = turn.compiled.run(turn.call.given, turn.tensors)
+        if turn.connection is not None:
+            turn.connection.is_in_call = False
+        return result
+
+    def _compile_on_all_ranks(self, turn: Turn, call: Call) -> Compiled:
+        with all_or_none(self._name, turn.connection) as agreement:
+            rebind_replaced_parameters(call.given.optimizers)
             change = self._dispatch.change(call)
-            compiled = self._compile(call, agreement)
+            compiled = self._compile(turn, call, agreement)
         self._dispatch.add(compiled, change)
         return compiled
 
-    def _compile(self, call: Call, agreement: Agreement) -> Compiled:
+    def _compile(self, turn: Turn, call: Call, agreement: Agreement) -> Compiled:
         """Capture, partition, transform, passes, lower. State is changed last, when all of that has gone well."""
         options, clock = self._options, _Clock()
         name = f"{self._name}/program-{len(self._dispatch.programs)}"
         dump, facts = Dump.of(options.dump_folder, name), facts_of(options.pipeline)
         check_leaves(call.given)
+        call.communicate_in(agreement.connection)
         call.resolve()
-        if Fact.SHARED_AXES in facts:
-            call.connect_local_ranks(agreement.all_gather_text, options.timeout)
+        notes = call.connect_local_ranks(agreement.all_gather_text) if Fact.SHARED_AXES in facts else []
         call.mesh = with_rates(call.mesh, options.pipeline)
         modes, reads = torch_settings(), Reads()
         with clock.stage("capture"):
             with replaced(call.given.modules, options.overrides):
                 captured = capture(self._function, call, name, reads)
             check_memory(captured.program, call)
+            captured.program.notes += notes
             dump.stage(0, "capture", captured.program)
         with clock.stage("partition"), DisableAutocast():
             local = options.mode.partition(captured.program)
@@ -144,7 +171,9 @@ class CompiledStep:
         dump.report(report)
         description = describe_for_agreement(captured, program, table_of(options.pipeline))
         adopt(agreement.agree(description, proposed(first=not self._dispatch.programs)))
+        turn.is_distributing = True
         commit(state, call)
+        turn.is_distributing = False
         return Compiled(
             program=program,
             captured=captured,
@@ -154,7 +183,7 @@ class CompiledStep:
             report=report,
             added=added,
             identity=identity_of(name, description),
-            ranks=agreement.ranks,
+            connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured.guards, modes),
         )
 
@@ -176,6 +205,29 @@ class CompiledStep:
                 each.report,
             )
 
+    def recover(self) -> None:
+        """Make the state of all ranks whole and equal again after a call that failed; all ranks call it together.
+
+        Possible where all state is replicated and some rank has it whole: then all get that rank's, as before the
+        failed call if there is such a rank, else as after it. Where state is split over ranks and not whole, load a
+        checkpoint instead. Raises ``SpmdError`` where it is not possible, with the reason.
+        """
+        with _calling:
+            if self._failed is not None:
+                recover(self._failed, self._dispatch.ranks_of(self._failed), self._name)
+            if self._refused is not None:
+                self._refused.allow()
+            self._failed = self._refused = None
+
+    def _refuse_saves(self, turn: Turn, error: BaseException) -> None:
+        """Let state dicts raise while state is not whole, or not that of the other ranks."""
+        standing = error.standing if isinstance(error, StateError) else standing_of(turn.connection)
+        if turn.call is None or not (standing.partly or isinstance(error, StateError)):
+            return
+        if self._refused is not None:
+            self._refused.allow()
+        self._refused = RefusedSaves(turn.call.given, standing.partly or str(error), lambda: standing.restore(0))
+
     def flush(self) -> None:
         """Finish the work that the last call left for the next one. No pass defers any so far."""
 
@@ -188,7 +240,7 @@ def compile(
     passes: Sequence[Pass] | None = None,
     backend: Backend = "aten",
     dump: str | Path | None = None,
-    timeout: float = 10.0,
+    timeout: float | None = None,
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
@@ -202,7 +254,8 @@ def compile(
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
     - ``backend``: ``"aten"``, or ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
-    - ``timeout``: seconds by which ranks may be apart when they come to compile; then all raise.
+    - ``timeout``: how many seconds a rank waits for the others to come to a call; then all raise. None: as long as the
+      process group waits for a collective.
 
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError`` or ``RankMismatchError`` while they compile, and leave model and optimizer as

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from passes import Mesh
 
+from ..ranks.connection import Connection
 from ..ranks.consensus import AllGatherText
 from ..ranks.local_ranks import connect_local_ranks
 from ..ranks.world import describe, joined, world
@@ -31,6 +33,7 @@ class Call:
         """``mesh``, ``placements`` (by argument name) and ``batch_dim`` are the parallel mode's."""
         self.given = given
         self._mesh, self._placements, self._batch_dim = mesh, placements, batch_dim
+        self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
@@ -70,6 +73,21 @@ class Call:
         for fact in ("slots", "arguments", "hyper_parameters", "inputs"):
             getattr(self, fact)
 
-    def connect_local_ranks(self, all_gather_text: AllGatherText, timeout: float) -> None:
-        """Connect the ranks of each host; ``mesh`` says from then on which axes share memory. All ranks call it."""
-        self.mesh = connect_local_ranks(self.mesh, self.device_mesh, all_gather_text, timeout)
+    def communicate_in(self, connection: Connection | None) -> None:
+        """Let ``mesh`` name the groups of ``connection`` along its gloo axes."""
+        axes = [k for k, axis in enumerate(self.mesh.axes) if axis.size > 1]
+        self.own_groups = dict(zip(axes, connection.groups, strict=True)) if connection else {}
+        groups = self._gloo_groups()
+        named = [replace(a, group=groups[k].group_name) if k in groups else a for k, a in enumerate(self.mesh.axes)]
+        self.mesh = Mesh(tuple(named))
+
+    def _gloo_groups(self) -> dict[int, Any]:
+        return {k: group for k, group in self.own_groups.items() if self.mesh.axes[k].backend == "gloo"}
+
+    def connect_local_ranks(self, all_gather_text: AllGatherText) -> list[str]:
+        """Connect the ranks of each host; ``mesh`` says from then on which axes share memory. All ranks call it.
+
+        Returns notes on what cannot be shared.
+        """
+        self.mesh, notes = connect_local_ranks(self.mesh, self._gloo_groups(), all_gather_text)
+        return notes

@@ -27,7 +27,6 @@ SIZES = tuple(4096 * 4**k for k in range(7))  # bytes: 4 KiB to 16 MiB
 _WARM_UP = 3
 _MATRIX = 1024  # rows and columns of the matrices that are multiplied
 _COPIED = 1 << 26  # bytes
-_TIMEOUT = 60.0  # seconds in which the ranks of a host connect
 
 Progress = Callable[[str, int, int], None]  # what is measured next, how many are done, how many there are
 
@@ -41,9 +40,10 @@ def calibrate(
     """
     report = progress or (lambda *_: None)
     machine = _Machine(mesh.device_type, rounds)
-    axes = [
-        axis for axis in connect_local_ranks(describe(mesh), mesh, _all_gather_text, _TIMEOUT).axes if axis.size > 1
-    ]
+    described = describe(mesh)
+    groups = {k: mesh.get_group(k) for k, axis in enumerate(described.axes) if axis.size > 1 and axis.backend == "gloo"}
+    connected, _ = connect_local_ranks(described, groups, _all_gather_text)
+    axes = [axis for axis in connected.axes if axis.size > 1]
     todo = [(axis, kind, size) for axis, kind, size in product(axes, ALGORITHMS, sizes)]
     curves: dict[str, dict[tuple[Kind, Algorithm], tuple[Point, ...]]] = {axis.name: {} for axis in axes}
     for done, (axis, kind, size) in enumerate(todo):

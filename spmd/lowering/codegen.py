@@ -21,6 +21,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from operator import is_
 from typing import Any
@@ -35,6 +36,7 @@ from passes.ir.collectives import is_wait
 from passes.ir.effects import mutates, written
 from passes.ir.schemas import schema
 from passes.runtime.arena import reserve, view_at, whole
+from passes.runtime.message_collectives import OUT_VARIANTS
 from passes.runtime.shared_memory_collectives import PERSISTENT
 
 from .arenas import Arenas
@@ -53,7 +55,10 @@ class Bound:
     What the program reserves is ``arenas``'s, and stays reserved between calls.
     """
 
-    def __init__(self, program: Program, arenas: Arenas | None = None) -> None:
+    def __init__(
+        self, program: Program, arenas: Arenas | None = None, commit: Callable[[], None] | None = None
+    ) -> None:
+        """``commit`` is called before the first node that writes to state."""
         self.arenas = arenas or Arenas()
         self.arenas.users.add(self)
         stays = [
@@ -61,7 +66,7 @@ class Bound:
         ]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
-        self._bind = _Writer(program, self._fixed, self._given, self.arenas).function()
+        self._bind = _Writer(program, self._fixed, self._given, self.arenas, commit).function()
         self.release()
         _all.add(self)
 
@@ -97,8 +102,15 @@ def is_fixed(node: fx.Node, role: Role) -> bool:
 class _Writer:
     """Writes the two functions, node by node."""
 
-    def __init__(self, program: Program, fixed: Sequence[int], given: Sequence[int], arenas: Arenas) -> None:
-        self.program, self.arenas = program, arenas
+    def __init__(
+        self,
+        program: Program,
+        fixed: Sequence[int],
+        given: Sequence[int],
+        arenas: Arenas,
+        commit: Callable[[], None] | None,
+    ) -> None:
+        self.program, self.arenas, self.commit = program, arenas, commit
         self.constants = _constants(program.graph)
         self.scope: dict[str, Any] = {}  # values that the text refers to by name: functions, dtypes, modules
         self.named: dict[int, str] = {}
@@ -113,8 +125,11 @@ class _Writer:
     def function(self) -> Callable[..., Callable[..., Any]]:
         """``bind(*fixed inputs) -> run``, with ``run(*other inputs)``."""
         dying = _last_uses(self.program.graph)
+        first_write = _first_write(self.program) if self.commit else None
         self._detach()
         for node in self.program.graph.nodes:
+            if node is first_write:
+                self.each_call.append(f"{self._name(self.commit)}()")
             if node.op not in ("placeholder", "output"):
                 self._write(node)
             dead = [self.names[each] for each in dying.get(node, ()) if each not in self.fixed]
@@ -187,7 +202,12 @@ class _Writer:
             return f"{self._value(node.args[0])}.{node.target}({self._arguments(node, skip=1)})"
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             return f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
-        return f"{self._name(direct(node))}({self._arguments(node)})"
+        return f"{self._name(self._function(node))}({self._arguments(node)})"
+
+    def _function(self, node: fx.Node) -> Callable[..., Any]:
+        """The function that computes a node; a functional collective of torch through ours, which says who is lost."""
+        out_variant = OUT_VARIANTS.get(node.target)
+        return direct(node) if out_variant is None else partial(_into_new, out_variant, node.meta["val"])
 
     def _arguments(self, node: fx.Node, skip: int = 0) -> str:
         positional = [self._value(value) for value in node.args[skip:]]
@@ -221,6 +241,22 @@ class _Writer:
         bound, given = [", ".join(self.names[node] for node in each) for each in self.arguments]
         inner = [f"def run({given}):", *(f"    {line}" for line in self.each_call), "return run"]
         return "\n".join([f"def bind({bound}):", *(f"    {line}" for line in [*self.done_once, *inner]), ""])
+
+
+def _into_new(out_variant: Callable[..., Any], like: torch.Tensor, *args: Any) -> Any:
+    return out_variant(*args, out=torch.empty(like.shape, dtype=like.dtype, device=like.device))
+
+
+def _first_write(program: Program) -> Any:
+    """The first node that writes to an input; None if none does."""
+    found = storages(program.graph)
+    inputs = frozenset[fx.Node]().union(*(found[node] for node in program.placeholders))
+    for node in program.graph.nodes:
+        if mutates(node):
+            targets = written(node) or node.all_input_nodes
+            if any(found[each] & inputs for each in targets):
+                return node
+    return None
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:

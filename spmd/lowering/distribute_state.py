@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Program, Role
 from passes.ir.program import Placements, is_sharded
+from passes.runtime.gloo import GlooWork
 
 from .._torch import local_tensor, move_hooks
 from ..call.call import Call
 from ..call.state import Arguments, Slot, local_of, parameters_of
 from ..placements import chunk
-from ..ranks.consensus import cpu_group
 from ..ranks.world import extend_placement
 
 # What is rank 0's already, by id (tensors compare by value): optimizers, and this rank's parts of parameters, buffers
@@ -93,7 +93,7 @@ def part_of(tensor: torch.Tensor, placement: Placements, mesh: Mesh) -> torch.Te
 def commit(prepared: Prepared, call: Call) -> None:
     """Make state equal to rank 0's, and rebind what is split to DTensors."""
     arguments, device_mesh = call.arguments, call.device_mesh
-    _make_equal(prepared, arguments, device_mesh)
+    _make_equal(prepared, call)
     renewed: dict[int, torch.Tensor] = {}
     for slot, placement, local in zip(prepared.slots, prepared.placements, prepared.locals, strict=True):
         live = slot.get()
@@ -120,9 +120,10 @@ def as_dtensor(
     return DTensor.from_local(local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
-def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> None:
+def _make_equal(prepared: Prepared, call: Call) -> None:
     """Broadcast from rank 0: the state of an optimizer when it is first seen, all other state once."""
-    known = all(map(_is_equal, arguments.optimizers.values()))
+    optimizers, mesh = call.arguments.optimizers.values(), call.device_mesh
+    known = all(map(_is_equal, optimizers))
     with torch.no_grad():
         for slot in prepared.slots:
             live = slot.get()
@@ -130,12 +131,13 @@ def _make_equal(prepared: Prepared, arguments: Arguments, mesh: DeviceMesh) -> N
             if isinstance(live, DTensor):
                 missing = live.device_mesh != mesh and not _is_equal(local_tensor(live))
                 for axis in _axes_beyond(live, mesh) if missing else ():
-                    _broadcast_along(local_tensor(live), mesh, axis)
+                    broadcast_along(local_tensor(live), call, axis)
             elif not (_is_equal(live) if once else known):
-                _broadcast(live.detach(), mesh)
+                for axis in range(mesh.ndim):  # the first axis last to be split
+                    broadcast_along(live.detach(), call, axis)
             if once:
                 _note_equal(local_tensor(live))
-    for optimizer in arguments.optimizers.values():
+    for optimizer in optimizers:
         _note_equal(optimizer)
 
 
@@ -147,19 +149,15 @@ def _note_equal(thing: Any) -> None:
     _equal[id(thing)] = thing
 
 
-def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """From the first rank of the mesh to all, one axis after the other, the first axis last to be split."""
-    if mesh.size() == 1:
+def broadcast_along(tensor: torch.Tensor, call: Call, axis: int, source: int = 0) -> None:
+    """Broadcast from the ``source``-th rank along an axis of the mesh to the others."""
+    whole, group = tensor.contiguous(), call.own_groups.get(axis)
+    if group is None:
         return
-    for axis in range(mesh.ndim):
-        _broadcast_along(tensor, mesh, axis)
-
-
-def _broadcast_along(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> None:
-    whole, group = tensor.contiguous(), mesh.get_group(axis)
     if whole.device.type == "cpu":  # as counters of optimizers are, also where parameters are not
-        group = cpu_group(group)
-    dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+        GlooWork(dist.broadcast(whole, group_src=source, group=group, async_op=True)).wait()
+    else:
+        dist.broadcast(whole, group_src=source, group=call.device_mesh.get_group(axis))
     if whole is not tensor:
         tensor.copy_(whole)
 

@@ -13,6 +13,7 @@ from passes import OutputKind, Part, PassError, Program
 from .._torch import DisableAutocast
 from .arenas import Arenas
 from .codegen import Bound
+from .commit import Commit
 
 Backend = Literal["aten"] | Callable[..., Any]
 
@@ -39,6 +40,7 @@ class Executable:
     function: Callable[..., Any]
     updates: list[tuple[int, InputRef]]  # each output that is an update, and which the graph itself does not write
     returned: list[int]  # the outputs that are results or new state
+    commit: Commit  # called before anything is written
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run on this rank's inputs, in the order of ``Program.inputs``; updates them in place."""
@@ -55,6 +57,7 @@ class Executable:
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if not self.updates:
             return
+        self.commit()
         # An update may be another input (buffers that are swapped): copy those before anything is written.
         storages = {_storage(x) for x in inputs if isinstance(x, torch.Tensor)}
         values = [outputs[k].clone() if _storage(outputs[k]) in storages else outputs[k] for k, _ in self.updates]
@@ -64,8 +67,9 @@ class Executable:
 
 def lower(program: Program, backend: Backend, arenas: Arenas | None = None) -> Executable:
     """Make ``program`` run: ``"aten"`` as Python (``codegen.py``), in ``arenas``; else by the backend's callable."""
+    commit = Commit()
     if backend == "aten":
-        function: Callable[..., Any] = Bound(program, arenas)
+        function: Callable[..., Any] = Bound(program, arenas, commit)
     else:
         examples = [node.meta.get("val") for node in program.placeholders]
         function = backend(program.graph_module, examples)
@@ -74,7 +78,7 @@ def lower(program: Program, backend: Backend, arenas: Arenas | None = None) -> E
     refs = _input_refs(program)
     updates = [(k, refs[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
     returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
-    return Executable(function, updates, returned)
+    return Executable(function, updates, returned, commit)
 
 
 def _input_refs(program: Program) -> dict[str, InputRef]:

@@ -2,7 +2,8 @@
 
 Two ranks are on one host if they have the same kernel and the same network namespace, so that each can reach a Unix
 socket of the other. An axis is ``shared`` if that holds for all its groups, over the whole mesh: a rank that looked at
-its own group only could compile another program than the others.
+its own group only could compile another program than the others. Where a rank cannot share memory, or cannot connect,
+all ranks communicate by messages, and the report says why.
 """
 
 from __future__ import annotations
@@ -10,69 +11,99 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import selectors
 import socket
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Mesh, RankMismatchError
+from passes import Mesh
 from passes.runtime.local_peers import LocalPeers, local_peers_of, register_local_peers
+from passes.runtime.segments import allocate_segment
 
 from .._torch import timeout_of
 from .consensus import AllGatherText
 
+_CONNECTING = 5.0  # seconds for ranks to connect, all of which have come
+_STRANGER = 2.0  # seconds for whoever connects to say which rank it is
 
-def connect_local_ranks(mesh: Mesh, device_mesh: DeviceMesh, all_gather_text: AllGatherText, timeout: float) -> Mesh:
-    """Return ``mesh`` with ``shared`` set for each axis whose ranks share memory. All ranks call it together.
 
-    Only axes of gloo are considered: NCCL finds out itself which ranks are on one host. ``timeout``: how many seconds
-    a rank waits for another to connect. Raises ``RankMismatchError`` if one does not.
+def connect_local_ranks(
+    mesh: Mesh, groups: Mapping[int, Any], all_gather_text: AllGatherText
+) -> tuple[Mesh, list[str]]:
+    """Return ``mesh`` with ``shared`` set for each axis whose ranks share memory, and notes on what cannot be shared.
+
+    ``groups``: the gloo group of this rank along each axis that has several ranks. All ranks call it together.
     """
-    groups = {
-        k: device_mesh.get_group(k) for k, axis in enumerate(mesh.axes) if axis.size > 1 and axis.backend == "gloo"
-    }
     if not groups:
-        return mesh
-    shared, sockets = _connect_groups(mesh, groups, all_gather_text, timeout)
+        return mesh, []
+    shared, sockets, notes = _connect_groups(mesh, groups, all_gather_text)
     for k, each in sockets.items():
         peers = LocalPeers(mesh.axes[k].coordinate, each, timeout_of(groups[k]))
-        register_local_peers(mesh.axes[k].group, groups[k], peers)
-    return Mesh(tuple(replace(axis, shared=k in shared) for k, axis in enumerate(mesh.axes)))
+        register_local_peers(groups[k].group_name, groups[k], peers)
+    return Mesh(tuple(replace(axis, shared=k in shared) for k, axis in enumerate(mesh.axes))), notes
 
 
 def _connect_groups(
-    mesh: Mesh, groups: dict[int, Any], all_gather_text: AllGatherText, timeout: float
-) -> tuple[list[int], dict[int, dict[int, socket.socket]]]:
-    """The axes whose ranks share memory; and for each of them that is not connected yet, sockets to all others."""
-    host = _host()
-    with _Listener() if host else nullcontext() as listener:
-        connected = {str(k): local_peers_of(mesh.axes[k].group, group) is not None for k, group in groups.items()}
-        description = {"host": host, "address": listener.address if listener else [], "connected": connected}
+    mesh: Mesh, groups: Mapping[int, Any], all_gather_text: AllGatherText
+) -> tuple[list[int], dict[int, dict[int, socket.socket]], list[str]]:
+    """The axes whose ranks share memory; for each that is not connected yet, sockets to all others; and notes."""
+    with ExitStack() as stack:
+        host, listener, problem = "", None, ""
+        try:
+            host = _host()
+            listener = stack.enter_context(_Listener()) if host else None
+        except OSError as error:
+            host, problem = "", str(error)
+        connected = {str(k): local_peers_of(group.group_name, group) is not None for k, group in groups.items()}
+        address = listener.address if listener else []
+        description = {"host": host, "address": address, "connected": connected, "problem": problem}
         described = _DescribedRanks(mesh, [json.loads(text) for text in all_gather_text(json.dumps(description))])
         shared = [k for k in groups if described.are_on_one_host(k)]
         new = [k for k in shared if not described.are_connected(k)]
-        sockets = {
-            k: listener.connect_group(k, mesh.axes[k].coordinate, described.addresses(k), timeout)
-            for k in new
-            if listener
-        }
-    if new:
-        all_gather_text("connected")  # all are, or none: a call starts through sockets on all ranks, or on none
-    return shared, sockets
+        sockets: dict[int, dict[int, socket.socket]] = {}
+        try:
+            for k in new:
+                assert listener is not None, "a rank without a listener is on no host"
+                sockets[k] = listener.connect_group(k, mesh.axes[k].coordinate, described.addresses(k))
+        except OSError as error:
+            problem = str(error)
+        notes = described.problems()
+        if new:  # all are connected, or none: a call starts through sockets on all ranks, or on none
+            problems = all_gather_text(problem)
+            notes += [
+                f"rank {k} could not connect to the others on its host: {text}"
+                for k, text in enumerate(problems)
+                if text
+            ]
+        if new and any(problems):
+            _close(sockets)
+            shared, sockets = [k for k in shared if k not in new], {}
+    return shared, sockets, [f"{note}; all ranks communicate by messages instead of shared memory" for note in notes]
+
+
+def _close(sockets: Mapping[int, Mapping[int, socket.socket]]) -> None:
+    for each in sockets.values():
+        for made in each.values():
+            made.close()
 
 
 def _host() -> str:
-    """A text that is the same on all ranks of one host; empty where the system has no memory that they could share."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/thread-self/ns/net').st_ino}" if hasattr(os, "memfd_create") else ""
-    except OSError:  # another system than Linux
+    """A text that is the same on all ranks of one host; empty where the system has no memory that they could share.
+
+    Raises ``OSError`` where it has, but refuses it to this process.
+    """
+    if not hasattr(os, "memfd_create"):  # another system than Linux
         return ""
+    allocate_segment(1 << 16)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/thread-self/ns/net').st_ino}"
 
 
 class _DescribedRanks:
@@ -86,6 +117,11 @@ class _DescribedRanks:
         """Whether each group along axis ``k`` is on one host."""
         hosts = [{self.ranks[number]["host"] for number in group} for group in self._groups(k)]
         return all(len(group) == 1 and "" not in group for group in hosts)
+
+    def problems(self) -> list[str]:
+        """What kept ranks from sharing memory."""
+        found = [(number, rank["problem"]) for number, rank in enumerate(self.ranks)]
+        return [f"rank {number} cannot share memory: {problem}" for number, problem in found if problem]
 
     def are_connected(self, k: int) -> bool:
         """Whether all ranks are connected along axis ``k``."""
@@ -101,6 +137,14 @@ class _DescribedRanks:
         return groups
 
 
+@dataclass
+class _Visitor:
+    """Whoever has connected and has not named its rank yet."""
+
+    socket: socket.socket
+    until: float = field(default_factory=lambda: time.monotonic() + _STRANGER)
+
+
 class _Listener:
     """A socket that ranks of this host connect to. Its name is visible to all users; a secret token admits ranks only.
 
@@ -110,49 +154,91 @@ class _Listener:
     def __init__(self) -> None:
         self.address = [secrets.token_hex(8), secrets.token_hex(16)]
         self._accepted: dict[tuple[int, int], socket.socket] = {}  # by axis and coordinate
+        self._visitors: list[_Visitor] = []
 
     def __enter__(self) -> _Listener:
         self._socket = _unix_socket()
-        self._socket.bind(_abstract_address(self.address[0]))
-        self._socket.listen(1024)
+        try:
+            self._socket.bind(_abstract_address(self.address[0]))
+            self._socket.listen(1024)
+        except OSError:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
+        for unclaimed in [self._socket, *self._accepted.values(), *(visitor.socket for visitor in self._visitors)]:
+            unclaimed.close()
 
-    def connect_group(
-        self, axis: int, coordinate: int, addresses: Sequence[list[str]], timeout: float
-    ) -> dict[int, socket.socket]:
-        """Connect to all ranks of a group: to those before this one at their listeners; those after it connect here."""
+    def connect_group(self, axis: int, coordinate: int, addresses: Sequence[list[str]]) -> dict[int, socket.socket]:
+        """Connect to all ranks of a group: to those before this one at their listeners; those after it connect here.
+
+        Raises ``OSError`` if that is refused, or takes too long.
+        """
+        deadline = time.monotonic() + _CONNECTING
+        found: dict[int, socket.socket] = {}
         try:
-            found = {other: _connect(addresses[other], (axis, coordinate), timeout) for other in range(coordinate)}
-            self._socket.settimeout(timeout)
+            for other in range(coordinate):
+                found[other] = _connect(addresses[other], (axis, coordinate))
             for other in range(coordinate + 1, len(addresses)):
                 while (axis, other) not in self._accepted:
-                    self._accept(timeout)
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"rank {other} of the axis did not connect within {_CONNECTING:g} s")
+                    self._serve()
                 found[other] = self._accepted.pop((axis, other))
-        except OSError as error:
-            raise RankMismatchError(
-                f"rank {coordinate} of an axis could not connect to the others on its host within {timeout:g} s: "
-                f"{error}. Look at their output; without the pass Realise, ranks need no connections of their own"
-            ) from error
+        except BaseException:
+            _close({axis: found})
+            raise
         return found
 
-    def _accept(self, timeout: float) -> None:
-        accepted, _ = self._socket.accept()
-        accepted.settimeout(timeout)
-        token, axis, coordinate = json.loads(accepted.recv(1024) or b'["", 0, 0]')
-        if token == self.address[1]:
-            self._accepted[axis, coordinate] = accepted
+    def _serve(self) -> None:
+        """Accept whoever connects, and hear those who have: side by side, since any local process can connect."""
+        with selectors.DefaultSelector() as selector:
+            for each in (self._socket, *(visitor.socket for visitor in self._visitors)):
+                selector.register(each, selectors.EVENT_READ)
+            ready = {key.fileobj for key, _ in selector.select(0.1)}
+        for visitor in [visitor for visitor in self._visitors if visitor.socket in ready]:
+            self._visitors.remove(visitor)
+            self._hear(visitor.socket)
+        for visitor in [visitor for visitor in self._visitors if time.monotonic() > visitor.until]:
+            self._visitors.remove(visitor)
+            visitor.socket.close()
+        if self._socket in ready:
+            with suppress(BlockingIOError, ConnectionError):  # gone again
+                accepted, _ = self._socket.accept()
+                self._visitors.append(_Visitor(accepted))
+
+    def _hear(self, visitor: socket.socket) -> None:
+        """Keep the connection of a rank; close that of anybody else."""
+        try:
+            token, axis, coordinate = json.loads(visitor.recv(1024))
+            is_rank = secrets.compare_digest(str(token), self.address[1]) and _user_of(visitor) == os.getuid()
+            if is_rank and isinstance(axis, int) and isinstance(coordinate, int):
+                self._accepted[axis, coordinate] = visitor
+                return
+        except (OSError, ValueError, TypeError):  # another process says anything, or nothing
+            pass
+        visitor.close()
 
 
-def _connect(address: list[str], position: tuple[int, int], timeout: float) -> socket.socket:
+def _user_of(connected: socket.socket) -> int:
+    """The user that the process at the other end of a Unix socket runs as."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def _connect(address: list[str], position: tuple[int, int]) -> socket.socket:
     """Connect to a listener; ``position``: the axis, and this rank's coordinate along it."""
     name, token = address
     made = _unix_socket()
-    made.settimeout(timeout)
-    made.connect(_abstract_address(name))
-    made.send(json.dumps([token, *position]).encode())
+    try:
+        made.settimeout(_CONNECTING)
+        made.connect(_abstract_address(name))
+        made.send(json.dumps([token, *position]).encode())
+    except BaseException:
+        made.close()
+        raise
     return made
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from typing import Any
 
 import pytest
@@ -63,8 +65,8 @@ def test_numbers_are_the_same_where_each_rank_updates_a_part(ranks: Ranks) -> No
 def shared_by_default(rank: int, world: int) -> tuple[list[bool], list[bool], bool]:
     """What is shared with the default passes, what without any, and whether ranks were connected for the latter."""
     bare, _ = compiled_run(rank, NARROW, 1, passes=())
-    group = dist.group.WORLD
-    connected = local_peers.local_peers_of(group.group_name, group) is not None  # type: ignore[union-attr]
+    (group,) = bare._dispatch.last.connection.groups
+    connected = local_peers.local_peers_of(group.group_name, group) is not None
     compiled, _ = compiled_run(rank, NARROW, 2)
     return in_shared_memory(compiled.program), in_shared_memory(bare.program), connected
 
@@ -119,14 +121,14 @@ def test_a_collective_on_fixed_tensors_is_prepared_once(ranks: Ranks) -> None:
 
 
 def after_a_failure(rank: int, world: int) -> tuple[list[str], int, bool]:
-    """Four steps, before the third of which the ranks have given up on each other."""
+    """Four steps, before the third of which the connection is lost."""
     case = MLP(NARROW.sizes, NARROW.rows, "AdamW")
     torch.manual_seed(0)
     model, optimizer = case.build()
     step = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"), passes=SHARED)(case.step)
     for k in range(4):
         if k == 2:
-            local_peers.disconnect(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+            step._dispatch.last.connection.close()
         result = step(model, optimizer, *case.part(rank, k))
     expected = plain_run(case, world, 4)
     got = [snapshot(result, (model, optimizer))]
@@ -186,7 +188,9 @@ def test_a_new_process_group_is_connected_too(ranks: Ranks) -> None:
 
 def one_leaves(rank: int, world: int) -> None:
     """Rank 1 ends while rank 0 waits for its operand."""
-    mesh = local_ranks.connect_local_ranks(*_meshes(), _all_gather_text, 5.0)
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    groups = {0: device_mesh.get_group(0)}
+    mesh, _ = local_ranks.connect_local_ranks(describe(device_mesh), groups, _all_gather_text)
     assert mesh.axes[0].shared
     group = mesh.axes[0].group
     x = torch.ones(4)
@@ -195,11 +199,6 @@ def one_leaves(rank: int, world: int) -> None:
     if rank == 1:
         os._exit(1)
     torch.ops._c10d_functional.wait_tensor(torch.ops.spmd_transport.shared_all_reduce(x, None, "sum", group))
-
-
-def _meshes() -> tuple[passes.Mesh, Any]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    return describe(mesh), mesh
 
 
 def _all_gather_text(text: str) -> list[str]:
@@ -213,36 +212,57 @@ def test_a_rank_that_ends_raises_on_the_others(ranks: Ranks) -> None:
         ranks.run(2, one_leaves)
 
 
-def one_cannot_connect(rank: int, world: int) -> str:
-    """The error of each rank if one of them cannot connect."""
+def refused(rank: int, world: int, name: str) -> tuple[list[bool], list[str], list[bool]]:
+    """What is shared, and what the report notes, where rank 1 is refused something; then what is shared."""
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr(local_ranks, "_connect", _refuse)
-        try:
-            compiled_run(rank, NARROW, 1, timeout=2.0)
-        except passes.RankMismatchError as error:
-            return str(error)
-    return ""
+            owner, _, attribute = name.rpartition(".")
+            patched.setattr(f"{owner}.{attribute}", _refuse)
+        before, _ = compiled_run(rank, NARROW, 2)
+    after, _ = compiled_run(rank, NARROW, 2)
+    return in_shared_memory(before.program), list(before.report().notes), in_shared_memory(after.program)
 
 
 def _refuse(*_: object) -> None:
-    raise ConnectionRefusedError("no listener")
+    raise OSError(errno.EMFILE, "refused here")
 
 
-def test_ranks_that_cannot_connect_raise(ranks: Ranks) -> None:
-    messages = ranks.run(2, one_cannot_connect)
-    assert all("could not connect to the others on its host" in each or "was not compiled" in each for each in messages)
+@pytest.mark.parametrize("name, note", [
+    ("os.memfd_create", "rank 1 cannot share memory: .*refused here"),
+    ("spmd.ranks.local_ranks._unix_socket", "rank 1 cannot share memory: .*refused here"),
+    ("spmd.ranks.local_ranks._connect", "rank 1 could not connect to the others on its host: .*refused here"),
+])  # fmt: skip
+def test_if_a_rank_is_refused_to_share_memory_all_send_messages(ranks: Ranks, name: str, note: str) -> None:
+    for before, notes, after in ranks.run(3, refused, name):
+        assert before == [False, False] and after == [True, True]
+        assert any(re.search(f"{note}.* all ranks communicate by messages", each) for each in notes)
 
 
-def one_cannot_accept(rank: int, world: int) -> bool:
-    """Rank 1 of three cannot accept rank 2; then it can. Returns whether they share memory in the end."""
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(passes.RankMismatchError):
-        if rank == 1:
-            patched.setattr(local_ranks._Listener, "_accept", _refuse)
-        compiled_run(rank, NARROW, 1)
-    compiled, _ = compiled_run(rank, NARROW, 2)
-    return all(in_shared_memory(compiled.program))
+def with_strangers(rank: int, world: int) -> list[bool]:
+    """What is shared where other processes connect first, and say nothing, anything, or another rank's name."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local_ranks._Listener, "__enter__", _visited(local_ranks._Listener.__enter__))
+        compiled, got = compiled_run(rank, NARROW, 2)
+    assert all_unequal(plain_run(NARROW, world, 2), got, rank, world) == []
+    return in_shared_memory(compiled.program)
 
 
-def test_all_ranks_are_connected_or_none(ranks: Ranks) -> None:
-    assert ranks.run(3, one_cannot_accept) == [True] * 3
+def _visited(enter: Any) -> Any:
+    def entered(listener: Any) -> Any:
+        made = enter(listener)
+        for sent in (None, b"hello", b"7", b"[]", b'["a", 0, 1]', b'["", [], {}]', b"\xff"):
+            stranger = local_ranks._unix_socket()
+            stranger.connect(local_ranks._abstract_address(listener.address[0]))
+            if sent is not None:
+                stranger.send(sent)
+            strangers.append(stranger)
+        return made
+
+    return entered
+
+
+strangers: list[Any] = []
+
+
+def test_strangers_who_connect_are_ignored(ranks: Ranks) -> None:
+    assert ranks.run(2, with_strangers) == [[True, True]] * 2

@@ -1,0 +1,36 @@
+"""The point of a call at which state begins to change, on all ranks or on none.
+
+Before it, a call that fails on any rank leaves the state of all as it was. All ranks meet there, so none begins to
+write while another may still fail to compute its gradients.
+"""
+
+from __future__ import annotations
+
+from ..ranks.connection import Connection
+from ..ranks.consensus import standing_of
+from ..ranks.failures import StateIs
+
+
+class Commit:
+    """Called before the first write to state of each call; ``state`` says where the call stands."""
+
+    def __init__(self) -> None:
+        self.state = StateIs.BEFORE
+        self._connection: Connection | None = None
+
+    def start(self, connection: Connection | None) -> None:
+        """A call begins, on the ranks of ``connection``."""
+        self.state, self._connection = StateIs.BEFORE, connection
+
+    def __call__(self) -> None:
+        """Wait for all ranks; state may be written from here on."""
+        if self.state is StateIs.BEFORE:
+            if self._connection is not None:
+                self._connection.barrier()
+            self.state = StateIs.MIXED
+
+    def finish(self) -> None:
+        """All that the call writes is written."""
+        if self.state is StateIs.MIXED:
+            self.state = StateIs.AFTER
+            standing_of(self._connection).updates += 1

@@ -1,0 +1,80 @@
+"""Recover state after a call that failed while it was written: all ranks get that of a rank whose state is whole."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from passes import SpmdError
+from passes.ir.program import is_sharded
+
+from .._torch import local_tensor
+from ..call.call import Call
+from ..ranks.connection import Connection, connect
+from ..ranks.consensus import MeshRanks, standing_of
+from ..ranks.standing import StateError
+from .distribute_state import broadcast_along
+
+
+def recover(call: Call, ranks: MeshRanks, what: str) -> None:
+    """Copy the state of ``call`` from the rank that has it whole and oldest to all others; all ranks call it.
+
+    Raises ``SpmdError`` on all ranks, and changes nothing, where no rank has it whole, or where it is split.
+    """
+    if not ranks.groups:
+        standing_of(None).check()
+        return
+    connection = _connection(ranks, what)
+    whole = [(each.updates, rank) for rank, each in enumerate(connection.standings) if not each.partly]
+    if len(whole) == len(connection.standings) and len({updates for updates, _ in whole}) == 1:
+        return
+    call.communicate_in(connection)
+    _check(call, connection, whole, what)
+    updates, source = min(whole)
+    with torch.no_grad():
+        for slot in call.slots:
+            _copy(local_tensor(slot.get()), call, source)
+    _copy_numbers(call, connection, source, what)
+    connection.standing.restore(updates)
+
+
+def _connection(ranks: MeshRanks, what: str) -> Connection:
+    """Connect to the other ranks, once all of them have come to recover: one may still make a call, which raises."""
+    while True:
+        try:
+            return connect(ranks.groups, ranks.members, ranks.timeout, f"recover() of {what}", to_recover=True)
+        except StateError:
+            continue
+
+
+def _check(call: Call, connection: Connection, whole: list[tuple[int, int]], what: str) -> None:
+    """Raise ``SpmdError`` on all ranks if one of them cannot recover."""
+    names = [slot.input.name for slot in call.slots]
+    split = [slot.input.name for slot in call.slots if is_sharded(slot.input.placement)]
+    problem = "no rank has its state whole" if not whole else ""
+    problem = f"{split[0]} is split over ranks, and each holds its own part" if split else problem
+    problems = connection.all_gather_text(json.dumps([problem, names]), f"recover() of {what}")
+    found = [text for text, _ in map(json.loads, problems) if text]
+    if len({json.dumps(names) for _, names in map(json.loads, problems)}) > 1:
+        found.append("the first call failed, and only some ranks have state of the optimizer")
+    if found:
+        connection.close()
+        raise SpmdError(f"{what} cannot recover: {found[0]}. Load a checkpoint on all ranks")
+
+
+def _copy(tensor: torch.Tensor, call: Call, source: int) -> None:
+    """From the ``source``-th rank of the mesh to all: along the first axis, then along the next."""
+    mesh = call.device_mesh
+    coordinate = [int(k[0]) for k in torch.unravel_index(torch.tensor([source]), mesh.mesh.shape)]
+    for axis, position in enumerate(coordinate):
+        broadcast_along(tensor, call, axis, position)
+
+
+def _copy_numbers(call: Call, connection: Connection, source: int, what: str) -> None:
+    """The numbers that optimizers keep in their state, such as counters."""
+    numbers = [each for each in call.hyper_parameters if isinstance(each.get(), (int, float))]
+    texts = connection.all_gather_text(json.dumps([each.get() for each in numbers]), f"recover() of {what}")
+    for each, value in zip(numbers, json.loads(texts[source]), strict=True):
+        if each.item is None:
+            each.group[each.key] = value

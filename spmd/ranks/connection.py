@@ -1,0 +1,266 @@
+"""The connection between the ranks of a mesh: gloo groups of our own, in which ranks agree and programs communicate.
+
+They are not the user's groups, so that a call that fails can close them at once: that is how its peers learn of it,
+wherever they wait, and nothing is left pending in a group that anybody else uses. The next call connects anew. Only to
+meet for the first time, ranks use the user's groups, with one all_reduce along each axis.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from passes import RankFailedError, RankMismatchError
+from passes.runtime.gloo import close_group, is_done
+from passes.runtime.local_peers import abort_local_peers, local_peers_of
+from passes.runtime.peer_connection import PeerLostError, Triple
+
+from .._torch import default_store, new_gloo_group, set_timeout, timeout_of
+from .failures import Failure, FailureBoard, StateIs
+from .patience import Patience
+from .standing import Standing, StateError, check_equal
+
+_CONNECTING = 60.0  # seconds for ranks that have all come to open their connections
+
+
+class Connection:
+    """One connection, until a call fails. ``groups``: along each axis of several ranks, in the order of the mesh.
+
+    ``timeout``: seconds that a collective may take.
+    """
+
+    def __init__(
+        self, name: str, groups: Sequence[Any], members: Sequence[int], timeout: float, standing: Standing
+    ) -> None:
+        self.groups, self.members, self.timeout, self.standing = tuple(groups), tuple(members), timeout, standing
+        self.is_closed = False
+        self.standings: list[Standing] = []  # of all ranks, when they connected, in the order of the mesh
+        self.all_recover = False  # whether all of them had come to recover their state
+        self.is_in_call = False  # between the agreement on a call and its end
+        self._world = dist.group.WORLD
+        self._name, self._store = name, default_store()
+        self.board = FailureBoard(self._store, name, members)
+        self._waits = 0  # equal on all ranks, since they wait for each other in the same order
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks can still communicate in it: no call has failed, and the process group is there."""
+        return not self.is_closed and dist.is_initialized() and dist.group.WORLD is self._world
+
+    def all_reduce_max(self, values: Triple, what: str, timeout: float | None = None) -> Triple:
+        """The maximum of three integers over all ranks, which wait for each other."""
+        for group in self.groups:
+            peers = local_peers_of(group.group_name, group)
+            if peers is None:
+                first, second, third = self._all_reduce(torch.tensor(values), group, what, timeout).tolist()
+            else:
+                gathered = peers.barrier(values, self._patience(what, timeout).wait)
+                first, second, third = map(max, zip(*gathered, strict=True))
+            values = first, second, third
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks in the middle of a call."""
+        self.all_reduce_max((0, 0, 0), "the end of this call")
+
+    def start_call(self, call: int) -> None:
+        """Give a call the same number on all ranks, where they share memory."""
+        for group in self.groups:
+            peers = local_peers_of(group.group_name, group)
+            if peers is not None:
+                peers.start_call(call)
+
+    def all_gather_text(self, text: str, what: str) -> list[str]:
+        """Every rank's ``text``, in the order of the mesh."""
+        rows = [text.encode()]
+        for group in reversed(self.groups):  # from the innermost axis on
+            rows = self._all_gather(rows, group, what)
+        return [row.decode() for row in rows]
+
+    def _all_gather(self, rows: list[bytes], group: Any, what: str) -> list[bytes]:
+        lengths = torch.zeros(group.size(), len(rows), dtype=torch.int64)
+        lengths[group.rank()] = torch.tensor([len(row) for row in rows])
+        lengths = self._all_reduce(lengths, group, what)
+        mine = torch.frombuffer(bytearray(b"".join(rows) or b" "), dtype=torch.uint8)
+        parts = [torch.empty(max(1, int(total)), dtype=torch.uint8) for total in lengths.sum(1)]
+        for rank, part in enumerate(parts):
+            source = mine if rank == group.rank() else part
+            work = dist.broadcast(source, group_src=rank, group=group, async_op=True)
+            self._patience(what).wait(lambda seconds, work=work: is_done(work, timedelta(seconds=seconds)))  # type: ignore
+            parts[rank] = source
+        return [
+            bytes(row.tolist())
+            for part, sizes in zip(parts, lengths.tolist(), strict=True)
+            for row in part[: sum(sizes)].split(sizes)
+        ]
+
+    def _all_reduce(self, values: torch.Tensor, group: Any, what: str, timeout: float | None = None) -> torch.Tensor:
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)
+        self._patience(what, timeout).wait(lambda seconds: is_done(work, timedelta(seconds=seconds)))
+        return values
+
+    def _patience(self, what: str, timeout: float | None = None) -> Patience:
+        self._waits += 1
+        seconds = self.timeout if timeout is None else timeout
+        return Patience(what, f"{self._name}/{self._waits}", self.members, seconds, self._store, self._check)
+
+    def _check(self) -> None:
+        if self.board.has_any():
+            raise PeerLostError("the call of another rank failed")
+
+    def compare(self, what: str, recovers: bool) -> None:
+        """Find out how the state of every rank stands, and whether all ranks have come to recover it."""
+        gathered = map(json.loads, self.all_gather_text(json.dumps([recovers, asdict(self.standing)]), what))
+        purposes, standings = zip(*gathered, strict=True)
+        self.all_recover, self.standings = all(purposes), [Standing(**standing) for standing in standings]
+
+    def fail(self, error: BaseException, state: StateIs) -> None:
+        """Report to all ranks that a call failed on this one, and close the connection, so that who waits raises."""
+        if not self.is_closed:
+            with suppress(Exception):  # the store may be gone, with the rank that held it
+                self.board.post(Failure.of(error, state, isinstance(error, (PeerLostError, TimeoutError))))
+            self.close()
+
+    def close(self) -> None:
+        """Close it on all ranks."""
+        self.is_closed = True
+        for group in self.groups:
+            abort_local_peers(group.group_name)
+            close_group(group)
+            with suppress(Exception):  # the user may have destroyed all groups already
+                dist.destroy_process_group(group)
+
+    def explain(self, what: str) -> str:
+        """The sentence about a call that failed here because of another rank, which is waited for to say why."""
+        with suppress(Exception):
+            return self.board.explain(what, self.board.wait())
+        return f"{what} did not end: the store of the process group has gone, with the rank that held it"
+
+
+@dataclass
+class _Ranks:
+    """What is known of the ranks of some of the user's groups, as long as these exist."""
+
+    theirs: tuple[weakref.ref[Any], ...]
+    connection: Connection | None = None
+    attempts: int = 0  # to connect
+    standing: Standing = field(default_factory=Standing)
+
+
+_known: dict[tuple[str, ...], _Ranks] = {}  # by the names of the user's groups
+
+
+def connect(
+    theirs: Sequence[Any], members: Sequence[int], timeout: float | None, what: str, *, to_recover: bool = False
+) -> Connection:
+    """The open connection of the ranks ``members``, else a new one. ``theirs``: the user's groups, one per axis.
+
+    Waits for all ranks to come to ``what``. Raises ``RankMismatchError`` if one does not come or fails meanwhile, and
+    ``StateError`` if the state of the ranks is not whole or not the same, unless all of them come ``to_recover`` it.
+    """
+    known = _ranks_of(theirs)
+    if known.connection is not None and known.connection.is_open:
+        return known.connection
+    number, known.attempts, known.connection = known.attempts, known.attempts + 1, None
+    longest = min(map(timeout_of, theirs))
+    made = _Meeting(theirs, members, number, longest if timeout is None else timeout, what).connect(longest, known)
+    try:
+        made.compare(what, to_recover)
+    except BaseException as error:
+        made.fail(error, StateIs.BEFORE)
+        if isinstance(error, (PeerLostError, TimeoutError)):
+            raise RankFailedError(made.explain(what)) from error
+        raise
+    try:
+        check_equal(known.standing, [] if made.all_recover else made.standings, members)
+    except StateError:
+        made.close()
+        raise
+    known.connection = made
+    return made
+
+
+def _ranks_of(theirs: Sequence[Any]) -> _Ranks:
+    key = tuple(group.group_name for group in theirs)
+    known = _known.get(key)
+    if known is None or [ref() for ref in known.theirs] != list(theirs):  # names are used again, groups are not
+        known = _known[key] = _Ranks(tuple(weakref.ref(group, lambda _: _known.pop(key, None)) for group in theirs))
+    return known
+
+
+class _Meeting:
+    """An attempt to connect. All ranks have made the same number of attempts before."""
+
+    def __init__(self, theirs: Sequence[Any], members: Sequence[int], number: int, timeout: float, what: str) -> None:
+        self.theirs, self.members, self.what = theirs, members, what
+        mesh = hashlib.sha256(repr([[group.size() for group in theirs], list(members)]).encode()).hexdigest()[:8]
+        self.name, self.store = f"spmd/{mesh}/{number}", default_store()
+        self.board = FailureBoard(self.store, self.name, members)
+        self.patience = Patience(what, self.name, members, timeout, self.store, self._check)
+
+    def connect(self, timeout: float, known: _Ranks) -> Connection:
+        """Wait for all ranks, and open their groups; ``timeout``: of collectives in these."""
+        try:
+            self._meet()
+            groups = [self._open(axis, group) for axis, group in enumerate(self.theirs)]
+            for group in groups:
+                set_timeout(group, timeout)
+            return Connection(self.name, groups, self.members, timeout, known.standing)
+        except BaseException as error:
+            others_failed = self.board.has_any()
+            self.board.post(Failure.of(error, StateIs.BEFORE, others_failed or isinstance(error, PeerLostError)))
+            if not isinstance(error, (RuntimeError, TimeoutError)):
+                raise
+            why = self.board.explain(self.what, self.board.wait()) if others_failed else self._cause(error)
+            raise RankMismatchError(why) from error
+
+    def _cause(self, error: BaseException) -> str:
+        return (
+            f"rank {dist.get_rank()} could not agree with the others on {self.what}: {error}. Every rank must call "
+            "each compiled step, in the same order; look at the output of the others for one that ended or branched off"
+        )
+
+    def _meet(self) -> None:
+        for group in self.theirs:
+            if has_gloo(group):  # which notices at once when a rank has ended
+                work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+                self.patience.wait(lambda seconds, work=work: is_done(work, timedelta(seconds=seconds)))  # type: ignore
+            else:
+                self._meet_in_store()
+        self._check()
+
+    def _meet_in_store(self) -> None:
+        keys = [f"{self.name}/came/{member}" for member in self.members]
+        self.store.set(f"{self.name}/came/{dist.get_rank()}", "")
+
+        def all_came(seconds: float) -> bool:
+            deadline = time.monotonic() + seconds
+            while not (came := self.store.check(keys)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return bool(came)
+
+        self.patience.wait(all_came)
+
+    def _open(self, axis: int, group: Any) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        return new_gloo_group(f"{self.name}/{axis}/{ranks[0]}", group.rank(), ranks, _CONNECTING)
+
+    def _check(self) -> None:
+        if self.board.has_any():
+            raise PeerLostError("another rank failed")
+
+
+def has_gloo(group: Any) -> bool:
+    """Whether ``group`` moves CPU tensors by gloo."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}.get("cpu") == "gloo"

@@ -1,0 +1,83 @@
+"""Patience: wait for other ranks as long as their process group would, and say meanwhile who is missing.
+
+A rank that is late writes a checkpoint, or reads a cold disk; it is waited for. One that failed is not: every wait is
+cut into slices, and between two of them ``check`` raises if another rank has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+_SLICE = 1.0  # seconds
+_FIRST, _AGAIN = 10.0, 60.0  # seconds after which rank 0, or the first rank that waits, says who is missing
+_log = logging.getLogger("spmd")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """One wait of the ``members`` of a mesh for each other.
+
+    ``name``: of this wait, equal on all ranks, and used once. ``seconds``: how long to wait at most. ``store``: where
+    ranks leave word that they wait. ``check``: raises if another rank has failed.
+    """
+
+    what: str
+    name: str
+    members: Sequence[int]
+    seconds: float
+    store: Any
+    check: Callable[[], None]
+
+    def wait(self, is_over: Callable[[float], bool]) -> None:
+        """Wait until ``is_over(seconds)``, which takes so many seconds at most, returns True.
+
+        Raises ``TimeoutError`` when the time is over, with the ranks that are missing, and what ``check`` raises.
+        """
+        start = time.monotonic()
+        if is_over(min(_SLICE, self.seconds)):
+            return
+        self.store.set(self._key(dist.get_rank()), "")
+        try:
+            self._wait_on(is_over, start)
+        finally:
+            with suppress(Exception):  # a store that is gone needs no tidying
+                self.store.delete_key(self._key(dist.get_rank()))
+
+    def _wait_on(self, is_over: Callable[[float], bool], start: float) -> None:
+        next_line = _FIRST
+        while True:
+            self.check()
+            waited = time.monotonic() - start
+            if waited >= self.seconds:
+                raise TimeoutError(f"waited {self.seconds:g} s for {self._missing()} to come to {self.what}")
+            if waited >= next_line:
+                next_line = _AGAIN * (waited // _AGAIN + 1)
+                self._log_missing(waited)
+            if is_over(min(_SLICE, self.seconds - waited)):
+                return
+
+    def _log_missing(self, waited: float) -> None:
+        """Log who is missing, on the first rank that waits."""
+        rank = dist.get_rank()
+        if not any(self._waits(member) for member in self.members[: self.members.index(rank)]):
+            _log.warning(
+                "rank %d has waited %.0f s for %s to come to %s; it waits %g s at most (compile(timeout=...))",
+                *(rank, waited, self._missing(), self.what, self.seconds),
+            )
+
+    def _missing(self) -> str:
+        missing = [str(member) for member in self.members if not self._waits(member)]
+        return f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:8])}" + (", ..." if len(missing) > 8 else "")
+
+    def _waits(self, member: int) -> bool:
+        return bool(self.store.check([self._key(member)]))
+
+    def _key(self, member: int) -> str:
+        return f"{self.name}/waiting/{member}"

@@ -1,0 +1,179 @@
+"""A call that fails on one rank is known to all at once, and leaves state whole on all ranks or refuses to go on."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+import spmd
+from spmd.ranks import local_ranks
+from tests.harness.cases import MLP
+from tests.harness.oracle import all_unequal, plain_run, snapshot
+from tests.harness.pool import RankError, Ranks
+
+from . import faults
+from .faults import Fault, arm
+
+CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+STYLES = {"replicate": {}, "fully_shard": {}}
+PROMPT = 10.0  # seconds in which all ranks raise; a loaded machine needs some of them
+
+
+class Trial:
+    """A compiled step on one rank, with fault points; ``transport``: "shared memory" or "messages"."""
+
+    def __init__(self, rank: int, world: int, style: str, transport: str) -> None:
+        self.rank, self.world = rank, world
+        if transport == "messages":
+            local_ranks._host = lambda: f"host {rank}"  # the pool replaces processes that were changed, see ``undone``
+        torch.manual_seed(0)
+        self.objects = CASE.build()
+        mode = spmd.DataParallel(style)
+        self.step = spmd.compile(parallel_mode=mode, passes=faults.pipeline())(CASE.step)
+
+    def call(self, k: int) -> Any:
+        """Make call ``k``."""
+        return self.step(*self.objects, *CASE.part(self.rank, k))
+
+    def failing(self, k: int, fault: Fault | None) -> tuple[str, float]:
+        """Make call ``k``, which fails; what it raised, with its notes, and the time."""
+        arm(fault)
+        try:
+            self.call(k)
+        except BaseException as error:
+            return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), time.time()
+        finally:
+            arm(None)
+        return "", time.time()
+
+    def unequal(self, calls: int, result: Any) -> list[str]:
+        """What differs from the plain step after so many calls."""
+        expected = plain_run(CASE, self.world, calls)
+        return all_unequal(expected[-1:], [snapshot(result, self.objects)], self.rank, self.world)
+
+
+@pytest.fixture(autouse=True)
+def undone() -> Any:
+    """Nothing is left armed in this process."""
+    yield
+    arm(None)
+
+
+def fails_then_goes_on(
+    rank: int, world: int, style: str, transport: str, action: Any, at: float
+) -> tuple[str, float, list[str]]:
+    """Rank 1 fails in the third call, before it writes; all raise, and make that call again."""
+    host = local_ranks._host
+    try:
+        trial = Trial(rank, world, style, transport)
+        for k in range(2):
+            trial.call(k)
+        fault = Fault(action, at) if rank == 1 else None
+        message, when = trial.failing(2, fault)
+        times = [0.0] * world
+        dist.all_gather_object(times, fault.when if fault else 0.0)  # in the user's group, where nothing is pending
+        for k in range(2, 4):
+            result = trial.call(k)
+        return message, when - max(times), trial.unequal(4, result)
+    finally:
+        local_ranks._host = host
+
+
+ACTIONS = [faults.raises, faults.interrupts, faults.runs_out_of_memory]
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "messages"])
+@pytest.mark.parametrize("style, action, at", [
+    ("replicate", faults.interrupts, 0.0),
+    ("replicate", faults.raises, 0.5),
+    ("fully_shard", faults.runs_out_of_memory, 0.3),
+])  # fmt: skip
+def test_a_failure_before_the_update_leaves_all_state_as_it_was(
+    ranks: Ranks, style: str, transport: str, action: Any, at: float
+) -> None:
+    outcomes = ranks.run(2, fails_then_goes_on, style, transport, action, at, timeout=60)
+    (other, seconds, differ), (own, _, differ_too) = outcomes
+    raised = {
+        faults.interrupts: "KeyboardInterrupt",
+        faults.raises: "Injected",
+        faults.runs_out_of_memory: "MemoryError",
+    }
+    assert own.startswith(raised[action]) and "its state is as before the call" in own
+    assert "RankFailedError" in other and f"rank 1 raised {raised[action]}" in other
+    assert "State is on rank 0 as before the call, on rank 1 as before the call" in other
+    assert seconds < PROMPT
+    assert differ == differ_too == []
+
+
+def clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def fails_while_it_updates(rank: int, world: int, style: str) -> tuple[list[str], list[str]]:
+    """Rank 1 fails after its first writes. What calls and saves say then, and what differs after the way out."""
+    trial = Trial(rank, world, style, "shared memory")
+    for k in range(2):
+        result = trial.call(k)
+    model, optimizer = trial.objects
+    saved = tree_map(clone, [model.state_dict(), optimizer.state_dict()])
+    messages = [trial.failing(2, Fault(faults.raises, 0.999) if rank == 1 else None)[0]]
+    messages += [trial.failing(2, None)[0] for _ in range(2)]
+    for each in (model, optimizer):
+        with pytest.raises(spmd.SpmdError, match="cannot be saved") as caught:
+            each.state_dict()
+        messages.append(str(caught.value))
+    try:
+        trial.step.recover()
+        done = int(re.findall(r"rank 0: whole, after (\d) updates", messages[2])[0])
+    except spmd.SpmdError as error:
+        assert "split over ranks" in str(error)
+        for each, state in zip(trial.objects, saved, strict=True):
+            each.load_state_dict(state)
+        done = 2
+    for k in range(done, 4):
+        result = trial.call(k)
+    for each in trial.objects:
+        each.state_dict()
+    return messages, trial.unequal(4, result)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_state_that_is_partly_updated_is_refused_until_it_is_whole_again(ranks: Ranks, style: str) -> None:
+    (one, differ), (other, differ_too) = ranks.run(2, fails_while_it_updates, style, timeout=60)
+    assert "Injected" in other[0] and "partly updated" in other[0]
+    assert "StateError" in one[1] or "RankFailedError" in one[1]  # in the call before, or in it
+    for message in (one[2], *other[1:3]):
+        assert "StateError" in message and "rank 1: partly updated" in message
+        assert re.search("rank 0: whole, after [23] updates", message)
+        assert "recover()" in message and "checkpoint" in message
+    assert differ == differ_too == []
+
+
+def dies(rank: int, world: int, style: str, transport: str, report: Path) -> None:
+    trial = Trial(rank, world, style, transport)
+    for k in range(2):
+        trial.call(k)
+    message, _ = trial.failing(2, Fault(faults.kills, 0.4) if rank == 1 else None)
+    before = plain_run(CASE, world, 2)[-1:]
+    differ = [
+        line for line in all_unequal(before, [snapshot(None, trial.objects)], rank, world) if "result" not in line
+    ]
+    report.write_text(f"{message}\n{differ}")
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "messages"])
+def test_a_rank_that_is_killed_is_named_and_the_state_of_the_others_is_whole(
+    ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    with pytest.raises(RankError, match="died with exit code -9"):
+        ranks.run(2, dies, "replicate", transport, tmp_path / "report", timeout=60, grace=20)
+    message = (tmp_path / "report").read_text()
+    assert "rank 1 has ended, or does not answer" in message
+    assert "State is on rank 0 as before the call, on rank 1 unknown" in message
