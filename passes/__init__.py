@@ -39,7 +39,6 @@ from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
 from .memory.reuse_memory import ReuseMemory
-from .memory.share_state import ShareState
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import default
 from .runner import run
@@ -86,7 +85,6 @@ __all__ = [
     "Report",
     "ReuseMemory",
     "Role",
-    "ShareState",
     "SplitUpdate",
     "SpmdError",
     "StartEarly",

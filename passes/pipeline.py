@@ -24,7 +24,6 @@ from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
 from .memory.reuse_memory import ReuseMemory
-from .memory.share_state import ShareState
 from .memory.update_in_place import UpdateInPlace
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
@@ -66,11 +65,10 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         UpdateLast(),
         # Nothing below may reorder: from here on, values are overwritten.
         UpdateInPlace(),
-        # The order is final: it says when all ranks have read a state that they share, and how long each value lives.
+        # The order is final: it says how long each value lives.
         # What can write into planned memory, and in which layout, is settled before memory is planned.
         Canonicalize(),
         FoldLayoutCopies(),
-        ShareState(),
         ReuseMemory(),
     )
 

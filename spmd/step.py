@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 import passes as passes_package
 from passes import Fact, Pass, Program, Report, SpmdError, facts_of
@@ -59,7 +60,7 @@ class CompiledStep:
         if "last_train_step" in signature.parameters:
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
         self._dispatch = Dispatch(self._name, signature, options)
-        self._arenas = Arenas()
+        self._arenas: dict[DeviceMesh, Arenas] = {}  # ranks of two meshes need not wait for each other
         self._failed: Call | None = None  # the call that failed last
         self._refused: RefusedSaves | None = None
 
@@ -165,7 +166,7 @@ class CompiledStep:
             program = passes_package.run(local, options.pipeline, on_stage=dump.on_pass)
         with clock.stage("lower"), DisableAutocast():
             program = transform_graph_module(program, options.gm_transformation)
-            executable = lower(program, options.backend, self._arenas)
+            executable = lower(program, options.backend, self._arenas.setdefault(call.device_mesh, Arenas()))
         report = Report.of(program, clock.seconds, program.notes)
         dump.stage(99, "lowered", program)
         dump.report(report)

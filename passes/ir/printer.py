@@ -303,7 +303,6 @@ def short_dtype(dtype: torch.dtype) -> str:
 def _input_comment(declared: Input) -> str:
     whole = _whole(declared.shape, declared.dtype, declared.placement)
     written = ", updated in place" if declared.in_place else ""
-    written += ", read by other ranks" if declared.shared else ""
     if declared.parts:
         parts = ", ".join(f"{part.input.name} from {part.offset}" for part in declared.parts)
         return f"{declared.role} of {declared.name}: {parts}{written}"

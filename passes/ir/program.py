@@ -69,8 +69,7 @@ class Input:
 
     ``shape`` is the global shape; a hyper-parameter is a plain float and has no ``dtype``. ``of`` names the parameter
     that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
-    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several. ``shared``:
-    the ranks of a host gather it from each other's memory, so it should lie where all can read it.
+    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several.
     """
 
     role: Role
@@ -80,7 +79,6 @@ class Input:
     placement: Placements = ()
     of: str | None = None
     in_place: bool = False
-    shared: bool = False
     parts: tuple[Part, ...] = ()
 
 

@@ -20,7 +20,6 @@ from .buffers import Buffer, Buffers
 from .canonicalize import Canonicalize, drop_contiguous
 from .fold_layout_copies import FoldLayoutCopies
 from .offsets import Block, live_bytes, pack, total
-from .share_state import ShareState
 from .update_in_place import UpdateInPlace
 
 aten = torch.ops.aten
@@ -39,7 +38,7 @@ class ReuseMemory(Pass):
 
     last: ClassVar[bool] = True
     keeps_order: ClassVar[bool] = True
-    after: ClassVar[tuple[type[Pass], ...]] = (UpdateInPlace, Canonicalize, FoldLayoutCopies, ShareState)
+    after: ClassVar[tuple[type[Pass], ...]] = (UpdateInPlace, Canonicalize, FoldLayoutCopies)
 
     def rewrite(self, program: Program) -> int:
         """Plan an arena for each device, then let nodes write into it."""

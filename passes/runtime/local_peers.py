@@ -8,6 +8,7 @@ published tensor must not be written to before all ranks have passed another bar
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
@@ -181,6 +182,16 @@ class LocalPeers:
 _all: weakref.WeakSet[LocalPeers] = weakref.WeakSet()
 # By the name of the group, and with it: names are used again, groups are not.
 _connected: dict[str, tuple[weakref.ref[Any], LocalPeers]] = {}
+
+
+def _leave_in_child() -> None:
+    """A forked child is no rank: if it kept the sockets, nobody would notice that its parent has died."""
+    for peers in list(_all):
+        peers.close()
+    _connected.clear()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def register_local_peers(name: str, group: Any, peers: LocalPeers) -> None:

@@ -12,9 +12,10 @@ import os
 import select
 import socket
 import struct
+import warnings
 from collections import deque
 from contextlib import suppress
-from typing import cast
+from mmap import PROT_READ, mmap
 
 import torch
 
@@ -158,10 +159,11 @@ class RemoteSegment:
 
 
 def _map(file: int) -> torch.UntypedStorage:
-    """Map a file and close it: a process may map many segments, but not have many files open."""
+    """Map a file to read it, and close it: a process may map many segments, but not have many files open."""
     try:
-        size = os.fstat(file).st_size
-        memory = torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", shared=True, nbytes=size)
-        return cast(torch.UntypedStorage, memory)
+        memory = mmap(file, 0, prot=PROT_READ)
     finally:
         os.close(file)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to it
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()

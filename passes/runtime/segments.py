@@ -7,6 +7,7 @@ read; ``local_peers.py`` synchronizes them.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import weakref
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from mmap import mmap
 import torch
 
 EMPTY = torch.empty(0, dtype=torch.uint8)
+_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of fcntl(2), which Python knows from 3.13 on
 _numbers = count(1)
 _segments: dict[int, Segment] = {}  # by address
 _last_closed = 0
@@ -59,13 +61,24 @@ def allocate_segment(size: int) -> torch.Tensor:
 
 
 def _mapped_file(size: int) -> tuple[Segment, mmap]:
-    file = os.memfd_create("spmd")
+    file = os.memfd_create("spmd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, size)
-        return Segment(next(_numbers), size, file), mmap(file, size)
+        memory = mmap(file, size)
+        _seal(file)
+        return Segment(next(_numbers), size, file), memory
     except BaseException:
         os.close(file)
         raise
+
+
+def _seal(file: int) -> None:
+    """From now on nobody can change the size of a file, or get to write to it who does not already."""
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    try:
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE)
+    except OSError:  # before Linux 5.1
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
 
 
 def _close(address: int, closed: Segment) -> None:

@@ -19,8 +19,6 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from passes import Input
-from passes.runtime.arena import view_at
-from passes.runtime.segments import allocate_segment
 
 from .._torch import storage_use_count
 from .codegen import release_all
@@ -43,14 +41,9 @@ def flat_tensor_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return flat if [*map(address_of, tensors), ends[0] + flat.nbytes] == starts else None
 
 
-def new_flat_tensor(tensors: Sequence[torch.Tensor], shared: bool) -> torch.Tensor:
-    """A new flat tensor with the values of ``tensors``. ``shared``: in memory that the local ranks can read."""
-    rows = [tensor.detach().reshape(-1) for tensor in tensors]
-    if not shared:
-        return torch.cat(rows)
-    size = sum(row.nbytes for row in rows)
-    flat = view_at(allocate_segment(size), 0, [size // rows[0].itemsize], [1], rows[0].dtype)
-    return torch.cat(rows, out=flat)
+def new_flat_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A new flat tensor with the values of ``tensors``."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def parts_of(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -82,7 +75,6 @@ class _Flat:
 
     name: str
     positions: list[int]
-    shared: bool
     tensor: torch.Tensor | None = None
     addresses: list[int] | None = None
 
@@ -93,7 +85,7 @@ class FlatInputs:
     def __init__(self, inputs: Sequence[Input], names: Sequence[str]) -> None:
         """``names``: of the local state tensors that calls hand in, in order."""
         at = {name: k for k, name in enumerate(names)}
-        self._flats = [_Flat(i.name, [at[part.input.name] for part in i.parts], i.shared) for i in inputs if i.parts]
+        self._flats = [_Flat(i.name, [at[part.input.name] for part in i.parts]) for i in inputs if i.parts]
         self._copied_in: list[tuple[torch.Tensor, torch.Tensor]] = []  # (part of a flat tensor, live tensor)
 
     @property
@@ -135,13 +127,13 @@ class FlatInputs:
         if existing is not None:
             flat.tensor = existing  # another program has made it
         elif flat.tensor is None:
-            flat.tensor = new_flat_tensor(members, flat.shared)  # the first call; ``storage_facts`` found them movable
+            flat.tensor = new_flat_tensor(members)  # the first call; ``storage_facts`` found them movable
             _move_into(flat.tensor, members)
         elif _may_return(flat, members):
-            flat.tensor.copy_(new_flat_tensor(members, shared=False))
+            flat.tensor.copy_(new_flat_tensor(members))
             _move_into(flat.tensor, members)
         else:
-            copy = new_flat_tensor(members, flat.shared)
+            copy = new_flat_tensor(members)
             self._copied_in += zip(parts_of(copy, members), members, strict=True)
             return copy
         flat.addresses = list(map(address_of, members))

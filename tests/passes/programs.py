@@ -22,7 +22,6 @@ from passes import (
     Program,
     ReuseMemory,
     Role,
-    ShareState,
     check,
     fill_vals,
     print_program,
@@ -43,7 +42,7 @@ from passes.runtime.message_collectives import swap
 
 GROUP = "0"
 MESH = Mesh((Axis("dp", 2, GROUP),))
-PLAN_MEMORY: tuple[Pass, ...] = (Canonicalize(), FoldLayoutCopies(), ShareState(), ReuseMemory())
+PLAN_MEMORY: tuple[Pass, ...] = (Canonicalize(), FoldLayoutCopies(), ReuseMemory())
 
 
 def all_reduce(x: Any, reduction: str = "sum") -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
+from mmap import PROT_READ, mmap
 
 import pytest
 import torch
@@ -53,3 +55,13 @@ def test_an_allocation_that_fails_raises_and_leaves_no_file_open(monkeypatch: py
     with pytest.raises(OSError, match=r"could not allocate 1,000 bytes .*: Too many open files"):
         allocate_segment(1000)
     assert open_files() == before
+
+
+def test_a_peer_can_read_a_segment_but_not_write_or_shrink_it() -> None:
+    found = locate(allocate_segment(1 << 12))
+    assert found is not None and found.segment is not None
+    with pytest.raises(PermissionError):
+        mmap(found.segment.file, 1 << 12)
+    with pytest.raises(PermissionError):
+        os.ftruncate(found.segment.file, 0)
+    assert mmap(found.segment.file, 1 << 12, prot=PROT_READ)[:2] == b"\0\0"

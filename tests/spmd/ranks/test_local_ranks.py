@@ -18,7 +18,7 @@ import spmd
 from passes import Program, ReuseMemory
 from passes.analysis.costs import Algorithm
 from passes.ir.collectives import is_shared
-from passes.runtime import local_peers, segments
+from passes.runtime import local_peers
 from spmd.ranks import local_ranks
 from spmd.ranks.world import describe
 from tests.harness.cases import MLP, NARROW
@@ -77,32 +77,12 @@ def test_by_default_local_ranks_use_shared_memory(ranks: Ranks) -> None:
         assert bare and not any(bare) and not connected
 
 
-def evaluated_first(rank: int, world: int) -> int:
-    """How often a step copies state into a segment, of a model that was evaluated before."""
-    model = torch.nn.Linear(4, 6, dtype=torch.float64)
-    optimizer, copies = torch.optim.SGD(model.parameters()), []
-    evaluate = spmd.compile(lambda model, x: model(x), None, spmd.DataParallel("fully_shard"), passes=SHARED)
-    train = spmd.compile(train_once, None, spmd.DataParallel("fully_shard"), passes=SHARED)
-    with pytest.MonkeyPatch.context() as patched:
-        allocate = segments.allocate_segment
-        patched.setattr(segments, "allocate_segment", lambda size: copies.append(size) or allocate(size))
-        for _ in range(2):
-            evaluate(model, torch.ones(2, 4, dtype=torch.float64))
-            train(model, optimizer, torch.ones(2, 4, dtype=torch.float64))
-    assert any(i.shared for i in train.program.inputs)
-    return len(copies)
-
-
 def train_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
     loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss
-
-
-def test_state_is_in_shared_memory_whichever_program_came_first(ranks: Ranks) -> None:
-    assert ranks.run(2, evaluated_first) == [0, 0]
 
 
 def dispatched(rank: int, world: int) -> list[str]:
