@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ def evaluate(model: nn.Module, x: Tensor) -> Tensor:
 def beside_each_other(rank: int, world: int, style: str) -> tuple[int, list[str]]:
     """Training in one thread and evaluation in another, on one batch; how many updates there were, what differs."""
     batch = CASE.part(rank, 0)
+    torch.manual_seed(0)
     model, optimizer = CASE.build()
     train = spmd.compile(parallel_mode=spmd.DataParallel(style))(CASE.step)
     evaluation = spmd.compile(parallel_mode=spmd.DataParallel(style))(evaluate)
@@ -49,6 +51,7 @@ def beside_each_other(rank: int, world: int, style: str) -> tuple[int, list[str]
         thread.join()
     dist.barrier()
     result = train(model, optimizer, *batch)
+    torch.manual_seed(0)
     plain = CASE.build()
     whole = CASE.whole([CASE.part(other, 0) for other in range(world)])
     for _ in range(done[0] + 2):
