@@ -46,22 +46,37 @@ def _late(program: Program) -> set[fx.Node]:
     results = [value for value, kind in _outputs(program) if kind is not OutputKind.UPDATE]
     first = [node for node in nodes if is_wait(node)] + [value for value in results if isinstance(value, fx.Node)]
     needed = _ancestors(nodes, {node for node in first if node not in written})
-    update = {
-        node for node in nodes if node.meta.get("phase") is Phase.UPDATE and node.op not in ("placeholder", "get_attr")
-    }
+    fixed = ("placeholder", "get_attr")
+    update = {node for node in nodes if node.meta.get("phase") is Phase.UPDATE and node.op not in fixed}
     return _descendants(nodes, (written | update) - needed)
 
 
 def _updating(program: Program) -> set[fx.Node]:
-    """The nodes of the update that compute a new value of state."""
+    """The nodes that compute a new value of state: those of the update, and others that the step does not read again.
+
+    With them the nodes before, down to the old value: all of them may write to its memory.
+    """
     values = [value for value, kind in _outputs(program) if kind is OutputKind.UPDATE and isinstance(value, fx.Node)]
     found = set[fx.Node]()
     for value in values:
         while value.target is operator.getitem or has(value.target, Trait.UNPACKS):
             value = value.all_input_nodes[0]
-        if value.meta.get("phase") is Phase.UPDATE and not is_wait(value):
+        if is_wait(value) or value.op == "placeholder":
+            continue
+        if value.meta.get("phase") is Phase.UPDATE:
             found.add(value)
+        elif list(value.users) == [program.output_node]:
+            found.update(_from_old_value(value))
     return found
+
+
+def _from_old_value(new: fx.Node) -> list[fx.Node]:
+    """``new`` and the nodes by which it is computed from the old value, if nothing else reads them."""
+    chain, source = [new], new.args[0] if new.args else None
+    while isinstance(source, fx.Node) and source.op == "call_function" and len(source.users) == 1:
+        chain.append(source)
+        source = source.args[0] if source.args else None
+    return chain if isinstance(source, fx.Node) and source.op == "placeholder" else [new]
 
 
 def _outputs(program: Program) -> Iterable[tuple[Any, OutputKind]]:
