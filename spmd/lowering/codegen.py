@@ -125,10 +125,10 @@ class _Writer:
     def function(self) -> Callable[..., Callable[..., Any]]:
         """``bind(*fixed inputs) -> run``, with ``run(*other inputs)``."""
         dying = _last_uses(self.program.graph)
-        first_write = _first_write(self.program) if self.commit else None
+        first = first_write(self.program) if self.commit else None
         self._detach()
         for node in self.program.graph.nodes:
-            if node is first_write:
+            if node is first:
                 self.each_call.append(f"{self._name(self.commit)}()")
             if node.op not in ("placeholder", "output"):
                 self._write(node)
@@ -247,7 +247,7 @@ def _into_new(out_variant: Callable[..., Any], like: torch.Tensor, *args: Any) -
     return out_variant(*args, out=torch.empty(like.shape, dtype=like.dtype, device=like.device))
 
 
-def _first_write(program: Program) -> Any:
+def first_write(program: Program) -> Any:
     """The first node that writes to an input; None if none does."""
     found = storages(program.graph)
     inputs = frozenset[fx.Node]().union(*(found[node] for node in program.placeholders))

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 
 import passes
 import spmd
+from passes.ir.collectives import waits_of
+from spmd.lowering.codegen import first_write
 from tests.harness.fake import fake_world
 
 TORCH = "2.13."  # other versions decompose some ops differently
@@ -78,3 +80,13 @@ def test_programs_are_the_golden_ones(name: str, tmp_path: Path, golden: Callabl
     for stage in ("01_partition", "99_lowered"):
         text = (folder / f"{stage}.py").read_text()
         golden(text[text.index("def program(") :], f"{name}.{stage}")
+    assert compiled.program is not None
+    assert gradients_awaited_after_the_first_write(compiled.program) == []
+
+
+def gradients_awaited_after_the_first_write(program: passes.Program) -> list[str]:
+    """A call that fails before its first write leaves state whole, so all gradients should have come by then."""
+    nodes = list(program.graph.nodes)
+    rest = nodes[nodes.index(first_write(program)) :]
+    starts = [node for node in program.collectives() if node.meta["collective"].role is passes.Role.GRADIENT]
+    return [wait.name for start in starts for wait in waits_of(start) if wait in rest]
