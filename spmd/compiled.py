@@ -146,9 +146,12 @@ class Pool:
 
 
 def describe_for_agreement(captured: Captured, program: Program, table: Table) -> str:
-    """What must be equal on all ranks: the user's seed, the costs, the captured program, its constants, collectives."""
+    """What must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
     costs = f"passes.Table, measured costs of communication: sha256 {table.digest}"
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]
+    captured_nodes = captured.program.graph.nodes
+    draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
-    return "\n".join([describe_seed(), costs, *inputs, *constants, captured.program.graph_module.code, *traffic])
+    code = captured.program.graph_module.code
+    return "\n".join([describe_seed(), costs, *inputs, *constants, code, *draws, *traffic])

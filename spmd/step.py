@@ -24,7 +24,7 @@ from ._torch import DisableAutocast, get_proxy_mode
 from .call.call import Call
 from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
-from .capture import capture
+from .capture import capture, in_rank_zero_order
 from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch, Turn
@@ -152,6 +152,7 @@ class CompiledStep:
         with clock.stage("capture"):
             with replaced(call.given.modules, options.overrides):
                 captured = capture(self._function, call, name, reads)
+            captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
             check_memory(captured.program, call)
             captured.program.notes += notes
             dump.stage(0, "capture", captured.program)

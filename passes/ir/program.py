@@ -217,12 +217,15 @@ class Program:
         graph = fx.Graph()
         returned, _ = cast(tuple[Any, fx.Node], graph.graph_copy(self.graph, {}, return_output_node=True))
         graph.output(returned)
-        module = LazyGraphModule(self.graph_module, graph)
+        return self.with_graph(graph, self.inputs, self.outputs)
+
+    def with_graph(self, graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Output]) -> Program:
+        """The same program with another graph, whose inputs and outputs these are."""
         return replace(
             self,
-            graph_module=module,
-            inputs=list(self.inputs),
-            outputs=list(self.outputs),
+            graph_module=LazyGraphModule(self.graph_module, graph),
+            inputs=list(inputs),
+            outputs=list(outputs),
             history=list(self.history),
             notes=list(self.notes),
         )

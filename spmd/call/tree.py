@@ -6,8 +6,8 @@ name; unflattening makes an object of the same class.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -60,6 +60,25 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
     """The leaves of ``tree``, each with its path, and the spec."""
     paths, spec = tree_flatten_with_path(tree)
     return tree_flatten_with_path(with_records(tree)) if any(_is_record(leaf) for _, leaf in paths) else (paths, spec)
+
+
+def paths_of(spec: TreeSpec) -> list[str]:
+    """The path of each leaf, in order; dicts with the same entries in another order have the same paths."""
+    if spec.is_leaf():
+        return [""]
+    pairs = zip(_entries(spec), spec.children(), strict=True)
+    return [f".{entry}{rest}" for entry, child in pairs for rest in paths_of(child)]
+
+
+def _entries(spec: TreeSpec) -> Sequence[Any]:
+    """What stands before each child in its path."""
+    context = spec.context
+    if isinstance(context, _Structure):
+        return [*context.items, *context.attributes]
+    if issubclass(spec.type, defaultdict):
+        context = context[1]  # after the factory
+    is_dict = issubclass(spec.type, dict) and isinstance(context, list) and len(context) == spec.num_children
+    return context if is_dict else range(spec.num_children)
 
 
 def with_records(tree: Any) -> Any:

@@ -9,9 +9,11 @@ comes from; ``reads/`` and ``hyper_conditions.py`` record what guards must check
 
 ``functionalize.py`` makes the graph functional and decomposes ops (``decompositions.py``, ``random_decompositions.py``,
 ``embedding_bag.py``, ``fused_optimizers.py``, with ``known_values.py``). ``bind_outputs.py`` declares its outputs.
+``rank_zero_order.py`` brings what the ranks captured into one order.
 """
 
 from .captured import Captured, FromOutput
 from .make_program import capture
+from .rank_zero_order import in_rank_zero_order
 
-__all__ = ["Captured", "FromOutput", "capture"]
+__all__ = ["Captured", "FromOutput", "capture", "in_rank_zero_order"]

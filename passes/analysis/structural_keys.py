@@ -1,0 +1,101 @@
+"""Keys of nodes by structure: what a node computes, from which inputs, and for which readers, in whatever order.
+
+Graphs that differ in the order and the names of their nodes only have the same keys. Nodes of one graph with equal keys
+are interchangeable, but for how they pair up with other such nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import OpOverload
+from ..ir.effects import is_pure, is_random
+
+_COMMUTATIVE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
+
+
+def structural_keys(graph: fx.Graph, inputs: Mapping[fx.Node, str], outputs: Sequence[str]) -> dict[fx.Node, str]:
+    """A key for each node but the output. ``inputs`` and ``outputs`` say what each of them is, whatever its position.
+
+    Nodes with effects are numbered, since their order counts; random draws are not.
+    """
+    computed: dict[fx.Node, str] = {}
+    effects = 0
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            computed[node] = _digest(inputs[node])
+        elif node.op != "output":
+            effects += not _may_move(node)
+            number = [] if _may_move(node) else [f"effect {effects}"]
+            computed[node] = _digest(*_described(node, computed), *number)
+    return _with_readers(graph, computed, outputs)
+
+
+def is_commutative(node: fx.Node) -> bool:
+    """Whether the two operands of ``node`` may be exchanged, for the same bits."""
+    return (
+        node.target in _COMMUTATIVE
+        and not node.kwargs
+        and len(node.args) == 2
+        and all(isinstance(each, fx.Node) for each in node.args)
+    )
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments of ``node``, in order, each as often as it is there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, dict(node.kwargs)), found.append)
+    return found
+
+
+class _Named:
+    """Stands for a node in the text of arguments."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _may_move(node: fx.Node) -> bool:
+    return is_pure(node) or is_random(node)
+
+
+def _described(node: fx.Node, computed: Mapping[fx.Node, str]) -> list[str]:
+    """The op and its arguments, with types: to Python 1, 1.0 and True are equal, to an op they are not."""
+    if is_commutative(node):
+        return [_name(node.target), *sorted(computed[each] for each in operands(node))]
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: _Named(computed[each]))
+    return [node.op, _name(node.target), repr(args), repr(sorted(kwargs.items(), key=lambda item: item[0]))]
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, (str, OpOverload)):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+
+
+def _with_readers(graph: fx.Graph, computed: Mapping[fx.Node, str], outputs: Sequence[str]) -> dict[fx.Node, str]:
+    """Keys that also say who reads each node: nodes that compute the same are told apart by their readers."""
+    uses: dict[fx.Node, list[str]] = {node: [] for node in computed}
+    keys: dict[fx.Node, str] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            returned = node.args[0]
+            for each, name in zip(returned, outputs, strict=True):
+                fx.map_arg(each, lambda value, name=name: uses[value].append(f"output {name}"))
+            continue
+        keys[node] = _digest(computed[node], *sorted(uses[node]))
+        for position, operand in enumerate(operands(node)):
+            uses[operand].append(f"{keys[node]} {0 if is_commutative(node) else position}")
+    return keys
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=10).hexdigest()
