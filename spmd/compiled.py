@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Output, OutputKind, Program, Report, Role, Table
@@ -39,16 +41,26 @@ class Compiled:
     guards: Guards
     _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
+    _world: weakref.ref[Any] = field(init=False)  # the process group of all ranks, when it was compiled
 
     def __post_init__(self) -> None:
         self._flats = FlatInputs(self.program.inputs, self.guards.layout.names)
         self._pool = Pool(self, self._flats.names)
+        self._world = weakref.ref(dist.group.WORLD)
         self.guards.on_release = self._release
 
     def _release(self) -> None:
-        """Hold on to no state between calls: the model is gone."""
-        self.executable.release()
+        """Hold on to nothing: the model is gone, so the program never runs again."""
+        self.executable.close()
         self._flats.release()
+
+    def is_of_this_world(self) -> bool:
+        """Whether the process group is still the one that the program was compiled for: another may be larger."""
+        return dist.is_initialized() and self._world() is dist.group.WORLD
+
+    def is_alive(self) -> bool:
+        """Whether a later call may run the program."""
+        return not self.guards.dead and self.is_of_this_world()
 
     def is_connected(self) -> bool:
         """Whether the ranks that it communicates with are still connected: a call may have failed."""

@@ -63,9 +63,10 @@ class Dispatch:
     def __init__(self, name: str, signature: inspect.Signature, options: Options) -> None:
         self.name, self.options = name, options
         self.programs: list[Compiled] = []
+        self.compiled = 0  # programs so far, those of models that are gone included: equal on all ranks
         self.last: Compiled | None = None
         self._reader = ArgumentReader(signature)
-        self._changes: list[str] = []  # why each program was compiled
+        self._changes: dict[int, str] = {}  # why each program was compiled, by its id
 
     def begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the program for a call. Raises ``RankMismatchError`` on all ranks unless all choose the same."""
@@ -86,7 +87,8 @@ class Dispatch:
         turn.call = Call(arguments, mode.mesh, mode.inputs, mode.input_batch_dim)
         last = [self.last] if self.last else []
         for compiled in [*last, *(each for each in self.programs if each is not self.last)]:
-            state = compiled.guards.admit(arguments) if compiled.is_connected() else None
+            admits = compiled.is_of_this_world() and compiled.is_connected()
+            state = compiled.guards.admit(arguments) if admits else None
             if state is not None:
                 compiled.executable.commit.start(compiled.connection)
                 turn.compiled, turn.tensors, turn.connection = compiled, state, compiled.connection
@@ -100,18 +102,27 @@ class Dispatch:
         """The first difference between a call and the one before it, in the user's words."""
         if self.last is None:
             return ""
+        if not self.last.is_of_this_world():
+            return "the process group is another one"
         if not self.last.is_connected():
             return "a call failed, and the ranks had to connect anew"
         return self.last.guards.difference(call.given, call.slots)
 
     def add(self, compiled: Compiled, change: str) -> None:
-        """Keep a new program, compiled since ``change``; warn if there are many."""
-        self.programs.append(compiled)
-        self._changes.append(change)
-        if len(self.programs) == _MANY:
+        """Keep a new program, compiled since ``change``; warn if its model has many.
+
+        Programs of models and process groups that are gone are dropped: when that is noticed depends on each rank's
+        garbage collector, so nothing that ranks agree on may depend on ``programs``.
+        """
+        self.compiled += 1
+        self.programs = [*(each for each in self.programs if each.is_alive()), compiled]
+        self._changes = {id(each): self._changes.get(id(each), change) for each in self.programs}
+        of_model = [each for each in self.programs if each.guards.has_owners_of(compiled.guards)]
+        if len(of_model) == _MANY:
+            changes = [self._changes[id(each)] for each in of_model[-3:]]
             warnings.warn(
                 f"{self.name} has compiled {_MANY} programs. The last ones were compiled because this changed: "
-                f"{'; '.join(self._changes[-3:])}. Pass what changes at every call as a tensor, or leave it out",
+                f"{'; '.join(changes)}. Pass what changes at every call as a tensor, or leave it out",
                 stacklevel=5,
             )
 
@@ -120,7 +131,7 @@ class Dispatch:
         assert turn.call is not None
         lines = Leaves.of(turn.call.given).describe()
         if turn.compiled is not None:
-            return [*lines, f"runs program {self.programs.index(turn.compiled)}", describe_seed()]
+            return [*lines, f"runs {turn.compiled.program.name}", describe_seed()]
         return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]
 
     def _report_failure(self, error: BaseException) -> None:

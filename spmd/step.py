@@ -81,7 +81,7 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs compiled so far, in order."""
+        """The programs compiled so far, in order; those of models that are gone go when the next one is compiled."""
         return tuple(compiled.program for compiled in self._dispatch.programs)
 
     @property
@@ -141,7 +141,7 @@ class CompiledStep:
     def _compile(self, turn: Turn, call: Call, agreement: Agreement) -> Compiled:
         """Capture, partition, transform, passes, lower. State is changed last, when all of that has gone well."""
         options, clock = self._options, _Clock()
-        name = f"{self._name}/program-{len(self._dispatch.programs)}"
+        name = f"{self._name}/program-{self._dispatch.compiled}"
         dump, facts = Dump.of(options.dump_folder, name), facts_of(options.pipeline)
         check_leaves(call.given)
         call.communicate_in(agreement.connection)
@@ -172,7 +172,7 @@ class CompiledStep:
         dump.stage(99, "lowered", program)
         dump.report(report)
         description = describe_for_agreement(captured, program, table_of(options.pipeline))
-        adopt(agreement.agree(description, proposed(first=not self._dispatch.programs)))
+        adopt(agreement.agree(description, proposed(first=not self._dispatch.compiled)))
         turn.is_distributing = True
         commit(state, call)
         turn.is_distributing = False

@@ -175,9 +175,9 @@ class TracedOptimizer:
 
     def _add_counters(self) -> None:
         for values in self.optimizer.state.values():
-            for key in _COUNTERS & values.keys():
-                if self.floats is not None and isinstance(values[key], Tensor):
-                    self.floats.add(values[key])
+            for key, value in values.items():
+                if key in _COUNTERS and self.floats is not None and isinstance(value, Tensor):
+                    self.floats.add(value)
 
     def _outside_update(self, closure: Any) -> Any:
         """A closure of ``step`` that is not recorded as a part of the update."""

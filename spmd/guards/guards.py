@@ -70,6 +70,10 @@ class Guards:
             if self.on_release is not None:
                 self.on_release()
 
+    def has_owners_of(self, other: Guards) -> bool:
+        """Whether both are of calls with the same modules and optimizers, or with none."""
+        return self.leaves.owners() == other.leaves.owners()
+
     def admit(self, arguments: Arguments) -> list[torch.Tensor] | None:
         """The state tensors of a call that may run the program, in the order of ``layout.names``; else None."""
         if self.dead or not self.leaves.hold(arguments) or torch_settings() != self.settings:

@@ -88,6 +88,10 @@ class Leaves:
                 self.expected[k] = weakref.ref(leaf.value, gone)
                 self.checks[k] = _is_identical(self.expected[k], type(leaf.value))
 
+    def owners(self) -> list[Any]:
+        """Weak references to the modules and optimizers among the leaves; that of the same object is equal."""
+        return [expected for expected in self.expected if isinstance(expected, weakref.ref)]
+
     def hold(self, arguments: Arguments) -> bool:
         """Whether all leaves are as expected; which of them are state is left to ``hold_state``."""
         if len(arguments.leaves) != len(self.checks) or arguments.spec != self.spec:

@@ -66,9 +66,16 @@ class Bound:
         ]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
-        self._bind = _Writer(program, self._fixed, self._given, self.arenas, commit).function()
+        self._bind, source = _Writer(program, self._fixed, self._given, self.arenas, commit).function()
+        self._forget_source = weakref.finalize(self, linecache.cache.pop, source, None)
         self.release()
         _all.add(self)
+
+    def close(self) -> None:
+        """Let go of the code, too: no later call can run it."""
+        self.release()
+        self._bind = _closed
+        self._forget_source()
 
     def release(self) -> None:
         """Hold on to no state; the next call binds anew."""
@@ -86,6 +93,10 @@ class Bound:
             run = self._bind(*state)
             self._run, self._state, self._addresses = run, state, addresses
         return run(*[inputs[k] for k in self._given])
+
+
+def _closed(*state: torch.Tensor) -> Callable[..., Any]:
+    raise AssertionError("a program whose model is gone was called")
 
 
 def release_all() -> None:
@@ -122,8 +133,8 @@ class _Writer:
         self.done_once: list[str] = []
         self.each_call: list[str] = []
 
-    def function(self) -> Callable[..., Callable[..., Any]]:
-        """``bind(*fixed inputs) -> run``, with ``run(*other inputs)``."""
+    def function(self) -> tuple[Callable[..., Callable[..., Any]], str]:
+        """``bind(*fixed inputs) -> run``, with ``run(*other inputs)``; and the name of its file in ``linecache``."""
         dying = _last_uses(self.program.graph)
         first = first_write(self.program) if self.commit else None
         self._detach()
@@ -297,9 +308,9 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
     return iter(found)
 
 
-def _compiled(text: str, scope: dict[str, Any]) -> Callable[..., Callable[..., Any]]:
+def _compiled(text: str, scope: dict[str, Any]) -> tuple[Callable[..., Callable[..., Any]], str]:
     file = f"<spmd program {next(_number)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
     exec(compile(text, file, "exec"), scope)
     bind: Callable[..., Callable[..., Any]] = scope["bind"]
-    return bind
+    return bind, file

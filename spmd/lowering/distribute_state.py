@@ -32,6 +32,7 @@ from ..ranks.world import extend_placement
 # What is rank 0's already, by id (tensors compare by value): optimizers, and this rank's parts of parameters, buffers
 # and scalers' state. Nothing here refers to a DTensor weakly: torch could not convert it (``model.double()``) any more.
 _equal: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_world: weakref.ref[Any] | None = None  # the process group in which that is so
 # The attribute by which a parameter that was split leads to its replacement: optimizers of other steps may hold it.
 _SUCCESSOR = "_spmd_successor"
 
@@ -122,6 +123,7 @@ def as_dtensor(
 
 def _make_equal(prepared: Prepared, call: Call) -> None:
     """Broadcast from rank 0: the state of an optimizer when it is first seen, all other state once."""
+    _forget_other_worlds()
     optimizers, mesh = call.arguments.optimizers.values(), call.device_mesh
     known = all(map(_is_equal, optimizers))
     with torch.no_grad():
@@ -139,6 +141,14 @@ def _make_equal(prepared: Prepared, call: Call) -> None:
                 _note_equal(local_tensor(live))
     for optimizer in optimizers:
         _note_equal(optimizer)
+
+
+def _forget_other_worlds() -> None:
+    """What was rank 0's in a process group that is gone need not be what rank 0 of this one has."""
+    global _world
+    if _world is None or _world() is not dist.group.WORLD:
+        _equal.clear()
+        _world = weakref.ref(dist.group.WORLD)
 
 
 def _is_equal(thing: Any) -> bool:

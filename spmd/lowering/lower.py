@@ -49,9 +49,10 @@ class Executable:
             self._write(outputs, inputs)
         return [outputs[k] for k in self.returned]
 
-    def release(self) -> None:
-        """Drop all references to state: the model is gone."""
+    def close(self) -> None:
+        """Drop all references to state, and the generated code: the model is gone."""
         if isinstance(self.function, Bound):
+            self.function.close()
             self.function.arenas.release()
 
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from passes.ir.program import Placements
 
 from .._torch import FakeStore, root_mesh
 
-_meshes: dict[tuple[str, int], tuple[DeviceMesh, Any]] = {}  # with the group, so that its id stays its own
+_Meshes = weakref.WeakValueDictionary[str, DeviceMesh]  # by kind of device
+# By process group. A mesh holds its groups, so it is held by programs, by state and by the user, and not here.
+_meshes: weakref.WeakKeyDictionary[Any, _Meshes] = weakref.WeakKeyDictionary()
 
 
 def world(device: str | torch.device | None = None) -> DeviceMesh:
@@ -30,12 +33,11 @@ def world(device: str | torch.device | None = None) -> DeviceMesh:
     kind = _device_type(device)
     if not dist.is_initialized():
         _init(kind)
-    key = (kind, id(dist.group.WORLD))
-    if key not in _meshes:
-        _meshes.clear()  # meshes of a process group that is gone
-        mesh = DeviceMesh(kind, torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
-        _meshes[key] = (mesh, dist.group.WORLD)
-    return _meshes[key][0]
+    meshes = _meshes.setdefault(dist.group.WORLD, weakref.WeakValueDictionary())
+    mesh = meshes.get(kind)
+    if mesh is None:
+        mesh = meshes[kind] = DeviceMesh(kind, torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
+    return mesh
 
 
 def describe(mesh: DeviceMesh) -> passes.Mesh:
