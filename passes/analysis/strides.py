@@ -21,6 +21,13 @@ from .aliases import is_view
 aten = torch.ops.aten
 
 
+def have_one_layout(first: Any, second: Any) -> bool:
+    """Whether both are nodes of one shape, dtype and strides; on global values, which are the same on all ranks."""
+    vals = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (first, second)]
+    kinds = [(val.shape, val.dtype, val.stride()) for val in vals if isinstance(val, torch.Tensor)]
+    return len(kinds) == 2 and kinds[0] == kinds[1]
+
+
 class Layouts:
     """What all ranks know of how the values of a graph lie. Where all parts are equal, that is all there is to know.
 

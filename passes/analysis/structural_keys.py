@@ -15,6 +15,7 @@ from torch import fx
 
 from .._torch import OpOverload
 from ..ir.effects import is_pure, is_random
+from .strides import have_one_layout
 
 _COMMUTATIVE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
 
@@ -37,13 +38,10 @@ def structural_keys(graph: fx.Graph, inputs: Mapping[fx.Node, str], outputs: Seq
 
 
 def is_commutative(node: fx.Node) -> bool:
-    """Whether the two operands of ``node`` may be exchanged, for the same bits."""
-    return (
-        node.target in _COMMUTATIVE
-        and not node.kwargs
-        and len(node.args) == 2
-        and all(isinstance(each, fx.Node) for each in node.args)
-    )
+    """Whether the two operands of ``node`` may be exchanged, for the same bits in the same layout."""
+    if node.target not in _COMMUTATIVE or node.kwargs or len(node.args) != 2:
+        return False
+    return have_one_layout(*node.args)
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
@@ -82,7 +80,7 @@ def _name(target: Any) -> str:
 
 
 def _with_readers(graph: fx.Graph, computed: Mapping[fx.Node, str], outputs: Sequence[str]) -> dict[fx.Node, str]:
-    """Keys that also say who reads each node: nodes that compute the same are told apart by their readers."""
+    """Keys that also say who reads each node: nodes that compute the same differ by their readers."""
     uses: dict[fx.Node, list[str]] = {node: [] for node in computed}
     keys: dict[fx.Node, str] = {}
     for node in reversed(graph.nodes):
