@@ -30,6 +30,7 @@ class Options:
     backend: Backend
     dump: Path | None
     timeout: float | None
+    keep_freed_memory: bool = False
 
     @classmethod
     def check(
@@ -41,6 +42,7 @@ class Options:
         backend: Any,
         dump: Any,
         timeout: Any,
+        keep_freed_memory: Any = False,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         return cls(
@@ -51,6 +53,7 @@ class Options:
             backend=_check_backend(backend),
             dump=_check_folder(dump),
             timeout=_check_timeout(timeout),
+            keep_freed_memory=_check_flag("keep_freed_memory", keep_freed_memory),
         )
 
     @property
@@ -103,6 +106,12 @@ def _check_folder(given: Any) -> Path | None:
     if given is not None and not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"expected dump to be a folder's path or None, got {given!r}")
     return Path(given) if given is not None else None
+
+
+def _check_flag(name: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise TypeError(f"expected {name} to be True or False, got {given!r}")
+    return given
 
 
 def _check_timeout(given: Any) -> float | None:

@@ -83,7 +83,7 @@ def fsdp(model: GPT, *, compile_blocks: bool = False) -> TrainStep:
 
 def ours(model: GPT, **options: Any) -> TrainStep:
     """spmd: the whole step as one program. ``options`` are those of ``DataParallel``."""
-    step = spmd.compile(parallel_mode=spmd.DataParallel(**options))(train_step)
+    step = spmd.compile(parallel_mode=spmd.DataParallel(**options), keep_freed_memory=True)(train_step)
     return functools.partial(step, model, AdamW(model.parameters()))
 
 

@@ -26,17 +26,18 @@ class User(Protocol):
 
 
 class Arenas:
-    """Arenas by device."""
+    """Arenas by device. ``keep_freed``: let the process keep what ops allocate beside them, for the next call."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_freed: bool = False) -> None:
+        self.keep_freed = keep_freed
         self.users: WeakSet[User] = WeakSet()
         self._arenas: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
     def reserve(self, size: int, device: torch.device, shared: bool = False) -> torch.Tensor:
         """At least ``size`` bytes. All users release an arena that is too small before it is replaced."""
         kind = device, shared
-        if device.type == "cpu":
-            _keep_what_is_freed()
+        if self.keep_freed and device.type == "cpu":
+            _keep_freed_memory()
         if kind not in self._arenas or self._arenas[kind].numel() < size:
             for user in list(self.users):
                 user.release()
@@ -52,11 +53,12 @@ class Arenas:
 
 
 @cache
-def _keep_what_is_freed() -> None:
+def _keep_freed_memory() -> None:
     """Let the process keep memory that ops without an out variant free (attention, layer norm), for the next call.
 
     glibc returns large blocks to the kernel, and then the next allocation costs a page fault for each 4 KiB: 1,800 a
     step for a GPT of width 256, 6 of 108 ms. How large is large follows the blocks that were freed, up to 32 MiB
-    (``M_MMAP_THRESHOLD`` in mallopt(3)); so one such block is freed, without ever being touched.
+    (``M_MMAP_THRESHOLD`` in mallopt(3)); so one such block is freed, without ever being touched. That holds for all
+    of the process, so it is the user's choice.
     """
     torch.empty((32 << 20) - (1 << 16), dtype=torch.uint8)
