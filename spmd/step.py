@@ -28,7 +28,7 @@ from .capture import capture, in_rank_zero_order
 from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch, Turn
-from .dump import Dump, dump_stages
+from .dump import StepFolders, dump_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .lowering.arenas import Arenas
@@ -61,6 +61,7 @@ class CompiledStep:
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
         self._dispatch = Dispatch(self._name, signature, options)
         self._arenas: dict[DeviceMesh, Arenas] = {}  # ranks of two meshes need not wait for each other
+        self._dumps = StepFolders(self._name)
         self._failed: Call | None = None  # the call that failed last
         self._refused: RefusedSaves | None = None
 
@@ -142,7 +143,7 @@ class CompiledStep:
         """Capture, partition, transform, passes, lower. State is changed last, when all of that has gone well."""
         options, clock = self._options, _Clock()
         name = f"{self._name}/program-{self._dispatch.compiled}"
-        dump, facts = Dump.of(options.dump_folder, name), facts_of(options.pipeline)
+        dump, facts = self._dumps.dump(options.dump_folder, name), facts_of(options.pipeline)
         check_leaves(call.given)
         call.communicate_in(agreement.connection)
         call.resolve()
@@ -200,7 +201,7 @@ class CompiledStep:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""
         for each in self._dispatch.programs:
             dump_stages(
-                Dump.of(Path(folder), each.program.name),
+                self._dumps.dump(Path(folder), each.program.name),
                 each.captured.program,
                 each.partitioned,
                 self._options.pipeline,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
+from spmd import dump as dump_file
 from tests.harness.cases import MLP
 from tests.harness.pool import Ranks
 
@@ -94,3 +98,73 @@ def test_a_dump_speaks_the_user_s_words(tmp_path: Path) -> None:
 def test_a_dump_names_mesh_axes(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, train_and_dump, tmp_path)
     assert "dp" in (tmp_path / "rank-0" / "train_step" / "program-1" / "01_partition.py").read_text()
+
+
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def programs_in(folder: Path) -> dict[str, int]:
+    """How many programs each step's folder has."""
+    return {each.name: len(list(each.glob("program-*/99_lowered.py"))) for each in folder.iterdir()}
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_of_one_name_have_folders_of_their_own(tmp_path: Path) -> None:
+    steps = [spmd.compile(dump=tmp_path)(double) for _ in range(2)]
+    for size in (2, 3):
+        for step in steps:
+            step(torch.ones(size))
+    spmd.compile(dump=tmp_path)(double)(torch.ones(2))
+    assert programs_in(tmp_path) == {"double": 2, "double-2": 2, "double-3": 1}
+    steps[1].dump(tmp_path)
+    assert programs_in(tmp_path) == {"double": 2, "double-2": 2, "double-3": 1}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("running", [True, False])
+def test_a_running_job_keeps_its_files(tmp_path: Path, running: bool) -> None:
+    """Pytest is a child of a process that runs; no process has the other number."""
+    theirs = tmp_path / "double" / "program-0"
+    theirs.mkdir(parents=True)
+    (theirs / "00_capture.py").write_text("theirs")
+    owner = dump_file._job(os.getppid()) if running else dump_file._job(os.getpid()).replace(str(os.getpid()), "1" * 9)
+    (tmp_path / "double" / ".job").write_text(owner)
+    spmd.compile(dump=tmp_path)(double)(torch.ones(2))
+    assert ((theirs / "00_capture.py").read_text() == "theirs") is running
+    assert (tmp_path / "double-2").exists() is running
+
+
+def train_with_a_bad_folder(rank: int, world: int, folder: Path) -> tuple[list[str], list[float]]:
+    """A file stands where the folder should be."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = spmd.compile(dump=folder)(train_step)
+        objects = CASE.build()
+        losses = [step(*objects, *CASE.part(rank, k)).item() for k in range(3)]
+    return [str(each.message) for each in caught if "dump" in str(each.message)], losses
+
+
+def test_a_dump_that_cannot_be_written_warns_once_and_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (first, losses), (second, same) = ranks.run(2, train_with_a_bad_folder, tmp_path / "file")
+    assert len(first) == 1 and "train_step is not complete" in first[0] and second == []
+    assert losses == same
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_disk_that_is_full_ends_the_dump_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_text
+
+    def full(path: Path, text: str, **options: Any) -> int:
+        if path.name.startswith("01"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    step = spmd.compile(dump=tmp_path)(double)
+    with pytest.warns(UserWarning, match="No space left") as caught:
+        for size in (2, 3):
+            assert torch.equal(step(torch.ones(size)), torch.full((size,), 2.0))
+    assert len(caught) == 1
+    assert sorted(path.name for path in (tmp_path / "double" / "program-1").iterdir()) == ["00_capture.py"]
