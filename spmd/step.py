@@ -35,6 +35,7 @@ from .lowering.arenas import Arenas
 from .lowering.distribute_state import check_memory, commit, prepare, rebind_replaced_parameters
 from .lowering.lower import Backend, lower
 from .lowering.recover_state import recover
+from .lowering.stale_references import warn_of_stale_references
 from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
@@ -137,6 +138,7 @@ class CompiledStep:
             change = self._dispatch.change(call)
             compiled = self._compile(turn, call, agreement)
         self._dispatch.add(compiled, change)
+        warn_of_stale_references(call.replaced)
         return compiled
 
     def _compile(self, turn: Turn, call: Call, agreement: Agreement) -> Compiled:
@@ -176,7 +178,7 @@ class CompiledStep:
         description = describe_for_agreement(captured, program, table_of(options.pipeline))
         adopt(agreement.agree(description, proposed(first=not self._dispatch.compiled)))
         turn.is_distributing = True
-        commit(state, call)
+        call.replaced = commit(state, call)
         turn.is_distributing = False
         return Compiled(
             program=program,

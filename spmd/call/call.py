@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +36,7 @@ class Call:
         self.given = given
         self._mesh, self._placements, self._batch_dim = mesh, placements, batch_dim
         self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
+        self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:

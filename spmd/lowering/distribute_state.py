@@ -25,7 +25,7 @@ from passes.runtime.gloo import GlooWork
 
 from .._torch import local_tensor, move_hooks
 from ..call.call import Call
-from ..call.state import Arguments, Slot, local_of, parameters_of
+from ..call.state import Arguments, Slot, StateRef, local_of, parameters_of
 from ..placements import chunk
 from ..ranks.world import extend_placement
 
@@ -91,11 +91,15 @@ def part_of(tensor: torch.Tensor, placement: Placements, mesh: Mesh) -> torch.Te
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def commit(prepared: Prepared, call: Call) -> None:
-    """Make state equal to rank 0's, and rebind what is split to DTensors."""
+def commit(prepared: Prepared, call: Call) -> dict[str, weakref.ref[torch.Tensor]]:
+    """Make state equal to rank 0's, and rebind what is split to DTensors.
+
+    Returns the parameters that others took the place of, by name, unless the step takes such as arguments.
+    """
     arguments, device_mesh = call.arguments, call.device_mesh
     _make_equal(prepared, call)
     renewed: dict[int, torch.Tensor] = {}
+    replaced: dict[str, weakref.ref[torch.Tensor]] = {}
     for slot, placement, local in zip(prepared.slots, prepared.placements, prepared.locals, strict=True):
         live = slot.get()
         if not is_sharded(placement) or (isinstance(live, DTensor) and live.device_mesh == device_mesh):
@@ -105,13 +109,14 @@ def commit(prepared: Prepared, call: Call) -> None:
         split = as_dtensor(local, placement, device_mesh, live.shape, live.stride())
         if slot.input.role is Role.PARAMETER:
             new = renewed[id(live)] = _renewed(live, split)
-            vars(live)[_SUCCESSOR] = new
+            vars(live)[_SUCCESSOR], replaced[slot.input.name] = new, weakref.ref(live)
         elif slot.input.role is Role.GRADIENT:
             continue  # moves with its parameter, below
         else:
             slot.holder[slot.key] = split
     _split_gradients(prepared, renewed, device_mesh)
     _rebind(arguments, renewed)
+    return {} if any(isinstance(leaf.value, StateRef) for leaf in arguments.leaves) else replaced
 
 
 def as_dtensor(

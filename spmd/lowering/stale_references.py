@@ -1,0 +1,58 @@
+"""Stale references: find who still refers to parameters that a step has replaced by their parts, and warn.
+
+Splitting a model puts new Parameters in the place of the user's. Modules and optimizers of the call are rebound; a list
+of parameters, an optimizer or an average that was built before the first call, and that the step does not take, goes on
+with the old ones, which nothing updates any more.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+Replaced = Mapping[str, "weakref.ref[torch.Tensor]"]  # by the name of the parameter
+
+
+def warn_of_stale_references(replaced: Replaced) -> None:
+    """Warn, once for all, if a list or dict refers to parameters that were replaced.
+
+    Nothing else is looked at: a local variable, or a graph of autograd, is used up soon.
+    """
+    if any(reference() is not None for reference in replaced.values()):
+        gc.collect()  # what traced the step refers to them in cycles
+    alive = {name: tensor for name, reference in replaced.items() if (tensor := reference()) is not None}
+    holders = _containers_of(alive)
+    if not holders:
+        return
+    held = [name for name, tensor in alive.items() if any(_holds(holder, tensor) for holder in holders)]
+    shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
+    warnings.warn(
+        f"the first call has split the model: its parameters are DTensors now, but {_described(holders)} that the step "
+        f"does not take still refer{'s' * (len(holders) == 1)} to those from before ({shown}), which nothing updates. "
+        "Build what refers to parameters (a list, an optimizer, a moving average) after the first call, or pass it to "
+        "the step",
+        stacklevel=6,
+    )
+
+
+def _containers_of(known: Mapping[str, torch.Tensor]) -> list[Any]:
+    """The lists and dicts that refer to one of these tensors, but for ``known`` itself and the variables of modules."""
+    found = gc.get_referrers(*known.values()) if known else []
+    lists = [holder for holder in found if isinstance(holder, list)]
+    dicts = [holder for holder in found if isinstance(holder, dict) and holder is not known]
+    return [*lists, *(holder for holder in dicts if "__builtins__" not in holder)]
+
+
+def _holds(holder: Any, tensor: torch.Tensor) -> bool:
+    values = [*holder.keys(), *holder.values()] if isinstance(holder, dict) else holder
+    return any(each is tensor for each in values)
+
+
+def _described(holders: Sequence[Any]) -> str:
+    kinds = [f"a {type(holder).__name__} of {len(holder)}" for holder in holders[:3]]
+    return " and ".join(dict.fromkeys(kinds)) + (" and others" if len(holders) > 3 else "")

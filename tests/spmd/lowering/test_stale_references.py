@@ -1,0 +1,93 @@
+"""What was built from parameters before a step split the model is warned of, and nothing else is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import spmd
+from tests.harness.fake import fake_world
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+class Average:
+    """A moving average as users write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.shadow = [parameter.detach().clone() for parameter in self.parameters]
+
+
+def messages(build: Callable[[nn.Module], Any], style: str = "fully_shard") -> list[str]:
+    """The warnings of two calls, of a model from which ``build`` built something."""
+    with fake_world(2), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        held = build(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = spmd.compile(parallel_mode=spmd.DataParallel(style))(train_step)
+        for _ in range(2):
+            step(model, optimizer, torch.ones(2, 4))
+        del held
+    return [str(each.message) for each in caught if "split the model" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda model: list(model.parameters()),
+        lambda model: dict(model.named_parameters()),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        Average,
+    ],
+    ids=["list", "dict", "optimizer", "average"],
+)
+def test_what_goes_stale_is_warned_of_once(build: Callable[[nn.Module], Any]) -> None:
+    (message,) = messages(build)
+    assert "after the first call, or pass it" in message and "model.0.weight" in message
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda model: None,
+        lambda model: AveragedModel(model),
+        lambda model: {name: value.detach().clone() for name, value in model.named_parameters()},
+        lambda model: model.state_dict(),
+        lambda model: model(torch.ones(2, 4)).sum(),
+        lambda model: list(model.modules()),
+        lambda model: [parameter.register_hook(lambda gradient: gradient) for parameter in model.parameters()],
+    ],
+    ids=["nothing", "copy", "clones", "state dict", "graph", "modules", "hooks"],
+)
+def test_nothing_else_is_warned_of(build: Callable[[nn.Module], Any]) -> None:
+    assert messages(build) == []
+
+
+def test_a_model_that_stays_whole_is_not_split() -> None:
+    assert messages(lambda model: list(model.parameters()), "replicate") == []
+
+
+def test_a_step_that_takes_parameters_knows_what_to_do() -> None:
+    def step(model: nn.Module, parameters: list[Tensor], x: Tensor) -> Tensor:
+        return model(x).sum() + sum(parameter.sum() for parameter in parameters)
+
+    with fake_world(2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = nn.Linear(4, 4)
+        compiled = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"))(step)
+        compiled(model, list(model.parameters()), torch.ones(2, 4))
+        compiled(model, list(model.parameters()), torch.ones(2, 4))
