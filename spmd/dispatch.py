@@ -63,7 +63,7 @@ class Dispatch:
     def __init__(self, name: str, signature: inspect.Signature, options: Options) -> None:
         self.name, self.options = name, options
         self.programs: list[Compiled] = []
-        self.compiled = 0  # programs so far, those of models that are gone included: equal on all ranks
+        self.compiled = 0  # programs so far, those of models that are gone included
         self.last: Compiled | None = None
         self._reader = ArgumentReader(signature)
         self._changes: dict[int, str] = {}  # why each program was compiled, by its id

@@ -17,7 +17,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 import passes as passes_package
-from passes import Fact, Pass, Program, Report, SpmdError, facts_of
+from passes import Fact, Pass, Program, RankFailedError, Report, SpmdError, facts_of
 from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
@@ -40,7 +40,7 @@ from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
 from .override import replaced, transform, transform_graph_module
-from .ranks.consensus import Agreement, all_or_none, identity_of, notify, standing_of
+from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
 from .ranks.standing import StateError
 
 # One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
@@ -109,7 +109,8 @@ class CompiledStep:
         try:
             return self._run(turn, args, kwargs)
         except BaseException as error:  # an interrupt, too
-            self._failed = turn.call or self._failed
+            if turn.connection is not None or isinstance(error, RankFailedError) or standing_of(None).partly:
+                self._failed = turn.call or self._failed
             try:
                 if turn.has_begun:
                     notify(turn.connection, self._name, error, turn.state)
@@ -130,6 +131,7 @@ class CompiledStep:
         result = turn.compiled.run(turn.call.given, turn.tensors)
         if turn.connection is not None:
             turn.connection.is_in_call = False
+        self._failed = None
         return result
 
     def _compile_on_all_ranks(self, turn: Turn, call: Call) -> Compiled:
@@ -188,7 +190,7 @@ class CompiledStep:
             device_mesh=call.device_mesh,
             report=report,
             added=added,
-            identity=identity_of(name, description),
+            identity=identity_of(f"{self._name} in call {call_number()}", description),
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured.guards, modes),
         )

@@ -68,6 +68,7 @@ class Bound:
         self._given = [k for k, each in enumerate(stays) if not each]
         self._bind, source = _Writer(program, self._fixed, self._given, self.arenas, commit).function()
         self._forget_source = weakref.finalize(self, linecache.cache.pop, source, None)
+        self._forget_source.atexit = False
         self.release()
         _all.add(self)
 

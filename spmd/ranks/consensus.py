@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import RankFailedError, RankMismatchError
-from passes.runtime.peer_connection import PeerLostError, Triple
+from passes.runtime.peer_connection import PeerLostError
 
 from .connection import Connection, connect
 from .failures import StateIs, described
@@ -72,10 +72,12 @@ def agree_on_program(
     """
     if connection is None:
         ALONE.check()
+        _count_call(_calls + 1)
         return
     with notifying(connection, what):
         largest = connection.all_reduce_max((intent, -intent, _calls + 1), what, timeout)
-        _start_call(connection, largest)
+        _count_call(largest[2])  # whatever calls each rank made before
+        connection.start_call(_calls)
         texts = [] if largest[0] == -largest[1] else connection.all_gather_text("\n".join([what, *describe()]), what)
     if texts:
         one, members = texts[0], connection.members
@@ -87,11 +89,14 @@ def agree_on_program(
     connection.is_in_call = intent > FAILED or intent == COMPILE
 
 
-def _start_call(connection: Connection, largest: Triple) -> None:
-    """Give the call the same number on all ranks, whatever calls each had before."""
+def call_number() -> int:
+    """The number of the call that is being made, equal on all ranks that make it."""
+    return _calls
+
+
+def _count_call(number: int) -> None:
     global _calls
-    _calls = largest[2]
-    connection.start_call(_calls)
+    _calls = number
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import spmd
 from passes.runtime.segments import open_segments
+from spmd._torch import default_store
 from tests.harness.fake import fake_world
 from tests.harness.pool import Ranks
 
@@ -71,13 +72,22 @@ def test_a_sweep_of_models_stays_flat_and_warns_of_nothing() -> None:
     assert step.report().seconds
 
 
-def sweep_on_ranks(rank: int, world: int) -> list[tuple[int, int, int]]:
-    return sweep(spmd.compile(train_step), 6, torch.full((2, 4), rank + 1.0, dtype=torch.float64))
+def sweep_on_ranks(rank: int, world: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """The figures after each model, and the keys in the store after the first models and after all."""
+    step, x = spmd.compile(train_step), torch.full((2, 4), rank + 1.0, dtype=torch.float64)
+    found, keys = [], []
+    for models in (3, 3):
+        found += sweep(step, models, x)
+        dist.barrier()
+        keys.append(default_store().num_keys())
+        dist.barrier()
+    return found, keys
 
 
-def test_a_sweep_on_ranks_of_one_host_keeps_no_segments(ranks: Ranks) -> None:
-    for found in ranks.run(2, sweep_on_ranks):
+def test_a_sweep_on_ranks_of_one_host_keeps_no_segments_and_no_keys(ranks: Ranks) -> None:
+    for found, (before, after) in ranks.run(2, sweep_on_ranks):
         assert found[2:] == [found[2]] * 4
+        assert before == after
 
 
 @pytest.mark.usefixtures("alone")
@@ -138,14 +148,16 @@ def test_a_program_does_not_run_in_another_process_group(alone: None) -> None:
 def apart_then_together(rank: int, world: int, folder: Path) -> list[float]:
     """Each rank trains by itself, then all train together: from there on they have what rank 0 has."""
     step, held = spmd.compile(train_step), small()
-    step(*held, torch.full((2, 4), rank + 1.0, dtype=torch.float64))
+    for rows in range(2, 3 + rank):  # a rank compiles as many programs as it likes
+        step(*held, torch.full((rows, 4), rank + 1.0, dtype=torch.float64))
     alone = held[0].weight.detach().clone()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     expected = alone.clone()
     dist.broadcast(expected, 0)
     assert rank == 0 or not torch.equal(alone, expected)
-    step(*held, torch.zeros(2, 4, dtype=torch.float64))
+    for _ in range(2):
+        step(*held, torch.zeros(2, 4, dtype=torch.float64))
     return [*held[0].weight.flatten().tolist(), *held[0].bias.tolist()]
 
 
