@@ -71,7 +71,7 @@ class LocalPeers:
             for peer in self._peers.values():
                 peer.check_not_aborted()
         except BaseException:
-            self.abort()
+            self.abort(at_barrier=True)
             raise
         return [*others[: self.rank], values, *others[self.rank :]]
 
@@ -146,11 +146,14 @@ class LocalPeers:
         for peer in self._peers.values():
             peer.socket.close()
 
-    def abort(self) -> None:
-        """Close all connections, and let the peers know that this rank's call was not done."""
+    def abort(self, at_barrier: bool = False) -> None:
+        """Close all connections, and let the peers know that this rank's call was not done.
+
+        ``at_barrier``: this rank waits at a barrier, so the others must not pass it.
+        """
         self.is_closed = True
         for peer in self._peers.values():
-            peer.abort()
+            peer.abort(at_barrier)
 
     def _send(self, message: bytes, segment: Segment | None = None) -> None:
         for peer in self._peers.values():

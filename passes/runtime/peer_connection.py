@@ -27,7 +27,7 @@ _MESSAGE = struct.Struct("<qqqq")
 # In the place of a publication's length:
 _RELEASE = -1  # the segment is closed
 _ARRIVAL = -2  # the rank has arrived at a barrier, with the three integers before
-_ABORT = -3  # the rank has given up on the others
+_ABORT = -3  # the rank has given up on the others; its first integer is 1 if it was waiting at a barrier
 
 
 def publication(number: int, shared: SharedBytes) -> bytes:
@@ -97,7 +97,8 @@ class PeerConnection:
         if files:
             self.mapped[segment] = RemoteSegment(_map(files[0]))
         if size == _ABORT:
-            raise PeerLostError(f"rank {self.rank} of the group has given up on the others: its call failed")
+            message = f"rank {self.rank} of the group has given up on the others: its call failed"
+            raise PeerLostError(message) if number else PeerClosedError(message)
         if size == _ARRIVAL:
             self.arrivals.append((number, segment, offset))
         elif size == _RELEASE:
@@ -128,14 +129,14 @@ class PeerConnection:
         self._published = {each: published for each, published in self._published.items() if each in numbers}
 
     def check_not_aborted(self) -> None:
-        """Raise ``PeerLostError`` if the peer has aborted. It may have closed its end since it arrived."""
+        """Raise ``PeerLostError`` if the peer gave up at this barrier. It may have left since it passed."""
         with suppress(PeerClosedError):
             self.drain()
 
-    def abort(self) -> None:
-        """Close the connection, and let the peer know that it was not done."""
+    def abort(self, at_barrier: bool) -> None:
+        """Close the connection, and let the peer know that it was not done, and if a barrier was not passed."""
         with suppress(OSError):
-            self.socket.send(_MESSAGE.pack(0, 0, 0, _ABORT))
+            self.socket.send(_MESSAGE.pack(at_barrier, 0, 0, _ABORT))
         self.socket.close()
 
     def _lost(self) -> str:

@@ -89,6 +89,7 @@ def soak(rank: int, world: int, style: str, transport: str, calls: int, every: i
     return run.messages, run.slowest, len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.timeout(7200)  # with --exhaustive
 @pytest.mark.parametrize("style, transport", [("replicate", "shared memory"), ("fully_shard", "messages")])
 def test_random_faults_end_with_equal_ranks_or_a_sentence(
     ranks: Ranks, request: pytest.FixtureRequest, style: str, transport: str

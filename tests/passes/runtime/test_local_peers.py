@@ -199,6 +199,18 @@ def test_if_one_rank_gives_up_all_raise() -> None:
             waiting.result()
 
 
+def test_a_rank_that_fails_after_a_barrier_has_passed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = local_group(2)
+    other._send(arrival((2, -2, 2)))
+    assert one.barrier((1, -1, 1)) == [(1, -1, 1), (2, -2, 2)]
+    one.abort()
+    with monkeypatch.context() as patched:
+        patched.setattr(other, "_send", lambda *_: None)  # it did before
+        assert other.barrier((2, -2, 2)) == [(1, -1, 1), (2, -2, 2)]
+    with pytest.raises(RuntimeError, match="rank 0 of the group has ended"):
+        other.barrier((2, -2, 2))
+
+
 @pytest.mark.parametrize("unread, message", [(0, "given up on the others"), (1, "ended")])
 def test_a_rank_that_aborted_does_not_pass_as_arrived(unread: int, message: str) -> None:
     one, other = local_group(2)
@@ -206,7 +218,7 @@ def test_a_rank_that_aborted_does_not_pass_as_arrived(unread: int, message: str)
     for _ in range(unread):
         other._send(arrival((2, -2, 2)))
     assert other._has_arrived(other._peers[0], 5.0)
-    one._peers[1].abort()
+    one._peers[1].abort(at_barrier=True)
     with pytest.raises(RuntimeError, match=f"rank 0 of the group has {message}"):
         other._peers[0].check_not_aborted()
 
