@@ -132,6 +132,10 @@ MODULE_NOTES = frozenset(
     )
 )
 
+# Attributes in which a recurrent layer keeps its parameters in order; it makes them anew where a trace swaps those.
+# 2.11 to 2.15.
+RNN_NOTES = frozenset(("_flat_weights", "_flat_weight_refs"))
+
 # The number of in-place writes to a tensor, to detect those of an optimizer or the step. 2.11 to 2.15.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
@@ -344,6 +348,7 @@ __all__ = [
     "HOOK_DICTS",
     "MODULE_NOTES",
     "PARAMETERS",
+    "RNN_NOTES",
     "SCALER_LAZY_START",
     "SCALER_OPTIMIZERS",
     "SCALER_STATE",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from passes.ir.program import is_sharded
 from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
+from .capture.reads import ReadSite
 from .guards.guards import Guards
 from .lowering.distribute_state import as_dtensor
 from .lowering.flat_storage import FlatInputs
@@ -51,6 +53,7 @@ class Compiled:
 
     def _release(self) -> None:
         """Hold on to nothing: the model is gone, so the program never runs again."""
+        self.captured.release()
         self.executable.close()
         self._flats.release()
 
@@ -75,7 +78,7 @@ class Compiled:
 
         ``tensors`` is the live state, as ``guards`` found it.
         """
-        given = self.guards.leaves.tensors(arguments)
+        given = [*self.guards.leaves.tensors(arguments), *self.guards.kept.tensors()]
         contiguous = [tensor.contiguous() for tensor in given]
         state = self.guards.layout.locals(tensors)
         state = [*state, *self._flats.enter(state)]
@@ -85,6 +88,7 @@ class Compiled:
             if contiguous[k] is not given[k]:
                 given[k].copy_(contiguous[k])
         self._store(returned, arguments, tensors)
+        self._write_python_state(returned, arguments)
         self.executable.commit.finish()
         return self.captured.result(returned)
 
@@ -107,6 +111,23 @@ class Compiled:
         for name in self.captured.cleared_gradients:
             live[name].grad = None
 
+    def _write_python_state(self, returned: list[Any], arguments: Arguments) -> None:
+        """Repeat what the step did to attributes, globals and parameter groups."""
+        if not self.captured.writes:
+            return
+        self.executable.commit()
+        outputs = [output for output in self.program.outputs if output.kind is not OutputKind.UPDATE]
+
+        def current(leaf: Any, is_state: bool) -> Any:
+            value = returned[leaf.index] if isinstance(leaf, FromOutput) else leaf
+            if not isinstance(leaf, FromOutput) or not isinstance(value, torch.Tensor) or not is_state:
+                return value
+            # Eager makes another tensor at each call, in memory of its own.
+            return self._as_state(value.clone(), outputs[leaf.index])
+
+        for write in self.captured.writes:
+            write.apply(arguments, partial(current, is_state=isinstance(write.target, ReadSite)))
+
     def _as_state(self, local: Any, output: Output) -> Any:
         if not is_sharded(output.placement):
             return local
@@ -119,7 +140,7 @@ class Pool:
 
     def __init__(self, compiled: Compiled, flats: Sequence[str]) -> None:
         self.compiled = compiled
-        names = compiled.guards.leaves.tensor_names()
+        names = [*compiled.guards.leaves.tensor_names(), *compiled.guards.kept.names]
         constants = [f"constant.{k}" for k in range(len(compiled.captured.constants))]
         self.draws = any(declared.role is Role.SEED for declared in compiled.program.inputs)
         order = [
@@ -162,8 +183,10 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table) -
     costs = f"passes.Table, measured costs of communication: sha256 {table.digest}"
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]
+    numbers = [f"{number.name} = {number.get()}" for number in captured.carried.numbers]
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
     code = captured.program.graph_module.code
-    return "\n".join([describe_seed(), costs, *inputs, *constants, code, *draws, *traffic])
+    return "\
+".join([describe_seed(), costs, *inputs, *numbers, *constants, code, *draws, *traffic])

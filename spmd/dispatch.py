@@ -10,6 +10,8 @@ import inspect
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from passes import RankMismatchError
 from .call.call import Call
 from .call.rng import describe_seed
 from .call.state import ArgumentReader
+from .capture.effects.carried import Carried
 from .compiled import Compiled
 from .guards.leaves import Leaves
 from .options import Options
@@ -97,6 +100,11 @@ class Dispatch:
     def ranks_of(self, call: Call) -> MeshRanks:
         """The ranks that a call compiles with."""
         return MeshRanks.of(call.device_mesh, self.options.timeout)
+
+    def carried(self) -> Carried:
+        """The Python state that the programs so far write: what may be an input of the next one."""
+        alive = [compiled.captured for compiled in self.programs if not compiled.guards.dead]
+        return reduce(or_, [captured.all_carried() for captured in alive], Carried())
 
     def change(self, call: Call) -> str:
         """The first difference between a call and the one before it, in the user's words."""

@@ -25,14 +25,13 @@ from .call.call import Call
 from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
 from .capture import capture, in_rank_zero_order
-from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, dump_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .lowering.arenas import Arenas
-from .lowering.distribute_state import check_memory, commit, prepare, rebind_replaced_parameters
+from .lowering.distribute_state import check_memory, commit, make_kept_equal, prepare, rebind_replaced_parameters
 from .lowering.lower import Backend, lower
 from .lowering.recover_state import recover
 from .lowering.stale_references import warn_of_stale_references
@@ -153,12 +152,12 @@ class CompiledStep:
         call.resolve()
         notes = call.connect_local_ranks(agreement.all_gather_text) if Fact.SHARED_AXES in facts else []
         call.mesh = with_rates(call.mesh, options.pipeline)
-        modes, reads = torch_settings(), Reads()
+        modes = torch_settings()
         with clock.stage("capture"):
             with replaced(call.given.modules, options.overrides):
-                captured = capture(self._function, call, name, reads)
+                captured, reads = capture(self._function, call, name, self._dispatch.carried())
             captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
-            check_memory(captured.program, call)
+            check_memory(captured.program, call, captured.carried)
             captured.program.notes += notes
             dump.stage(0, "capture", captured.program)
         with clock.stage("partition"), DisableAutocast():
@@ -181,6 +180,7 @@ class CompiledStep:
         adopt(agreement.agree(description, proposed(first=not self._dispatch.compiled)))
         turn.is_distributing = True
         call.replaced = commit(state, call)
+        make_kept_equal(captured.carried, call)
         turn.is_distributing = False
         return Compiled(
             program=program,
@@ -192,7 +192,7 @@ class CompiledStep:
             added=added,
             identity=identity_of(f"{self._name} in call {call_number()}", description),
             connection=agreement.connection,
-            guards=Guards.of(call.arguments, call.slots, reads, captured.guards, modes),
+            guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
         )
 
     def report(self) -> Report:

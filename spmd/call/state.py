@@ -8,7 +8,7 @@ that are plain values. Only this file knows where torch keeps state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,6 +111,7 @@ class Arguments:
     modules: dict[str, nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
     scalers: dict[str, GradScaler]
+    given: tuple[Any, ...] = ()  # (args, kwargs) as the caller passed them
 
     def tensors(self) -> list[Leaf]:
         """The leaves that are tensors, in order."""
@@ -151,7 +152,7 @@ class ArgumentReader:
 
         modules = owners(nn.Module)
         optimizers = _with_held(modules, owners(torch.optim.Optimizer))
-        return Arguments(leaves, spec, modules, optimizers, owners(GradScaler))
+        return Arguments(leaves, spec, modules, optimizers, owners(GradScaler), (args, kwargs))
 
 
 def _with_held(modules: dict[str, nn.Module], given: dict[str, Any]) -> dict[str, torch.optim.Optimizer]:
@@ -325,8 +326,13 @@ def state_name(optimizer: str, key: Any, parameter: str) -> str:
     return f"{optimizer}.{key}[{parameter}]"
 
 
-def hyper_parameters_of(optimizers: dict[str, torch.optim.Optimizer]) -> list[HyperParameter]:
-    """What is read anew at each call: floats (and float tensors) of parameter groups, then numbers of state."""
+def hyper_parameters_of(
+    optimizers: dict[str, torch.optim.Optimizer], counters: Collection[tuple[str, int, str]] = ()
+) -> list[HyperParameter]:
+    """What is read anew at each call: floats (and float tensors) of parameter groups, then numbers of state.
+
+    ``counters``: the (optimizer, group, key) of ints in groups that the step writes.
+    """
     found = []
     for path, optimizer in optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
@@ -334,7 +340,7 @@ def hyper_parameters_of(optimizers: dict[str, torch.optim.Optimizer]) -> list[Hy
                 if key == "params" or key in SCHEDULER_NOTES:
                     continue
                 name = f"{path}.{index}.{key}"
-                if is_live(value):
+                if is_live(value) or (path, index, key) in counters:
                     found.append(HyperParameter(name, group, key))
                 elif isinstance(value, (tuple, list)):
                     found += [HyperParameter(f"{name}.{k}", group, key, k) for k, v in enumerate(value) if is_live(v)]

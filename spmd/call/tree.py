@@ -45,7 +45,7 @@ class Record:
     def of(cls, held: Any) -> Record:
         """The record of ``held``, and of the objects in it."""
         items = dict(held) if isinstance(held, dict) else {}
-        attributes = {name: getattr(held, name) for name in _attributes(held)}
+        attributes = {name: getattr(held, name) for name in attributes_of(held)}
         values = tuple(with_records(value) for value in (*items.values(), *attributes.values()))
         return cls(_Structure(type(held), tuple(items), tuple(attributes)), values)
 
@@ -92,7 +92,7 @@ def _is_record(leaf: Any) -> bool:
     return isinstance(leaf, dict)
 
 
-def _attributes(held: Any) -> Iterable[str]:
+def attributes_of(held: Any) -> Iterable[str]:
     """The names of the values that ``held`` has besides the items of a dict."""
     slots = [field.name for field in fields(held)] if is_dataclass(held) else []
     return dict.fromkeys([*(name for name in slots if hasattr(held, name)), *getattr(held, "__dict__", {})])

@@ -13,14 +13,21 @@ from passes import Output, OutputKind, Program, Role
 
 from ..call.state import Slot, gradient_name, state_name
 from .captured import Captured, FromOutput, NewState
+from .effects.carried import Carried
+from .effects.kept import bound
+from .effects.traced import is_traced
 from .final_state import FinalState
 from .functionalize import take_write_backs
 from .hyper_conditions import HyperGuards
-from .side_effects import is_traced
 
 
 def bind_outputs(
-    program: Program, final: FinalState, slots: list[Slot], guards: HyperGuards, constants: list[torch.Tensor]
+    program: Program,
+    final: FinalState,
+    slots: list[Slot],
+    guards: HyperGuards,
+    constants: list[torch.Tensor],
+    carried: Carried,
 ) -> Captured:
     """Declare the program's outputs, which its graph returns in the order of ``final.traced()``."""
     written = take_write_backs(program.graph)
@@ -32,8 +39,9 @@ def bind_outputs(
     cleared = _bind_updates(outputs, slots, final, program.placeholders)
     _bind_written_arguments(outputs, program, written)
     new_state = [*_bind_gradients(outputs, final), *_bind_optimizer_state(outputs, final)]
+    writes = bound(final.writes, lambda name: outputs.add(Output(OutputKind.NEW, name, Role.RESULT)))
     program.set_outputs(outputs.values, outputs.declared)
-    return Captured(program, guards, constants, results, final.result_spec, new_state, cleared)
+    return Captured(program, guards, constants, results, final.result_spec, new_state, cleared, carried, writes)
 
 
 class _Outputs:

@@ -11,7 +11,10 @@ import torch
 from passes import Program
 
 from .._torch import TreeSpec, tree_unflatten
+from .effects.carried import Carried
+from .effects.kept import Write
 from .hyper_conditions import HyperGuards
+from .reads import ReadSite
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,17 @@ class Captured:
     result_spec: TreeSpec
     new_state: list[NewState]
     cleared_gradients: list[str]  # parameters whose stored gradient the step sets to None
+    carried: Carried  # Python state that the program takes as inputs
+    writes: list[Write]  # to Python state
+
+    def all_carried(self) -> Carried:
+        """What the program takes as inputs, and the other sites that it writes, which may hold tensors then."""
+        sites = [write.target for write in self.writes if isinstance(write.target, ReadSite)]
+        return self.carried | Carried(sites=tuple(sites))
+
+    def release(self) -> None:
+        """Hold on to no Python state: the model is gone."""
+        self.writes.clear()
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """What the user's function returns, from the program's results in order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from .._torch import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
 from ..call.call import Call
 from ..call.inputs import BatchInput
 from ..call.state import HyperParameter, Slot
+from .effects.carried import Carried
 from .fake_mode import ShapesOnly
+from .reads import ReadSite
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,15 @@ class Fakes:
     hyper_parameters: list[Any]  # symbolic floats, or tensors
     symbols: list[Any]  # the symbol of each hyper-parameter, None for a tensor
     tensors: list[torch.Tensor]
+    kept: list[torch.Tensor]  # that the step keeps in Python state
 
     @classmethod
-    def of(cls, call: Call) -> Fakes:
-        """Fakes of a call's state, hyper-parameters and tensor arguments."""
+    def of(cls, call: Call, carried: Carried) -> Fakes:
+        """Fakes of a call's state, hyper-parameters and tensor arguments, and of carried numbers and tensors."""
         shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
         mode = ShapesOnly(shape_env=shapes, static_shapes=True)
         with mode:
-            numbers = [_fake_number(shapes, hyper) for hyper in call.hyper_parameters]
+            numbers = [_fake_number(shapes, hyper) for hyper in (*call.hyper_parameters, *carried.numbers)]
             return cls(
                 mode,
                 shapes,
@@ -41,19 +45,23 @@ class Fakes:
                 [fake for fake, _ in numbers],
                 [symbol for _, symbol in numbers],
                 [_fake_input(x) for x in call.inputs],
+                [_fake_kept(each.get()) for each in carried.tensors()],
             )
 
     @property
     def flat(self) -> list[Any]:
         """All inputs, in order."""
-        return [*self.slots, *self.hyper_parameters, *self.tensors]
+        return [*self.slots, *self.hyper_parameters, *self.tensors, *self.kept]
 
     def as_traced(self, flat: Sequence[Any]) -> Fakes:
         """The same, as the tracer passes them to the function that it traces."""
-        slots, hyper = len(self.slots), len(self.slots) + len(self.hyper_parameters)
-        return replace(
-            self, slots=list(flat[:slots]), hyper_parameters=list(flat[slots:hyper]), tensors=list(flat[hyper:])
-        )
+        remaining = iter(flat)
+
+        def take(fakes: Sequence[Any]) -> list[Any]:
+            return list(islice(remaining, len(fakes)))
+
+        parts = ("slots", "hyper_parameters", "tensors", "kept")
+        return replace(self, **{part: take(getattr(self, part)) for part in parts})
 
 
 def _fake_state(slot: Slot) -> torch.Tensor:
@@ -72,7 +80,12 @@ def _fake_input(described: BatchInput) -> torch.Tensor:
     return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake
 
 
-def _fake_number(shapes: ShapeEnv, hyper: HyperParameter) -> tuple[Any, Any]:
+def _fake_kept(live: torch.Tensor) -> torch.Tensor:
+    """Contiguous and of global shape; a DTensor has that shape."""
+    return torch.empty(tuple(live.shape), dtype=live.dtype, device=live.device)
+
+
+def _fake_number(shapes: ShapeEnv, hyper: HyperParameter | ReadSite) -> tuple[Any, Any]:
     """(a fake, its symbol or None)."""
     value = hyper.get()
     if isinstance(value, torch.Tensor):

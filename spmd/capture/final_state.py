@@ -5,7 +5,7 @@ Refused here: state that a compiled step could not store, or that it would chang
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,16 @@ import torch
 
 from passes import CaptureError
 
-from .._torch import own_buffers, own_parameters
+from .._torch import own_buffers, own_parameters, storage_id
 from ..call.state import Slot, state_name, submodules_of
 from ..call.tree import flatten
-from .side_effects import holds_traced, is_traced
+from .effects.carried import Carried
+from .effects.containers import ArgumentEntry
+from .effects.groups import group_changes
+from .effects.kept import Write, check_read, is_output, settle
+from .effects.lines import line_naming
+from .effects.traced import holds_traced, is_traced
+from .reads import Change, Reads
 from .swap_state import StateSwap
 from .unsupported import check_results
 
@@ -32,6 +38,17 @@ class NewEntry:
     unless: int | None = None  # index in ``FinalState.skips`` of the condition under which it is not made after all
 
 
+Entries = Sequence[tuple[ArgumentEntry, Change]]
+
+
+class Incomplete(Exception):
+    """The step reads and writes Python state that must be inputs: trace it again, with ``missing`` carried."""
+
+    def __init__(self, missing: Carried) -> None:
+        super().__init__("the step carries Python state")
+        self.missing = missing
+
+
 @dataclass(frozen=True)
 class FinalState:
     """Values are traced tensors, or plain Python values."""
@@ -42,10 +59,14 @@ class FinalState:
     gradients: dict[str, Any]  # new gradients by parameter name
     skips: list[Any]  # conditions under which new state was not made after all
     optimizer_state: list[NewEntry]
+    writes: list[Write]  # to Python state
 
     @classmethod
-    def of(cls, swap: StateSwap, result: Any) -> FinalState:
-        """Read the final state. Raises ``CaptureError`` and ``Refused`` for changes that cannot be compiled."""
+    def of(cls, swap: StateSwap, result: Any, carried: Carried, reads: Reads, entries: Entries) -> FinalState:
+        """Read the final state. Raises ``CaptureError`` and ``Refused`` for changes that cannot be compiled.
+
+        Raises ``Incomplete`` if more Python state has to be carried.
+        """
         leaves, spec = flatten(result)
         check_results(leaves)
         _refuse_new_parameters(swap)
@@ -55,18 +76,55 @@ class FinalState:
         slots = [_final_value(swap, slot) for slot, _ in swap.pairs]
         skips: list[Any] = []
         new_state = _new_state(swap, skips)
-        return cls(leaves, spec, slots, _new_gradients(swap), skips, new_state)
+        return cls(leaves, spec, slots, _new_gradients(swap), skips, new_state, _writes(swap, carried, reads, entries))
 
     def map_state(self, function: Callable[[Any], Any]) -> FinalState:
         """The same with ``function`` of each value of state."""
         new = [replace(entry, value=function(entry.value)) for entry in self.optimizer_state]
-        return replace(self, slots=[function(value) for value in self.slots], optimizer_state=new)
+        writes = [replace(write, leaves=[function(leaf) for leaf in write.leaves]) for write in self.writes]
+        return replace(self, slots=[function(value) for value in self.slots], optimizer_state=new, writes=writes)
 
     def traced(self) -> list[Any]:
         """The traced values, in the order of the graph's outputs."""
         new_state = [entry.value for entry in self.optimizer_state]
         values = [*self.results, *self.slots, *self.gradients.values(), *self.skips, *new_state]
-        return [value for value in values if is_traced(value)]
+        written = [leaf for write in self.writes for leaf in write.leaves if is_output(leaf)]
+        return [*(value for value in values if is_traced(value)), *written]
+
+
+def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -> list[Write]:
+    """What each call writes to Python state, and to containers among its arguments."""
+    if reads.changed_containers:
+        name, key = reads.changed_containers[0]
+        line = line_naming(reads.code, key)
+        raise CaptureError(
+            f"the step changes the entries of {name}{f' at {line}' if line else ''}, which a compiled step would do "
+            "only once, while it is traced. Return the value, and keep it outside of the step"
+        )
+    check_read(swap.attributes, reads)
+    groups, missing = group_changes(swap.groups, carried)
+    changes = [*(change for snapshot in swap.attributes for change in snapshot.changes(reads)), *reads.changes]
+    settled = settle(changes, entries, carried, reads, swap.recorder.source_of)
+    if missing or settled.missing:
+        raise Incomplete(missing | settled.missing)
+    writes = [*settled.writes, *groups]
+    _refuse_aliases(swap, writes)
+    settled.report_dropped()
+    reads.leave_out(carried.addresses | {change.site.address for change in changes if not change.was_read})
+    return writes
+
+
+def _refuse_aliases(swap: StateSwap, writes: list[Write]) -> None:
+    """Raise ``CaptureError`` if the step keeps the memory of state under another name: both would change together."""
+    memory = {storage_id(fake): slot.input.name for slot, fake in swap.pairs}
+    for write in writes:
+        for leaf in write.leaves:
+            if isinstance(leaf, torch.Tensor) and is_output(leaf) and storage_id(leaf) in memory:
+                line = swap.recorder.source_of(leaf)
+                raise CaptureError(
+                    f"the step keeps the memory of {memory[storage_id(leaf)]} in {write.target.name}"
+                    f"{f' at {line}' if line else ''}, where later writes would show. Keep a copy, with .clone()"
+                )
 
 
 def _refuse_new_parameters(swap: StateSwap) -> None:
@@ -83,7 +141,8 @@ def _refuse_argument_gradients(swap: StateSwap) -> None:
         if fake.grad is not None:
             raise CaptureError(
                 f"backward gives the argument {leaf.name} a gradient, which a compiled step does not store: "
-                f"return torch.autograd.grad(loss, {leaf.name}) instead, or pass it without requires_grad"
+                f"return torch.autograd.grad(loss, {leaf.name}) instead, or pass it without requires_grad, and call "
+                f"{leaf.name}.requires_grad_() inside of the step"
             )
 
 

@@ -23,8 +23,10 @@ from ..call.state import submodules_of
 from .bind_outputs import bind_outputs
 from .captured import Captured
 from .constraint import constraints_on
+from .effects.carried import Carried
 from .explain_errors import explained_errors
 from .fakes import Fakes
+from .final_state import Incomplete
 from .functionalize import functionalize
 from .hyper_conditions import HyperGuards
 from .reads import Reads
@@ -32,35 +34,54 @@ from .trace import Trace
 from .unsupported import check_modules
 
 
-def capture(function: Callable[..., Any], call: Call, name: str, reads: Reads) -> Captured:
-    """Trace one call of ``function``, and record in ``reads`` the plain Python state that it reads.
+def capture(
+    function: Callable[..., Any], call: Call, name: str, known: Carried | None = None
+) -> tuple[Captured, Reads]:
+    """Trace one call of ``function``; returns with it the plain Python state that it reads.
 
-    Raises ``CaptureError`` if the step cannot be traced; nothing is changed then.
+    ``known``: Python state that other programs of the step take as inputs. Raises ``CaptureError`` if the step cannot
+    be traced; nothing is changed then.
     """
     check_modules(submodules_of(call.arguments.modules))
-    fakes = Fakes.of(call)
-    trace = Trace(function, call, fakes, reads)
     with explained_errors(function, call.arguments), constraints_on(call.mesh):
-        first = trace.graph_module()
+        trace, first = _traced(function, call, (known or Carried()).now())
     assert trace.final is not None
+    fakes, reads, carried = trace.fakes, trace.reads, trace.carried
     second, constants = functionalize(first, fakes)
-    program = Program(second, _inputs(call, constants), [], call.mesh, name=name)
+    program = Program(second, _inputs(call, carried, constants), [], call.mesh, name=name)
     guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches)
-    captured = bind_outputs(program, trace.final, call.slots, guards, constants)
+    captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried)
     _describe_origins(program)
     _name_placeholders(program)
     _drop_unread_hyper_parameters(program)
     second.graph.lint()
     second.recompile()
-    return captured
+    return captured, reads
 
 
-def _inputs(call: Call, constants: Sequence[torch.Tensor]) -> list[Input]:
-    numbers = [(hyper.name, hyper.get()) for hyper in call.hyper_parameters]
+def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple[Trace, fx.GraphModule]:
+    """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet."""
+    while True:
+        call.counters |= carried.counters
+        trace = Trace(function, call, Fakes.of(call, carried), Reads(), carried)
+        try:
+            return trace, trace.graph_module()
+        except Incomplete as error:
+            carried = (carried | error.missing).with_names_unlike(_names(call))
+
+
+def _names(call: Call) -> set[str]:
+    inputs = [*(slot.input for slot in call.slots), *call.hyper_parameters, *call.inputs]
+    return {each.name for each in inputs}
+
+
+def _inputs(call: Call, carried: Carried, constants: Sequence[torch.Tensor]) -> list[Input]:
+    numbers = [(hyper.name, hyper.get()) for hyper in (*call.hyper_parameters, *carried.numbers)]
     return [
         *[slot.input for slot in call.slots],
         *[Input(Role.HYPER_PARAMETER, name, dtype=_dtype_of(value)) for name, value in numbers],
         *[Input(x.role, x.name, x.shape, x.dtype, x.placement) for x in call.inputs],
+        *carried.inputs(call.device_mesh),
         *[Input(Role.CONSTANT, f"constant.{k}", tuple(c.shape), c.dtype) for k, c in enumerate(constants)],
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from passes import CaptureError
@@ -73,6 +73,27 @@ def refuse_other_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     finally:
         before_steps.remove()
         Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+@contextmanager
+def refuse_schedulers() -> Iterator[None]:
+    """Raise ``Refused`` if a scheduler of torch's steps: what it counts is Python state of torch's own."""
+
+    def refuse(scheduler: Any, *_: Any, **__: Any) -> None:
+        raise Refused(
+            f"it calls a scheduler ({type(scheduler).__name__}), which a compiled step would do only once, while it is "
+            "traced. Call schedulers outside of the step."
+        )
+
+    kinds = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)]
+    before = [(kind, vars(kind)["step"]) for kind in kinds if issubclass(kind, lr_scheduler.LRScheduler)]
+    for kind, _ in before:
+        kind.step = refuse
+    try:
+        yield
+    finally:
+        for kind, step in before:
+            kind.step = step
 
 
 class TensorsAsFloats(TorchFunctionMode):

@@ -20,15 +20,10 @@ from ..call.call import Call
 from ..call.grad_scaler import SkippedSteps
 from ..call.state import Slot, buffers_of, parameters_of, submodules_of
 from .batch_norm import traceable_norm
+from .effects.attributes import Snapshot, contain_group_list_effects, restored_attributes
 from .fakes import Fakes
-from .optimizers import TracedOptimizer, check_traceable, refuse_other_optimizers
+from .optimizers import TracedOptimizer, check_traceable, refuse_other_optimizers, refuse_schedulers
 from .provenance import Recorder
-from .side_effects import (
-    contain_group_effects,
-    contain_group_list_effects,
-    contain_module_effects,
-    contain_optimizer_effects,
-)
 
 
 class StateSwap:
@@ -44,6 +39,10 @@ class StateSwap:
         self.skipped = SkippedSteps()
         self.fake_state: dict[int, dict[Any, Any]] = {}  # by the id of the live state dict of one parameter
         self.entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # (holder, key, fake) of swapped entries
+        self.attributes: list[Snapshot] = []  # of modules and optimizers, as the step finds them
+        self.groups: list[
+            tuple[str, int, dict[str, Any], dict[str, Any]]
+        ] = []  # (optimizer, index, group, its entries)
         self._by_id = {id(slot.get()): fake for slot, fake in self.pairs}
 
     @contextmanager
@@ -58,12 +57,14 @@ class StateSwap:
                 self._swap_optimizer(stack, path, each)
             self._swap_scalers(stack)
             stack.enter_context(refuse_other_optimizers(self.optimizers.values()))
+            stack.enter_context(refuse_schedulers())
+            owners = [*submodules_of(self.modules), *self.optimizers.items()]
+            self.attributes = stack.enter_context(restored_attributes(owners))
             yield
 
     def _swap_modules(self, stack: ExitStack) -> None:
         self.entries = self._module_entries()
-        for name, submodule in submodules_of(self.modules):
-            stack.enter_context(contain_module_effects(name, submodule))
+        for _, submodule in submodules_of(self.modules):
             stack.enter_context(traceable_norm(submodule))
             stack.enter_context(_restored(own_parameters(submodule)))
             stack.enter_context(_restored(own_buffers(submodule)))
@@ -113,7 +114,6 @@ class StateSwap:
     def _swap_optimizer(self, stack: ExitStack, path: str, traced: TracedOptimizer) -> None:
         optimizer = traced.optimizer
         check_traceable(path, optimizer)
-        stack.enter_context(contain_optimizer_effects(path, optimizer))
         stack.callback(setattr, optimizer, "state", optimizer.state)
         optimizer.state = self._fake_optimizer_state(optimizer)
         stack.enter_context(contain_group_list_effects(path, optimizer.param_groups))
@@ -124,7 +124,7 @@ class StateSwap:
         self._swap_hyper_parameters(path)
         traced.use_plain_form()
         for index, group in enumerate(optimizer.param_groups):
-            stack.enter_context(contain_group_effects(f"{path}.{index}", group))
+            self.groups.append((path, index, group, dict(group)))
         stack.enter_context(traced.watch_steps())
 
     def _fake_optimizer_state(self, optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
@@ -136,7 +136,7 @@ class StateSwap:
         return state
 
     def _swap_hyper_parameters(self, path: str) -> None:
-        for hyper, fake in zip(self.call.hyper_parameters, self.fakes.hyper_parameters, strict=True):
+        for hyper, fake in zip(self.call.hyper_parameters, self.fakes.hyper_parameters, strict=False):
             if not hyper.name.startswith(f"{path}."):
                 continue
             if hyper.item is None:

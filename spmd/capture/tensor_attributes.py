@@ -1,7 +1,8 @@
-"""Tensors that modules hold as plain attributes, such as a table of positions: constants of the program.
+"""Tensors that modules hold as plain attributes, or in lists and dicts there: constants of the program.
 
-They belong to modules among the step's arguments, but they are not registered as buffers, so no fake replaces them
-while tracing. The first op that reads one lifts it into the graph. Guards compare the attribute by identity.
+A table of positions, say. They belong to modules among the step's arguments, but they are not registered as buffers,
+so no fake replaces them while tracing. The first op that reads one lifts it into the graph. Guards compare the
+attribute by identity. What the step itself replaces is no constant, but state (``effects/carried.py``).
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ from torch import Tensor, nn
 
 from passes.ir.ops import Trait, has
 
-from .._torch import TorchDispatchMode, tree_map
+from .._torch import BUFFERS, CHILDREN, PARAMETERS, TorchDispatchMode, tree_flatten, tree_map
+from .reads import CONTAINERS
 from .unsupported import Refused
 
 aten = torch.ops.aten
+NO_CONSTANTS = {PARAMETERS, BUFFERS, CHILDREN}
 
 
 @contextmanager
 def constant_attributes(submodules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
     """Lift the plain tensors of these modules into the graph where an op reads them."""
     constants = {
-        id(value): (f"{name}.{key}", value)
+        id(leaf): (f"{name}.{key}", leaf)
         for name, module in submodules
         for key, value in vars(module).items()
-        if is_constant(value)
+        if isinstance(value, (torch.Tensor, *CONTAINERS)) and key not in NO_CONSTANTS
+        for leaf in tree_flatten(value)[0]
+        if is_constant(leaf)
     }
     if not constants:
         yield

@@ -7,7 +7,6 @@ parameter groups, torch's compiling flag) is restored, also when tracing raises.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,10 +28,12 @@ from ..call.rng import refuse_other_generators
 from ..call.state import StateRef, submodules_of
 from ..call.tree import flatten
 from .decompositions import first_trace_table
+from .effects.carried import Carried
+from .effects.containers import ArgumentEntry, Containers
 from .fakes import Fakes
 from .final_state import FinalState
 from .provenance import Recorder
-from .reads import Reads
+from .reads import Change, Reads
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
 from .swap_state import StateSwap
@@ -48,8 +49,10 @@ class Trace:
     call: Call
     fakes: Fakes
     reads: Reads
+    carried: Carried
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
+    entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the traced values of ``final``."""
@@ -61,6 +64,8 @@ class Trace:
         recorder, branches = Recorder(names, self.reads), StateBranches(self.call.slots)
         fakes = self.fakes.as_traced(flat)
         with ExitStack() as stack:
+            numbers = fakes.hyper_parameters[len(self.call.hyper_parameters) :]
+            stack.enter_context(self.carried.swapped(numbers, fakes.kept))
             swap = StateSwap(self.call, fakes, recorder)
             stack.enter_context(swap.swapped())
             stack.enter_context(_torch_settings())
@@ -73,16 +78,19 @@ class Trace:
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
             result = self._call_function(fakes)
             set_data.check_end()
-            self.final = FinalState.of(swap, result).map_state(set_data.current)
+            self.final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)
             return self.final.traced()
 
     def _call_function(self, fakes: Fakes) -> Any:
         args, kwargs = self._call_arguments(fakes)
         leaves = self.call.arguments.leaves
         self.reads.names.update((id(leaf.value), leaf.name) for leaf in leaves)
-        roots = [leaf.value for leaf in leaves]
-        with self._warn_of_changed_containers((args, kwargs)), self.reads.watch(self.function, *roots):
-            return self.function(*args, **kwargs)
+        names = {id(given): leaf.name for leaf, given in zip(leaves, flatten((args, kwargs))[0], strict=True)}
+        containers = Containers.of((args, kwargs))
+        with self.reads.watch(self.function, *[leaf.value for leaf in leaves]):
+            result = self.function(*args, **kwargs)
+        self.entries = list(containers.changes(names))
+        return result
 
     def _call_arguments(self, fakes: Fakes) -> tuple[Any, Any]:
         tensors = iter(fakes.tensors)
@@ -96,21 +104,6 @@ class Trace:
         leaves = [stand_in(leaf.value) for leaf in self.call.arguments.leaves]
         args, kwargs = tree_unflatten(leaves, self.call.arguments.spec)
         return args, kwargs
-
-    @contextmanager
-    def _warn_of_changed_containers(self, call: Any) -> Iterator[None]:
-        """Warn if the step changes a list, dict or dataclass among its arguments, since it gets copies of them."""
-        before, spec = flatten(call)
-        yield
-        after, now = flatten(call)
-        names = [leaf.name for leaf in self.call.arguments.leaves]
-        gone = [name for name, leaf in zip(names, before, strict=True) if all(leaf is not other for other in after)]
-        if gone or now != spec:
-            warnings.warn(
-                f"the step changes containers among its arguments ({', '.join(gone) or 'new entries'}), but a compiled "
-                "step gets copies of lists, dicts and dataclasses. Return the new values, or write into tensors",
-                stacklevel=2,
-            )
 
     def _submodules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return submodules_of(self.call.arguments.modules)

@@ -24,7 +24,7 @@ from .._torch import (
     own_parameters,
     tree_flatten,
 )
-from .side_effects import holds_traced
+from .effects.traced import holds_traced
 
 
 class Refused(Exception):

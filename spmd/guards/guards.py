@@ -16,8 +16,10 @@ import torch
 
 from .._torch import global_hooks
 from ..call.state import Arguments, Slot
+from ..capture.captured import Captured
 from ..capture.hyper_conditions import HyperGuards
 from ..capture.reads import Reads
+from .kept_tensors import KeptTensors
 from .leaves import Leaves, describe, expectation
 from .module_tree import ModuleTree
 from .parameter_groups import ParameterGroups
@@ -37,15 +39,14 @@ class Guards:
     groups: ParameterGroups
     reads: ReadGuards
     layout: StateLayout
+    kept: KeptTensors
     conditions: HyperGuards
     described: dict[str, str]  # each state tensor in a message, by name
     dead: bool = False
     on_release: Callable[[], None] | None = None  # releases what else holds state
 
     @classmethod
-    def of(
-        cls, arguments: Arguments, slots: Sequence[Slot], reads: Reads, conditions: HyperGuards, settings: Any
-    ) -> Guards:
+    def of(cls, arguments: Arguments, slots: Sequence[Slot], reads: Reads, captured: Captured, settings: Any) -> Guards:
         """Guards on the state as it is now. ``settings`` are ``torch_settings()`` when the step was traced."""
         layout = StateLayout.of(arguments, slots)
         specs = {slot.input.name: expectation(slot.get()) for slot in slots}
@@ -53,10 +54,11 @@ class Guards:
             Leaves.of(arguments, [(name, specs.get(name)) for name in layout.names]),
             settings,
             ModuleTree.of(arguments),
-            ParameterGroups.of(arguments),
+            ParameterGroups.of(arguments, captured.carried),
             ReadGuards.of(reads.sites.values(), [each.value for each in reads.containers.values()]),
             layout,
-            conditions,
+            KeptTensors.of(captured.carried),
+            captured.guards,
             _describe_state(slots),
         )
         guards.leaves.watch_owners(arguments, weakref.WeakMethod(guards._release))
@@ -66,7 +68,7 @@ class Guards:
         """Let go of all state once a module or optimizer is gone, since no later call can match."""
         if not self.dead:
             self.dead = True
-            del self.tree, self.reads, self.layout
+            del self.tree, self.reads, self.layout, self.kept, self.groups
             if self.on_release is not None:
                 self.on_release()
 
@@ -79,6 +81,8 @@ class Guards:
         if self.dead or not self.leaves.hold(arguments) or torch_settings() != self.settings:
             return None
         if not self.tree.hold() or not self.reads.hold() or not self.groups.hold(arguments):
+            return None
+        if not self.kept.hold():
             return None
         tensors = self.layout.read(arguments)
         if tensors is None or not self.leaves.hold_state(arguments, tensors):
@@ -96,7 +100,9 @@ class Guards:
             if before != now:
                 return f"torch's {now[0]}: {before[1:]} -> {now[1:]}"
         found = self.tree.difference() or self.reads.difference() or self.groups.difference(arguments)
-        return found or self._state_difference(slots) or self.groups.describe_values(arguments)
+        return (
+            found or self.kept.difference() or self._state_difference(slots) or self.groups.describe_values(arguments)
+        )
 
     def _state_difference(self, slots: Sequence[Slot]) -> str:
         before, now = self.described, _describe_state(slots)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 from ..call.state import SCHEDULER_NOTES, Arguments, HyperParameter, hyper_parameters_of, is_live
+from ..capture.effects.carried import Carried
 from ..capture.reads import is_plain
 from .equality import structurally_equal
 
@@ -20,28 +22,34 @@ class ParameterGroups:
     counters: list[tuple[int, int, str]]  # (optimizer, position in its state, key) of each number
     names: list[str]  # of both, in order
     checked: list[Any]  # all values of all groups when they were compared; empty if one can change in place
+    carried: Carried
+    kinds: list[type]  # of the carried numbers
 
     @classmethod
-    def of(cls, arguments: Arguments) -> ParameterGroups:
-        """The groups now."""
-        found = hyper_parameters_of(arguments.optimizers)
+    def of(cls, arguments: Arguments, carried: Carried) -> ParameterGroups:
+        """The groups now, and numbers that the step carries."""
+        found = hyper_parameters_of(arguments.optimizers, carried.counters)
         groups = _index([optimizer.param_groups for optimizer in arguments.optimizers.values()])
         entries = _index([list(optimizer.state.values()) for optimizer in arguments.optimizers.values()])
         values = _values(arguments)
         return cls(
-            _flags(arguments),
+            _flags(arguments, carried.counters),
             [(*groups[id(h.group)], h.key, h.item) for h in found if id(h.group) in groups],
             [(*entries[id(h.group)], h.key) for h in found if id(h.group) in entries],
-            [hyper.name for hyper in found],
+            [each.name for each in (*found, *carried.numbers)],
             values if all(map(_is_immutable, values)) else [],
+            carried,
+            [type(site.get()) for site in carried.numbers],
         )
 
     def hold(self, arguments: Arguments) -> bool:
-        """Whether every flag is as it was."""
+        """Whether every flag is as it was, and every carried number is one."""
+        if [type(site.get()) for site in self.carried.numbers] != self.kinds:
+            return False
         now = _values(arguments)
         if len(now) == len(self.checked) and all(map(is_, now, self.checked)):
             return True
-        return structurally_equal(_flags(arguments), self.flags)
+        return structurally_equal(_flags(arguments, self.carried.counters), self.flags)
 
     def values(self, arguments: Arguments) -> list[Any]:
         """The live hyper-parameters, in order."""
@@ -50,11 +58,13 @@ class ParameterGroups:
         if self.counters:
             states = [list(optimizer.state.values()) for optimizer in arguments.optimizers.values()]
             found += [states[k][j][key] for k, j, key in self.counters]
-        return found
+        return found + [site.get() for site in self.carried.numbers]
 
     def difference(self, arguments: Arguments) -> str:
         """The first flag that is not as it was, or nothing."""
-        for path, groups, now in zip(arguments.optimizers, self.flags, _flags(arguments), strict=True):
+        for path, groups, now in zip(
+            arguments.optimizers, self.flags, _flags(arguments, self.carried.counters), strict=True
+        ):
             if len(groups) != len(now):
                 return f"{path} has {len(now)} parameter groups instead of {len(groups)}"
             for index, (group, current) in enumerate(zip(groups, now, strict=True)):
@@ -83,12 +93,19 @@ def _is_immutable(value: Any) -> bool:
     return is_plain(value) or (isinstance(value, tuple) and all(map(_is_immutable, value)))
 
 
-def _flags(arguments: Arguments) -> list[list[dict[str, Any]]]:
-    return [[_group(group) for group in optimizer.param_groups] for optimizer in arguments.optimizers.values()]
-
-
-def _group(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: _flag(value) for key, value in group.items() if key != "params" and key not in SCHEDULER_NOTES}
+def _flags(arguments: Arguments, counters: Collection[tuple[str, int, str]]) -> list[list[dict[str, Any]]]:
+    """Of each group of each optimizer; of a counter, its type."""
+    return [
+        [
+            {
+                key: type(value) if (path, index, key) in counters else _flag(value)
+                for key, value in group.items()
+                if key != "params" and key not in SCHEDULER_NOTES
+            }
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+        for path, optimizer in arguments.optimizers.items()
+    ]
 
 
 def _flag(value: Any) -> Any:

@@ -23,9 +23,10 @@ from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Progra
 from passes.ir.program import Placements, is_sharded
 from passes.runtime.gloo import GlooWork
 
-from .._torch import local_tensor, move_hooks
+from .._torch import local_tensor, move_hooks, tree_flatten, tree_unflatten
 from ..call.call import Call
 from ..call.state import Arguments, Slot, StateRef, local_of, parameters_of
+from ..capture.effects.carried import Carried
 from ..placements import chunk
 from ..ranks.world import extend_placement
 
@@ -64,11 +65,12 @@ def prepare(call: Call, inputs: Sequence[Input]) -> Prepared:
     return Prepared(slots, placements, storages)
 
 
-def check_memory(program: Program, call: Call) -> None:
+def check_memory(program: Program, call: Call, carried: Carried) -> None:
     """Raise ``CaptureError`` if two inputs share memory and the step writes one of them: the other would not see it."""
     written = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
     named = [(slot.input.name, slot.local()) for slot in call.slots]
     named += [(leaf.name, local_of(leaf.value)) for leaf in call.arguments.tensors()]
+    named += [(each.name, local_of(each.get())) for each in carried.tensors()]
     spans = sorted((*_span(tensor), name) for name, tensor in named if tensor.numel())
     for (_, end, name), (start, _, other) in pairwise(spans):
         if start < end and (name in written or other in written):
@@ -117,6 +119,23 @@ def commit(prepared: Prepared, call: Call) -> dict[str, weakref.ref[torch.Tensor
     _split_gradients(prepared, renewed, device_mesh)
     _rebind(arguments, renewed)
     return {} if any(isinstance(leaf.value, StateRef) for leaf in arguments.leaves) else replaced
+
+
+def make_kept_equal(carried: Carried, call: Call) -> None:
+    """Make tensors in Python state that a program takes as inputs equal to those of rank 0."""
+    for site in carried.sites if call.own_groups else ():
+        leaves, spec = tree_flatten(site.get())
+        equal = [_as_on_rank_zero(leaf, call) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
+        if any(new is not old for new, old in zip(equal, leaves, strict=True)):
+            site.put(tree_unflatten(equal, spec))
+
+
+def _as_on_rank_zero(tensor: torch.Tensor, call: Call) -> torch.Tensor:
+    """The tensor, or a copy where rank 0 has other values: the user may hold it elsewhere, too."""
+    values = tensor.clone()
+    for axis in call.own_groups:
+        broadcast_along(values, call, axis)
+    return tensor if torch.equal(values, tensor) else values
 
 
 def as_dtensor(

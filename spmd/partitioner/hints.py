@@ -74,9 +74,14 @@ class Hints:
         if output.kind is OutputKind.UPDATE:
             return context.placements[output.name]
         if output.kind is OutputKind.NEW:
-            assert output.of is not None, "new state belongs to a parameter"
+            if output.of is None:  # in Python state: it stays where it was, or is placed as a result
+                same = context.shapes.get(output.name) == value.shape
+                return context.placements[output.name] if same else self._of_result(value)
             placements = context.placements if output.role is Role.GRADIENT else context.update_placements
             return placements[output.of] if value.shape == context.shapes[output.of] else context.replicated
+        return self._of_result(value)
+
+    def _of_result(self, value: Value) -> Placements:
         batch = (k in value.batch and self._divides(value, k) for k in range(len(value.primary)))
         return tuple(_in_order(p) if split else Replicate() for p, split in zip(value.primary, batch, strict=True))
 

@@ -1,11 +1,23 @@
 """Plain Python state that a step reads while it is traced, for guards to compare at later calls.
 
 ``python_reads.py`` records the reads; attributes, globals and entries of classes and modules each have a file for how
-they are observed. ``read_sites.py`` and ``snapshots.py`` define what is recorded.
+they are observed. ``read_sites.py``, ``snapshots.py`` and ``changes.py`` define what is recorded.
 """
 
+from .changes import Change
 from .python_reads import Reads
 from .read_sites import MISSING, READERS, ReadSite, is_plain
-from .snapshots import content_of
+from .snapshots import CONTAINERS, ContainerSnapshot, containers_in, content_of
 
-__all__ = ["MISSING", "READERS", "ReadSite", "Reads", "content_of", "is_plain"]
+__all__ = [
+    "CONTAINERS",
+    "MISSING",
+    "READERS",
+    "Change",
+    "ContainerSnapshot",
+    "ReadSite",
+    "Reads",
+    "containers_in",
+    "content_of",
+    "is_plain",
+]

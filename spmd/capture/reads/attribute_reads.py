@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import BUFFERS, CHILDREN, MODULE_NOTES, PARAMETERS
+from ..._torch import BUFFERS, CHILDREN, MODULE_NOTES, PARAMETERS, RNN_NOTES
 
 # Attributes that other guards compare as a whole: state, the tree of modules, ``training`` of every module.
 GUARDED_ELSEWHERE: dict[type, set[str]] = {
-    nn.Module: {PARAMETERS, BUFFERS, CHILDREN, "training", *MODULE_NOTES},
+    nn.Module: {PARAMETERS, BUFFERS, CHILDREN, "training", *MODULE_NOTES, *RNN_NOTES},
     torch.optim.Optimizer: {"state", "param_groups", "defaults", "step"},  # schedulers wrap step to count it
 }
 
@@ -22,16 +22,18 @@ class AttributeReads:
     """Watches classes for the length of the context.
 
     ``noted`` holds (id of an object's ``__dict__``, key) of the reads that need no report. ``on_read`` is called with
-    (instance, its ``__dict__`` or None, key), ``on_vars`` with (instance, ``__dict__``) when all of it is handed out.
+    (instance, its ``__dict__`` or None, key), ``on_missing`` with the same for an attribute that is not there, and
+    ``on_vars`` with (instance, ``__dict__``) when all of it is handed out.
     """
 
     def __init__(
         self,
         noted: Container[tuple[int, str]],
         on_read: Callable[[Any, dict[str, Any] | None, str], None],
+        on_missing: Callable[[Any, dict[str, Any], str], None],
         on_vars: Callable[[Any, dict[str, Any]], None],
     ) -> None:
-        self._noted, self._on_read, self._on_vars = noted, on_read, on_vars
+        self._noted, self._on_read, self._on_missing, self._on_vars = noted, on_read, on_missing, on_vars
         self._watched: set[type] = set()
         self._stack = ExitStack()
 
@@ -59,21 +61,38 @@ class AttributeReads:
 
     def _reporting(self, cls: type) -> Callable[[Any, str], Any]:
         original: Any = cls.__getattribute__
-        get_dict = object.__getattribute__
         noted, on_read, on_vars = self._noted, self._on_read, self._on_vars
         elsewhere = next((names for base, names in GUARDED_ELSEWHERE.items() if issubclass(cls, base)), set())
 
         def __getattribute__(instance: Any, key: str) -> Any:
-            value = original(instance, key)
+            try:
+                value = original(instance, key)
+            except AttributeError:
+                self._note_missing(instance, key)
+                raise
             if key == "__dict__" and not elsewhere:
                 on_vars(instance, value)
             elif key not in elsewhere and not key.startswith("__"):
-                try:
-                    fields = get_dict(instance, "__dict__")
-                except AttributeError:
-                    fields = None
+                fields = _fields_of(instance)
                 if fields is None or (id(fields), key) not in noted:
                     on_read(instance, fields, key)
             return value
 
         return __getattribute__
+
+    def _note_missing(self, instance: Any, key: str) -> None:
+        """Report an attribute that is not there; of a module, that it is no parameter, buffer or submodule either."""
+        fields = _fields_of(instance)
+        if fields is None or key.startswith("__") or (id(fields), key) in self._noted:
+            return
+        if not any(key in fields.get(state, ()) for state in (PARAMETERS, BUFFERS, CHILDREN)):
+            self._on_missing(instance, fields, key)
+
+
+def _fields_of(instance: Any) -> dict[str, Any] | None:
+    """The ``__dict__`` of an instance, read past all that watches it; None if it has none."""
+    try:
+        fields: dict[str, Any] = object.__getattribute__(instance, "__dict__")
+    except AttributeError:
+        return None
+    return fields

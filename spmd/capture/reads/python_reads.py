@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import sys
 import threading
 import types
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS
-from ..side_effects import holds_traced
+from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS, tree_flatten
+from ..effects.traced import holds_traced
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
+from .changes import Change
 from .foreign_code import is_foreign_file, is_foreign_module
 from .global_reads import GlobalReads, globals_in, names_in
 from .namespaces import Namespaces
@@ -52,30 +53,39 @@ _CACHED = type(lru_cache(len))
 
 @dataclass
 class Reads:
-    """The read sites of one trace, each once, with its value at the first read."""
+    """The read sites of one trace, each once, with the value that it had before the step.
+
+    After ``watch``, ``changes`` says what the step changed besides modules and optimizers, and ``changed_containers``
+    whose entries.
+    """
 
     names: dict[int, str] = field(default_factory=dict)  # of modules and other arguments, by id
     sites: dict[tuple[int, str], ReadSite] = field(default_factory=dict)
-    first: dict[tuple[int, str], Any] = field(default_factory=dict)
+    first: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value before the step
     containers: dict[int, ContainerSnapshot] = field(default_factory=dict)
     fields: dict[int, FieldsSnapshot] = field(default_factory=dict)
+    code: list[types.CodeType] = field(default_factory=list)  # the user's, that ran
+    changes: list[Change] = field(default_factory=list)
+    changed_containers: list[tuple[str, str]] = field(default_factory=list)  # (name, key of the site that holds it)
+    _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
     _before: dict[int, dict[str, Any]] = field(default_factory=dict)  # attributes of ``fields``, by the id of __dict__
+    _alive: set[int] = field(default_factory=set)  # ids of the objects that were there before the step
     _stack: ExitStack | None = None
     _thread: int = field(default_factory=threading.get_ident)  # others run meanwhile, and their reads do not count
 
     def __post_init__(self) -> None:
         self._namespaces = Namespaces(self._note_entry)
-        self._attributes = AttributeReads(self.sites, self._note_attribute, self._note_vars)
+        self._attributes = AttributeReads(self.sites, self._note_attribute, self._note_missing, self._note_vars)
         self._globals = GlobalReads(self._note_globals)
 
     @contextmanager
     def watch(self, *roots: Any) -> Iterator[None]:
         """Record reads for the length of the context; ``roots`` are the function and its arguments.
 
-        Changes that the step makes to what it read are undone if it raises; else they are reported by a warning, and
-        undone where they left traced values behind.
+        What the step changed is undone at the end, also if it raised.
         """
+        self._alive = set(map(id, gc.get_objects()))
         with ExitStack() as stack:
             self._stack = stack
             stack.enter_context(self._attributes)
@@ -87,36 +97,48 @@ class Reads:
             try:
                 yield
             except BaseException:
-                self._changed(undo=lambda now: True)
+                self._undo()
                 raise
         self._stack = None
-        _warn_of(self._changed(undo=holds_traced))
+        self._undo()
+
+    def was_read(self, site: ReadSite, before: Any) -> bool:
+        """Whether the step may have read the value ``before``: not if it had written another when it first read."""
+        return self._at_read.get(site.address, self) is before
+
+    def leave_out(self, addresses: Container[tuple[int, str]]) -> None:
+        """Forget sites that the program takes as inputs, or that were written before they were read."""
+        for address in [address for address in self.sites if address in addresses]:
+            del self.sites[address]
+        self.containers = {k: each for k, each in self.containers.items() if not holds_traced(each.content)}
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Do not look for functions that start: none of the user's does in here."""
         return self._globals.paused()
 
-    def _changed(self, undo: Callable[[Any], bool]) -> list[str]:
-        """The names of what the step changed besides modules and optimizers; undone where ``undo(value)`` is true."""
-        changed = []
-        # Copies: comparing may itself read what is watched, and so add more.
-        for site, value in zip([*self.sites.values()], [*self.first.values()], strict=True):
-            now = site.get()
-            if not site.owned and now is not value:
-                changed.append(site.name)
-                if undo(now):
-                    site.put(value)
-        for container in [*self.containers.values()]:
-            if not container.owned and container.changed():
-                changed.append(container.name)
-                if undo(container.value):
-                    container.restore()
+    def _undo(self) -> None:
+        """Note what the step changed besides modules and optimizers, and undo it."""
+        changes: dict[tuple[int, str], Change] = {}
+        for address, site in [*self.sites.items()]:  # a copy: comparing may itself read what is watched
+            now, before = site.get(), self.first[address]
+            if not site.owned and now is not before:
+                changes[address] = self._change(site, before, now)
         for fields in [*self.fields.values()]:
             for key in fields.changed():
-                changed.append(f"{fields.name}.{key}")
-                if undo(vars(fields.holder)[key]):
-                    fields.restore(key)
-        return list(dict.fromkeys(changed))
+                site = ReadSite("item", vars(fields.holder), key, f"{fields.name}.{key}")
+                before = fields.before.get(key, MISSING)
+                changes.setdefault(site.address, self._change(site, before, site.get()))
+        changed = [each for each in self.containers.values() if not each.owned and each.changed()]
+        holders = {id(site.get()): site.key for site in [*self.sites.values()]}
+        self.changed_containers = [(each.name, holders.get(id(each.value), "")) for each in changed]
+        self.changes = list(changes.values())
+        for change in self.changes:
+            change.site.put(change.before)
+        for container in changed:
+            container.restore()
+
+    def _change(self, site: ReadSite, before: Any, now: Any) -> Change:
+        return Change(site, before, now, self.was_read(site, before), tree_flatten(before)[0])
 
     # Record sites
 
@@ -126,6 +148,7 @@ class Reads:
         site = self.sites[id(holder), key] = ReadSite(kind, holder, key, name, owned)
         value = site.get()  # may itself be a watched read, of a site that is recorded by now
         before = self._before.get(id(holder)) if kind == "item" else None
+        self._at_read[id(holder), key] = value
         # What the step itself wrote before it read there is not what it depends on.
         self.first[id(holder), key] = value if before is None else before.get(key, MISSING)
         self._follow(value, name, owned)
@@ -141,6 +164,7 @@ class Reads:
         """Record the globals of code that starts, and follow what it imports."""
         if is_foreign_file(code.co_filename):
             return
+        self.code.append(code)
         self._namespaces.read_by(code)
         for name in names_in(code, "IMPORT_NAME"):
             self._follow(sys.modules.get(name), name)
@@ -156,6 +180,9 @@ class Reads:
         """Record an attribute where it lives: in ``fields``, the instance's dict, or in a class."""
         self._reach(type(instance))
         name = f"{self._name(instance)}.{key}"
+        if fields is not None and key in fields and self._is_new(instance):
+            self._follow(fields[key], name)
+            return
         if fields is not None and key in fields:
             owned = isinstance(instance, tuple(GUARDED_ELSEWHERE))
             if owned and key in HOOK_DICTS:  # torch never binds another dict there
@@ -174,6 +201,17 @@ class Reads:
         if fields is not None and not hasattr(value, "__set__"):  # that the instance has none of its own
             self._note("item", fields, key, name, owned=True)
 
+    def _note_missing(self, instance: Any, fields: dict[str, Any], key: str) -> None:
+        """Record that an instance has no attribute ``key``, as ``hasattr`` may ask."""
+        is_users = not is_foreign_module(type(instance).__module__) or isinstance(instance, nn.Module)
+        if is_users and not self._is_new(instance):
+            owned = isinstance(instance, tuple(GUARDED_ELSEWHERE))
+            self._note("item", fields, key, f"{self._name(instance)}.{key}", owned)
+
+    def _is_new(self, value: Any) -> bool:
+        """Whether the step made an object itself: it is no state. Python's collector does not list every dict."""
+        return id(value) not in self._alive and not isinstance(value, (dict, tuple, frozenset))
+
     def _name(self, instance: Any) -> str:
         return self.names.get(id(instance), type(instance).__name__)
 
@@ -184,10 +222,11 @@ class Reads:
             return
         self._seen[id(value)] = value
         if isinstance(value, CONTAINERS):
-            self.containers[id(value)] = ContainerSnapshot(name, value, content_of(value), owned)
+            if not self._is_new(value):
+                self.containers[id(value)] = ContainerSnapshot(name, value, content_of(value), owned)
             for key, item in items_of(value):
                 if not is_plain(item):
-                    self._follow(item, f"{name}[{key!r}]")
+                    self._follow(item, f"{name}[{key!r}]", owned)
         if isinstance(value, types.FunctionType):
             self._follow_function(value)
         elif isinstance(value, (type, types.ModuleType)):
@@ -209,7 +248,8 @@ class Reads:
         if is_foreign_module(cls.__module__) and cls not in _SETTINGS:
             return
         self._reach(cls)
-        self._take_fields(value, name)
+        if not self._is_new(value):
+            self._take_fields(value, name)
         if not self._attributes.watch(cls):
             for key in getattr(value, "__dict__", ()):
                 self._note("item", vars(value), key, f"{name}.{key}")
@@ -232,7 +272,7 @@ class Reads:
         self._namespaces.reach(function)
         self._take_fields(function, function.__qualname__)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._note("cell", cell, "", f"the closure variable {variable} of {function.__qualname__}")
+            self._note("cell", cell, variable, f"the closure variable {variable} of {function.__qualname__}")
 
     def _follow_cached(self, function: Any, name: str) -> None:
         """A function with a cache: what it computes while traced must not stay in the cache."""
@@ -255,15 +295,6 @@ class Reads:
         for cls in holder.__mro__:
             if not is_foreign_module(cls.__module__):
                 self._namespaces.reach(cls)
-
-
-def _warn_of(changed: list[str]) -> None:
-    if changed:
-        warnings.warn(
-            f"the step changes {', '.join(changed)}, which a compiled step does only once, while it is traced. "
-            "Return the new value, or change it outside of the step",
-            stacklevel=2,
-        )
 
 
 def _forget(function: Any, misses: int) -> None:

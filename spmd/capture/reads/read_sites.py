@@ -40,7 +40,12 @@ class ReadSite:
     holder: Any
     key: str
     name: str
-    owned: bool = False  # by a module or optimizer, whose changes ``side_effects.py`` reports
+    owned: bool = False  # by a module or optimizer, whose changes ``../effects`` finds
+
+    @property
+    def address(self) -> tuple[int, str]:
+        """Equal for one site only."""
+        return id(self.holder), self.key
 
     @property
     def source(self) -> Any:
@@ -53,12 +58,14 @@ class ReadSite:
 
     def put(self, value: Any) -> None:
         """Write ``value``; ``MISSING`` removes the entry."""
-        if self.kind == "cell":
+        if self.kind == "cell" and value is MISSING:
+            del self.holder.cell_contents
+        elif self.kind == "cell":
             self.holder.cell_contents = value
         elif self.kind in ("attribute", "entry"):
-            setattr(self.holder, self.key, value)
+            delattr(self.holder, self.key) if value is MISSING else setattr(self.holder, self.key, value)
         elif value is MISSING:
-            del self.holder[self.key]
+            self.holder.pop(self.key, None)
         else:
             self.holder[self.key] = value
 

@@ -19,13 +19,18 @@ class ContainerSnapshot:
     name: str
     value: Any
     content: tuple[Any, ...] | None
-    owned: bool  # by a module or optimizer, whose changes ``side_effects.py`` reports
+    owned: bool  # by a module or optimizer, whose changes ``../effects`` finds
 
     def changed(self) -> bool:
         """Whether the container holds other entries now."""
         now = content_of(self.value)
         before = self.content
         return before is not None and (now is None or len(now) != len(before) or not all(map(is_, now, before)))
+
+    def grew(self) -> bool:
+        """Whether something was added to a list, a deque or a set."""
+        now = content_of(self.value)
+        return not isinstance(self.value, dict) and len(now or ()) > len(self.content or ())
 
     def restore(self) -> None:
         """Give the container its entries back."""
@@ -47,15 +52,22 @@ class FieldsSnapshot:
     before: dict[str, Any]
 
     def changed(self) -> list[str]:
-        """The attributes that are new or have another value now."""
-        return [key for key, value in vars(self.holder).items() if value is not self.before.get(key, MISSING)]
+        """The attributes that are new, gone, or have another value now."""
+        now = vars(self.holder)
+        return [key for key in {**self.before, **now} if now.get(key, MISSING) is not self.before.get(key, MISSING)]
 
-    def restore(self, key: str) -> None:
-        """Give one attribute its value back, or remove it."""
-        if key in self.before:
-            vars(self.holder)[key] = self.before[key]
-        else:
-            del vars(self.holder)[key]
+
+def containers_in(value: Any) -> list[Any]:
+    """The containers that can change among ``value`` and what is nested in it, outermost first."""
+    found: list[Any] = []
+    pending, seen = [value], set[int]()
+    while pending:
+        each = pending.pop(0)
+        if isinstance(each, CONTAINERS) and id(each) not in seen:
+            seen.add(id(each))
+            found += [each] if content_of(each) is not None else []
+            pending += [item for _, item in items_of(each)]
+    return found
 
 
 def items_of(container: Any) -> list[tuple[Any, Any]]:

@@ -169,14 +169,22 @@ def test_results_have_the_user_s_classes() -> None:
     assert batch.rows == 3 and torch.equal(batch.y.more[0], x + 1)
 
 
-def test_changed_containers_are_reported(alone: None) -> None:
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        return batch.pop("y") + batch["x"]
+def test_containers_that_the_step_changes_are_changed_at_each_call(alone: None) -> None:
+    def step(batch: dict[str, Any], seen: list[Tensor], named: Batch) -> Tensor:
+        batch["x"] = batch.pop("y") + batch["x"]
+        batch["more"] = {"twice": 2 * batch["x"], "name": "new"}
+        seen.append(batch["x"].sum())
+        named.tag = "seen"
+        return batch["x"]
 
-    batch = {"x": torch.ones(2), "y": torch.ones(2)}
-    with pytest.warns(UserWarning, match=r"changes containers among its arguments \(batch.y\)"):
-        spmd.compile(step)(batch)
-    assert list(batch) == ["x", "y"]
+    compiled = spmd.compile(step)
+    for k in (1.0, 2.0, 3.0):
+        seen, named = [], Batch(torch.ones(2), None)
+        batch: dict[str, Any] = {"x": torch.full((2,), k), "y": torch.ones(2)}
+        result = compiled(batch, seen, named)
+        assert list(batch) == ["x", "more"] and torch.equal(batch["x"], result) and batch["more"]["name"] == "new"
+        assert torch.equal(batch["more"]["twice"], 2 * result) and float(seen[0]) == 2 * k + 2 and named.tag == "seen"
+    assert len(compiled.programs) == 1
 
 
 def test_what_a_step_makes_for_the_batch_is_this_rank_s(ranks: Ranks) -> None:

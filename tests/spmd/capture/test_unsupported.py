@@ -54,7 +54,7 @@ def takes_rows_by_mask(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -
     return model(x)[y > 0].mean()
 
 
-@bad("shape of a result depends on values.*bincount.*one_hot")
+@bad("shape of a result depends on values.*bincount.*minlength=classes")
 def counts(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return torch.bincount(y.abs().long()[:, 0])
 
@@ -98,6 +98,12 @@ def makes_a_nested_tensor(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor
 @bad("communicates itself.*Leave it out")
 def communicates(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     torch.distributed.all_reduce(model(x).sum())
+
+
+@bad("calls a scheduler .StepLR.*outside of the step")
+def steps_a_scheduler(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedule.step()
 
 
 @bad("looks up a tensor in a dict.*by name")

@@ -493,29 +493,42 @@ LOG: list[Any] = []
 COUNT = 0
 
 
-def test_changed_globals_and_closures_are_reported_and_hold_no_traced_tensor() -> None:
+def test_lists_outside_of_modules_that_the_step_changes_are_refused_with_their_line() -> None:
     seen: list[Tensor] = []
-    last = None
 
     def logging(model: nn.Module, x: Tensor) -> Tensor:
+        last: Tensor = model(x)
+        seen.append(last)
+        return last.sum()
+
+    def logging_globally(model: nn.Module, x: Tensor) -> Tensor:
+        LOG.append(model(x))
+        return x.sum()
+
+    for step, words in (
+        (logging, r"variable seen .*: seen\.append"),
+        (logging_globally, r"global LOG .*: LOG\.append"),
+    ):
+        with pytest.raises(spmd.CaptureError, match=rf"entries of the .*{words}.*Return the value"):
+            spmd.compile(step)(nn.Linear(3, 4), torch.ones(2, 3))
+    assert (LOG, seen) == ([], [])
+
+
+def test_globals_and_closure_variables_that_the_step_changes_are_written_at_each_call() -> None:
+    last = None
+
+    def counting(x: Tensor) -> Tensor:
         global COUNT
         nonlocal last
         COUNT += 1
-        last = model(x)
-        seen.append(last)
-        LOG.append(last)
-        return last.sum()
+        last = x.sum() + COUNT
+        return x * COUNT
 
-    compiled, model = spmd.compile(logging), nn.Linear(3, 4)
-    with pytest.warns(UserWarning, match="the step changes") as warned:
-        compiled(model, torch.ones(2, 3))
-    text = str(warned[0].message)
-    assert all(name in text for name in ("the global COUNT", "the global LOG", "variable seen", "variable last"))
-    assert (LOG, seen, last, COUNT) == ([], [], None, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compiled(model, torch.ones(2, 3))
-    assert len(compiled.programs) == 1
+    compiled = spmd.compile(counting)
+    for k in range(1, 5):
+        assert torch.equal(compiled(torch.full((2,), float(k))), torch.full((2,), float(k * k)))
+        assert (COUNT, float(last)) == (k, 3.0 * k)  # type: ignore[arg-type]
+    assert len(compiled.programs) == 2  # in the first call there is no last
 
 
 def test_changes_of_a_step_that_raises_are_undone() -> None:

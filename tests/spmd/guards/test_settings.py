@@ -196,8 +196,11 @@ class Trainer:
         return self.loss * helper(x).sum()
 
 
-def test_a_tensor_stored_by_the_step_is_reported_and_removed() -> None:
+def test_tensors_stored_by_the_step_are_those_of_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "last_of_all", None)
     trainer = Trainer()
-    with pytest.warns(UserWarning, match="the step changes .*loss"):
-        assert spmd.compile(trainer.step)(torch.ones(3)) == 9
-    assert not vars(trainer) and not hasattr(helper, "loss") and Trainer.last_of_all is None
+    compiled = spmd.compile(trainer.step)
+    for k in (1, 2, 3):
+        assert compiled(torch.full((3,), float(k))) == 9 * k * k
+        stored = (trainer.loss, Trainer.last_of_all, vars(helper).pop("loss"))
+        assert [type(each) for each in stored] == [Tensor] * 3 and all(each == 3 * k for each in stored)

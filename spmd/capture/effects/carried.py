@@ -1,0 +1,128 @@
+"""``Carried``: Python state that a program takes as inputs, since the step reads it and writes it.
+
+In come sites that the trace found (``kept.py``); the step is traced again then, with symbols in the place of their
+numbers and fakes in the place of their tensors. A tensor is whole on every rank, or a DTensor, placed as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from passes import Input, Role
+from passes.ir.program import is_sharded
+
+from ..._torch import tree_flatten, tree_unflatten
+from ...ranks.world import extend_placement
+from ..reads import ReadSite
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor at a site, or in a container there: the ``index``-th leaf."""
+
+    name: str
+    site: ReadSite
+    index: int
+
+    def get(self) -> torch.Tensor:
+        """The live tensor."""
+        tensor: torch.Tensor = tree_flatten(self.site.get())[0][self.index]
+        return tensor
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Sites with numbers, and sites with tensors or containers of them. ``counters`` are entries of parameter groups.
+
+    A counter is (path of the optimizer, index of the group, key).
+    """
+
+    numbers: tuple[ReadSite, ...] = ()
+    sites: tuple[ReadSite, ...] = ()
+    counters: frozenset[tuple[str, int, str]] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.sites or self.counters)
+
+    def __or__(self, other: Carried) -> Carried:
+        known = self.addresses
+        return Carried(
+            (*self.numbers, *(site for site in other.numbers if site.address not in known)),
+            (*self.sites, *(site for site in other.sites if site.address not in known)),
+            self.counters | other.counters,
+        )
+
+    def now(self) -> Carried:
+        """The part of it that is there now: numbers that still are numbers, sites that still hold tensors."""
+        numbers = [site for site in self.numbers if type(site.get()) in (int, float)]
+        sites = [site for site in self.sites if any(isinstance(x, torch.Tensor) for x in tree_flatten(site.get())[0])]
+        return Carried(tuple(numbers), tuple(sites), self.counters)
+
+    def with_names_unlike(self, taken: set[str]) -> Carried:
+        """The same, with a number after each name that another input has."""
+        taken = set(taken)
+
+        def renamed(site: ReadSite) -> ReadSite:
+            names = (site.name if k == 1 else f"{site.name} ({k})" for k in count(1))
+            name = next(name for name in names if name not in taken)
+            taken.add(name)
+            return replace(site, name=name)
+
+        return replace(self, numbers=tuple(map(renamed, self.numbers)), sites=tuple(map(renamed, self.sites)))
+
+    @property
+    def addresses(self) -> set[tuple[int, str]]:
+        """The addresses of all sites."""
+        return {site.address for site in (*self.numbers, *self.sites)}
+
+    def tensors(self) -> list[KeptTensor]:
+        """All tensors, in order."""
+        return [
+            KeptTensor(leaf_name(site.name, k, len(leaves)), site, k)
+            for site in self.sites
+            for leaves in [tree_flatten(site.get())[0]]
+            for k, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+        ]
+
+    def inputs(self, mesh: DeviceMesh) -> list[Input]:
+        """The inputs that the tensors become: split ones as a batch is, whole ones as other arguments."""
+        found = []
+        for each in self.tensors():
+            live = each.get()
+            placement: tuple[Any, ...] = ()
+            if isinstance(live, DTensor):
+                placement = extend_placement(tuple(live.placements), live.device_mesh, mesh)
+            role = Role.BATCH if is_sharded(placement) else Role.ARGUMENT
+            found.append(Input(role, each.name, tuple(live.shape), live.dtype, placement))
+        return found
+
+    @contextmanager
+    def swapped(self, numbers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Put symbols and fakes in the place of what is there, for the length of the context."""
+        before = [(site, site.get()) for site in (*self.numbers, *self.sites)]
+        fakes = iter(tensors)
+        try:
+            for site, number in zip(self.numbers, numbers, strict=True):
+                site.put(number)
+            for site in self.sites:
+                leaves, spec = tree_flatten(site.get())
+                fake = [next(fakes) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                site.put(tree_unflatten(fake, spec))
+            yield
+        finally:
+            for site, value in before:
+                site.put(value)
+
+
+def leaf_name(name: str, index: int, total: int) -> str:
+    """The name of a leaf at a site of this name."""
+    return name if total == 1 else f"{name}.{index}"

@@ -1,0 +1,232 @@
+"""What each call of a program writes back to Python state, and which of that state it must take as inputs.
+
+In come the changes that one trace of a step found. Numbers, strings and flags are written back as they are; tensors
+and numbers that the graph computes become outputs. What was read before it was written, and differs from call to call,
+becomes an input (``carried.py``); flags are guarded by the value that was read. All else is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, NoReturn
+
+import torch
+
+from passes import CaptureError
+
+from ..._torch import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
+from ...call.state import Arguments
+from ..reads import Change, Reads, ReadSite
+from .attributes import Snapshot
+from .carried import Carried, leaf_name
+from .containers import ArgumentEntry
+from .lines import line_naming
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+# Attributes that a step gave a tensor with its graph, which no later call can have: by owner and key, what is there.
+_dropped: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class GroupEntry:
+    """An entry of a parameter group as a place to write to."""
+
+    path: str
+    index: int
+    key: str
+
+    @property
+    def name(self) -> str:
+        """The name in the user's words."""
+        return f"{self.path}.{self.index}.{self.key}"
+
+
+@dataclass(frozen=True)
+class Write:
+    """A value that each call writes: ``leaves`` are plain, traced, or (once they are outputs) ``FromOutput``."""
+
+    target: ReadSite | GroupEntry | ArgumentEntry
+    leaves: list[Any]
+    spec: TreeSpec
+    in_place: bool  # into the container that is there
+
+    def names(self) -> list[str]:
+        """A name for each leaf."""
+        total = len(self.leaves)
+        return [leaf_name(self.target.name, k, total) for k in range(total)]
+
+    def apply(self, arguments: Arguments, current: Callable[[Any], Any]) -> None:
+        """Write the values of a call; ``current`` gives that of a leaf."""
+        value = tree_unflatten([current(leaf) for leaf in self.leaves], self.spec)
+        if isinstance(self.target, GroupEntry):
+            arguments.optimizers[self.target.path].param_groups[self.target.index][self.target.key] = value
+        elif isinstance(self.target, ArgumentEntry):
+            self.target.put(arguments.given, value)
+        elif self.in_place:
+            _fill(self.target.get(), value)
+        else:
+            self.target.put(value)
+
+
+def _fill(container: Any, value: Any) -> None:
+    """Give a container the entries of another."""
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(value)
+
+
+@dataclass
+class Settled:
+    """``writes`` of each call, and what the program must take as inputs besides what it has.
+
+    ``dropped``: tensors with their graph, which no later call can have, and the step itself never reads.
+    """
+
+    writes: list[Write]
+    missing: Carried
+    dropped: list[Change]
+
+    def report_dropped(self) -> None:
+        """Warn of what is dropped, and remember it, for programs that read it."""
+        for change in (each for each in self.dropped if each.site.owned):
+            _dropped.setdefault(change.owner, {})[change.site.key] = change.before
+        if self.dropped:
+            warnings.warn(
+                f"the step leaves tensors with their graph in {', '.join(each.site.name for each in self.dropped)}, "
+                "which a compiled step does not keep. Return the tensor, or keep tensor.detach() there",
+                stacklevel=2,
+            )
+
+
+def settle(
+    changes: Iterable[Change],
+    entries: Iterable[tuple[ArgumentEntry, Change]],
+    carried: Carried,
+    reads: Reads,
+    source_of: Callable[[torch.Tensor], str],
+) -> Settled:
+    """Decide about every change. Raises ``CaptureError``, at the user's line, for what cannot be repeated.
+
+    ``entries`` are those of containers among the arguments.
+    """
+    settled = Settled([], Carried(), [])
+    known = {site.address: site for site in (*carried.numbers, *carried.sites)}
+    for change in changes:
+        change = replace(change, site=known.get(change.site.address, change.site))
+        explained = _Explained(change, reads, source_of)
+        if change.was_read and change.site.address not in known:
+            more = _to_carry(change, explained)
+            if more:
+                settled.missing |= more
+                continue
+        write = _write(change, explained)
+        if write is not None:
+            settled.writes.append(write)
+        else:
+            settled.dropped.append(change)
+    for entry, change in entries:
+        write = _write(change, _Explained(change, reads, source_of))
+        if write is not None:
+            settled.writes.append(replace(write, target=entry, in_place=False))
+        else:
+            settled.dropped.append(change)
+    return settled
+
+
+def check_read(snapshots: Iterable[Snapshot], reads: Reads) -> None:
+    """Raise ``CaptureError`` if the step reads an attribute that another call gave a tensor with its graph."""
+    for snapshot in snapshots:
+        for key, value in _dropped.get(snapshot.owner, {}).items():
+            site = ReadSite("item", vars(snapshot.owner), key, f"{snapshot.name}.{key}")
+            if reads.was_read(site, value):
+                raise CaptureError(
+                    f"the step reads {site.name}, where a call before left a tensor with its graph, at "
+                    f"{line_naming(reads.code, key)}. Keep self.{key}.detach() there"
+                )
+
+
+@dataclass(frozen=True)
+class _Explained:
+    """A change, with what it takes to name the user's line."""
+
+    change: Change
+    reads: Reads
+    source_of: Callable[[torch.Tensor], str]
+
+    def refuse(self, what: str, alternative: str, tensor: Any = None) -> NoReturn:
+        """Raise ``CaptureError``: the step ``what`` <the site> at its line, and the ``alternative``."""
+        site = self.change.site
+        line = self.source_of(tensor) if isinstance(tensor, FakeTensor) else ""
+        line = line_naming(self.reads.code, site.key) or line
+        raise CaptureError(f"the step {what} {site.name}{f' at {line}' if line else ''}. {alternative}")
+
+
+def _to_carry(change: Change, explained: _Explained) -> Carried:
+    """What must be an input, since the step read the value before it wrote another."""
+    if change.grew:
+        explained.refuse(
+            "appends to",
+            "A list that grows at every call is no state of a program: return the value, and append it outside of the "
+            "step",
+        )
+    tensors = [leaf for leaf in change.held if isinstance(leaf, torch.Tensor)]
+    if any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
+        explained.refuse("replaces parameters in", "Write into them, under torch.no_grad(), with copy_(value)")
+    if any(tensor.requires_grad for tensor in tensors):
+        explained.refuse("reads a tensor with its graph in", "Keep tensor.detach() there")
+    if tensors:
+        return Carried(sites=(change.site,))
+    if type(change.before) in (int, float) and isinstance(change.after, _NUMBERS) and type(change.after) is not bool:
+        return Carried(numbers=(change.site,))
+    return Carried()
+
+
+def _write(change: Change, explained: _Explained) -> Write | None:
+    """What to write back; None for a tensor with its graph that the step itself never reads."""
+    leaves, spec = tree_flatten(change.after)
+    leaves = [bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves]
+    for leaf in leaves:
+        _check_object(leaf, explained)
+    graphs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor) and leaf.requires_grad]
+    if graphs and (change.was_read or change.owner is None):
+        explained.refuse("keeps a tensor with its graph in", "Keep tensor.detach() there", graphs[0])
+    if graphs:
+        return None
+    return Write(change.site, leaves, spec, change.after is change.before)
+
+
+def _check_object(leaf: Any, explained: _Explained) -> None:
+    values = (
+        list(getattr(leaf, "__dict__", {}).values()) if not isinstance(leaf, (torch.Tensor, torch.nn.Module)) else []
+    )
+    held = [each for each in tree_flatten(values)[0] if isinstance(each, FakeTensor)]
+    if held:
+        kind = type(leaf).__name__
+        explained.refuse(f"puts a {kind} that holds tensors in", "Keep the tensors, in a tuple, list or dict", held[0])
+
+
+def bound(writes: Iterable[Write], add: Callable[[str], Any]) -> list[Write]:
+    """The writes, with ``add(name)`` in the place of each traced leaf, in order; names are made unique."""
+    taken = set[str]()
+
+    def add_output(name: str) -> Any:
+        names = (name if k == 1 else f"{name} ({k})" for k in count(1))
+        unique = next(each for each in names if each not in taken)
+        taken.add(unique)
+        return add(unique)
+
+    return [
+        replace(
+            write,
+            leaves=[add_output(n) if is_output(x) else x for n, x in zip(write.names(), write.leaves, strict=True)],
+        )
+        for write in writes
+    ]
+
+
+def is_output(leaf: Any) -> bool:
+    """Whether the graph computes a leaf: a tensor that was there before is written back as the object it is."""
+    return isinstance(leaf, (FakeTensor, torch.SymInt, torch.SymFloat))

@@ -1,0 +1,19 @@
+"""Traced values, in the graph of the trace that runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..._torch import tree_flatten
+
+
+def is_traced(value: Any) -> bool:
+    """Whether the graph computes ``value``."""
+    return isinstance(value, (torch.Tensor, torch.SymFloat, torch.SymInt))
+
+
+def holds_traced(value: Any) -> bool:
+    """Whether there is a traced value anywhere in nested lists, tuples and dicts."""
+    return any(is_traced(leaf) for leaf in tree_flatten(value)[0])
