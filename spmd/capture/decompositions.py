@@ -18,6 +18,7 @@ from .._torch import OpOverload, core_aten_decompositions, foreach_kernels, get_
 from ..rules import rule_of
 from .embedding_bag import embedding_bag_table
 from .fused_optimizers import fused_table
+from .known_masks import known_mask_table
 from .known_values import known_numbers
 from .random_decompositions import in_place_random_table, random_table
 
@@ -51,6 +52,7 @@ def first_trace_table() -> Table:
         **embedding_bag_table(),
         **fused_table(),
         **known_numbers(),
+        **known_mask_table(),
     }
 
 

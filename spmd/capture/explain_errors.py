@@ -59,7 +59,7 @@ _ALTERNATIVES = (
 )
 # Ops whose result has a shape that depends on values, each with what computes the same in known shapes.
 _ALTERNATIVE_OF: dict[Any, str] = {
-    aten.bincount: "Count with torch.nn.functional.one_hot(x, classes).sum(0).",
+    aten.bincount: "Say how many classes there are: torch.bincount(x, minlength=classes).",
     aten.nonzero: "Keep all rows and weigh them with the mask, select with torch.where(mask, a, b), or return the "
     "mask and look at it outside of the step.",
     aten._ctc_loss: "The memory of the loss is as long as the longest target: compute it from padded targets and a "

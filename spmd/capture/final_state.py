@@ -138,7 +138,8 @@ def _refuse_new_parameters(swap: StateSwap) -> None:
 
 def _refuse_argument_gradients(swap: StateSwap) -> None:
     for leaf, fake in zip(swap.call.arguments.tensors(), swap.fakes.tensors, strict=True):
-        if fake.grad is not None:
+        # A step may ask for gradients of an argument itself: they are its own, and end with it.
+        if fake.grad is not None and leaf.value.requires_grad:
             raise CaptureError(
                 f"backward gives the argument {leaf.name} a gradient, which a compiled step does not store: "
                 f"return torch.autograd.grad(loss, {leaf.name}) instead, or pass it without requires_grad, and call "

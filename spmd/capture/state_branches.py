@@ -7,6 +7,7 @@ selects, and guards the condition: for another value another program is compiled
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 from .._torch import TorchDispatchMode, disable_modes, get_proxy_mode
 from ..call.state import Slot
 from .provenance import proxy_node
+from .value_checks import is_check
 
 aten = torch.ops.aten
 _READ_VALUE = (aten.is_nonzero.default, aten._local_scalar_dense.default)
@@ -48,6 +50,8 @@ class StateBranches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READ_VALUE and args[0].dtype is torch.bool:
+            if is_check(sys._getframe(1)):
+                return False
             branch = self._branch(args[0])
             if branch is not None:
                 self.found.append(branch)

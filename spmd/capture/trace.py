@@ -34,6 +34,7 @@ from .fakes import Fakes
 from .final_state import FinalState
 from .provenance import Recorder
 from .reads import Change, Reads
+from .scalar_indices import ScalarIndices
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
 from .swap_state import StateSwap
@@ -73,11 +74,13 @@ class Trace:
             stack.enter_context(recorder.restored_generators())
             stack.enter_context(refuse_other_generators())
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
+            scalar_indices = stack.enter_context(ScalarIndices())
             self.branches = stack.enter_context(branches).found
             stack.enter_context(constant_attributes(self._submodules()))
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
             result = self._call_function(fakes)
             set_data.check_end()
+            scalar_indices.check_end()
             self.final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)
             return self.final.traced()
 
