@@ -37,7 +37,8 @@ class Fakes:
         shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
         mode = ShapesOnly(shape_env=shapes, static_shapes=True)
         with mode:
-            numbers = [_fake_number(shapes, hyper) for hyper in (*call.hyper_parameters, *carried.numbers)]
+            live: list[HyperParameter | ReadSite] = [*call.hyper_parameters, *carried.numbers]
+            numbers = [_fake_number(shapes, each) for each in live]
             return cls(
                 mode,
                 shapes,
@@ -60,8 +61,13 @@ class Fakes:
         def take(fakes: Sequence[Any]) -> list[Any]:
             return list(islice(remaining, len(fakes)))
 
-        parts = ("slots", "hyper_parameters", "tensors", "kept")
-        return replace(self, **{part: take(getattr(self, part)) for part in parts})
+        return replace(
+            self,
+            slots=take(self.slots),
+            hyper_parameters=take(self.hyper_parameters),
+            tensors=take(self.tensors),
+            kept=take(self.kept),
+        )
 
 
 def _fake_state(slot: Slot) -> torch.Tensor:

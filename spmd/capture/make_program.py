@@ -71,12 +71,13 @@ def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple
 
 
 def _names(call: Call) -> set[str]:
-    inputs = [*(slot.input for slot in call.slots), *call.hyper_parameters, *call.inputs]
-    return {each.name for each in inputs}
+    names = [slot.input.name for slot in call.slots] + [hyper.name for hyper in call.hyper_parameters]
+    return {*names, *(x.name for x in call.inputs)}
 
 
 def _inputs(call: Call, carried: Carried, constants: Sequence[torch.Tensor]) -> list[Input]:
-    numbers = [(hyper.name, hyper.get()) for hyper in (*call.hyper_parameters, *carried.numbers)]
+    numbers = [(hyper.name, hyper.get()) for hyper in call.hyper_parameters]
+    numbers += [(site.name, site.get()) for site in carried.numbers]
     return [
         *[slot.input for slot in call.slots],
         *[Input(Role.HYPER_PARAMETER, name, dtype=_dtype_of(value)) for name, value in numbers],

@@ -88,12 +88,12 @@ def refuse_schedulers() -> Iterator[None]:
     kinds = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)]
     before = [(kind, vars(kind)["step"]) for kind in kinds if issubclass(kind, lr_scheduler.LRScheduler)]
     for kind, _ in before:
-        kind.step = refuse
+        kind.step = refuse  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         for kind, step in before:
-            kind.step = step
+            kind.step = step  # type: ignore[method-assign]
 
 
 class TensorsAsFloats(TorchFunctionMode):

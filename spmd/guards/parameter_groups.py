@@ -36,7 +36,7 @@ class ParameterGroups:
             _flags(arguments, carried.counters),
             [(*groups[id(h.group)], h.key, h.item) for h in found if id(h.group) in groups],
             [(*entries[id(h.group)], h.key) for h in found if id(h.group) in entries],
-            [each.name for each in (*found, *carried.numbers)],
+            [*(each.name for each in found), *(each.name for each in carried.numbers)],
             values if all(map(_is_immutable, values)) else [],
             carried,
             [type(site.get()) for site in carried.numbers],
