@@ -102,8 +102,7 @@ def communicates(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
 
 @bad("calls a scheduler .StepLR.*outside of the step")
 def steps_a_scheduler(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    schedule.step()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
 
 
 @bad("looks up a tensor in a dict.*by name")
