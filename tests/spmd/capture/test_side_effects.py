@@ -15,6 +15,24 @@ CASE = MLP(sizes=(15, 17, 4), rows=6)
 pytestmark = pytest.mark.usefixtures("alone")
 
 
+def test_a_scheduler_inside_of_the_step_is_refused_with_its_line() -> None:
+    model, optimizer = CASE.build()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = CASE.step(model, optimizer, x, y)
+        schedule.step()
+        return loss
+
+    before = dict(optimizer.param_groups[0])
+    words = r"(?s)calls a scheduler \(StepLR\).*outside of the step.*: schedule\.step\(\)"
+    with pytest.raises(spmd.CaptureError, match=words):
+        spmd.compile(step)(model, optimizer, *CASE.part(0, 0))
+    assert optimizer.param_groups[0] == before and schedule.last_epoch == 0
+    schedule.step()
+    assert schedule.last_epoch == 1
+
+
 def test_a_flag_of_a_group_that_the_step_changes_is_refused() -> None:
     model, optimizer = CASE.build()
 

@@ -100,11 +100,6 @@ def communicates(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     torch.distributed.all_reduce(model(x).sum())
 
 
-@bad("calls a scheduler .StepLR.*outside of the step")
-def steps_a_scheduler(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
-
-
 @bad("looks up a tensor in a dict.*by name")
 def looks_up_by_parameter(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return sum(BY_PARAMETER[parameter] for parameter in model.parameters())
