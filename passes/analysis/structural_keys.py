@@ -15,6 +15,7 @@ from torch import fx
 
 from .._torch import OpOverload
 from ..ir.effects import is_pure, is_random
+from ..ir.program import output_values
 from .strides import have_one_layout
 
 _COMMUTATIVE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
@@ -51,16 +52,6 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-class _Named:
-    """Stands for a node in the text of arguments."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 def _may_move(node: fx.Node) -> bool:
     return is_pure(node) or is_random(node)
 
@@ -69,8 +60,20 @@ def _described(node: fx.Node, computed: Mapping[fx.Node, str]) -> list[str]:
     """The op and its arguments, with types: to Python 1, 1.0 and True are equal, to an op they are not."""
     if is_commutative(node):
         return [_name(node.target), *sorted(computed[each] for each in operands(node))]
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: _Named(computed[each]))
-    return [node.op, _name(node.target), repr(args), repr(sorted(kwargs.items(), key=lambda item: item[0]))]
+    named = sorted(node.kwargs.items(), key=lambda item: item[0])
+    return [node.op, _name(node.target), _text(node.args, computed), _text(named, computed)]
+
+
+def _text(value: Any, computed: Mapping[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return computed[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text(each, computed) for each in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_text(each, computed)}' for key, each in value.items())}}}"
+    if isinstance(value, slice):
+        return f"slice{_text((value.start, value.stop, value.step), computed)}"
+    return repr(value)
 
 
 def _name(target: Any) -> str:
@@ -85,9 +88,9 @@ def _with_readers(graph: fx.Graph, computed: Mapping[fx.Node, str], outputs: Seq
     keys: dict[fx.Node, str] = {}
     for node in reversed(graph.nodes):
         if node.op == "output":
-            returned = node.args[0]
-            for each, name in zip(returned, outputs, strict=True):
-                fx.map_arg(each, lambda value, name=name: uses[value].append(f"output {name}"))
+            for value, name in zip(output_values(graph), outputs, strict=True):
+                if isinstance(value, fx.Node):
+                    uses[value].append(f"output {name}")
             continue
         keys[node] = _digest(computed[node], *sorted(uses[node]))
         for position, operand in enumerate(operands(node)):

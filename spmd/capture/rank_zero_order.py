@@ -37,9 +37,9 @@ def in_rank_zero_order(captured: Captured, call: Call, all_gather_text: AllGathe
     text = _text(captured)
     if len(set(all_gather_text(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return captured
-    is_first = not any(call.device_mesh.get_coordinate() or ())
-    order = _Order.read(all_gather_text(_Order.of(captured).write() if is_first else "")[0])
-    matched = _match(order, captured)
+    keys, is_first = _keys(captured), not any(call.device_mesh.get_coordinate() or ())
+    order = _Order.read(all_gather_text(_Order.of(captured, keys).write() if is_first else "")[0])
+    matched = _match(order, captured, keys)
     if matched is None:
         return captured
     rebuilt = _rebuilt(captured, order, matched)
@@ -76,9 +76,9 @@ class _Order:
     outputs: list[tuple[str, str]]
 
     @classmethod
-    def of(cls, captured: Captured) -> _Order:
+    def of(cls, captured: Captured, keys: Mapping[fx.Node, str]) -> _Order:
         """The order of a program as it is."""
-        program, keys = captured.program, _keys(captured)
+        program = captured.program
         position = {node: k for k, node in enumerate(keys)}
         nodes = [
             _Described(node.name, key, [position[each] for each in operands(node)], *_meta(node))
@@ -136,19 +136,19 @@ def _output_ids(captured: Captured) -> list[str]:
     return found
 
 
-def _match(order: _Order, captured: Captured) -> list[fx.Node] | None:
+def _match(order: _Order, captured: Captured, keys: Mapping[fx.Node, str]) -> list[fx.Node] | None:
     """This rank's node for each of rank 0's, in the order of rank 0; None where there is none, or one is left."""
     by_key: dict[str, list[fx.Node]] = defaultdict(list)
-    for node, key in _keys(captured).items():
+    for node, key in keys.items():
         by_key[key].append(node)
     position: dict[fx.Node, int] = {}
     for described in order.nodes:
         candidates = by_key[described.key]
-        node = next((each for each in candidates if _fits(each, described, position)), None)
-        if node is None:
+        fitting = next((each for each in candidates if _fits(each, described, position)), None)
+        if fitting is None:
             return None
-        candidates.remove(node)
-        position[node] = len(position)
+        candidates.remove(fitting)
+        position[fitting] = len(position)
     complete = not any(by_key.values()) and _same_draws(order, list(position))
     same_outputs = sorted(_output_ids(captured)) == sorted(what for what, _ in order.outputs)
     return list(position) if complete and same_outputs else None
