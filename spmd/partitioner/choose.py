@@ -96,7 +96,7 @@ class Chooser:
     def _options(self, call: OpCall) -> list[Option]:
         """Everything replicated, and the options of the rule."""
         arguments = memo_key(call.args), memo_key(call.kwargs), call.results
-        key = (call.target, *arguments, call.size, call.interleaved)
+        key = (call.target, *arguments, call.size, call.interleaved, call.of_parts)
         if key not in self._memo:
             rule = rule_of(call.target)
             self._memo[key] = [_replicated(call), *(rule(call) if rule is not None else [])]

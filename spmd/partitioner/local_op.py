@@ -99,8 +99,8 @@ class LocalOp:
         """Emit one of the ops that are computed instead of the op itself."""
         node = self.emitter.call(target, args, {}, like=self.node)
         placed = [*_placed(self.call.operands, self.operand_placements), *self._placed_results]
-        if uneven := self.emitter.uneven(*placed):
-            node.meta["numbers"] = f"of {self.call.target} on {uneven}"  # such as how many rows this rank has
+        given = [argument for argument in self.call.args if not isinstance(argument, Info)]
+        node.meta["numbers"] = f"of {self.call.target}{given} on {placed}"  # such as the row that this rank starts with
         return node
 
     def _parts(self, infos: Sequence[Info | None], placements: Sequence[Any]) -> list[LocalPart | None]:

@@ -85,7 +85,7 @@ def _on_rank(call: OpCall, chosen: Sequence[Option], axes: Mesh) -> OpCall:
     localize = localize_of(call.target)
     if localize is not None:
         args = localize(call, args, kwargs, tuple(None if info is None else info.shape for info in results))
-    return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), results=results)
+    return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), results=results, of_parts=True)
 
 
 def _iota_dim_left(info: Info, position: int, chosen: Sequence[Option]) -> int | None:

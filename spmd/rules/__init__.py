@@ -8,6 +8,7 @@ from . import pointwise as pointwise
 from . import factories as factories
 from . import views as views
 from . import cat_split as cat_split
+from . import diagonals as diagonals
 from . import reductions as reductions
 from . import scans as scans
 from . import fft as fft

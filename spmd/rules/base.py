@@ -67,7 +67,8 @@ class OpCall:
     ``args`` and ``kwargs`` are the call's own, with an ``Info`` instead of each tensor; ``operands`` are those Infos in
     the order of ``tree_leaves((args, kwargs))``; ``results`` has one Info per tensor the op returns (None for an output
     that is no tensor or is absent); ``size`` is the number of ranks along the axis; ``interleaved`` lists for each
-    operand the splits in runs of rows in which it is available.
+    operand the splits in runs of rows in which it is available; ``of_parts`` says whether axes before split some of the
+    tensors, so that positions in these are not those in the whole.
     """
 
     target: OpOverload
@@ -77,6 +78,7 @@ class OpCall:
     results: tuple[Info | None, ...]
     size: int
     interleaved: tuple[tuple[Interleaved, ...], ...] = ()
+    of_parts: bool = False
 
     def arg(self, name: str, default: Any = None) -> Any:
         """The argument called ``name`` in the op's schema, given by position, by name or by the schema's default."""

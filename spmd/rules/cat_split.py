@@ -180,32 +180,6 @@ def select_scatter(call: OpCall) -> list[Option]:
     return options(call, Dims({"self": names, "src": row}, names, moves=("self", "src")))
 
 
-@rule(*aten("diagonal", "diagonal_copy"))
-def diagonal(call: OpCall) -> list[Option]:
-    """All dims but the two of the diagonal, which becomes the last."""
-    whole, rest = _off_diagonal(call, call.arg("self").ndim)
-    return options(call, Dims({"self": whole}, rest, moves=("self",)))
-
-
-@rule(*aten("diagonal_backward"))
-def diagonal_backward(call: OpCall) -> list[Option]:
-    """All dims but the two of the diagonal, which the gradient fills."""
-    whole, rest = _off_diagonal(call, len(call.arg("input_sizes")))
-    return options(call, Dims({"grad_output": rest}, whole, linear=(("grad_output",),)))
-
-
-@rule(*aten("diagonal_scatter"))
-def diagonal_scatter(call: OpCall) -> list[Option]:
-    """All dims but the two of the diagonal, which is replaced."""
-    whole, rest = _off_diagonal(call, call.arg("self").ndim)
-    return options(call, Dims({"self": whole, "src": rest}, whole, moves=("self", "src")))
-
-
-def _off_diagonal(call: OpCall, ndim: int) -> tuple[str, str]:
-    names = without(letters(ndim), *(wrap(call.arg(name), ndim) for name in ("dim1", "dim2")))
-    return names, names.replace(WHOLE, "") + WHOLE
-
-
 @rule(*aten("unfold", "unfold_copy"))
 def unfold(call: OpCall) -> list[Option]:
     """All dims but the one with windows, which are a new last dim."""

@@ -217,8 +217,12 @@ def splits_and_cats() -> Iterator[tuple[Any, ...]]:
     yield "repeat_interleave.self_int", x, 2, 1
     yield "unfold", x, 1, 2, 2
     yield "unfold_backward", f(4, 3, 5, 2), [4, 6, 5], 1, 2, 2
-    yield "diagonal", x, 0, 0, 2
-    yield "diagonal_backward", f(6, 4), [4, 6, 5], 0, 0, 2
+    for shape in ((6, 6), (7, 4), (4, 7), (3, 5, 8), (6, 2, 6)):
+        for offset in (0, 1, -2):
+            cut = f(*shape).diagonal(offset, 0, -1)
+            yield "diagonal", f(*shape), offset, 0, -1
+            yield "diagonal_backward", f(*cut.shape), list(shape), offset, 0, -1
+            yield "diagonal_scatter", f(*shape), f(*cut.shape), offset, 0, -1
     yield "tril", x
     yield "triu", f(6, 5), 1
     yield "constant_pad_nd", x, [1, 2], 0.0
@@ -228,7 +232,8 @@ def splits_and_cats() -> Iterator[tuple[Any, ...]]:
     yield "select_backward", f(4, 5), [4, 6, 5], 1, 2
     yield "slice_scatter", x, f(4, 3, 5), 1, 0, 3
     yield "select_scatter", x, f(4, 5), 1, 2
-    yield "diagonal_scatter", x, f(6, 4), 0, 0, 2
+    yield "diagonal", x
+    yield "diagonal_scatter", x, f(5, 4)
 
 
 def reductions() -> Iterator[tuple[Any, ...]]:
