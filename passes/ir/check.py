@@ -13,6 +13,7 @@ from ..runtime.arena import has_arena
 from .collectives import Collective, group_of, is_collective, is_wait
 from .effects import is_profiling, mutates
 from .meta import DECLARED, is_declared
+from .ops import Trait, has
 from .program import Input, OutputKind, Program
 
 
@@ -28,6 +29,7 @@ def check(program: Program, before: Program | None = None) -> None:
         _node_is_described(node)
         _keys_are_declared(node)
         _is_functional(program, node)
+        _is_about_values(node)
         _communicates_properly(program, node)
     if before is not None:
         _same_promise(before, program)
@@ -122,6 +124,14 @@ def _is_functional(program: Program, node: fx.Node) -> None:
         raise PassError(
             f"{node.name} ({node.target}) writes to its argument, but the program is functional until its last pass: "
             "return the new value as an update output instead"
+        )
+
+
+def _is_about_values(node: fx.Node) -> None:
+    if has(node.target, Trait.READS_MEMORY):
+        raise PassError(
+            f"{node.name} ({node.target}) depends on where its operand lies in memory, which passes change: take the "
+            "same elements by slices, diagonals, reshapes or indices"
         )
 
 

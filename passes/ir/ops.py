@@ -38,6 +38,7 @@ class Trait(StrEnum):
     # Listed: what it does to memory.
     UNDECLARED_VIEW = auto()  # its result lies in its operand's memory, or may, though it is declared as a copy
     WRITES_STATISTICS = auto()  # it writes running statistics in training, which it does not declare
+    READS_MEMORY = auto()  # its result depends on where its operand lies, on strides or offset, and not on values alone
     # Listed: what becomes of the elements.
     SAME_ELEMENTS = auto()  # the result has the operand's elements as they are
     RETURNS_OPERAND = auto()  # the result is the operand, without its gradient history
@@ -94,6 +95,14 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
     ),
     # Their schemas are older than the annotations.
     Trait.WRITES_STATISTICS: aten("native_batch_norm cudnn_batch_norm miopen_batch_norm"),
+    # Programs have none of them, since passes change where values lie; nor those that work in place, which write.
+    Trait.READS_MEMORY: (
+        *aten(
+            "as_strided as_strided_copy as_strided_scatter _reshape_alias _reshape_alias_copy resize resize_as set "
+            "set.source_Tensor set.source_Storage set.source_Storage_storage_offset is_set_to _has_same_storage_numel"
+        ),
+        torch.ops.prims.as_strided_scatter.default,
+    ),
     # Without the tag in some or all of torch 2.11 to 2.15. Only the elements are spoken for, not the kernels.
     Trait.POINTWISE: aten(
         "_to_copy copy detach alias lift lift_fresh lift_fresh_copy resolve_conj resolve_neg clone where.self "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .fused_optimizers import fused_table
 from .known_masks import known_mask_table
 from .known_values import known_numbers
 from .random_decompositions import in_place_random_table, random_table
+from .strided_views import strided_views_table
 
 aten = torch.ops.aten
 Table = dict[Any, Callable[..., Any]]  # by op
@@ -30,24 +31,23 @@ _HALF = (torch.float16, torch.bfloat16)
 def second_trace_table() -> Table:
     """The decompositions of the second trace: ours, torch's for reductions over the batch, torch's without a rule."""
     without_rule = {op: function for op, function in _torch_table().items() if rule_of(op) is None and op not in _WRONG}
-    return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **random_table(), **_ours()}
+    return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **random_table(), **strided_views_table(), **_ours()}
 
 
 def first_trace_table() -> Table:
     """The decompositions of the first trace, which records mutations.
 
     Batch norms write running statistics, which their schemas do not show. A ``GradScaler``'s ops write lists, as do
-    those called ``_foreach`` or ``_fused``, in which each tensor may have another placement. ``as_strided`` that only
-    permutes dims refers to the strides of eager, which the tensors have here but not later.
+    those called ``_foreach`` or ``_fused``, in which each tensor may have another placement. ``as_strided`` refers to
+    the strides of eager, which the tensors have here but not later.
     """
     return {
         **foreach_kernels(),
         **get_decompositions([aten.native_batch_norm, aten.cudnn_batch_norm]),
         aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
         aten._amp_update_scale_.default: _update_scale,
-        aten.as_strided.default: _as_strided,
-        aten.as_strided_.default: _as_strided_,
         aten._weight_norm_interface_backward.default: _weight_norm_backward,
+        **strided_views_table(),
         **in_place_random_table(),
         **embedding_bag_table(),
         **fused_table(),
@@ -77,41 +77,6 @@ def _update_scale(
     scale.copy_(torch.where(found, (scale.double() * backoff).to(scale.dtype), unless_found))
     tracker.copy_(torch.where(found | full, torch.zeros_like(tracker), steps))
     return scale
-
-
-def _as_strided(x: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> torch.Tensor:
-    """A view, if all elements of a dense tensor are indexed anew, as torch's own pooling does."""
-    before, after = _memory_order(x.shape, x.stride()), _memory_order(size, stride)
-    if (
-        before is None
-        or after is None
-        or math.prod(size) != x.numel()
-        or storage_offset not in (None, x.storage_offset())
-    ):
-        return NotImplemented  # type: ignore[no-any-return]
-    flat = x.permute(before).view([size[d] for d in after])
-    return flat.permute([after.index(d) for d in range(len(size))])
-
-
-def _as_strided_(
-    x: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
-) -> torch.Tensor:
-    """``x`` itself, if only the strides of dims of size 1 change."""
-    same = all(before == after for n, before, after in zip(x.shape, x.stride(), stride, strict=False) if n > 1)
-    if tuple(size) != tuple(x.shape) or not same or storage_offset not in (None, x.storage_offset()):
-        return NotImplemented  # type: ignore[no-any-return]
-    return x
-
-
-def _memory_order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:
-    """The dims from the outermost in memory to the innermost; None where there are gaps or overlaps."""
-    order = sorted(range(len(size)), key=lambda d: (size[d] == 1, -stride[d]))
-    step = 1
-    for d in reversed(order):
-        if size[d] != 1 and stride[d] != step:
-            return None
-        step *= size[d]
-    return order
 
 
 def _weight_norm_backward(

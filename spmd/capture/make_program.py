@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import Input, Program, Role
+from passes import CaptureError, Input, Program, Role
+from passes.ir.ops import Trait, has
 from passes.ir.origin import Origin
 
 from .._torch import rename_placeholder
@@ -52,6 +53,7 @@ def capture(
     guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches)
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried)
     _describe_origins(program)
+    _check_memory_is_not_read(program)
     _name_placeholders(program)
     _drop_unread_hyper_parameters(program)
     second.graph.lint()
@@ -106,6 +108,16 @@ def _describe_origins(program: Program) -> None:
         node.meta["phase"], node.meta["module"], node.meta["source"] = origin.phase, origin.module, origin.source
         if origin.grad_of is not None:
             node.meta["grad_of"] = origin.grad_of
+
+
+def _check_memory_is_not_read(program: Program) -> None:
+    """Raise ``CaptureError`` for an op that depends on where values lie, which passes change."""
+    for node in program.graph.nodes:
+        if has(node.target, Trait.READS_MEMORY):
+            raise CaptureError(
+                f"{node.target} depends on strides, or on the place of a tensor in its memory, and a compiled step has "
+                f"neither. Take the same elements by slices, views or indices\n    {node.meta.get('source', '')}"
+            )
 
 
 def _name_placeholders(program: Program) -> None:

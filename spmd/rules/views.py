@@ -17,7 +17,7 @@ from ..placements import rows
 from .aten import aten
 from .base import Info, OpCall, Option
 from .einsum_labels import PARTIALS, WHOLE, Dims, grows, letters, option, options, partial, wrap
-from .registry import rule, whole
+from .registry import rule
 
 
 @rule(*aten("view", "_unsafe_view", "reshape", "view_copy", "_reshape_copy"))
@@ -169,7 +169,3 @@ def view_dtype(call: OpCall) -> list[Option]:
     same = call.results[0] is not None and call.results[0].shape == call.arg("self").shape
     names = names if same else names[:-1] + WHOLE
     return options(call, Dims({"self": names}, names))
-
-
-# Strides and offset refer to the whole tensor.
-whole(*aten("as_strided", "as_strided_copy", "as_strided_scatter"))

@@ -48,6 +48,10 @@ def write_statistics(p: Program) -> None:
         p.graph.call_function(aten.native_batch_norm.default, arguments).meta["val"] = ()
 
 
+def read_memory(p: Program) -> None:
+    node(p, "neg").target, node(p, "neg").args = aten.as_strided.default, (p.placeholders[1], [2], [1], 0)
+
+
 def update(**changes: Any) -> Callable[[Program], None]:
     def apply(p: Program) -> None:
         p.outputs[1] = replace(p.outputs[1], **changes)
@@ -64,6 +68,7 @@ def wait_for_nothing(p: Program) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Program], Any], str]] = {
+    "memory": (read_memory, r"neg \(aten.as_strided.default\) depends on where its operand lies in memory"),
     "order": (swap, "the graph of program is broken"),
     "inputs": (lambda p: p.inputs.pop(), "describes 1 inputs, but its graph has 2 placeholders: p, x"),
     "input names": (lambda p: p.inputs.__setitem__(1, p.inputs[0]), r"inputs need names of their own.*\['p'\]"),

@@ -56,6 +56,11 @@ def test_the_traits_that_are_read_and_listed_are_all() -> None:
     assert read | ops._LISTED.keys() | {Trait.PROFILING} == set(Trait)
 
 
+def test_every_op_that_takes_an_offset_in_memory_is_listed() -> None:
+    takes = {op for op in EVERY if "storage_offset" in schema(op).names or schema(op).name in ("set", "resize")}
+    assert not [op for op in takes if not has(op, Trait.READS_MEMORY, Trait.MUTABLE)]
+
+
 def test_no_op_is_both_random_and_pure() -> None:
     assert not [op for op in EVERY if has(op, Trait.RANDOM) and has(op, Trait.PURE)]
 
