@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from passes.ir.program import Placements, is_sharded
 
@@ -99,8 +99,10 @@ class LocalOp:
         """Emit one of the ops that are computed instead of the op itself."""
         node = self.emitter.call(target, args, {}, like=self.node)
         placed = [*_placed(self.call.operands, self.operand_placements), *self._placed_results]
-        given = [argument for argument in self.call.args if not isinstance(argument, Info)]
-        node.meta["numbers"] = f"of {self.call.target}{given} on {placed}"  # such as the row that this rank starts with
+        if uneven := self.emitter.uneven(*placed):
+            node.meta["numbers"] = f"of {self.call.target} on {uneven}"  # such as how many rows this rank has
+        else:
+            node.meta["numbers"] = f"of parts of {_split_lengths(placed)}"
         return node
 
     def _parts(self, infos: Sequence[Info | None], placements: Sequence[Any]) -> list[LocalPart | None]:
@@ -117,6 +119,11 @@ class LocalOp:
 def _placed(infos: Sequence[Info | None], placements: Sequence[Any]) -> list[tuple[tuple[int, ...], Placements]]:
     """The global shape and placement of each tensor."""
     return [(info.shape, p) for info, p in zip(infos, placements, strict=True) if info is not None]
+
+
+def _split_lengths(placed: Sequence[tuple[tuple[int, ...], Placements]]) -> list[tuple[int, int]]:
+    """The lengths that are split, each with its axis: they say with which row each rank starts."""
+    return sorted({(shape[p.dim], k) for shape, places in placed for k, p in enumerate(places) if isinstance(p, Shard)})
 
 
 def _as_sums(placement: Placements) -> Iterator[Placements]:
