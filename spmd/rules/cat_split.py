@@ -61,9 +61,9 @@ def cuts_between(call: OpCall, outer: int) -> bool:
     return outer > 1 and call.arg("step", 1) == 1 and whole_runs and call.even(length)
 
 
-def _start(call: OpCall) -> int:
-    """The first row of the first result."""
-    size: int = call.arg("self").shape[dim_of(call)]
+def _start(call: OpCall, rows_of_all: int | None = None) -> int:
+    """The first row of the first result, of all that the dim has."""
+    size: int = call.arg("self").shape[dim_of(call)] if rows_of_all is None else rows_of_all
     start: int = call.arg("start") or 0
     return min(max(start + size, 0) if start < 0 else start, size)
 
@@ -120,18 +120,16 @@ def cat(call: OpCall) -> list[Option]:
 
 
 def _joined(call: OpCall, dim: int) -> list[Option]:
-    """Options that split ``dim``, along which tensors of equal size are concatenated."""
+    """Options that split ``dim``, along which tensors are concatenated that consist of runs of one length."""
     result = call.results[0]
     assert result is not None
-    joined = [info.ndim == result.ndim for info in call.operands]
-    sizes = {info.shape[dim] for info, is_joined in zip(call.operands, joined, strict=True) if is_joined}
-    if len(sizes) != 1 or not call.even(size := min(sizes)) or not size:
-        return []
+    sizes = [info.shape[dim] if info.ndim == result.ndim else 0 for info in call.operands]
+    lengths = {size // outer for size in set(sizes) for outer in _runs_along(call, dim) if size % outer == 0}
     found = []
-    for outer in _runs_along(call, dim):
-        placements = [rows(dim, outer) if is_joined else Replicate() for is_joined in joined]
-        if call.even(size // outer):
-            found.append(option(call, {"tensors": placements}, rows(dim, outer * sum(joined))))
+    for length in sorted(lengths - {0}, reverse=True):
+        if call.even(length) and not any(size % length for size in set(sizes)):
+            placements = [rows(dim, size // length) if size else Replicate() for size in sizes]
+            found.append(option(call, {"tensors": placements}, rows(dim, sum(sizes) // length)))
     return found
 
 
@@ -150,10 +148,51 @@ def stack(call: OpCall) -> list[Option]:
 
 @rule(*aten("slice_backward"))
 def slice_backward(call: OpCall) -> list[Option]:
-    """All dims but the one sliced, for zeros with the gradient at the slice."""
+    """All dims but the one sliced, for zeros with the gradient at the slice; that one too if cut between runs."""
     names = letters(call.arg("grad_output").ndim)
-    kept = names if takes_all(call) else without(names, wrap(call.arg("dim"), len(names)))
-    return options(call, Dims({"grad_output": kept}, kept, linear=(("grad_output",),)))
+    dim = wrap(call.arg("dim"), len(names))
+    kept = names if takes_all(call) else without(names, dim)
+    found = options(call, Dims({"grad_output": kept}, kept, linear=(("grad_output",),)))
+    size, part = call.arg("input_sizes")[dim], call.arg("grad_output").shape[dim]
+    for length in _between_runs(call, dim, size, part):
+        found.append(option(call, {"grad_output": rows(dim, part // length)}, rows(dim, size // length)))
+    return found
+
+
+def _between_runs(call: OpCall, dim: int, size: int, part: int) -> list[int]:
+    """The lengths of runs such that ``part`` rows of ``size``, from the call's start on, are whole runs of either."""
+    if takes_all(call) or call.arg("step", 1) != 1 or not part:
+        return []
+    outers = _runs_along(call, dim)
+    lengths = dict.fromkeys(n // outer for n in (part, size) for outer in outers if n % outer == 0)
+    whole = (part, size, _start(call, size))
+    return [n for n in lengths if 0 < n < size and call.even(n) and not any(border % n for border in whole)]
+
+
+@localize(*aten("slice_backward"))
+def own_zeros(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+    """The sizes of a rank's part, and the slice of it."""
+    (shape,), dim = shapes, wrap(call.arg("dim"), len(call.arg("input_sizes")))
+    assert shape is not None
+    start, end = _own_slice(call, call.arg("input_sizes")[dim], call.arg("grad_output").shape[dim], shape[dim])
+    return (args[0], list(shape), dim, start, end, call.arg("step"))
+
+
+@localize(*aten("slice_scatter"))
+def own_slice(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+    """The slice of a rank's part."""
+    (shape,), dim = shapes, dim_of(call)
+    assert shape is not None
+    start, end = _own_slice(call, call.arg("self").shape[dim], call.arg("src").shape[dim], shape[dim])
+    return (*args[:2], dim, start, end, *args[5:])
+
+
+def _own_slice(call: OpCall, size: int, part: int, own: int) -> tuple[Any, Any]:
+    """Start and end of a slice of ``part`` among ``size`` rows, of which a rank has ``own``."""
+    if takes_all(call) or own == size:
+        return call.arg("start"), call.arg("end")
+    start = _start(call, size) * own // size
+    return start, start + part * own // size
 
 
 @rule(*aten("select_backward"))
@@ -166,10 +205,15 @@ def select_backward(call: OpCall) -> list[Option]:
 
 @rule(*aten("slice_scatter"))
 def slice_scatter(call: OpCall) -> list[Option]:
-    """All dims but the one sliced; one tensor replaces a slice of the other."""
-    names = letters(call.arg("self").ndim)
-    kept = names if takes_all(call) else without(names, dim_of(call))
-    return options(call, Dims({"self": kept, "src": kept}, kept, moves=("self", "src")))
+    """All dims but the one sliced, and that one between runs of rows; one tensor replaces a slice of the other."""
+    names, dim = letters(call.arg("self").ndim), dim_of(call)
+    kept = names if takes_all(call) else without(names, dim)
+    found = options(call, Dims({"self": kept, "src": kept}, kept, moves=("self", "src")))
+    size, part = call.arg("self").shape[dim], call.arg("src").shape[dim]
+    for length in _between_runs(call, dim, size, part):
+        placed = {"self": rows(dim, size // length), "src": rows(dim, part // length)}
+        found.append(option(call, placed, rows(dim, size // length)))
+    return found
 
 
 @rule(*aten("select_scatter"))

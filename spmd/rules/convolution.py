@@ -1,4 +1,7 @@
-"""Convolutions: the batch may be split, and without groups also the channels, a split contraction giving partial sums.
+"""Convolutions: the batch may be split, and the channels: without groups a split contraction gives partial sums.
+
+Groups are convolutions of their own. A step that folds rows into them, to convolve each row by a weight of its own,
+keeps its rows split.
 
 All splits are even, because kernels reject tensors without rows.
 """
@@ -20,8 +23,9 @@ def convolution(call: OpCall) -> list[Option]:
     source, weight, result = labels
     bias = call.arg("bias") is not None
     linear = (("input", "bias"), ("weight", "bias")) if bias else (("input",), ("weight",))
-    operands = {"input": source, "weight": weight, "bias": "o" if "o" in weight else WHOLE}
-    dims = Dims(operands, result, reduced="i", even="*", onto="bias" if bias else "", linear=linear)
+    operands = {"input": source, "weight": weight, "bias": _of_bias(weight)}
+    onto = "bias" if bias else ""
+    dims = Dims(operands, result, reduced="i", even="*", grouped="g", onto=onto, linear=linear)
     return options(call, dims)
 
 
@@ -32,18 +36,22 @@ def convolution_backward(call: OpCall) -> list[Option]:
     if labels is None:
         return []
     source, weight, result = labels
-    bias = "o" if "o" in weight else WHOLE
     operands = {"grad_output": result, "input": source, "weight": weight}
-    dims = Dims(operands, (source, weight, bias), reduced="no", same="i", even="*", linear=(("grad_output",),))
-    return options(call, dims)
+    results, linear = (source, weight, _of_bias(weight)), (("grad_output",),)
+    return options(call, Dims(operands, results, reduced="no", same="i", even="*", grouped="g", linear=linear))
+
+
+def _of_bias(weight: str) -> str:
+    return next((c for c in "og" if c in weight), WHOLE)
 
 
 def _labels(call: OpCall) -> tuple[str, str, str] | None:
-    """Labels of input, weight and result: n rows, i channels in, o channels out; with groups only the rows."""
+    """Labels of input, weight and result: n rows, i channels in, o channels out, g channels of several groups."""
     source, weight = call.arg("input"), call.arg("weight")
     if source.ndim != weight.ndim:
         return None
     space = WHOLE * (source.ndim - 2)
     if call.arg("groups") != 1:
-        return "n." + space, ".." + space, "n." + space
+        g = "g" if call.arg("groups") % call.size == 0 else WHOLE
+        return "n" + g + space, g + WHOLE + space, "n" + g + space
     return "ni" + space, ("io" if call.arg("transposed") else "oi") + space, "no" + space

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from passes.ir.ops import Trait, has
 
+from ..placements import Interleaved
 from .aten import aten
 from .base import OpCall, Option, P, R, parameters
 from .einsum_labels import PARTIALS, Dims, is_zero, letters, option, options
@@ -36,10 +37,18 @@ def made(call: OpCall) -> list[Option]:
 
 @rule(*aten("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"))
 def made_beside(call: OpCall) -> list[Option]:
-    """Any dim, whatever the placement of the operand."""
-    given = [R, *(Shard(d) for d in range(call.arg("self").ndim)), *PARTIALS]
-    every = [option(call, {"self": source}, result) for source in given for result in _made_as(call)]
+    """Any dim, whatever the placement of the operand; in runs of rows, as many as the operand has."""
+    shape, held = call.arg("self").shape, [runs for each in call.interleaved for runs in each]
+    given = [R, *(Shard(d) for d in range(len(shape))), *held, *PARTIALS]
+    made_as = [*_made_as(call), *(runs for runs in held if _fits(call, runs, shape))]
+    every = [option(call, {"self": source}, result) for source in given for result in made_as]
     return every[1:]
+
+
+def _fits(call: OpCall, runs: Interleaved, shape: tuple[int, ...]) -> bool:
+    """Whether the result has the dim that is split in runs."""
+    (result,) = (info for info in call.results if info is not None)
+    return runs.dim < result.ndim and result.shape[runs.dim] == shape[runs.dim]
 
 
 @rule(

@@ -22,7 +22,7 @@ SIZES = {
         *("view", "_unsafe_view", "view_copy", "expand", "expand_copy"),
     ),
     "shape": aten("reshape"),
-    "input_sizes": aten("slice_backward", "select_backward", "diagonal_backward", "unfold_backward"),
+    "input_sizes": aten("select_backward", "diagonal_backward", "unfold_backward"),
     "input_size": aten(
         *("upsample_nearest1d_backward", "upsample_nearest2d_backward", "upsample_nearest3d_backward"),
         *("_upsample_nearest_exact1d_backward", "_upsample_nearest_exact2d_backward"),
@@ -60,10 +60,27 @@ def rows(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Sh
     return args if shapes[0] is None else replaced(call, args, "N", shapes[0][0])
 
 
+@localize(*aten("convolution"))
+def groups(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
+    """The arguments with the number of groups."""
+    (result,), (shape,) = call.results, shapes
+    assert result is not None and shape is not None
+    return _with_groups(call, args, shape[1], result.shape[1])
+
+
 @localize(*aten("convolution_backward"))
 def bias(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Shapes) -> tuple[Any, ...]:
-    """The arguments with the shape of the bias."""
-    return args if shapes[2] is None else replaced(call, args, "bias_sizes", list(shapes[2]))
+    """The arguments with the shape of the bias, and the number of groups."""
+    args = args if shapes[2] is None else replaced(call, args, "bias_sizes", list(shapes[2]))
+    for info, shape, dim in zip(call.results, shapes, (1, 0, 0), strict=True):
+        if info is not None and shape is not None and call.arg("groups") > 1:
+            return _with_groups(call, args, shape[dim], info.shape[dim])
+    return args
+
+
+def _with_groups(call: OpCall, args: tuple[Any, ...], own: int, all_channels: int) -> tuple[Any, ...]:
+    """Without groups, channels may be split all the same: then they are summed over."""
+    return args if call.arg("groups") == 1 else replaced(call, args, "groups", call.arg("groups") * own // all_channels)
 
 
 def replaced(call: OpCall, args: tuple[Any, ...], name: str, value: Any) -> tuple[Any, ...]:

@@ -140,6 +140,7 @@ def factories() -> Iterator[tuple[Any, ...]]:
     yield "empty_strided", size, [1, 6]
     yield "new_empty_strided", x, size, [5, 1]
     yield from ((name, x, size) for name in ("new_zeros", "new_ones", "new_empty"))
+    yield "new_zeros", f(8, 5), [8, 3]
     yield "new_full", x, size, 2.0
     yield "new_full", x, size, 0.0
     for name in ("zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "bernoulli.p"):
@@ -231,6 +232,13 @@ def splits_and_cats() -> Iterator[tuple[Any, ...]]:
     yield "slice_backward", x, [4, 6, 5], 1, 0, 9223372036854775807, 1
     yield "select_backward", f(4, 5), [4, 6, 5], 1, 2
     yield "slice_scatter", x, f(4, 3, 5), 1, 0, 3
+    for start, end in ((0, 4), (4, 12), (8, 9223372036854775807), (-8, -4), (2, 6), (3, 3)):
+        rows = torch.ops.aten.slice.Tensor(f(12, 2), 0, start, end)
+        yield "slice_backward", rows, [12, 2], 0, start, end, 1
+        yield "slice_scatter", f(12, 2), rows, 0, start, end
+    yield "slice_backward", f(8, 2), [24, 2], 0, 4, 20, 2
+    yield "cat", [f(4, 2), f(12, 2), f(0)], 0
+    yield "cat", [f(8, 2), f(12, 2), f(0, 2)], 0
     yield "select_scatter", x, f(4, 5), 1, 2
     yield "diagonal", x
     yield "diagonal_scatter", x, f(5, 4)
@@ -511,6 +519,12 @@ def convolution() -> Iterator[tuple[Any, ...]]:
     yield "convolution", x, f(6, 8, 2, 2), f(8), *rest
     yield "convolution_backward", f(4, 8, 10, 10), x, f(6, 8, 2, 2), [8], *rest, [True, True, True]
     yield "convolution", f(4, 6, 7), f(4, 6, 3), f(4), [1], [1], [1], False, [0], 1
+    for transposed, weight in ((False, f(12, 2, 3)), (True, f(8, 3, 3))):
+        rest = [1], [1], [1], transposed, [0], 4
+        yield "convolution", f(6, 8, 7), weight, f(12), *rest
+        yield "convolution", f(6, 8, 7), weight, None, *rest
+        for mask in ([True, True, True], [False, True, False], [False, False, True]):
+            yield "convolution_backward", f(6, 12, 7), f(6, 8, 7), weight, [12], *rest, mask
 
 
 def pooling() -> Iterator[tuple[Any, ...]]:
