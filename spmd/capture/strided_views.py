@@ -67,9 +67,7 @@ def _unchanged(x: Tensor, size: list[int], stride: list[int], storage_offset: in
     return x
 
 
-def _scattered(
-    x: Tensor, src: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
-) -> Tensor:
+def _scattered(x: Tensor, src: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
     """``x`` with the elements that ``as_strided`` takes replaced by ``src``."""
     offset = 0 if storage_offset is None else storage_offset - x.storage_offset()
     copy = x.clone()

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
-from passes import OutputKind, Role
+from passes import OutputKind, Phase, Role
 from passes.ir.collectives import is_collective, operands
-from passes.ir.program import is_sharded
+from passes.ir.ops import Trait, has
+from passes.ir.program import Placements, is_sharded
 
+from ..rules import rule_of
+from ..rules.cat_split import CUTS
 from .context import Context
+from .redistribute import Reason
 from .values import Value
 
 
@@ -23,6 +27,7 @@ class Diagnostics:
 
     context: Context
     _notes: dict[str, str] = field(default_factory=dict)
+    _rows: dict[str, list[int]] = field(default_factory=dict)  # bytes of the values, by note
     _matrices: dict[tuple[str, str], dict[fx.Node, int]] = field(default_factory=dict)  # bytes, by op and line
 
     def no_rule(self, node: fx.Node, operands: Sequence[Value]) -> None:
@@ -35,13 +40,23 @@ class Diagnostics:
                 "gathered. Register a rule with spmd.register_rule",
             )
 
-    def rows_gathered(self, node: fx.Node) -> None:
-        """Report rows of the batch that are gathered to be cut."""
-        self._notes.setdefault(
-            f"{node.target} cuts",
-            f"{node.target} at {_line(node)} cuts the batch across ranks, so its rows are gathered first. To avoid "
-            "that, pass each part as an argument, or stack the parts and set input_batch_dim=1",
-        )
+    def moved(self, value: Value, placement: Placements, reason: Reason) -> None:
+        """Note rows that are communicated over an axis of the batch so that ``reason.reader`` has them otherwise."""
+        source, reader = value.nearest(placement, self.context.mesh), reason.reader
+        axes = [k for k, p in enumerate(source) if isinstance(p, Shard) and p != placement[k]]
+        axes = [k for k in axes if k not in self.context.model_axes]
+        if axes and reader is not None and not value.is_weight and self._is_noted(reader):
+            note = _rows_note(reader, all(self._is_even(value, source, k) for k in axes))
+            self._rows.setdefault(note, []).append(value.nbytes)
+
+    def _is_noted(self, reader: fx.Node) -> bool:
+        """Whether gathers for an op have no other note: those of an update, and of an op without a rule, have."""
+        return reader.meta.get("phase") in (Phase.FORWARD, Phase.BACKWARD) and rule_of(reader.target) is not None
+
+    def _is_even(self, value: Value, placement: Placements, axis: int) -> bool:
+        """Whether all ranks of an axis have equal parts of the rows."""
+        split = placement[axis]
+        return isinstance(split, Shard) and value.shape[split.dim] % self.context.mesh.axes[axis].size == 0
 
     def whole_matrices(self, node: fx.Node, operands: Sequence[Value]) -> None:
         """Note the matrices that an update gathers; ``operands`` are no views."""
@@ -67,7 +82,8 @@ class Diagnostics:
             for (op, source), gathered in self._matrices.items()
             if gathered
         ]
-        return [*self._notes.values(), *matrices, *self._whole_gradients()]
+        rows = [note.format(_values(sizes)) for note, sizes in self._rows.items()]
+        return [*self._notes.values(), *rows, *matrices, *self._whole_gradients()]
 
     def _whole_gradients(self) -> list[str]:
         """Report gradients that are reduced whole only because they outlive the step."""
@@ -79,6 +95,29 @@ class Diagnostics:
             f"{len(whole)} gradients stay in .grad after the step, so every rank reduces them whole. "
             "With zero_grad() at the end of the step each rank reduces only the part that it updates"
         ]
+
+
+def _rows_note(reader: fx.Node, even: bool) -> str:
+    """The note on rows of the batch that an op needs from other ranks, with braces for what they are."""
+    at = f"{reader.target} at {_line(reader)}".replace("{", "{{").replace("}", "}}")
+    if reader.target in CUTS:
+        return (
+            f"{at} cuts the batch across ranks, so its rows are gathered first ({{}}). To avoid that, pass each part "
+            "as an argument, or stack the parts and set input_batch_dim=1"
+        )
+    if not even:
+        way_out = "choose a batch of which all ranks have equal parts"
+    elif has(reader.target, Trait.JOINS):
+        way_out = "concatenate parts of equal length, or along another dim than that of the rows"
+    elif has(reader.target, Trait.POINTWISE):
+        way_out = "give its operands their rows in the same order, each made from the batch in the same way"
+    else:
+        way_out = "work on each row by itself, or, where rows are compared with all others, on fewer columns of them"
+    return f"{at} needs rows of the batch that other ranks have: {{}} are gathered. To avoid that, {way_out}"
+
+
+def _values(sizes: Sequence[int]) -> str:
+    return f"{len(sizes)} value{'' if len(sizes) == 1 else 's'}, {sum(sizes)} bytes"
 
 
 def _rounds(node: fx.Node, dtype: torch.dtype | None) -> bool:

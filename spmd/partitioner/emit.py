@@ -76,6 +76,11 @@ class Emitter:
         self._shapes.learn(node)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
+        if _joins_elements(node):
+            copied = {"memory_format": torch.contiguous_format}
+            copy = self.call(aten.clone.default, (args[0],), copied, like=node)
+            copy.meta.pop("grad_of", None)
+            args = (copy, *args[1:])
         if target in _VIEWS and (args[0] in self._unsure or not self._layouts.is_viewable(*args[:2])):
             target = aten.reshape.default  # the whole could be viewed so; some rank's part has other strides
         return self.call(target, args, kwargs, like=node)
@@ -183,6 +188,17 @@ def _keeps_layout(node: fx.Node) -> bool:
     if target in _CONTIGUOUS or node.kwargs.get("memory_format") is torch.contiguous_format:
         return False
     return target is getitem or has(target, Trait.VIEW) or _is_elementwise(target)
+
+
+def _joins_elements(node: fx.Node) -> bool:
+    """Whether an op views elements as one, such as pairs as complex numbers: it cannot where a pass puts a parameter.
+
+    There, in a bucket, a tensor begins at any element; a copy has memory of its own.
+    """
+    val, (source, *_) = node.meta["val"], node.args or (None,)
+    if node.target not in (aten.view_as_complex.default, aten.view.dtype) or not isinstance(source, fx.Node):
+        return False
+    return bool(val.dtype.itemsize > source.meta["val"].dtype.itemsize)
 
 
 def _is_elementwise(target: Any) -> bool:

@@ -26,6 +26,7 @@ from ..rules import OpCall, Option
 from . import reasons
 from .choose import Chooser
 from .context import Context
+from .diagnostics import Diagnostics
 from .emit import Emitter
 from .local_op import LocalOp
 from .parameters import Parameters
@@ -41,6 +42,7 @@ class Materializer:
     parameters: Parameters
     emitter: Emitter
     chooser: Chooser
+    diagnostics: Diagnostics
     values: dict[fx.Node, Any]
     _gathered: dict[fx.Node, Value] = field(default_factory=dict)
 
@@ -126,7 +128,10 @@ class Materializer:
         """The node that holds ``value`` in ``placement``: there already, computed once more, or communicated."""
         if placement not in value.nodes:
             node = self._recompute(value, placement) or self._view_of_gathered(value, placement, reason)
-            value.nodes[placement] = node or self.emitter.redistributed(value, placement, reason)
+            if node is None:
+                self.diagnostics.moved(value, placement, reason)
+                node = self.emitter.redistributed(value, placement, reason)
+            value.nodes[placement] = node
         return value.nodes[placement]
 
     def _count_from_zero(self, value: Value, placement: Placements, reason: Reason) -> fx.Node:

@@ -25,7 +25,8 @@ _COPIES = (aten.detach.default, aten.alias.default, aten.view.default, aten.clon
 def for_operand(value: fx.Node, user: fx.Node, context: Context) -> Reason:
     """The reason to move ``value`` to where ``user`` needs it."""
     name = _known(value, context)
-    return Reason(value=name or _role(value, context), use="" if name else f"for {op_name(user)}{_at(user)}")
+    use = "" if name else f"for {op_name(user)}{_at(user)}"
+    return Reason(value=name or _role(value, context), use=use, reader=user)
 
 
 def for_constraint(value: fx.Node, node: fx.Node, context: Context) -> Reason:

@@ -40,7 +40,7 @@ def cut_rows(call: OpCall, operands: Sequence[Value]) -> Rows:
 def gather_rows(node: fx.Node, value: Value, rows: Rows, materializer: Materializer) -> Value:
     """The value that ``node`` cuts, replicated along its rows."""
     placement = tuple(Replicate() if k in rows else p for k, p in enumerate(value.primary))
-    reason = Reason(Role.BATCH, f"to be cut by {reasons.op_name(node)}")
+    reason = Reason(Role.BATCH, f"to be cut by {reasons.op_name(node)}", reader=node)
     gathered = materializer.materialize(value, placement, reason)
     return replace(value, primary=placement, nodes={placement: gathered})
 

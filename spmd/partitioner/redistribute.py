@@ -34,7 +34,7 @@ class Reason:
 
     ``value`` names what is moved, where its role says too little; ``use`` ends the text: "for mm at model.up".
     ``wire``: the dtype in which it is sent, where that is narrower than the value's. ``keeps_own``: after a gather in
-    that dtype, a rank's own part is put back unrounded.
+    that dtype, a rank's own part is put back unrounded. ``reader``: the op of the global graph that reads the value.
     """
 
     role: Role = Role.ACTIVATION
@@ -43,6 +43,7 @@ class Reason:
     wire: torch.dtype | None = None
     keeps_own: bool = False
     value: str = ""
+    reader: fx.Node | None = None
 
     def why(self, kind: Kind, axis: str, reduction: str | None) -> str:
         """The text for a collective of this kind: ``parameter: gathered before use``."""

@@ -61,10 +61,12 @@ class _Walk:
         self.lookahead = Lookahead(context.mesh, self.chooser, self.values, context.differentiated)
         self.parameters = Parameters(context, self.values)
         self.hints = Hints(context, self.parameters, self.values)
-        self.materializer = Materializer(context, self.parameters, self.emitter, self.chooser, self.values)
+        self.diagnostics = Diagnostics(context)
+        self.materializer = Materializer(
+            context, self.parameters, self.emitter, self.chooser, self.diagnostics, self.values
+        )
         self.pending_sums = PendingSums(context, self.hints, self.materializer)
         self.updated_parts = UpdatedParts(context, self.materializer)
-        self.diagnostics = Diagnostics(context)
 
     def run(self) -> Program:
         inputs = [self._input(node, declared) for node, declared in self.context.inputs.items()]
@@ -146,7 +148,6 @@ class _Walk:
         call = self.materializer.call(node, operands)
         rows = cut_rows(call, operands)
         if rows:
-            self.diagnostics.rows_gathered(node)
             operands = [gather_rows(node, operands[0], rows, self.materializer)]
         decomposition = decomposition_of(call)
         if decomposition is not None and self._decomposing_saves(decomposition[0], operands[0]):
