@@ -8,7 +8,7 @@ cheapest option; and, in forward, the gradients, whose moves mirror those of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -30,6 +30,7 @@ from .values import Value, infos, leaves, results
 
 _DEPTH = 4  # ops, views not counted
 _USERS = 6  # of one value that are looked at
+_MANY = 16  # operands, of which each cost is looked up once
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Lookahead:
     values: Mapping[fx.Node, Any]  # of the nodes visited so far
     differentiated: frozenset[int]  # the numbers of forward ops whose results have gradients
     _memo: dict[Any, float] = field(default_factory=dict)
+    _reads: dict[tuple[fx.Node, int], _Reads] = field(default_factory=dict)
 
     def of(self, node: fx.Node, operands: Sequence[Value], option: Option, axis: int, share: float) -> float:
         """The cost of everything that follows if ``node`` is computed by ``option``."""
@@ -90,15 +92,12 @@ class Lookahead:
 
     def _options(self, user: fx.Node, node: fx.Node, axis: int) -> Iterator[tuple[Option, int, float]]:
         """The options of a user, the position of ``node`` among its operands, and the cost of the other operands."""
-        tensors = [leaf for leaf in leaves(user) if isinstance(leaf, fx.Node) and any(infos([leaf.meta.get("val")]))]
-        call, values = _call(user), [self.values.get(leaf) for leaf in tensors]
-        for option in self.chooser.along(call, axis):
-            others = sum(
-                move_cost(value, placement, axis, self.mesh, may_join=True)
-                for value, placement in zip(values, option.operands, strict=True)
-                if isinstance(value, Value)
-            )
-            yield option, tensors.index(node), others
+        if (user, axis) not in self._reads:
+            self._reads[user, axis] = _Reads.of(user, self.chooser, axis)
+        reads = self._reads[user, axis]
+        others = reads.costs(self.values, lambda value, p: move_cost(value, p, axis, self.mesh, may_join=True))
+        for option, cost_of_others in zip(reads.options, others, strict=True):
+            yield option, reads.tensors.index(node), cost_of_others
 
     def _backward(self, node: fx.Node, operands: Sequence[Value], option: Option, axis: int) -> float:
         """The cost of reducing gradients: a replicated operand of a split result has summands of its gradient."""
@@ -112,6 +111,46 @@ class Lookahead:
     def _has_gradient(self, value: Value) -> bool:
         origin = value.source.meta.get("origin")
         return value.is_weight or (origin is not None and origin.number in self.differentiated)
+
+
+@dataclass
+class _Reads:
+    """The operands of a user and its options along one axis, which each of its operands asks for.
+
+    A concatenation of many parts has as many that ask: what the others cost is then added up once, as they come.
+    """
+
+    tensors: list[fx.Node]
+    options: list[Option]
+    _counted: int = 0  # of the tensors, in order
+    _sums: list[float] = field(default_factory=list)  # of their costs, by option
+
+    @classmethod
+    def of(cls, user: fx.Node, chooser: Chooser, axis: int) -> _Reads:
+        """The reads of a node that has not been visited."""
+        tensors = [leaf for leaf in leaves(user) if isinstance(leaf, fx.Node) and any(infos([leaf.meta.get("val")]))]
+        options = chooser.along(_call(user), axis)
+        return cls(tensors, options, 0, [0.0] * len(options))
+
+    def costs(self, values: Mapping[fx.Node, Any], cost_of: Callable[[Value, Placement], float]) -> list[float]:
+        """For each option the cost of the operands that are there already."""
+        if len(self.tensors) > _MANY:
+            while self._counted < len(self.tensors) and self.tensors[self._counted] in values:
+                self._sums = self._added(self._sums, self._counted, values, cost_of)
+                self._counted += 1
+            return self._sums
+        sums = [0.0] * len(self.options)
+        for k in range(len(self.tensors)):
+            sums = self._added(sums, k, values, cost_of)
+        return sums
+
+    def _added(
+        self, sums: list[float], k: int, values: Mapping[fx.Node, Any], cost_of: Callable[[Value, Placement], float]
+    ) -> list[float]:
+        value = values.get(self.tensors[k])
+        if not isinstance(value, Value):
+            return sums
+        return [total + cost_of(value, option.operands[k]) for total, option in zip(sums, self.options, strict=True)]
 
 
 @dataclass(frozen=True)

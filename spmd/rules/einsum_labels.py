@@ -124,11 +124,14 @@ def in_runs(call: OpCall, plain: Option) -> list[Option]:
     All dims of a letter have the same rows, so a rank may have any of them, if it has the same ones of each operand.
     Not where dims of one letter differ in size: their runs differ, too.
     """
+    if not any(call.interleaved):
+        return []
     found: dict[int, Option] = {}
-    for placement, held, info in zip(plain.operands, call.interleaved, call.operands, strict=bool(call.interleaved)):
+    sizes = _sizes_split(call, plain)
+    for placement, held, info in zip(plain.operands, call.interleaved, call.operands, strict=True):
         for runs in held:
-            if placement == Shard(runs.dim) and _sizes_split(call, plain) == {info.shape[runs.dim]}:
-                found.setdefault(runs.outer, _with_runs(plain, runs.outer))
+            if runs.outer not in found and placement == Shard(runs.dim) and sizes == {info.shape[runs.dim]}:
+                found[runs.outer] = _with_runs(plain, runs.outer)
     return list(found.values())
 
 

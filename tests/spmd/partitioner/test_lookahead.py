@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import spmd
+from spmd.partitioner import lookahead
 from tests.harness.fake import fake_world
 
 pytestmark = pytest.mark.slow
@@ -102,3 +103,27 @@ def test_a_split_weight_is_not_moved_though_it_is_smaller_than_the_activations()
     moved = {prod(shape) for shapes in found.values() for shape in shapes}
     assert WIDTH * WIDTH < ROWS * WIDTH in moved
     assert not moved & {WIDTH * WIDTH, WIDTH * WIDTH // 2}
+
+
+class Parts(nn.Module):
+    """Many products that leave every rank with a summand, concatenated."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.w, self.count = nn.Linear(WIDTH, 2, bias=False), count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.w(x * k) for k in range(self.count)], 1)
+
+
+def test_operands_of_a_long_concatenation_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many operands asks what all others cost: added up anew each time, that is quadratic in their number."""
+    asked = Counter[str]()
+    monkeypatch.setattr(lookahead, "move_cost", lambda *args, **kwargs: asked.update(["move"]) or 0.0)
+    moves, placed = [], {"inputs": {"x": Replicate()}, "params": {"*.weight": {"tp": Shard(1)}}}
+    for count in (20, 40):
+        asked.clear()
+        found = traffic(Parts(count).to(F64), {"tp": 4}, **placed)
+        assert set(found.pop(("forward", "tp", "all_reduce"))) == {(ROWS, 2 * count)}
+        moves.append(asked.total())
+    assert moves[1] < 3 * moves[0]
