@@ -40,12 +40,12 @@ def strided_view(x: Tensor, size: list[int], stride: list[int], storage_offset: 
 
     Raises ``Refused`` if no chain of views gives it.
     """
-    offset = x.storage_offset() if storage_offset is None else storage_offset
+    offset = int(x.storage_offset()) if storage_offset is None else storage_offset
     if 0 in size:
         return x.new_empty(size)
     dims = [(n, step) for n, step in zip(size, stride, strict=True) if _is_proper(n, step)]
     dims.sort(key=lambda dim: -dim[1])
-    found = _pick(_proper(x), 0, dims, offset - x.storage_offset()) if x.numel() else None
+    found = _pick(_proper(x), 0, dims, offset - int(x.storage_offset())) if x.numel() else None
     view = None if found is None else _arranged(found, dims, size, stride)
     if view is None or not _lies_so(view, size, stride, offset):
         raise Refused(
@@ -58,7 +58,7 @@ def strided_view(x: Tensor, size: list[int], stride: list[int], storage_offset: 
 
 def _unchanged(x: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
     """``x`` itself, if only the strides of dims of size 1 change."""
-    offset = x.storage_offset() if storage_offset is None else storage_offset
+    offset = int(x.storage_offset()) if storage_offset is None else storage_offset
     if tuple(size) != tuple(x.shape) or not _lies_so(x, size, stride, offset):
         raise Refused(
             f"it gives a tensor of shape {list(x.shape)} another shape or other strides by as_strided_. Make a new "
@@ -69,7 +69,7 @@ def _unchanged(x: Tensor, size: list[int], stride: list[int], storage_offset: in
 
 def _scattered(x: Tensor, src: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
     """``x`` with the elements that ``as_strided`` takes replaced by ``src``."""
-    offset = 0 if storage_offset is None else storage_offset - x.storage_offset()
+    offset = 0 if storage_offset is None else storage_offset - int(x.storage_offset())
     copy = x.clone()
     if copy.stride() != x.stride():
         raise Refused("it writes by as_strided_scatter into a tensor with gaps in memory. Write into x.contiguous().")
@@ -101,7 +101,7 @@ def _proper(x: Tensor) -> Tensor:
     for d in reversed(range(x.ndim)):
         if not _is_proper(x.shape[d], x.stride(d)):
             x = x.select(d, 0)
-    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    order = sorted(range(x.ndim), key=lambda d: x.stride()[d], reverse=True)
     return x if order == list(range(x.ndim)) else x.permute(order)
 
 
