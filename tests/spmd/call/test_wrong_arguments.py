@@ -101,3 +101,8 @@ def test_modes_check_what_they_are_given(mode: Any) -> None:
         mode(inputs={"x": "replicate"})
     with pytest.raises(TypeError, match="custom_passes"):
         mode(custom_passes=3)
+
+
+def test_an_option_that_is_no_flag_is_refused() -> None:
+    with pytest.raises(TypeError, match="keep_freed_memory to be True or False, got 'yes'"):
+        spmd.compile(keep_freed_memory="yes")
