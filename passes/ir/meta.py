@@ -74,7 +74,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the user's line: file, number and text",
         (_CAPTURE,),
-        (_PRINTER, _PARTITIONER),
+        (_CAPTURE, _PRINTER, _PARTITIONER),
         Relation.STEP,
     ),
     Key(
