@@ -162,8 +162,16 @@ def _operand(
     """The part of one operand on ``rank``; an iota that starts at 0 on every rank has the length of the part."""
     held = part(tensor, placement, rank, size, seed)
     if position not in option.from_zero:
-        return held
+        return _inside_other_memory(held)
     return tensor.narrow(placement.dim, 0, held.shape[placement.dim])
+
+
+def _inside_other_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values at an offset in a longer storage, as a part of a bucket has them: of whole 16 bytes."""
+    if tensor.is_meta or not tensor.is_contiguous():
+        return tensor
+    memory = tensor.new_zeros(tensor.numel() + 9)
+    return memory.as_strided(tensor.shape, tensor.stride(), 4).copy_(tensor)
 
 
 def part(tensor: torch.Tensor, placement: Any, rank: int, size: int, seed: int) -> torch.Tensor:
