@@ -147,11 +147,7 @@ class CompiledStep:
         options, clock = self._options, _Clock()
         name = f"{self._name}/program-{self._dispatch.compiled}"
         dump, facts = self._dumps.dump(options.dump_folder, name), facts_of(options.pipeline)
-        check_leaves(call.given)
-        call.communicate_in(agreement.connection)
-        call.resolve()
-        notes = call.connect_local_ranks(agreement.all_gather_text) if Fact.SHARED_AXES in facts else []
-        call.mesh = with_rates(call.mesh, options.pipeline)
+        notes = self._settle(call, agreement)
         modes = torch_settings()
         with clock.stage("capture"):
             with replaced(call.given.modules, options.overrides):
@@ -194,6 +190,16 @@ class CompiledStep:
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
         )
+
+    def _settle(self, call: Call, agreement: Agreement) -> list[str]:
+        """Find all facts of a call, with the mesh as programs see it; returns notes for the report."""
+        check_leaves(call.given)
+        call.communicate_in(agreement.connection)
+        call.resolve()
+        shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
+        notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
+        call.mesh = with_rates(call.mesh, self._options.pipeline)
+        return notes
 
     def report(self) -> Report:
         """What the program last run communicates in one step, and how long it took to compile."""

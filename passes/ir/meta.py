@@ -57,7 +57,7 @@ KEYS: tuple[Key, ...] = (
         Phase,
         "the part of the step: forward, backward, update",
         (_CAPTURE, "passes/analysis/list_ops.py"),
-        (_PRINTER, _PARTITIONER, "passes/update"),
+        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/update"),
         Relation.HELPER,
     ),
     Key(
@@ -65,7 +65,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the path of the module whose forward was running, or whose backward this is",
         (_CAPTURE,),
-        (_PRINTER, _PARTITIONER),
+        (_CAPTURE, _PRINTER, _PARTITIONER),
         Relation.HELPER,
     ),
     # The work that the node does.
@@ -82,7 +82,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the name of the node that computed the same before: the user's checkpoint repeats it on purpose",
         (_CAPTURE,),
-        (_MERGE_EQUAL,),
+        (_CAPTURE, _MERGE_EQUAL),
         Relation.STEP,
     ),
     Key(
@@ -90,7 +90,7 @@ KEYS: tuple[Key, ...] = (
         int,
         "the number of a random op's draw; equal numbers draw the same",
         (_CAPTURE,),
-        (_PARTITIONER,),
+        (_CAPTURE, "spmd/compiled.py", _PARTITIONER),
         Relation.SHARE,
     ),
     Key(

@@ -18,10 +18,10 @@ from .._torch import OpOverload, core_aten_decompositions, foreach_kernels, get_
 from ..rules import rule_of
 from .embedding_bag import embedding_bag_table
 from .fused_optimizers import fused_table
-from .known_masks import known_mask_table
-from .known_values import known_numbers
 from .random_decompositions import in_place_random_table, random_table
 from .strided_views import strided_views_table
+from .values.known_masks import known_mask_table
+from .values.known_values import known_numbers
 
 aten = torch.ops.aten
 Table = dict[Any, Callable[..., Any]]  # by op

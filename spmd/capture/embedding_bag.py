@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .known_values import is_range
+from .values.known_values import is_range
 
 aten = torch.ops.aten
 _SUM, _MEAN, _MAX = range(3)

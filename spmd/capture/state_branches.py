@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from .._torch import TorchDispatchMode, disable_modes, get_proxy_mode
 from ..call.state import Slot
 from .provenance import proxy_node
-from .value_checks import is_check
+from .values.value_checks import is_check
 
 aten = torch.ops.aten
 _READ_VALUE = (aten.is_nonzero.default, aten._local_scalar_dense.default)

@@ -34,12 +34,12 @@ from .fakes import Fakes
 from .final_state import FinalState
 from .provenance import Recorder
 from .reads import Change, Reads
-from .scalar_indices import ScalarIndices
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
 from .swap_state import StateSwap
 from .symbolic_minmax import symbolic_min_and_max
 from .tensor_attributes import constant_attributes
+from .values.scalar_indices import ScalarIndices
 
 
 @dataclass

@@ -64,6 +64,7 @@ def sweep(step: spmd.CompiledStep, models: int, x: Tensor) -> list[tuple[int, in
 
 @pytest.mark.usefixtures("alone")
 def test_a_sweep_of_models_stays_flat_and_warns_of_nothing() -> None:
+    gc.collect()  # what other tests left
     step, before = spmd.compile(train_step), sources()
     found = sweep(step, 12, torch.ones(2, 4, dtype=torch.float64))
     assert found[1:] == [found[1]] * 11
@@ -92,6 +93,7 @@ def test_a_sweep_on_ranks_of_one_host_keeps_no_segments_and_no_keys(ranks: Ranks
 
 @pytest.mark.usefixtures("alone")
 def test_the_source_of_a_living_model_stays_until_its_step_goes() -> None:
+    gc.collect()  # what other tests left
     before, step, held = sources(), spmd.compile(train_step), small()
     step(*held, torch.ones(2, 4, dtype=torch.float64))
     assert sources() == before + 1

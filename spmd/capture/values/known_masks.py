@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import disable_modes
+from ..._torch import disable_modes
 from .known_values import known_value
 
 aten = torch.ops.aten

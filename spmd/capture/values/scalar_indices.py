@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import TorchFunctionMode, tree_flatten, version_of
+from ..._torch import TorchFunctionMode, tree_flatten, version_of
+from ..unsupported import Refused
 from .known_values import known_value
-from .unsupported import Refused
 
 _GET, _SET = Tensor.__getitem__, Tensor.__setitem__
 _MASKS = (torch.bool, torch.uint8)

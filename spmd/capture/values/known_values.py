@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
 
-from .._torch import OpOverload, disable_modes, get_proxy_mode
-from .provenance import proxy_node
-from .state_branches import ancestors, extract
+from ..._torch import OpOverload, disable_modes, get_proxy_mode
+from ..provenance import proxy_node
+from ..state_branches import ancestors, extract
 
 aten = torch.ops.aten
 _LARGEST = 1 << 22  # elements of a value that is worth computing
