@@ -72,7 +72,9 @@ class FailureBoard:
         """The sentence for a call that failed because of another rank: which rank, what, and whether state is whole."""
         silent = [member for member in self._members if member not in {failure.rank for failure in found}]
         causes = [f"rank {failure.rank} raised {failure.error}" for failure in found if not failure.lost]
-        causes += [] if causes else [f"rank {member} has ended, or does not answer" for member in silent]
+        causes += (
+            [] if causes else [f"rank {member} has ended, or does not answer: look at its output" for member in silent]
+        )
         states = [f"on rank {failure.rank} {failure.state}" for failure in sorted(found, key=lambda each: each.rank)]
         states += [f"on rank {member} unknown" for member in silent]
         why = "; ".join(causes) or "the connection was lost"

@@ -1,0 +1,33 @@
+"""One step that is used over two meshes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import spmd
+from tests.harness.fake import fake_world
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_ranks_that_do_not_meet_do_not_share_an_arena() -> None:
+    """A model over both axes, then one over the first alone: its ranks do not wait for those of the second axis."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        step = spmd.compile(parallel_mode=spmd.DataParallel("replicate", mesh=mesh["dp"]))(train)
+        split, plain = nn.Linear(4, 6), nn.Linear(4, 6)
+        split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), mesh["tp"], [Shard(0)]))
+        arenas = []
+        for model in (split, plain, split):
+            step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2, 4))
+            arenas.append(step._dispatch.last.executable.function.arenas)
+    assert arenas[0] is not arenas[1] and arenas[0] is arenas[2]
