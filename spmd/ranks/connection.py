@@ -27,7 +27,7 @@ from passes.runtime.peer_connection import PeerLostError, Triple
 
 from .._torch import default_store, new_gloo_group, set_timeout, timeout_of
 from .failures import Failure, FailureBoard, StateIs
-from .patience import Patience
+from .patience import LateError, Patience
 from .standing import Standing, StateError, check_equal
 
 _CONNECTING = 60.0  # seconds for ranks that have all come to open their connections
@@ -47,7 +47,7 @@ class Connection:
         self.standings: list[Standing] = []  # of all ranks, when they connected, in the order of the mesh
         self.all_recover = False  # whether all of them had come to recover their state
         self.is_in_call = False  # between the agreement on a call and its end
-        self._world = dist.group.WORLD
+        self._world = weakref.ref(dist.group.WORLD)
         self._name, self._store = name, default_store()
         self.board = FailureBoard(self._store, name, members)
         self._waits = 0  # equal on all ranks, since they wait for each other in the same order
@@ -55,7 +55,7 @@ class Connection:
     @property
     def is_open(self) -> bool:
         """Whether ranks can still communicate in it: no call has failed, and the process group is there."""
-        return not self.is_closed and dist.is_initialized() and dist.group.WORLD is self._world
+        return not self.is_closed and dist.is_initialized() and dist.group.WORLD is self._world()
 
     def all_reduce_max(self, values: Triple, what: str, timeout: float | None = None) -> Triple:
         """The maximum of three integers over all ranks, which wait for each other."""
@@ -91,16 +91,14 @@ class Connection:
         lengths = torch.zeros(group.size(), len(rows), dtype=torch.int64)
         lengths[group.rank()] = torch.tensor([len(row) for row in rows])
         lengths = self._all_reduce(lengths, group, what)
-        mine = torch.frombuffer(bytearray(b"".join(rows) or b" "), dtype=torch.uint8)
-        parts = [torch.empty(max(1, int(total)), dtype=torch.uint8) for total in lengths.sum(1)]
-        for rank, part in enumerate(parts):
-            source = mine if rank == group.rank() else part
-            work = dist.broadcast(source, group_src=rank, group=group, async_op=True)
-            self._patience(what).wait(lambda seconds, work=work: is_done(work, timedelta(seconds=seconds)))  # type: ignore
-            parts[rank] = source
+        longest = max(1, int(lengths.sum(1).max()))
+        mine = torch.frombuffer(bytearray(b"".join(rows).ljust(longest)), dtype=torch.uint8)
+        parts = torch.empty(group.size() * longest, dtype=torch.uint8)
+        work = dist.all_gather_into_tensor(parts, mine, group, async_op=True)
+        self._patience(what).wait(lambda seconds: is_done(work, timedelta(seconds=seconds)))
         return [
             bytes(row.tolist())
-            for part, sizes in zip(parts, lengths.tolist(), strict=True)
+            for part, sizes in zip(parts.split(longest), lengths.tolist(), strict=True)
             for row in part[: sum(sizes)].split(sizes)
         ]
 
@@ -128,7 +126,7 @@ class Connection:
         """Report to all ranks that a call failed on this one, and close the connection, so that who waits raises."""
         if not self.is_closed:
             with suppress(Exception):  # the store may be gone, with the rank that held it
-                self.board.post(Failure.of(error, state, isinstance(error, (PeerLostError, TimeoutError))))
+                self.board.post(Failure.of(error, state, isinstance(error, PeerLostError)))
             self.close()
 
     def close(self) -> None:
@@ -136,8 +134,8 @@ class Connection:
         self.is_closed = True
         for group in self.groups:
             abort_local_peers(group.group_name)
-            close_group(group)
             with suppress(Exception):  # the user may have destroyed all groups already
+                close_group(group)
                 dist.destroy_process_group(group)
 
     def explain(self, what: str) -> str:
@@ -178,7 +176,7 @@ def connect(
         made.compare(what, to_recover)
     except BaseException as error:
         made.fail(error, StateIs.BEFORE)
-        if isinstance(error, (PeerLostError, TimeoutError)):
+        if isinstance(error, (PeerLostError, LateError)):
             raise RankFailedError(made.explain(what)) from error
         raise
     try:
@@ -219,7 +217,7 @@ class _Meeting:
         except BaseException as error:
             others_failed = self.board.has_any()
             self.board.post(Failure.of(error, StateIs.BEFORE, others_failed or isinstance(error, PeerLostError)))
-            if not isinstance(error, (RuntimeError, TimeoutError)):
+            if not isinstance(error, (RuntimeError, LateError)):
                 raise
             why = self.board.explain(self.what, self.board.wait()) if others_failed else self._cause(error)
             raise RankMismatchError(why) from error

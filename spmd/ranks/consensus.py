@@ -23,6 +23,7 @@ from passes.runtime.peer_connection import PeerLostError
 
 from .connection import Connection, connect
 from .failures import StateIs, described
+from .patience import LateError
 from .standing import ALONE, Standing
 
 AllGatherText = Callable[[str], list[str]]  # from this rank's text to those of all ranks, in the order of the mesh
@@ -119,7 +120,7 @@ def notify(connection: Connection | None, what: str, error: BaseException, state
     if connection is None or connection.is_closed:
         return
     connection.fail(error, state)
-    if isinstance(error, (PeerLostError, TimeoutError)):
+    if isinstance(error, (PeerLostError, LateError)):
         raise RankFailedError(connection.explain(what)) from error
     error.add_note(f"{what} did not end on this rank; its state is {state.value}. All ranks were notified")
 

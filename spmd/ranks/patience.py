@@ -20,6 +20,10 @@ _FIRST, _AGAIN = 10.0, 60.0  # seconds after which rank 0, or the first rank tha
 _log = logging.getLogger("spmd")
 
 
+class LateError(TimeoutError):
+    """Some ranks did not come in time."""
+
+
 @dataclass(frozen=True)
 class Patience:
     """One wait of the ``members`` of a mesh for each other.
@@ -38,7 +42,7 @@ class Patience:
     def wait(self, is_over: Callable[[float], bool]) -> None:
         """Wait until ``is_over(seconds)``, which takes so many seconds at most, returns True.
 
-        Raises ``TimeoutError`` when the time is over, with the ranks that are missing, and what ``check`` raises.
+        Raises ``LateError`` when the time is over, with the ranks that are missing, and what ``check`` raises.
         """
         start = time.monotonic()
         if is_over(min(_SLICE, self.seconds)):
@@ -56,7 +60,7 @@ class Patience:
             self.check()
             waited = time.monotonic() - start
             if waited >= self.seconds:
-                raise TimeoutError(f"waited {self.seconds:g} s for {self._missing()} to come to {self.what}")
+                raise LateError(f"waited {self.seconds:g} s for {self._missing()} to come to {self.what}")
             if waited >= next_line:
                 next_line = _AGAIN * (waited // _AGAIN + 1)
                 self._log_missing(waited)

@@ -68,7 +68,7 @@ def too_late(rank: int, world: int) -> tuple[str, str]:
 def test_a_rank_that_comes_too_late_hears_the_same(ranks: Ranks) -> None:
     (one, first), (other, second) = ranks.run(2, too_late, timeout=60)
     assert "waited 1 s for rank 1 to come to step" in one
-    assert "rank 0 raised TimeoutError: waited 1 s for rank 1 to come to step" in other
+    assert "rank 0 raised LateError: waited 1 s for rank 1 to come to step" in other
     assert first == second
 
 
