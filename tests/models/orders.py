@@ -17,6 +17,7 @@ import torch
 
 import passes
 import spmd
+from spmd.dispatch import Turn
 from spmd.ranks.consensus import Agreement
 from tests.harness.fake import fake_world
 
@@ -38,8 +39,9 @@ def texts_of(name: str) -> list[str]:
     (entry,) = (entry for entry in ENTRIES if entry.name == name)
     case, step = Training(entry, momentum=0.0), spmd.compile(Training.step)
     torch.manual_seed(0)
-    call = step._dispatch.fit((*case.build(), *case.part(0, 0)), {}).call
-    compiled = step._compile_on_all_ranks(call)
+    turn = Turn()
+    step._dispatch.fit(turn, (*case.build(), *case.part(0, 0)), {})
+    compiled = step._compile_on_all_ranks(turn, turn.call)
     return [passes.print_program(compiled.captured.program), passes.print_program(compiled.program)]
 
 
