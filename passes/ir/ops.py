@@ -99,7 +99,7 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
     Trait.READS_MEMORY: (
         *aten(
             "as_strided as_strided_copy as_strided_scatter _reshape_alias _reshape_alias_copy resize resize_as set "
-            "set.source_Tensor set.source_Storage set.source_Storage_storage_offset is_set_to _has_same_storage_numel"
+            "set.source_Tensor set.source_Storage set.source_Storage_storage_offset is_set_to"
         ),
         torch.ops.prims.as_strided_scatter.default,
     ),

@@ -37,7 +37,7 @@ class Call:
         self._mesh, self._placements, self._batch_dim = mesh, placements, batch_dim
         self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
         self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
-        self.counters = frozenset[tuple[str, int, str]]()  # entries of parameter groups that the step writes
+        self._counters = frozenset[tuple[str, int, str]]()  # entries of parameter groups that the step writes
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
@@ -62,10 +62,15 @@ class Call:
         """The arguments, with a ``StateRef`` for each that is itself a state tensor."""
         return self.given.naming_state(self.slots)
 
-    @property
+    @cached_property
     def hyper_parameters(self) -> list[HyperParameter]:
         """The numbers of parameter groups and optimizer state that are read at each call."""
-        return hyper_parameters_of(self.given.optimizers, self.counters)
+        return hyper_parameters_of(self.given.optimizers, self._counters)
+
+    def count(self, counters: frozenset[tuple[str, int, str]]) -> None:
+        """Let these entries (optimizer, group, key) be ``hyper_parameters``, too: the step writes them."""
+        self._counters |= counters
+        self.hyper_parameters = hyper_parameters_of(self.given.optimizers, self._counters)
 
     @cached_property
     def inputs(self) -> list[BatchInput]:
@@ -74,7 +79,7 @@ class Call:
 
     def resolve(self) -> None:
         """Find all facts now, while modules are the user's own: for the trace some are replaced."""
-        for fact in ("slots", "arguments", "inputs"):
+        for fact in ("slots", "arguments", "hyper_parameters", "inputs"):
             getattr(self, fact)
 
     def communicate_in(self, connection: Connection | None) -> None:

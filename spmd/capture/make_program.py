@@ -64,7 +64,7 @@ def capture(
 def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple[Trace, fx.GraphModule]:
     """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet."""
     while True:
-        call.counters |= carried.counters
+        call.count(carried.counters)
         trace = Trace(function, call, Fakes.of(call, carried), Reads(), carried)
         try:
             return trace, trace.graph_module()

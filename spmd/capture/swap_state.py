@@ -55,6 +55,7 @@ class StateSwap:
             traced = {path: TracedOptimizer(optimizer, self.recorder) for path, optimizer in self.optimizers.items()}
             for path, each in traced.items():
                 self._swap_optimizer(stack, path, each)
+            self.groups = self._groups()
             self._swap_scalers(stack)
             stack.enter_context(refuse_other_optimizers(self.optimizers.values()))
             stack.enter_context(refuse_schedulers())
@@ -123,9 +124,15 @@ class StateSwap:
             group["params"] = [self._by_id.get(id(parameter), parameter) for parameter in group["params"]]
         self._swap_hyper_parameters(path)
         traced.use_plain_form()
-        for index, group in enumerate(optimizer.param_groups):
-            self.groups.append((path, index, group, dict(group)))
         stack.enter_context(traced.watch_steps())
+
+    def _groups(self) -> list[tuple[str, int, dict[str, Any], dict[str, Any]]]:
+        """Each group once, under the name of the first optimizer that has it, with its entries."""
+        found: dict[int, tuple[str, int, dict[str, Any], dict[str, Any]]] = {}
+        for path, optimizer in self.optimizers.items():
+            for index, group in enumerate(optimizer.param_groups):
+                found.setdefault(id(group), (path, index, group, dict(group)))
+        return list(found.values())
 
     def _fake_optimizer_state(self, optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -136,7 +143,8 @@ class StateSwap:
         return state
 
     def _swap_hyper_parameters(self, path: str) -> None:
-        for hyper, fake in zip(self.call.hyper_parameters, self.fakes.hyper_parameters, strict=False):
+        hypers = self.call.hyper_parameters
+        for hyper, fake in zip(hypers, self.fakes.hyper_parameters[: len(hypers)], strict=True):
             if not hyper.name.startswith(f"{path}."):
                 continue
             if hyper.item is None:
