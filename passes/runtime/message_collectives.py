@@ -89,7 +89,7 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, out: Tensor) -> T
 def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
     group, part, whole = group_named(group_name), as_bytes(x.contiguous()), as_bytes(out)
     if is_gloo(group):
-        register(out, dist.all_gather_into_tensor(whole, part, group, async_op=True), group)
+        register(out, group.allgather_into_tensor_coalesced([whole], [part]), group)
     else:
         c10d.all_gather_into_tensor_out.default(part, group_size, group_name, out=whole)
     return out
@@ -98,7 +98,9 @@ def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: str, *, out:
 def _reduce_scatter_tensor(x: Tensor, reduce_op: str, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
     group, whole, part = group_named(group_name), _as_real(x.contiguous()), _as_real(out)
     if is_gloo(group):
-        register(out, dist.reduce_scatter_tensor(part, whole, REDUCE_OPS[reduce_op], group, async_op=True), group)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = REDUCE_OPS[reduce_op]
+        register(out, group.reduce_scatter_tensor_coalesced([part], [whole], options), group)
     else:
         c10d.reduce_scatter_tensor_out.default(whole, reduce_op, group_size, group_name, out=part)
     return out

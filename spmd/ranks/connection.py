@@ -94,7 +94,7 @@ class Connection:
         longest = max(1, int(lengths.sum(1).max()))
         mine = torch.frombuffer(bytearray(b"".join(rows).ljust(longest)), dtype=torch.uint8)
         parts = torch.empty(group.size() * longest, dtype=torch.uint8)
-        work = dist.all_gather_into_tensor(parts, mine, group, async_op=True)
+        work = group.allgather_into_tensor_coalesced([parts], [mine])
         self._patience(what).wait(lambda seconds: is_done(work, timedelta(seconds=seconds)))
         return [
             bytes(row.tolist())
