@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import nn
 
 import spmd
+from spmd.dispatch import Turn
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,9 @@ def measure(parameters: int, rounds: int) -> dict[str, float]:
             pass
 
     def checks() -> None:
-        assert step._dispatch.fit((model, optimizer, x), {}).compiled is not None
+        turn = Turn()
+        step._dispatch.fit(turn, (model, optimizer, x), {})
+        assert turn.compiled is not None
 
     return {
         f"an empty loop over the same {len(tensors)} tensors": median(empty_loop, rounds),

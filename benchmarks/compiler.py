@@ -37,6 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import passes
 import spmd
 from examples.gpt import GPT, Config
+from spmd.dispatch import Turn
 
 ROOT = Path(__file__).parent.parent
 PLANS = ("fully_shard", "tensor_parallel")
@@ -138,11 +139,12 @@ def measure(setting: Setting) -> dict[str, Any]:
     model, optimizer = state(setting)
     x = torch.zeros(1, setting.time, dtype=torch.int64)
     step = spmd.compile(parallel_mode=mode(setting))(train_step)
-    call = step._dispatch.fit((model, optimizer, x, x), {}).call
+    turn = Turn()
+    step._dispatch.fit(turn, (model, optimizer, x, x), {})
     before, stopwatch = resident(), Stopwatch()
     watch_stages(stopwatch)
     start = time.perf_counter()
-    compiled = stopwatch.timed("all the rest", step._compile_on_all_ranks)(call)
+    compiled = stopwatch.timed("all the rest", step._compile_on_all_ranks)(turn, turn.call)
     wall = time.perf_counter() - start
     dist.destroy_process_group()
     return {
