@@ -23,6 +23,8 @@ from spmd._torch import default_store
 from tests.harness.fake import fake_world
 from tests.harness.pool import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     loss = F.relu(model(x)).square().mean()

@@ -18,6 +18,8 @@ import spmd
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
+pytestmark = pytest.mark.slow
+
 FLOAT = torch.float64
 
 

@@ -14,6 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 import spmd
 from tests.harness.fake import fake_world
 
+pytestmark = pytest.mark.slow
+
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
