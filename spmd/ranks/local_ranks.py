@@ -30,8 +30,8 @@ from passes.runtime.segments import allocate_segment
 from .._torch import timeout_of
 from .consensus import AllGatherText
 
-_CONNECTING = 5.0  # seconds for ranks to connect, all of which have come
-_STRANGER = 2.0  # seconds for whoever connects to say which rank it is
+_CONNECTING = 20.0  # seconds for ranks to connect, all of which have come
+_STRANGER = 5.0  # seconds for whoever connects to say which rank it is
 
 
 def connect_local_ranks(
