@@ -144,11 +144,12 @@ class Dispatch:
 
     def _report_failure(self, error: BaseException) -> None:
         """Report to the other ranks, which wait for this call to begin, that it failed before it could."""
-        mesh = self.options.mode.mesh or (self.last.device_mesh if self.last else None)
+        ranks = MeshRanks.of(
+            self.options.mode.mesh or (self.last.device_mesh if self.last else None), self.options.timeout
+        )
+        if not isinstance(error, Exception):  # an interrupt
+            ranks.report_interrupt(self.name, error)
+            return
         message = f"failed: {type(error).__name__}: {error}"
         with suppress(RankMismatchError):
-            connection = MeshRanks.of(mesh, self.options.timeout).connect(self.name)
-            if connection is not None and not isinstance(error, Exception):
-                connection.fail(error, StateIs.BEFORE)  # an interrupt cannot wait for the others
-            else:
-                agree_on_program(connection, self.name, FAILED, lambda: [message], self.options.timeout)
+            agree_on_program(ranks.connect(self.name), self.name, FAILED, lambda: [message], self.options.timeout)

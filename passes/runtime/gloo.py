@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .._torch import register_work
 from .peer_connection import PeerLostError
 
-_SLICE = timedelta(seconds=1)  # how long an interrupt of this rank may have to wait
+_SLICE = 1.0  # seconds that an interrupt of this rank may have to wait
 _TAG = 20_262  # of a message that nobody sends
 
 
@@ -31,13 +31,13 @@ class GlooWork(dist.Work):
         return True
 
 
-def is_done(work: Any, time_limit: timedelta) -> bool:
-    """Wait for a collective of gloo, at most ``time_limit``; returns whether it is done. Raises ``PeerLostError``.
+def is_done(work: Any, seconds: float) -> bool:
+    """Wait for a collective of gloo, at most so many seconds; returns whether it is done. Raises ``PeerLostError``.
 
     Not for point-to-point messages: gloo closes the group when such a wait times out.
     """
     try:
-        work.wait(time_limit)
+        work.wait(timedelta(seconds=seconds))
     except RuntimeError:
         if not work.is_completed():
             return False
@@ -69,7 +69,7 @@ def close_group(group: Any) -> None:
     sends. (Its ``abort`` and ``shutdown`` leave pending collectives as they are. Seen in torch 2.11 to 2.15.)
     """
     other = (group.rank() + 1) % group.size()
+    message = dist.irecv(torch.empty(1, dtype=torch.uint8), group_src=other, group=group, tag=_TAG)
+    assert message is not None, "this rank is of the group"
     with suppress(RuntimeError):
-        dist.irecv(torch.empty(1, dtype=torch.uint8), group_src=other, group=group, tag=_TAG).wait(  # type: ignore
-            timedelta(milliseconds=1)
-        )
+        message.wait(timedelta(milliseconds=1))

@@ -79,7 +79,7 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str, *, out: Tensor) -> T
     if x.data_ptr() != out.data_ptr():
         out.copy_(x)
     group = group_named(group_name)
-    if is_gloo(group):
+    if is_gloo(group) and _is_by_parts(out, reduce_op):
         register(out, dist.all_reduce(_as_real(out), REDUCE_OPS[reduce_op], group, async_op=True), group)
     else:
         c10d.all_reduce_.default(out, reduce_op, group_name)
@@ -96,11 +96,11 @@ def _all_gather_into_tensor(x: Tensor, group_size: int, group_name: str, *, out:
 
 
 def _reduce_scatter_tensor(x: Tensor, reduce_op: str, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
-    group, whole, part = group_named(group_name), _as_real(x.contiguous()), _as_real(out)
-    if is_gloo(group):
+    group, whole, part = group_named(group_name), x.contiguous(), out
+    if is_gloo(group) and _is_by_parts(out, reduce_op):
         options = dist.ReduceScatterOptions()
         options.reduceOp = REDUCE_OPS[reduce_op]
-        register(out, group.reduce_scatter_tensor_coalesced([part], [whole], options), group)
+        register(out, group.reduce_scatter_tensor_coalesced([_as_real(part)], [_as_real(whole)], options), group)
     else:
         c10d.reduce_scatter_tensor_out.default(whole, reduce_op, group_size, group_name, out=part)
     return out
@@ -114,6 +114,11 @@ def _all_to_all_single(
     group = group_named(group_name)
     register(out, dist.all_to_all_single(as_bytes(out), as_bytes(x), *lengths, group=group, async_op=True), group)
     return out
+
+
+def _is_by_parts(x: Tensor, reduce_op: str) -> bool:
+    """Whether a reduction can take the real and imaginary parts by themselves; torch refuses the others."""
+    return not x.is_complex() or reduce_op in ("sum", "avg")
 
 
 def _as_real(x: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class Connection:
         mine = torch.frombuffer(bytearray(b"".join(rows).ljust(longest)), dtype=torch.uint8)
         parts = torch.empty(group.size() * longest, dtype=torch.uint8)
         work = group.allgather_into_tensor_coalesced([parts], [mine])
-        self._patience(what).wait(lambda seconds: is_done(work, timedelta(seconds=seconds)))
+        self._patience(what).wait(partial(is_done, work))
         return [
             bytes(row.tolist())
             for part, sizes in zip(parts.split(longest), lengths.tolist(), strict=True)
@@ -104,7 +104,7 @@ class Connection:
 
     def _all_reduce(self, values: torch.Tensor, group: Any, what: str, timeout: float | None = None) -> torch.Tensor:
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)
-        self._patience(what, timeout).wait(lambda seconds: is_done(work, timedelta(seconds=seconds)))
+        self._patience(what, timeout).wait(partial(is_done, work))
         return values
 
     def _patience(self, what: str, timeout: float | None = None) -> Patience:
@@ -154,6 +154,15 @@ class _Ranks:
     attempts: int = 0  # to connect
     standing: Standing = field(default_factory=Standing)
 
+    def open_connection(self) -> Connection | None:
+        """The connection last made, if ranks can still communicate in it."""
+        return self.connection if self.connection is not None and self.connection.is_open else None
+
+    def next_attempt(self) -> int:
+        """The number of the attempt to connect that begins now, equal on all ranks."""
+        self.connection, self.attempts = None, self.attempts + 1
+        return self.attempts
+
 
 _known: dict[tuple[str, ...], _Ranks] = {}  # by the names of the user's groups
 
@@ -167,11 +176,11 @@ def connect(
     ``StateError`` if the state of the ranks is not whole or not the same, unless all of them come ``to_recover`` it.
     """
     known = _ranks_of(theirs)
-    if known.connection is not None and known.connection.is_open:
-        return known.connection
-    number, known.attempts, known.connection = known.attempts, known.attempts + 1, None
+    if (found := known.open_connection()) is not None:
+        return found
     longest = min(map(timeout_of, theirs))
-    made = _Meeting(theirs, members, number, longest if timeout is None else timeout, what).connect(longest, known)
+    meeting = _Meeting(theirs, members, known.next_attempt(), longest if timeout is None else timeout, what)
+    made = meeting.connect(longest, known)
     try:
         made.compare(what, to_recover)
     except BaseException as error:
@@ -186,6 +195,17 @@ def connect(
         raise
     known.connection = made
     return made
+
+
+def report_interrupt(theirs: Sequence[Any], members: Sequence[int], what: str, error: BaseException) -> None:
+    """Let the ranks that come to ``what`` know why this one does not, without waiting for them."""
+    known = _ranks_of(theirs)
+    if (found := known.open_connection()) is not None:
+        found.fail(error, StateIs.BEFORE)
+        return
+    meeting = _Meeting(theirs, members, known.next_attempt(), 0.0, what)
+    meeting.board.post(Failure.of(error, StateIs.BEFORE, lost=False))
+    meeting.come()
 
 
 def _ranks_of(theirs: Sequence[Any]) -> _Ranks:
@@ -228,26 +248,34 @@ class _Meeting:
             "each compiled step, in the same order; look at the output of the others for one that ended or branched off"
         )
 
+    def come(self) -> list[Callable[[float], bool]]:
+        """Come to meet the others along all axes; returns what waits for those along each.
+
+        A rank that gives up has come, too, so that what the others began in the user's groups does not stay pending.
+        """
+        self.store.set(self._came(dist.get_rank()), "")
+        return [
+            # gloo notices at once when a rank has ended
+            partial(is_done, dist.all_reduce(torch.zeros(1), group=group, async_op=True))
+            if has_gloo(group)
+            else self._all_came
+            for group in self.theirs
+        ]
+
     def _meet(self) -> None:
-        for group in self.theirs:
-            if has_gloo(group):  # which notices at once when a rank has ended
-                work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
-                self.patience.wait(lambda seconds, work=work: is_done(work, timedelta(seconds=seconds)))  # type: ignore
-            else:
-                self._meet_in_store()
+        for is_over in self.come():
+            self.patience.wait(is_over)
         self._check()
 
-    def _meet_in_store(self) -> None:
-        keys = [f"{self.name}/came/{member}" for member in self.members]
-        self.store.set(f"{self.name}/came/{dist.get_rank()}", "")
+    def _all_came(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        keys = [self._came(member) for member in self.members]
+        while not (came := self.store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return bool(came)
 
-        def all_came(seconds: float) -> bool:
-            deadline = time.monotonic() + seconds
-            while not (came := self.store.check(keys)) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            return bool(came)
-
-        self.patience.wait(all_came)
+    def _came(self, member: int) -> str:
+        return f"{self.name}/came/{member}"
 
     def _open(self, axis: int, group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)

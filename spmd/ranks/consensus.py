@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import RankFailedError, RankMismatchError
 from passes.runtime.peer_connection import PeerLostError
 
-from .connection import Connection, connect
+from .connection import Connection, connect, report_interrupt
 from .failures import StateIs, described
 from .patience import LateError
 from .standing import ALONE, Standing
@@ -61,6 +61,11 @@ class MeshRanks:
     def connect(self, what: str) -> Connection | None:
         """The connection of these ranks, which all of them make together; None where there is one rank only."""
         return connect(self.groups, self.members, self.timeout, what) if self.groups else None
+
+    def report_interrupt(self, what: str, error: BaseException) -> None:
+        """Let the ranks that come to ``what`` know why this one does not, without waiting for them."""
+        if self.groups:
+            report_interrupt(self.groups, self.members, what, error)
 
 
 def agree_on_program(

@@ -1,6 +1,7 @@
 """Failures: what a rank reports to the others when its call did not end well, and the sentence that they raise.
 
-A rank puts its ``Failure`` into the store before it closes its connections, so whoever finds them closed can read why.
+A rank puts its ``Failure`` into the store before it closes its connections, so a rank that finds them closed can read
+why.
 """
 
 from __future__ import annotations

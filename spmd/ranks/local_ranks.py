@@ -31,7 +31,7 @@ from .._torch import timeout_of
 from .consensus import AllGatherText
 
 _CONNECTING = 20.0  # seconds for ranks to connect, all of which have come
-_STRANGER = 5.0  # seconds for whoever connects to say which rank it is
+_STRANGER = 5.0  # seconds for a process that connects to name its rank
 
 
 def connect_local_ranks(
@@ -139,7 +139,7 @@ class _DescribedRanks:
 
 @dataclass
 class _Visitor:
-    """Whoever has connected and has not named its rank yet."""
+    """A process that has connected, and has not named its rank yet."""
 
     socket: socket.socket
     until: float = field(default_factory=lambda: time.monotonic() + _STRANGER)
@@ -193,7 +193,7 @@ class _Listener:
         return found
 
     def _serve(self) -> None:
-        """Accept whoever connects, and hear those who have: side by side, since any local process can connect."""
+        """Accept connections, and hear those accepted before: side by side, since any local process can connect."""
         with selectors.DefaultSelector() as selector:
             for each in (self._socket, *(visitor.socket for visitor in self._visitors)):
                 selector.register(each, selectors.EVENT_READ)

@@ -139,3 +139,12 @@ def test_a_rank_that_died_raises_on_the_others(ranks: Ranks, name: str) -> None:
         ranks.run(2, one_dies, name)
     assert "no answer" not in str(raised.value)
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("reduction", ["product", "max"])
+def test_complex_numbers_are_not_reduced_by_their_parts_where_that_is_wrong(reduction: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x, group = torch.tensor([1 + 2j]), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="complex"):
+        WAIT(torch.ops.spmd_transport.all_reduce.out(x, reduction, group, out=torch.empty_like(x)))
