@@ -5,6 +5,7 @@ outside of this file uses these names only; ``tests/test_structure.py`` checks t
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -251,6 +252,16 @@ def global_hooks() -> list[dict[int, Any]]:
     ]
 
 
+def begin_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Let one of torch's optimizers make the state of those parameters of a group that have gradients and no state.
+
+    ``_init_group`` is private. It takes the group and empty lists, which it fills; how many, signatures say. Seen in
+    2.11 to 2.15.
+    """
+    initialize: Any = optimizer._init_group  # type: ignore[attr-defined]
+    initialize(group, *([] for _ in range(len(inspect.signature(initialize).parameters) - 1)))
+
+
 class TensorGuards:
     """The types, dtypes, devices, shapes and strides of a list of tensors; holds none of them."""
 
@@ -285,6 +296,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Seen in 2.11 to 2.15.
     """
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Let ``local`` itself be the storage of a DTensor: of the view of it that ``from_local`` makes, data cannot move.
+
+    Seen in 2.11 to 2.15.
+    """
+    tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -376,6 +395,7 @@ __all__ = [
     "TreeSpec",
     "UnsupportedOperatorException",
     "accumulation_hooks",
+    "begin_optimizer_state",
     "check_batch_norm_input",
     "compiling",
     "core_aten_decompositions",
@@ -407,6 +427,7 @@ __all__ = [
     "rename_placeholder",
     "root_mesh",
     "sequence_number_of",
+    "set_local_tensor",
     "set_timeout",
     "storage_id",
     "storage_use_count",

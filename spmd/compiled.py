@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Output, OutputKind, Program, Report, Role, Table
 from passes.ir.program import is_sharded
 
+from .call.call import Call
 from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
@@ -178,8 +179,9 @@ class Pool:
         return next_call()
 
 
-def describe_for_agreement(captured: Captured, program: Program, table: Table) -> str:
+def describe_for_agreement(captured: Captured, program: Program, table: Table, call: Call) -> str:
     """What must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
+    initial = [f"{slot.input.name} was made for this call" for slot in call.slots if call.initial.holds(slot)]
     costs = f"passes.Table, measured costs of communication: sha256 {table.digest}"
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]
@@ -188,5 +190,4 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table) -
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
     code = captured.program.graph_module.code
-    return "\
-".join([describe_seed(), costs, *inputs, *numbers, *constants, code, *draws, *traffic])
+    return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, code, *draws, *traffic])

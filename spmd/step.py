@@ -24,7 +24,8 @@ from ._torch import DisableAutocast, get_proxy_mode
 from .call.call import Call
 from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
-from .capture import capture, in_rank_zero_order
+from .capture import Captured, capture, in_rank_zero_order
+from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, dump_stages
@@ -137,7 +138,8 @@ class CompiledStep:
         with all_or_none(self._name, turn.connection) as agreement:
             rebind_replaced_parameters(call.given.optimizers)
             change = self._dispatch.change(call)
-            compiled = self._compile(turn, call, agreement)
+            with call.initial_state():
+                compiled = self._compile(turn, call, agreement)
         self._dispatch.add(compiled, change)
         warn_of_stale_references(call.replaced)
         return compiled
@@ -150,8 +152,7 @@ class CompiledStep:
         notes = self._settle(call, agreement)
         modes = torch_settings()
         with clock.stage("capture"):
-            with replaced(call.given.modules, options.overrides):
-                captured, reads = capture(self._function, call, name, self._dispatch.carried())
+            captured, reads = self._capture(call, name)
             captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += notes
@@ -172,7 +173,7 @@ class CompiledStep:
         report = Report.of(program, clock.seconds, program.notes)
         dump.stage(99, "lowered", program)
         dump.report(report)
-        description = describe_for_agreement(captured, program, table_of(options.pipeline))
+        description = describe_for_agreement(captured, program, table_of(options.pipeline), call)
         adopt(agreement.agree(description, proposed(first=not self._dispatch.compiled)))
         turn.is_distributing = True
         call.replaced = commit(state, call)
@@ -190,6 +191,14 @@ class CompiledStep:
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
         )
+
+    def _capture(self, call: Call, name: str) -> tuple[Captured, Reads]:
+        """Trace the step; once more if it leaves optimizer state alone that was made for it."""
+        while True:
+            with replaced(call.given.modules, self._options.overrides):
+                captured, reads = capture(self._function, call, name, self._dispatch.carried())
+            if not call.end_idle_state(captured.program):
+                return captured, reads
 
     def _settle(self, call: Call, agreement: Agreement) -> list[str]:
         """Find all facts of a call, with the mesh as programs see it; returns notes for the report."""

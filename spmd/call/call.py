@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -12,14 +13,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from passes import Mesh
+from passes import Mesh, Program
 
 from ..ranks.connection import Connection
 from ..ranks.consensus import AllGatherText
 from ..ranks.local_ranks import connect_local_ranks
 from ..ranks.world import describe, joined, world
+from .initial_state import InitialState
 from .inputs import BatchInput, place_inputs
 from .state import Arguments, HyperParameter, Slot, hyper_parameters_of, on_mesh, parameters_of, slots_of
+
+_OF_STATE = ("slots", "arguments", "hyper_parameters", "inputs")  # facts that follow from live state
 
 
 class Call:
@@ -37,6 +41,7 @@ class Call:
         self._mesh, self._placements, self._batch_dim = mesh, placements, batch_dim
         self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
         self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
+        self.initial = InitialState()  # of optimizers, made for this call
         self._counters = frozenset[tuple[str, int, str]]()  # entries of parameter groups that the step writes
 
     @cached_property
@@ -77,10 +82,35 @@ class Call:
         """The tensor arguments that are no state, each with its placement."""
         return place_inputs(self.arguments, self._placements, self._batch_dim, self.mesh)
 
+    @contextmanager
+    def initial_state(self) -> Iterator[None]:
+        """Make the state that optimizers make in their first step (``initial_state.py``); an error takes it back."""
+        self.initial = InitialState.of(self.given)
+        self._forget()
+        try:
+            yield
+        except BaseException:
+            self.initial.remove()
+            raise
+        finally:
+            self.initial = InitialState()
+
+    def end_idle_state(self, program: Program) -> bool:
+        """Remove what ``initial_state`` made and the program does not update; returns whether there was any."""
+        found = self.initial.remove_idle(program, self.slots)
+        if found:
+            self._forget()
+            self.resolve()
+        return found
+
     def resolve(self) -> None:
         """Find all facts now, while modules are the user's own: for the trace some are replaced."""
-        for fact in ("slots", "arguments", "hyper_parameters", "inputs"):
+        for fact in _OF_STATE:
             getattr(self, fact)
+
+    def _forget(self) -> None:
+        for fact in _OF_STATE:
+            vars(self).pop(fact, None)
 
     def communicate_in(self, connection: Connection | None) -> None:
         """Let ``mesh`` name the groups of ``connection`` along its gloo axes."""

@@ -23,7 +23,7 @@ from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Progra
 from passes.ir.program import Placements, is_sharded
 from passes.runtime.gloo import GlooWork
 
-from .._torch import local_tensor, move_hooks, tree_flatten, tree_unflatten
+from .._torch import local_tensor, move_hooks, set_local_tensor, tree_flatten, tree_unflatten
 from ..call.call import Call
 from ..call.state import Arguments, Slot, StateRef, local_of, parameters_of
 from ..capture.effects.carried import Carried
@@ -142,7 +142,9 @@ def as_dtensor(
     local: torch.Tensor, placement: Placements, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
     """A DTensor over this rank's part, without communication."""
-    return DTensor.from_local(local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    tensor = DTensor.from_local(local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    set_local_tensor(tensor, local)
+    return tensor
 
 
 def _make_equal(prepared: Prepared, call: Call) -> None:
@@ -158,7 +160,7 @@ def _make_equal(prepared: Prepared, call: Call) -> None:
                 missing = live.device_mesh != mesh and not _is_equal(local_tensor(live))
                 for axis in _axes_beyond(live, mesh) if missing else ():
                     broadcast_along(local_tensor(live), call, axis)
-            elif not (_is_equal(live) if once else known):
+            elif not (_is_equal(live) if once else known or call.initial.holds(slot)):
                 for axis in range(mesh.ndim):  # the first axis last to be split
                     broadcast_along(live.detach(), call, axis)
             if once:

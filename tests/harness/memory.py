@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+from pathlib import Path
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -32,6 +34,11 @@ def live_bytes() -> int:
             if storage.data_ptr() not in others:
                 spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return _covered(spans)
+
+
+def resident_bytes() -> int:
+    """The memory of this process that is in use (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def arena_bytes(compiled: spmd.CompiledStep) -> int:

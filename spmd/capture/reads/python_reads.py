@@ -16,6 +16,7 @@ import gc
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,12 @@ _WRAPPERS = {  # of the user's functions, each with the attributes that hold wha
     cached_property: ("func",),
 }
 _CACHED = type(lru_cache(len))
+# Never taken for something that the step made: Python's collector does not list every object of the first three, and
+# most of what it lists is of the others, which hold no state.
+_NEVER_NEW = (
+    *(dict, tuple, frozenset),
+    *(types.FunctionType, types.BuiltinFunctionType, types.CellType, weakref.ref),
+)
 
 
 @dataclass
@@ -85,7 +92,8 @@ class Reads:
 
         What the step changed is undone at the end, also if it raised.
         """
-        self._alive = set(map(id, gc.get_objects()))
+        skipped = frozenset(_NEVER_NEW)
+        self._alive = {id(value) for value in gc.get_objects() if type(value) not in skipped}
         with ExitStack() as stack:
             self._stack = stack
             stack.enter_context(self._attributes)
@@ -209,8 +217,8 @@ class Reads:
             self._note("item", fields, key, f"{self._name(instance)}.{key}", owned)
 
     def _is_new(self, value: Any) -> bool:
-        """Whether the step made an object itself: it is no state. Python's collector does not list every dict."""
-        return id(value) not in self._alive and not isinstance(value, (dict, tuple, frozenset))
+        """Whether the step made an object itself: it is no state."""
+        return id(value) not in self._alive and not isinstance(value, _NEVER_NEW)
 
     def _name(self, instance: Any) -> str:
         return self.names.get(id(instance), type(instance).__name__)

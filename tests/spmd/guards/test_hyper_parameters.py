@@ -97,7 +97,7 @@ class Mine(torch.optim.AdamW):
 def test_parameters_without_dims_and_subclasses(make: Any) -> None:
     ends, programs = both(lambda p: make(p, lr=0.01), lambda group, k: None, model=Scaled)
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-10)
-    assert programs == 2
+    assert programs == (1 if make is torch.optim.Adam else 2)
 
 
 def test_ops_on_live_numbers_hit_the_fake_cache_and_stay_live_in_the_graph() -> None:

@@ -89,14 +89,11 @@ def run(rank: int, world: int, case: MLP, style: str) -> tuple[list[str], int]:
     return all_unequal(plain_run(case, world, 6), got, rank, world), len(compiled.programs)
 
 
-@pytest.mark.parametrize("optimizer, programs, style", [
-    ("SGD", 1, "replicate"),
-    ("SGD momentum", 2, "fully_shard"),
-    ("Adam", 2, "replicate"),
-    ("AdamW fused", 2, "fully_shard"),
+@pytest.mark.parametrize("optimizer, style", [
+    ("SGD", "replicate"), ("SGD momentum", "fully_shard"), ("Adam", "replicate"), ("AdamW fused", "fully_shard"),
 ])  # fmt: skip
-def test_a_scheduler_works_and_compiles_nothing(ranks: Ranks, optimizer: str, programs: int, style: str) -> None:
-    assert ranks.run(2, run, Scheduled(optimizer=optimizer), style) == [([], programs)] * 2
+def test_a_scheduler_works_and_compiles_nothing(ranks: Ranks, optimizer: str, style: str) -> None:
+    assert ranks.run(2, run, Scheduled(optimizer=optimizer), style) == [([], 1)] * 2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +107,7 @@ def test_a_scheduler_works_and_compiles_nothing(ranks: Ranks, optimizer: str, pr
     ids=lambda value: type(value).__name__ + value.optimizer if isinstance(value, MLP) else None,
 )
 def test_so_do_other_schedulers(ranks: Ranks, case: MLP, style: str) -> None:
-    assert ranks.run(2, run, case, style) == [([], 2)] * 2
+    assert ranks.run(2, run, case, style) == [([], 1)] * 2
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
@@ -121,4 +118,4 @@ def test_a_learning_rate_may_start_from_zero(ranks: Ranks, optimizer: str) -> No
 
 @pytest.mark.parametrize("optimizer", ["SGD momentum", "AdamW"])
 def test_other_numbers_of_a_group_are_live_too(ranks: Ranks, optimizer: str) -> None:
-    assert ranks.run(2, run, OtherNumbers(optimizer=optimizer), "replicate") == [([], 2)] * 2
+    assert ranks.run(2, run, OtherNumbers(optimizer=optimizer), "replicate") == [([], 1)] * 2

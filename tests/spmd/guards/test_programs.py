@@ -41,15 +41,11 @@ def compilations(rank: int, world: int, optimizer: str, style: str) -> list[tupl
     return counted
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_a_stateless_optimizer_compiles_once(ranks: Ranks, style: str) -> None:
-    assert ranks.run(2, compilations, "SGD", style) == [[(1, 1)] * 5] * 2
-
-
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-@pytest.mark.parametrize("optimizer", ["SGD momentum", "Adam", "AdamW fused"])
-def test_from_the_third_call_on_nothing_compiles(ranks: Ranks, optimizer: str, style: str) -> None:
-    assert ranks.run(2, compilations, optimizer, style) == [[(1, 1)] + [(2, 2)] * 4] * 2
+@pytest.mark.parametrize("optimizer, style", [
+    ("SGD", "fully_shard"), ("SGD momentum", "replicate"), ("Adam", "fully_shard"), ("AdamW fused", "replicate"),
+])  # fmt: skip
+def test_from_the_second_call_on_nothing_compiles(ranks: Ranks, optimizer: str, style: str) -> None:
+    assert ranks.run(2, compilations, optimizer, style) == [[(1, 1)] * 5] * 2
 
 
 def doubled(gm: fx.GraphModule) -> fx.GraphModule:
@@ -84,7 +80,7 @@ def with_backend(rank: int, world: int) -> tuple[list[str], list[bool]]:
 
 
 def test_a_backend_of_one_s_own_runs_the_graph(ranks: Ranks) -> None:
-    assert ranks.run(2, with_backend) == [([], [True, True])] * 2
+    assert ranks.run(2, with_backend) == [([], [True])] * 2
 
 
 @pytest.mark.usefixtures("alone")

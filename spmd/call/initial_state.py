@@ -1,0 +1,131 @@
+"""Make ahead the state that optimizers make in their first step: the program of the first call then serves all calls.
+
+Torch's optimizers begin with constants (zeros, a count of none) and go on as in any later step, so the step computes
+the same whether they or we have made these. Only state that the step then updates stays.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from passes import OutputKind, Program
+
+from .._torch import TorchDispatchMode, begin_optimizer_state
+from .state import Arguments, Slot
+
+_FROM_CONSTANTS = tuple(
+    getattr(optim, name)
+    for name in "Adam AdamW NAdam RAdam Adamax Adadelta RMSprop ASGD Rprop Adafactor Muon".split()
+    if hasattr(optim, name)
+)
+_LARGE = 1 << 20  # bytes from which zeros take no memory until they are written
+
+
+class InitialState:
+    """The state made ahead for one call: of each optimizer, for the parameters that it had none for."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Optimizer, Tensor]] = {}  # by the id of the dict that holds a parameter's state
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> InitialState:
+        """Make what torch's optimizers lack. With a scaler nothing is made: it may skip the first step."""
+        initial = cls()
+        for optimizer in () if arguments.scalers else arguments.optimizers.values():
+            missing = [p for group in optimizer.param_groups for p in group["params"] if _lacks(optimizer, p)]
+            try:
+                _make(optimizer, missing)
+            except Exception:  # the step itself raises it too, and is traced next
+                _remove(optimizer, missing)
+            made = {id(state): (optimizer, p) for p in missing if (state := optimizer.state.get(p))}
+            initial._made |= made
+        return initial
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether a tensor was made here, and so is equal on all ranks."""
+        return id(slot.holder) in self._made
+
+    def remove_idle(self, program: Program, slots: list[Slot]) -> bool:
+        """Remove the state of parameters that the step does not update; returns whether there was any."""
+        updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+        in_use = {id(slot.holder) for slot in slots if slot.input.name in updated}
+        return self._remove(lambda key: key not in in_use)
+
+    def remove(self) -> None:
+        """Remove everything that was made here."""
+        self._remove(lambda key: True)
+
+    def _remove(self, condition: Callable[[int], bool]) -> bool:
+        found = {key: each for key, each in self._made.items() if condition(key)}
+        for key, (optimizer, parameter) in found.items():
+            if id(optimizer.state.get(parameter)) == key:
+                del optimizer.state[parameter], self._made[key]
+        return bool(found)
+
+
+def _lacks(optimizer: Optimizer, parameter: Tensor) -> bool:
+    return parameter.requires_grad and parameter not in optimizer.state
+
+
+def _make(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    """Make the state with which the optimizer would begin, by its own code where it has constants only."""
+    if type(optimizer) is optim.SGD:
+        _make_momentum(optimizer, parameters)
+    elif type(optimizer) in _FROM_CONSTANTS and parameters:
+        with torch.no_grad(), _gradients_of(optimizer, parameters), _ZerosOnDemand():  # type: ignore[no-untyped-call]
+            for group in optimizer.param_groups:
+                begin_optimizer_state(optimizer, group)
+
+
+def _make_momentum(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    """Zeros: times the momentum, plus the gradient, they are the gradient, with which torch begins."""
+    wanted = set(map(id, parameters))
+    with torch.no_grad(), _ZerosOnDemand():  # type: ignore[no-untyped-call]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in wanted and group["momentum"] != 0 and group["dampening"] == 0:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _remove(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
+
+
+@contextmanager
+def _gradients_of(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[None]:
+    """Let these parameters alone have gradients: torch makes state for parameters with gradients. Nobody reads them."""
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.grad for p in everything]
+    wanted = set(map(id, parameters))
+    try:
+        for p in everything:
+            p.grad = torch.empty_like(p) if id(p) in wanted else None
+        yield
+    finally:
+        for p, gradient in zip(everything, before, strict=True):
+            p.grad = gradient
+
+
+class _ZerosOnDemand(TorchDispatchMode):
+    """Large zeros on the CPU are pages that exist once they are written: a rank may soon keep a part of them only."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {})) if func is not torch.ops.aten.zeros_like.default else None
+        return result if result is not None else _zeros_like(args[0], kwargs or {})
+
+
+def _zeros_like(tensor: Tensor, options: dict[str, Any]) -> Tensor:
+    like = torch.empty_like(tensor, **options)
+    if type(like) is not Tensor or like.device.type != "cpu" or like.nbytes < _LARGE:
+        return like.zero_()
+    pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype)
+    return flat.as_strided(like.shape, like.stride())

@@ -1,0 +1,148 @@
+"""State that torch's optimizers make in their first step is made ahead: the first call's program serves all calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import spmd
+from spmd.call.initial_state import InitialState
+from spmd.call.state import Arguments
+from tests.harness.memory import resident_bytes
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+Make = Callable[[Any], optim.Optimizer]
+MADE: dict[str, Make] = {
+    "SGD momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam amsgrad": lambda p: optim.Adam(p, amsgrad=True),
+    "AdamW fused": lambda p: optim.AdamW(p, fused=True),
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "Adamax": optim.Adamax,
+    "Adadelta": optim.Adadelta,
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "ASGD": optim.ASGD,
+    "Rprop": optim.Rprop,
+    "Adafactor": optim.Adafactor,
+    "Muon": optim.Muon,
+    "Adagrad": optim.Adagrad,
+}
+
+
+class Damped(optim.Adam):
+    """An optimizer of the user's own, of which nothing is known."""
+
+
+KEPT: dict[str, Make] = {
+    "SGD with dampening": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "one of the user's own": Damped,
+}
+
+
+class Pair:
+    """Two equal models with optimizers; the first is trained by a compiled step, the second by the plain one."""
+
+    def __init__(self, make: Make, step: Callable[..., Tensor]) -> None:
+        torch.manual_seed(0)
+        self.x, self.step, self.compiled = torch.randn(5, 3, dtype=torch.float64), step, spmd.compile(step)
+        self.models = [_model(), _model()]
+        self.models[1].load_state_dict(self.models[0].state_dict())
+        self.optimizers = [make(model.parameters()) for model in self.models]
+
+    def check(self, *args: Any) -> None:
+        """One call of each, with the same results, parameters and optimizer state."""
+        steps = [self.compiled, self.step]
+        for step, model, optimizer in zip(steps, self.models, self.optimizers, strict=True):
+            step(model, optimizer, self.x, *args)
+        got, want = ([m.state_dict(), o.state_dict()] for m, o in zip(self.models, self.optimizers, strict=True))
+        assert got[1]["state"].keys() == want[1]["state"].keys()
+        torch.testing.assert_close(got[0], want[0], rtol=1e-10, atol=1e-12)
+        for index, values in want[1]["state"].items():
+            assert _described(got[1]["state"][index]) == _described(values)
+            torch.testing.assert_close(got[1]["state"][index], values, rtol=1e-10, atol=1e-12)
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False)).double()
+
+
+def _described(values: Mapping[str, Any]) -> list[Any]:
+    return [(key, value.dtype, value.shape, value.stride()) for key, value in values.items() if torch.is_tensor(value)]
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MADE)
+def test_one_program_serves_all_steps(name: str) -> None:
+    pair = Pair(MADE[name], train)
+    for _ in range(3):
+        pair.check()
+    assert len(pair.compiled.programs) == 1
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_does_not_begin_with_constants_has_a_first_program(name: str) -> None:
+    pair = Pair(KEPT[name], train)
+    for _ in range(3):
+        pair.check()
+    assert len(pair.compiled.programs) == 2
+
+
+def train_at_times(model: nn.Module, optimizer: optim.Optimizer, x: Tensor, update: bool) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    if update:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def test_a_step_that_updates_nothing_leaves_the_optimizer_without_state() -> None:
+    pair = Pair(optim.Adam, train_at_times)
+    pair.check(False)
+    assert not pair.optimizers[0].state
+    for update in (True, False, True):
+        pair.check(update)
+
+
+def test_parameters_without_a_gradient_have_no_state() -> None:
+    def train_first(model: nn.Sequential, optimizer: optim.Optimizer, x: Tensor) -> Tensor:
+        return train(model[0], optimizer, x)
+
+    pair = Pair(optim.Adam, train_first)
+    pair.check()
+    pair.check()
+    assert len(pair.compiled.programs) == 1 and len(pair.optimizers[0].state) == 1
+
+
+def test_an_error_takes_the_state_back() -> None:
+    def fails(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Tensor:
+        loss = train(model, optimizer, x)
+        return loss if loss > 0 else -loss
+
+    model = _model()
+    optimizer = optim.Adam(model.parameters())
+    with pytest.raises(spmd.SpmdError):
+        spmd.compile(fails)(model, optimizer, torch.ones(2, 3, dtype=torch.float64))
+    assert not optimizer.state and model[0].weight.grad is None
+
+
+def test_zeros_take_no_memory_until_they_are_written() -> None:
+    model = nn.Linear(4096, 4096)
+    optimizer = optim.Adam(model.parameters())
+    before = resident_bytes()
+    InitialState.of(Arguments([], None, {"m": model}, {"o": optimizer}, {}))  # type: ignore[arg-type]
+    assert resident_bytes() - before < 10 << 20  # of 128 MiB
+    assert not optimizer.state[model.weight]["exp_avg"][::512].any()
