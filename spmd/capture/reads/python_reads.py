@@ -77,7 +77,8 @@ class Reads:
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
     _before: dict[int, dict[str, Any]] = field(default_factory=dict)  # attributes of ``fields``, by the id of __dict__
-    _alive: set[int] = field(default_factory=set)  # ids of the objects that were there before the step
+    _alive: set[int] = field(default_factory=set)  # ids of the objects that were there before the step, and not frozen
+    _new: set[int] = field(default_factory=set)  # ids of objects that the step made, if there are frozen ones
     _stack: ExitStack | None = None
     _thread: int = field(default_factory=threading.get_ident)  # others run meanwhile, and their reads do not count
 
@@ -218,7 +219,12 @@ class Reads:
 
     def _is_new(self, value: Any) -> bool:
         """Whether the step made an object itself: it is no state."""
-        return id(value) not in self._alive and not isinstance(value, _NEVER_NEW)
+        if id(value) in self._alive or isinstance(value, _NEVER_NEW):
+            return False
+        if gc.get_freeze_count() and id(value) not in self._new:  # what was frozen is not listed, and is not new
+            self._new.update(map(id, gc.get_objects()))
+            return id(value) in self._new
+        return True
 
     def _name(self, instance: Any) -> str:
         return self.names.get(id(instance), type(instance).__name__)

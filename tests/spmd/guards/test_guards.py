@@ -258,6 +258,19 @@ def test_finalizers_of_shared_memory_are_not_guarded() -> None:
         gc.enable()
 
 
+def test_settings_that_the_garbage_collector_froze_are_guarded() -> None:
+    twins = Twins()
+    gc.freeze()
+    try:
+        twins.check(1)
+        for model in twins.models:
+            model.scales[0], model.config.scale = 3.0, 0.5
+        twins.check(1)
+        twins.check(0)
+    finally:
+        gc.unfreeze()
+
+
 @pytest.mark.parametrize("holder", [SETTINGS, ARGS, criterion], ids=["SimpleNamespace", "Namespace", "module"])
 def test_a_changed_attribute_of_a_global_compiles_anew(monkeypatch: pytest.MonkeyPatch, holder: Any) -> None:
     twins = Twins()
