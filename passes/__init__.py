@@ -15,6 +15,7 @@ from .communication.bucket_all_reduce import BucketAllReduce
 from .communication.bucket_reduce_scatter import BucketReduceScatter
 from .communication.form_units import FormUnits
 from .communication.realise import Realise
+from .communication.reshard import Reshard
 from .communication.start_early import StartEarly
 from .communication.wait_late import WaitLate
 from .errors import (
@@ -83,6 +84,7 @@ __all__ = [
     "RankMismatchError",
     "Realise",
     "Report",
+    "Reshard",
     "ReuseMemory",
     "Role",
     "SplitUpdate",

@@ -17,6 +17,7 @@ from .communication.bucket_all_reduce import BucketAllReduce
 from .communication.bucket_reduce_scatter import BucketReduceScatter
 from .communication.form_units import FormUnits
 from .communication.realise import Realise
+from .communication.reshard import Reshard
 from .communication.start_early import StartEarly
 from .communication.wait_late import WaitLate
 from .ir.program import Mesh
@@ -46,6 +47,8 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         DeadCode(),
         # Units of parameters are formed once, for all passes that follow.
         FormUnits(max_bytes=bucket_bytes),
+        # What is gathered twice is bucketed twice, and bounds how early a bucket may start.
+        Reshard(),
         # Merge collectives before moving them: a bucket moves as one.
         BucketAllGather(max_bytes=bucket_bytes),
         BucketReduceScatter(max_bytes=bucket_bytes),

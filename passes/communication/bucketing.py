@@ -96,8 +96,9 @@ def joined(bucket: Bucket) -> dict[str, Any]:
     others = " and others" if len(reasons) > 1 else ""
     why = "; ".join([*(reason + others for reason in reasons[:1]), f"{len(bucket)} in one"])
     of = tuple(dict.fromkeys(name for each in described for name in each.of))
-    collective = Collective(first.kind, first.axis, first.reduction, first.role, why, of)
-    return {"collective": collective, **of_all(bucket)}
+    collective = Collective(first.kind, first.axis, first.reduction, first.role, why, of, ahead=first.ahead)
+    again = {"recompute_of": bucket[0].meta["recompute_of"]} if "recompute_of" in bucket[0].meta else {}
+    return {"collective": collective, **of_all(bucket), **again}
 
 
 def _replace_members(bucket: Bucket, results: list[fx.Node]) -> None:
@@ -119,8 +120,9 @@ def _may_join(node: fx.Node, kind: Kind, op: Any) -> bool:
 
 
 def _key(node: fx.Node) -> Hashable:
-    val = operands(node)[0].meta["val"]
-    return group_of(node), reduction_of(node), node.meta["collective"].role, val.dtype, val.device
+    val, described = operands(node)[0].meta["val"], node.meta["collective"]
+    again = "recompute_of" in node.meta
+    return group_of(node), reduction_of(node), described.role, described.ahead, again, val.dtype, val.device
 
 
 @dataclass

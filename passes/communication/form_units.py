@@ -14,7 +14,7 @@ from ..analysis.agreed_sizes import most_bytes
 from ..analysis.repeated_blocks import blocks_of
 from ..base import Pass
 from ..ir.collectives import Kind
-from ..ir.program import Input, Mesh, OutputKind, Program, is_even
+from ..ir.program import Input, OutputKind, Program, is_even
 from ..ir.roles import Role
 
 _EXPOSED = 4  # units of ``first_bytes`` that are communicated while there is little else to do
@@ -27,10 +27,12 @@ class FormUnits(Pass):
     The pass visits parameters from the last registered to the first, in the order in which their gradients are
     computed: first those that the step trains, then the others that it communicates. A unit closes once its
     communication reaches ``max_bytes``, the first one at ``first_bytes``, so that it can start early; and where a
-    repeated block begins or ends, once it has ``first_bytes``. Of parameters that are gathered, the last ones visited,
-    some four times ``first_bytes``, are in units of ``first_bytes``, too: forward begins with them and backward ends,
-    so nothing hides them. Parameters of one unit agree in dtype, device, module argument, in whether ranks have equal
-    parts, and in the kinds, axes and roles of their collectives; within it they are in the order of registration.
+    repeated block begins or ends, once it has ``first_bytes``. Of parameters that are gathered, the last ones
+    visited, some four times ``first_bytes``, are in units of ``first_bytes``, too: forward begins with them and
+    backward ends, so nothing hides them. Where parameters are gathered again (``program.reshard``), memory counts,
+    and units end at blocks and at ``max_bytes`` alone. Parameters of one unit agree in dtype, device, module
+    argument, in whether ranks have equal parts, in whether they are gathered again, then in whether they lie in a
+    block, and in the kinds, axes and roles of their collectives; within it they are in the order of registration.
     Sizes are bytes, equal on all ranks.
     """
 
@@ -41,21 +43,26 @@ class FormUnits(Pass):
         """Visit the parameters once; the graph stays as it is."""
         if program.units:
             return 0
-        parameters = [_Parameter.of(*each, program.mesh) for each in _described(program)]
+        parameters = [_Parameter.of(*each, program) for each in _described(program)]
         trained = _trained(program)
         groups = [[p for p in parameters if p.name in trained]]
         groups += [[p for p in parameters if p.name not in trained and p.served]]
-        program.units = tuple(unit for group in groups for unit in self._units(group[::-1]))
+        early = not program.reshard
+        program.units = tuple(unit for group in groups for unit in self._units(group[::-1], early))
         return len(program.units)
 
-    def _units(self, parameters: Sequence[_Parameter]) -> list[tuple[str, ...]]:
-        """The units of these parameters, given in reverse order of registration; in the order in which they close."""
+    def _units(self, parameters: Sequence[_Parameter], early: bool) -> list[tuple[str, ...]]:
+        """The units of these parameters, given in reverse order of registration; in the order in which they close.
+
+        ``early``: the first one, and those that nothing hides, are small.
+        """
         closed: list[tuple[str, ...]] = []
         unfinished: dict[Hashable, list[_Parameter]] = {}
         left = sum(parameter.size for parameter in parameters)
         for parameter in parameters:
             unit = unfinished.setdefault(parameter.key, [])
-            if unit and self._ends(unit, parameter, not closed or self._is_exposed(unit, left)):
+            small = early and (not closed or self._is_exposed(unit, left))
+            if unit and self._ends(unit, parameter, small):
                 closed.append(_names(unit))
                 unit.clear()
             unit.append(parameter)
@@ -63,8 +70,12 @@ class FormUnits(Pass):
         return closed + [_names(unit) for unit in unfinished.values()]
 
     def _is_exposed(self, unit: list[_Parameter], left: int) -> bool:
-        """Whether so little is ``left`` that nothing hides the next gathers."""
-        return left <= _EXPOSED * self.first_bytes and any(kind is Kind.ALL_GATHER for kind, _, _ in unit[0].served)
+        """Whether so little is ``left`` that nothing hides the next gathers, unless they are bounded by units."""
+        return (
+            not unit[0].reshard
+            and left <= _EXPOSED * self.first_bytes
+            and any(kind is Kind.ALL_GATHER for kind, _, _ in unit[0].served)
+        )
 
     def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool) -> bool:
         size = sum(parameter.size for parameter in unit)
@@ -80,29 +91,36 @@ class _Parameter:
     size: int
     blocks: tuple[str, ...]
     served: frozenset[tuple[Kind, str, Role]]
+    reshard: bool
     kind: Hashable
 
     @classmethod
     def of(
-        cls, declared: Input, val: torch.Tensor, collectives: Sequence[fx.Node], blocks: tuple[str, ...], mesh: Mesh
+        cls,
+        declared: Input,
+        val: torch.Tensor,
+        collectives: Sequence[fx.Node],
+        blocks: tuple[str, ...],
+        program: Program,
     ) -> _Parameter:
         described = [node.meta["collective"] for node in collectives]
         whole = math.prod(declared.shape) * val.element_size()
         size = max(map(most_bytes, collectives), default=whole)
         served = frozenset((each.kind, each.axis, each.role) for each in described)
-        even = is_even(declared.shape, declared.placement, mesh)
+        even = is_even(declared.shape, declared.placement, program.mesh)
         return cls(
             declared.name,
             size,
             blocks,
             served,
+            declared.name in program.reshard,
             (declared.dtype, val.device, declared.name.rpartition(".")[0].partition(".")[0], even),
         )
 
     @property
     def key(self) -> Hashable:
         """Parameters with equal keys can be in one unit."""
-        return self.kind, self.served
+        return self.kind, self.served, self.reshard, self.reshard and bool(self.blocks)
 
 
 def _described(program: Program) -> Iterator[tuple[Input, torch.Tensor, list[fx.Node], tuple[str, ...]]]:

@@ -9,83 +9,103 @@ from typing import ClassVar
 
 from torch import fx
 
-from ..analysis.topological import settle
+from ..analysis.agreed_sizes import of_all
 from ..base import Pass
 from ..cleanup.merge_equal import MergeEqual
-from ..ir.collectives import Kind, is_wait, operands
-from ..ir.meta import Relation, carried
+from ..ir.collectives import Kind, is_wait
+from ..ir.edit import insert_before
+from ..ir.meta import Relation
 from ..ir.ops import Trait, has
 from ..ir.program import Program
 from ..ir.roles import Phase, Role
 from .form_units import FormUnits
-
-_ONE = 1  # more unit whose gradients are on their way while those of the next are computed
 
 
 @dataclass(frozen=True)
 class Reshard(Pass):
     """Parameters in ``program.reshard`` are gathered for forward, and once more for backward (as in FSDP).
 
-    Each run of readers in one phase gets a gather of its own, with what packs its operand and unpacks its result; so
-    micro-batches gather for each forward and each backward. What was gathered is dead after its last reader in a run.
-    A repeated gather is marked (``meta["recompute_of"]``), and no pass merges it back. How far ahead of its readers a
-    gather may start is ``program.prefetch``, and a gradient is on its way alone (``Collective.ahead``), so at most so
-    many units are whole at once. Parameters that are not in ``program.reshard`` stay whole after their first use.
+    Each run of readers in one phase gets a gather of its own, with what unpacks its result: so micro-batches gather for
+    each forward and for each backward. A gathered value is dead after its last reader in the run. A repeated gather is
+    marked (``meta["recompute_of"]``), and no pass merges it back. ``Collective.ahead`` bounds how many units are whole
+    at once: a gather may start ``program.prefetch`` units before its own, and one unit's gradients may be on their way.
+    All other parameters stay whole after their first use.
     """
 
     after: ClassVar[tuple[type[Pass], ...]] = (MergeEqual, FormUnits)
 
     def rewrite(self, program: Program) -> int:
         """Give each run of readers its gather; returns how many gathers there are more."""
-        if not program.reshard:
-            return 0
-        position = {node: k for k, node in enumerate(program.graph.nodes)}
         added = 0
-        for gather in [node for node in program.collectives() if _is_of(node, Role.PARAMETER, Kind.ALL_GATHER)]:
-            if program.reshard.issuperset(gather.meta["collective"].of):
-                runs = list(_runs(_readers(gather), position))
-                for first, *others in runs[1:]:
-                    _gather_again(gather, first, [first, *others])
-                added += len(runs) - 1
-        settle(program.graph)
-        for node in program.collectives():
-            _bound(node, program)
+        for node in [node for node in program.collectives() if program.reshard.intersection(_served(node))]:
+            described = node.meta["collective"]
+            if (described.role, described.kind) == (Role.GRADIENT, Kind.REDUCE_SCATTER):
+                node.meta["collective"] = replace(described, ahead=1)
+            elif (described.role, described.kind) == (Role.PARAMETER, Kind.ALL_GATHER):
+                added += _gather_for_each_run(node, program.prefetch)
         return added
 
 
-def _is_of(node: fx.Node, role: Role, kind: Kind) -> bool:
-    described = node.meta["collective"]
-    return described.role is role and described.kind is kind
+def _served(node: fx.Node) -> tuple[str, ...]:
+    served: tuple[str, ...] = node.meta["collective"].of
+    return served
 
 
-def _bound(node: fx.Node, program: Program) -> None:
-    """Write how many units ahead a gather may start, or how many units a gradient may be on its way for."""
-    described = node.meta["collective"]
-    if not program.reshard.issuperset(described.of) or not described.of:
-        return
-    if _is_of(node, Role.GRADIENT, Kind.REDUCE_SCATTER):
-        node.meta["collective"] = replace(described, ahead=_ONE)
-    elif _is_of(node, Role.PARAMETER, Kind.ALL_GATHER):
-        phases = {reader.meta.get("phase") for reader in _readers(node)}
-        ahead = program.prefetch[0 if Phase.FORWARD in phases else 1]
-        node.meta["collective"] = replace(described, ahead=ahead)
+def _gather_for_each_run(gather: fx.Node, prefetch: tuple[int, int]) -> int:
+    """Let the first run of readers read ``gather`` and each other run a copy of it; returns the number of copies."""
+    unpacking = _unpacking(gather)
+    (first, _), *others = list(_runs(unpacking))
+    for _, readers in others:
+        _repeat([gather, *unpacking], readers, prefetch)
+    for node in reversed(unpacking):
+        if not node.users:
+            node.graph.erase_node(node)
+    gather.meta["collective"] = replace(gather.meta["collective"], ahead=_ahead(first, prefetch))
+    return len(others)
 
 
 def _unpacking(gather: fx.Node) -> list[fx.Node]:
     """The nodes that only bring the result of ``gather`` into shape, in order: its wait, views, casts, joined parts."""
-    found = dict.fromkeys([gather])
-    for node in found_in_order(gather):
+    found, pending = {gather: None}, sorted(gather.users)
+    while pending:  # in the order of the graph, so that all that a node needs has been seen
+        node = pending.pop(0)
         shapes = is_wait(node) or has(node.target, Trait.VIEW, Trait.UNPACKS, Trait.JOINS)
-        if shapes and all(argument in found for argument in node.all_input_nodes):
+        if shapes and all(needed in found for needed in node.all_input_nodes):
             found[node] = None
+            pending = sorted({*pending, *node.users})
     return list(found)[1:]
 
 
-def found_in_order(first: fx.Node) -> Iterator[fx.Node]:
-    """The nodes after ``first`` that are computed from it, in the order of the graph."""
-    reached, node = {first}, first.next
-    while node.op != "output":
-        if any(argument in reached for argument in node.all_input_nodes):
-            reached.add(node)
-            yield node
-        node = node.next
+def _runs(unpacking: list[fx.Node]) -> Iterator[tuple[Phase | None, list[fx.Node]]]:
+    """The readers of a gathered value in the order of the graph, cut where the phase changes."""
+    inside = set(unpacking)
+    readers = sorted({user for node in unpacking for user in node.users if user not in inside})
+    for phase, run in groupby(readers, lambda reader: reader.meta.get("phase")):
+        yield phase, list(run)
+
+
+def _repeat(nodes: list[fx.Node], readers: list[fx.Node], prefetch: tuple[int, int]) -> None:
+    """Repeat ``nodes``, those that the readers need, before the first of these, and let them read the copies."""
+    needed = set(readers)
+    for node in reversed(nodes):
+        if needed.intersection(node.users):
+            needed.add(node)
+    first, copies = readers[0], dict[fx.Node, fx.Node]()
+    for node in nodes:
+        if node in needed:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: copies.get(each, each))
+            copy = insert_before(first, node.target, *args, like=node, relation=Relation.REPLACEMENT, kwargs=kwargs)
+            copy.meta |= {key: first.meta[key] for key in ("phase", "module") if key in first.meta}
+            copy.meta["recompute_of"] = node.name
+            copies[node] = copy
+    gather, copy = nodes[0], copies[nodes[0]]
+    described = gather.meta["collective"]
+    ahead = _ahead(first.meta.get("phase"), prefetch)
+    copy.meta["collective"] = replace(described, why=described.why.replace("gathered", "gathered again"), ahead=ahead)
+    copy.meta |= of_all([gather])
+    for reader in readers:
+        reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda each: copies.get(each, each))
+
+
+def _ahead(phase: Phase | None, prefetch: tuple[int, int]) -> int:
+    return prefetch[phase is Phase.BACKWARD]

@@ -8,7 +8,7 @@ from torch import fx
 
 from ..analysis.topological import arrange, positions
 from ..base import Pass
-from ..ir.collectives import is_collective, is_wait
+from ..ir.collectives import Kind, is_collective, is_wait, waits_of
 from ..ir.effects import is_pure, is_random
 from ..ir.ops import Trait, has
 from ..ir.program import Program
@@ -21,7 +21,8 @@ class StartEarly(Pass):
 
     An operand that is computed from the call's arguments alone (the number of labels, say) moves along: it is known
     when the call begins. All other nodes keep their order, and so do collectives that become ready together. The new
-    order depends on the graph alone, so it is the same on all ranks. Memory: results of collectives live longer.
+    order depends on the graph alone, so it is the same on all ranks. Memory: results of collectives live longer; those
+    with ``Collective.ahead`` start when the result of the one so many before them, in the order of readers, is read.
     """
 
     def rewrite(self, program: Program) -> int:
@@ -36,11 +37,29 @@ class StartEarly(Pass):
 def _by_readiness(program: Program, moving: set[fx.Node]) -> list[fx.Node]:
     """The nodes by the position after which each can stand; of a node that does not move, its own."""
     first = len(program.placeholders) - 1
-    ready: dict[fx.Node, int] = {}
+    earliest, ready = _bounds(program), dict[fx.Node, int]()
     for position, node in enumerate(program.graph.nodes):
         needed = (ready[argument] for argument in node.all_input_nodes)
-        ready[node] = max((first, *needed)) if node in moving else position
+        ready[node] = max((first, earliest.get(node, first), *needed)) if node in moving else position
+    for node in reversed(program.graph.nodes):  # an operand is packed when it is sent
+        if node in moving and not is_collective(node) and any(user in earliest for user in node.users):
+            ready[node] = earliest[node] = max(ready[node], min(ready[user] for user in node.users))
     return sorted(ready, key=lambda node: (ready[node], node in moving))  # sorted keeps the order of equals
+
+
+def _bounds(program: Program) -> dict[fx.Node, int]:
+    """The positions after which bounded gathers may start: right before the result of an earlier one is waited for."""
+    position = {node: k for k, node in enumerate(program.graph.nodes)}
+    starts = [node for node in program.collectives() if node.meta["collective"].kind is Kind.ALL_GATHER]
+    bounded = [node for node in starts if node.meta["collective"].ahead is not None]
+    read = {start: min((position[wait] for wait in waits_of(start)), default=0) for start in bounded}
+    ordered = sorted(bounded, key=lambda start: (read[start], position[start]))
+    aheads = [start.meta["collective"].ahead for start in ordered]
+    return {
+        start: read[ordered[k - ahead]] - 1
+        for k, (start, ahead) in enumerate(zip(ordered, aheads, strict=True))
+        if k >= ahead
+    }
 
 
 def _moving(program: Program) -> set[fx.Node]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..analysis.topological import positions, settle
 from ..base import Pass
-from ..ir.collectives import is_wait
+from ..ir.collectives import Kind, is_wait, waits_of
 from ..ir.ops import Trait, has
 from ..ir.program import Program
 from .start_early import StartEarly
@@ -19,7 +19,8 @@ from .start_early import StartEarly
 class WaitLate(Pass):
     """Each wait, with the nodes that only unpack its result, moves to right before its first reader.
 
-    All other nodes keep their order. The new order depends on the graph alone, so it is the same on all ranks.
+    All other nodes keep their order. The new order depends on the graph alone, so it is the same on all ranks. What is
+    reduced with ``Collective.ahead`` is waited for when so many others have started, so that its operand can go.
     """
 
     after: ClassVar[tuple[type[Pass], ...]] = (StartEarly,)
@@ -29,8 +30,23 @@ class WaitLate(Pass):
         sinking = _sinking(program.graph)
         before = positions(program.graph, sinking)
         settle(program.graph, sinking)
+        _bound(program)
         after = positions(program.graph, sinking)
         return sum(before[node] != after[node] for node in sinking if is_wait(node))
+
+
+def _bound(program: Program) -> None:
+    """Wait for each bounded reduction right after the start of the one that is ``ahead`` further down."""
+    starts = [node for node in program.collectives() if node.meta["collective"].kind is not Kind.ALL_GATHER]
+    starts = [node for node in starts if node.meta["collective"].ahead is not None]
+    for k, start in enumerate(starts):
+        later = starts[k + start.meta["collective"].ahead :][:1]
+        for wait in waits_of(start):
+            if later and later[0] < wait:
+                later[0].append(wait)
+                for part in wait.all_input_nodes:
+                    if part is not start:  # of a coalesced result
+                        wait.prepend(part)
 
 
 def _sinking(graph: fx.Graph) -> set[fx.Node]:

@@ -38,6 +38,9 @@ class Collective:
     ``axis`` is the name of the mesh axis, ``reduction`` is ``"sum"``, ``"max"``, ... or None, ``role`` says what is
     communicated, ``why`` is a sentence for reports, ``of`` names the values (parameters, results) it serves.
 
+    ``ahead`` bounds how much is whole at once: how many others of its kind a gather may start before, in the order of
+    their readers, or how many may start before it is waited for, if it reduces; None for any number.
+
     ``by`` names the implementation where it is not the backend's own op: a short noun phrase for reports and dumps.
     """
 
@@ -48,6 +51,7 @@ class Collective:
     why: str = ""
     of: tuple[str, ...] = ()
     by: str = ""
+    ahead: int | None = None
 
 
 _KINDS: dict[Any, Kind] = {

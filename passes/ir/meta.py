@@ -80,9 +80,9 @@ KEYS: tuple[Key, ...] = (
     Key(
         "recompute_of",
         str,
-        "the name of the node that computed the same before: the user's checkpoint repeats it on purpose",
-        (_CAPTURE,),
-        (_CAPTURE, _MERGE_EQUAL),
+        "the name of the node that computed the same before: it is repeated on purpose",
+        (_CAPTURE, "passes/communication"),
+        (_CAPTURE, _MERGE_EQUAL, "passes/communication"),
         Relation.STEP,
     ),
     Key(

@@ -140,6 +140,8 @@ class Program:
     name: str = "program"
     notes: list[str] = field(default_factory=list)  # sentences for the report: what ran whole, and what it cost
     units: tuple[tuple[str, ...], ...] = ()  # parameters by name that are communicated and stored together
+    reshard: frozenset[str] = frozenset()  # parameters that are gathered again for backward, instead of kept whole
+    prefetch: tuple[int, int] = (1, 1)  # how many units ahead such gathers may start, in forward and in backward
     stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
 

@@ -13,7 +13,7 @@ from ..analysis.aliases import escaping, last_reads, storages
 from ..analysis.out_variants import is_constant, out_variant, results_of
 from ..analysis.strides import Layouts, is_dense
 from ..communication.published import read_by_peers
-from ..ir.collectives import is_shared
+from ..ir.collectives import group_of, is_shared, waits_of
 from ..ir.ops import Trait, has
 from ..ir.schemas import argument
 from ..runtime.arena import extent
@@ -34,7 +34,7 @@ class Buffer:
     parent: Buffer | None = None
     offset: int = 0
     fixed: bool = False  # it cannot move into another one: it is part of a concatenation, or has parts
-    shared: bool = False  # of a block: other ranks read it, until the barrier of the next call
+    shared: bool = False  # of a block: other ranks read it, until ``last``
 
     @property
     def size(self) -> int:
@@ -118,10 +118,23 @@ class Buffers:
         return None if part is None or part is whole or part.parent is not None else part
 
     def _share_operands(self, start: fx.Node) -> None:
-        """Let operand and scratch of a collective lie in memory that other ranks can read, and no other values ever."""
+        """Let operand and scratch of a collective lie in memory that other ranks can read until all have read it."""
         for operand in read_by_peers(start):
             for block in self._blocks(operand):
                 block.shared = block.fixed = True
+                block.last = max(block.last, self._read_by_all(start))
+
+    def _read_by_all(self, start: fx.Node) -> int:
+        """The position at which all ranks are known to have read what ``start`` publishes.
+
+        A rank publishes what it sends next in this group after it has read this; so whoever has collected that knows.
+        Without such a collective, the barrier that begins the next call shows it.
+        """
+        read = max((self.position[wait] for wait in waits_of(start)), default=len(self.position))
+        later = (n for n, k in self.position.items() if k > read and is_shared(n) and group_of(n) == group_of(start))
+        following = next(later, None)
+        waits = waits_of(following) if following is not None else ()
+        return min((self.position[wait] for wait in waits), default=len(self.position))
 
     def _reuse_operand(self, node: fx.Node) -> None:
         """Let an elementwise ``node`` write over an operand that has no later readers."""

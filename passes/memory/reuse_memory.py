@@ -31,9 +31,9 @@ class ReuseMemory(Pass):
 
     Offsets are planned by lifetimes (``offsets.py``). A pointwise op writes over an operand that dies there. Members of
     a concatenation are computed in their parts of it. What other ranks of the host read (``Realise``) lies in an arena
-    of its own, where no two values share memory. Ops without an out variant of their own go on allocating, and so do
-    results, new state, and whatever may share memory with them. ``meta["computes"]`` is the op that a node was. Nothing
-    may reorder the graph afterwards.
+    of its own, and lives until all are known to have read it. Ops without an out variant of their own go on allocating,
+    and so do results, new state, and whatever may share memory with them. ``meta["computes"]`` is the op that a node
+    was. Nothing may reorder the graph afterwards.
     """
 
     last: ClassVar[bool] = True
@@ -80,9 +80,7 @@ def _arena_key(block: Buffer) -> _ArenaKey:
 
 def _arena(program: Program, key: _ArenaKey, buffers: Sequence[Buffer]) -> tuple[fx.Node, dict[int, int]]:
     device, shared = key
-    # When the other ranks have read a shared block is known at the next call only, so it lives as long as the call.
-    end = len(program.graph.nodes)
-    blocks = [Block(each.size, 0, end) if shared else Block(each.size, each.first, each.last) for each in buffers]
+    blocks = [Block(each.size, each.first, each.last) for each in buffers]
     offsets = pack(blocks)
     size = total(blocks, offsets)
     args = (size, device, True) if shared else (size, device)

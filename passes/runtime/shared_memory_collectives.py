@@ -11,8 +11,9 @@ get the same bits. The members of a bucket are stored one after the other, so no
 - ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: see ``collective_ops.define_scatter``.
 - ``shared_all_gather(x, lengths, ranks, group)``: the inverse, see ``collective_ops.define_gather``.
 
-An operand in a segment (``arena.reserve``) is not copied, and must not be written to before all ranks have passed the
-next barrier. Any other operand is copied into a new segment, which is slow.
+An operand in a segment (``arena.reserve``) is not copied, and must not be written to before all ranks have read it:
+they have once each has published again, after its wait, or has passed the next barrier. Any other operand is copied
+into a new segment, which is slow.
 """
 
 from __future__ import annotations

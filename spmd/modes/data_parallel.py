@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from passes import Input, Mesh, Pass, Program, Role
+from passes.analysis.repeated_blocks import blocks_of
 from passes.ir.program import Placements, replicated
 
 from ..partitioner.plan import Plan
@@ -48,6 +49,11 @@ class DataParallel(PlannedMode):
     forward and backward read, while updates use exact parts. With ``shard_optimizer`` a rank's own part is exact in
     ``state_dict``, too, and the other parts are rounded.
 
+    ``reshard_after_forward``, where parameters are split: True gathers each for forward, and again for backward, so
+    that few units are whole at once. False gathers once and keeps parameters whole in between: less traffic, and the
+    memory of the whole model. None, the default, gathers again what lies in repeated blocks (a transformer's layers),
+    and keeps the rest. ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward.
+
     ``input_batch_dim``: the batch dim of every tensor argument that ``inputs`` does not name. ``inputs``: placements of
     the other arguments, by name. Raises ``ValueError`` for an unknown style, reduction or dtype, and for options that
     exclude each other.
@@ -66,6 +72,8 @@ class DataParallel(PlannedMode):
         shard_optimizer: bool = False,
         reduce_dtype: torch.dtype | None = None,
         gather_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool | None = None,
+        prefetch: tuple[int, int] = (1, 1),
     ) -> None:
         _check_one_of("parallel_style", parallel_style, _STYLES)
         _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
@@ -77,6 +85,8 @@ class DataParallel(PlannedMode):
         self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype)
         self.gather_dtype = _check_dtype("gather_dtype", gather_dtype)
         _check_gathers(gather_dtype, parallel_style, shard_optimizer)
+        self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style)
+        self.prefetch = _check_prefetch(prefetch)
 
     def plan(self, program: Program) -> Plan:
         """Parameters by the style; optimizer state as its parameter is updated; buffers replicated."""
@@ -92,10 +102,26 @@ class DataParallel(PlannedMode):
             "reduce_dtype": self.reduce_dtype,
             "gather_dtype": self.gather_dtype,
         }
-        return Plan(self.mesh, state_placements(program, parameters, updates), options=options, updates=updates)
+        return Plan(
+            self.mesh,
+            state_placements(program, parameters, updates),
+            options=options,
+            updates=updates,
+            reshard=self._reshard(declared),
+            prefetch=self.prefetch,
+        )
+
+    def _reshard(self, parameters: Sequence[Input]) -> frozenset[str]:
+        if self.parallel_style == "replicate" or self.reshard_after_forward is False:
+            return frozenset()
+        blocks = blocks_of({each.name: each.shape for each in parameters})
+        return frozenset(name for name, inside in blocks.items() if inside or self.reshard_after_forward)
 
     def __repr__(self) -> str:
-        options = {name: getattr(self, name) for name in ("shard_optimizer", "reduce_dtype", "gather_dtype")}
+        options = {
+            name: getattr(self, name)
+            for name in ("shard_optimizer", "reduce_dtype", "gather_dtype", "reshard_after_forward")
+        }
         given = "".join(f", {name}={value}" for name, value in options.items() if value)
         return f"DataParallel({self.parallel_style!r}{given})"
 
@@ -134,6 +160,21 @@ def _check_gathers(dtype: torch.dtype | None, style: Style, shard_optimizer: boo
             f'expected no gather_dtype, got {dtype}: "replicate" gathers no parameters, unless it has '
             "shard_optimizer=True"
         )
+
+
+def _check_reshard(given: Any, style: Style) -> bool | None:
+    if given is not None and not isinstance(given, bool):
+        raise TypeError(f"expected reshard_after_forward to be None, True or False, got {given!r}")
+    if given and style == "replicate":
+        raise ValueError('expected no reshard_after_forward=True: "replicate" gathers no parameters')
+    return given
+
+
+def _check_prefetch(given: Any) -> tuple[int, int]:
+    match given:
+        case (int(forward), int(backward)) if min(given) >= 0:
+            return forward, backward
+    raise ValueError(f"expected prefetch to be two numbers of units, for forward and for backward, got {given!r}")
 
 
 def _check_dtype(name: str, given: Any) -> torch.dtype | None:

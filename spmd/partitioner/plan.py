@@ -28,6 +28,9 @@ class Plan:
       placement of a split parameter's update; "each" reduces each of them, and adds up shards.
     - ``"reduce_dtype"``, ``"gather_dtype"``: a dtype or None; gradients are reduced, and parameters gathered, in this
       dtype where their own is wider.
+
+    ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``prefetch``: how many
+    units ahead of their readers these gathers may start, in forward and in backward.
     """
 
     mesh: DeviceMesh | None
@@ -35,3 +38,5 @@ class Plan:
     units: tuple[tuple[str, ...], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     updates: Mapping[str, Placements] = field(default_factory=dict)
+    reshard: frozenset[str] = frozenset()
+    prefetch: tuple[int, int] = (1, 1)

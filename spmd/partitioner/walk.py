@@ -88,6 +88,8 @@ class _Walk:
             history=list(self.program.history),
             notes=[*self.program.notes, *self.diagnostics.all()],
             units=self.context.units,
+            reshard=self.context.plan.reshard,
+            prefetch=self.context.plan.prefetch,
         )
 
     # Inputs

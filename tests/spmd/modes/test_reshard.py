@@ -1,0 +1,172 @@
+"""``reshard_after_forward``: parameters are gathered again for backward, and few units are whole at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spmd
+from passes import Kind, Phase, Program, Role
+from tests.harness.cases import MLP, make_optimizer
+from tests.harness.fake import fake_world
+from tests.harness.oracle import assert_agrees
+from tests.harness.pool import Ranks
+
+LAYERS = 5
+
+
+class Block(nn.Module):
+    """Two Linears, so that a list of these is one of repeated blocks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """A root with a layer before and one after its blocks."""
+
+    def __init__(self, width: int, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def step(model: nn.Module, optimizer: Any, *batches: Tensor) -> Tensor:
+    """Accumulates over the batches, then updates."""
+    losses = []
+    for x in batches:
+        losses.append(model(x).square().mean())
+        losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def compiled(width: int = 256, batches: int = 1, layers: int = LAYERS, **options: Any) -> spmd.CompiledStep:
+    """The step on 64 fake ranks."""
+    with fake_world(64):
+        model = Model(width, layers)
+        mode = spmd.DataParallel("fully_shard", **options)
+        result = spmd.compile(step, parallel_mode=mode)
+        result(model, torch.optim.AdamW(model.parameters()), *(torch.randn(4, width) for _ in range(batches)))
+    return result
+
+
+def counts(program: Program) -> tuple[int, int, int]:
+    """The number of gathers of parameters in forward and backward, and of reduce_scatters."""
+    described = [(node.meta["collective"], node.meta.get("phase")) for node in program.collectives()]
+    gathers = [phase for each, phase in described if (each.kind, each.role) == (Kind.ALL_GATHER, Role.PARAMETER)]
+    backward = sum(phase is Phase.BACKWARD for phase in gathers)
+    return len(gathers) - backward, backward, sum(each.kind is Kind.REDUCE_SCATTER for each, _ in described)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard, backward", [(None, LAYERS), (True, LAYERS + 1)])
+def test_each_block_is_gathered_twice_and_reduced_once(reshard: bool | None, backward: int) -> None:
+    program = compiled(reshard_after_forward=reshard).program
+    assert program is not None
+    assert counts(program) == (LAYERS + 1, backward, LAYERS + 1)
+
+
+@pytest.mark.slow
+def test_without_it_nothing_is_gathered_twice() -> None:
+    program = compiled(reshard_after_forward=False).program
+    assert program is not None
+    of = [name for node in program.collectives() for name in node.meta["collective"].of]
+    assert counts(program)[1] == 0 and len(of) == 2 * len({*of}) - 1  # all but the loss are gathered, and reduced
+
+
+@pytest.mark.slow
+def test_micro_batches_are_reduced_once() -> None:
+    program = compiled(batches=2).program
+    assert program is not None
+    assert counts(program) == (2 * LAYERS + 1, 2 * LAYERS, LAYERS + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [(0, 0), (1, 1), (1, 2)])
+def test_so_many_units_are_whole_at_once(prefetch: tuple[int, int]) -> None:
+    program = compiled(reshard_after_forward=True, prefetch=prefetch).program
+    assert program is not None
+    ahead = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
+    started: list[torch.fx.Node] = []
+    for node in program.graph.nodes:
+        described = node.meta.get("collective")
+        if described is not None and (described.kind, described.role) == (Kind.ALL_GATHER, Role.PARAMETER):
+            started.append(node)
+            phase = node.meta.get("phase", Phase.FORWARD)
+            ahead[phase] = max(ahead[phase], len(started) - 1)
+        elif started and node.target is torch.ops._c10d_functional.wait_tensor.default and node.args[0] in started:
+            started.remove(node.args[0])
+    assert (ahead[Phase.FORWARD], ahead[Phase.BACKWARD]) == prefetch
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_depth() -> None:
+    def peak(layers: int, reshard: bool | None) -> int:
+        report = compiled(layers=layers, reshard_after_forward=reshard).report()
+        return report.memory["cpu"][1]
+
+    unit = sum(p.numel() * 4 for p in Block(256).parameters())
+    assert peak(9, None) - peak(5, None) < unit  # activations
+    assert peak(9, False) - peak(5, False) > 4 * unit
+
+
+@dataclass(frozen=True)
+class Deep(MLP):
+    """Blocks of an odd width, so that ranks have unequal parts."""
+
+    sizes: tuple[int, ...] = (7, 7)
+    rows: int = 4
+
+    def build(self) -> tuple[Any, ...]:
+        model = Model(self.sizes[0], 3).double()
+        return model, make_optimizer(self.optimizer, model.parameters())
+
+
+@dataclass(frozen=True)
+class Accumulated(Deep):
+    """Two micro-batches."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        return step(model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("case, world, options", [
+    (Deep(optimizer="SGD"), 2, {}),
+    (Deep(optimizer="AdamW"), 4, {"reshard_after_forward": True, "prefetch": (0, 2)}),
+    (Deep(sizes=(8, 8), optimizer="SGD momentum"), 2, {"reshard_after_forward": True}),
+    (Accumulated(optimizer="AdamW"), 2, {"reshard_after_forward": True}),
+    (Accumulated(sizes=(8, 8), optimizer="SGD"), 4, {"reduce_gradients": "each"}),
+], ids=["uneven", "all", "even", "accumulated", "reduced each"])  # fmt: skip
+def test_numbers_are_those_of_the_plain_step(ranks: Ranks, case: Deep, world: int, options: dict[str, Any]) -> None:
+    assert_agrees(ranks, world, case, {"parallel_style": "fully_shard", **options})
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"parallel_style": "replicate", "reshard_after_forward": True}, "gathers no parameters"),
+    ({"parallel_style": "fully_shard", "prefetch": (1,)}, "two numbers of units"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        spmd.DataParallel(**options)
+
+
+def test_a_number_of_ranks_is_refused() -> None:
+    with pytest.raises(TypeError, match="None, True or False"):
+        spmd.DataParallel("fully_shard", reshard_after_forward=2)  # type: ignore[arg-type]
