@@ -24,7 +24,7 @@ from .models import GPT, train_step
 
 TrainStep = Callable[[Tensor, Tensor], Tensor]
 
-FLOOR, REPLICATE, SHARD = "no communication", "replicate", "fully_shard"
+FLOOR, REPLICATE, SHARD, KEEP = "no communication", "replicate", "fully_shard", "fully_shard, kept whole"
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def compiled_ddp(model: GPT) -> TrainStep:
     return functools.partial(train_step, replica, AdamW(model.parameters(), fused=True))
 
 
-def fsdp(model: GPT, *, compile_blocks: bool = False) -> TrainStep:
-    """FSDP2: each block is gathered and reduced on its own, the rest with the root."""
+def fsdp(model: GPT, *, compile_blocks: bool = False, reshard: bool | None = None) -> TrainStep:
+    """FSDP2: each block is gathered and reduced on its own, the rest with the root. ``reshard``: after forward."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (torch.distributed.get_world_size(),))
     for block in model.blocks:
         if compile_blocks:
             block.compile()
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return functools.partial(train_step, model, AdamW(model.parameters(), fused=True))
 
 
@@ -108,5 +108,18 @@ SYSTEMS = (
         needs_compiler=True,
     ),
     System("spmd, fully_shard", SHARD, functools.partial(ours, parallel_style="fully_shard"), ours=True),
+    System("FSDP2 per block, kept whole, fused AdamW", KEEP, functools.partial(fsdp, reshard=False)),
+    System(
+        "FSDP2 per block, kept whole, compiled, fused AdamW",
+        KEEP,
+        functools.partial(fsdp, compile_blocks=True, reshard=False),
+        needs_compiler=True,
+    ),
+    System(
+        "spmd, fully_shard, kept whole",
+        KEEP,
+        functools.partial(ours, parallel_style="fully_shard", reshard_after_forward=False),
+        ours=True,
+    ),
 )
 REFERENCE = System("the whole batch on one device", FLOOR, eager)
