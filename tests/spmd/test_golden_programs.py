@@ -60,7 +60,8 @@ def on_two_axes() -> spmd.DataParallel:
 
 CASES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], spmd.DataParallel]]] = {
     "gpt_replicate": (transformer, lambda: spmd.DataParallel("replicate")),
-    "gpt_fully_shard": (transformer, lambda: spmd.DataParallel("fully_shard")),
+    "gpt_fully_shard": (transformer, lambda: spmd.DataParallel("fully_shard", reshard_after_forward=True)),
+    "gpt_kept_whole": (transformer, lambda: spmd.DataParallel("fully_shard", reshard_after_forward=False)),
     "gpt_shard_optimizer": (transformer, lambda: spmd.DataParallel("replicate", shard_optimizer=True)),
     "gpt_tensor_and_sequence": (lambda: transformer(split_sequence=True), on_two_axes),
     "convolutions": (convolutions, lambda: spmd.DataParallel("replicate")),

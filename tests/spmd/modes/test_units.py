@@ -44,15 +44,16 @@ def test_four_linears_are_three_all_reduces_of_gradients() -> None:
     assert [len(of) for of in of_role(compiled, Role.GRADIENT)] == [2, 4, 2]
 
 
-@pytest.mark.parametrize("style, roles, units", [
-    ("replicate", [Role.GRADIENT], 6),  # the first one is cut early
-    ("fully_shard", [Role.GRADIENT, Role.PARAMETER], 8),  # and so are the last ones, where there is little to do
-])  # fmt: skip
-def test_large_blocks_are_units_in_order_of_registration(style: Any, roles: list[Role], units: int) -> None:
+@pytest.mark.parametrize("mode, roles, units", [
+    (spmd.DataParallel("replicate"), [Role.GRADIENT], 6),  # the first one is cut early
+    # And so are the last ones, where there is little to do.
+    (spmd.DataParallel("fully_shard", reshard_after_forward=False), [Role.GRADIENT, Role.PARAMETER], 8),
+], ids=["replicate", "fully_shard"])  # fmt: skip
+def test_large_blocks_are_units_in_order_of_registration(mode: Any, roles: list[Role], units: int) -> None:
     model = nn.Sequential(*(Block(256) for _ in range(5)))
     x = torch.randn(2, 256)
     objects = model, torch.optim.AdamW(model.parameters())
-    compiled = compile_on_fake_ranks(2, MLP.step, objects, x, x, parallel_mode=spmd.DataParallel(style))
+    compiled = compile_on_fake_ranks(2, MLP.step, objects, x, x, parallel_mode=mode)
     whole = tuple(f"model.3.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias"))
     for role in roles:
         assert whole in of_role(compiled, role)
