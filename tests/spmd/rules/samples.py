@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from passes.ir.ops import find
+from passes.runtime.ctc_loss import ctc_loss, ctc_loss_backward
 
 from .engine import Sample
 
 RANDOM = ("rand", "bernoulli", "dropout", "empty", "uniform", "normal", "exponential", "geometric", "cauchy")
+
+UNSET: dict[Any, tuple[int, ...]] = {ctc_loss: (1,)}  # results of which an op writes a part
 
 
 def f(*shape: int) -> torch.Tensor:
@@ -40,11 +43,11 @@ def samples() -> list[Sample]:
     found = []
     for source in SOURCES:
         for name, *args in source():
-            op = find(name)
+            op = find(name) if isinstance(name, str) else name
             kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
             if op is not None:
-                values = not any(word in name for word in RANDOM)
-                found.append(Sample(op, tuple(args), kwargs, values))
+                values = not any(word in str(name) for word in RANDOM)
+                found.append(Sample(op, tuple(args), kwargs, values, UNSET.get(op, ())))
     return found
 
 
@@ -592,6 +595,10 @@ def loss() -> Iterator[tuple[Any, ...]]:
             yield "nll_loss2d_forward", f(4, 7, 3, 5), where, w, reduction, -100
             yield "nll_loss2d_backward", f(*out.shape), f(4, 7, 3, 5), where, w, reduction, -100, total
     yield "nll_loss_forward", f(7), torch.tensor(3), None, 2, -100
+    rows = f(5, 6, 4).log_softmax(-1), ints(3, 6, 3) + 1, ints(4, 6) + 2, ints(3, 6)
+    for zero_infinity in (True, False):
+        yield ctc_loss, *rows, 0, zero_infinity
+        yield ctc_loss_backward, f(6), *rows, *ctc_loss(*rows, 0, zero_infinity), 0, zero_infinity
 
 
 def linalg() -> Iterator[tuple[Any, ...]]:
