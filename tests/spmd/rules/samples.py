@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,15 +40,17 @@ def b(*shape: int) -> torch.Tensor:
 def samples() -> list[Sample]:
     """All samples, drawn anew from one seed."""
     torch.manual_seed(0)
-    found = []
-    for source in SOURCES:
-        for name, *args in source():
-            op = find(name) if isinstance(name, str) else name
-            kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
-            if op is not None:
-                values = not any(word in str(name) for word in RANDOM)
-                found.append(Sample(op, tuple(args), kwargs, values, UNSET.get(op, ())))
-    return found
+    return [sample for source in SOURCES for sample in samples_of(source)]
+
+
+def samples_of(source: Callable[[], Iterator[tuple[Any, ...]]]) -> Iterator[Sample]:
+    """The samples of one of the functions below."""
+    for name, *args in source():
+        op = find(name) if isinstance(name, str) else name
+        kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
+        if op is not None:
+            values = not any(word in str(name) for word in RANDOM)
+            yield Sample(op, tuple(args), kwargs, values, UNSET.get(op, ()))
 
 
 def pointwise() -> Iterator[tuple[Any, ...]]:
@@ -117,7 +119,7 @@ def pointwise() -> Iterator[tuple[Any, ...]]:
     yield "real", torch.complex(x, y)
     yield "imag", torch.complex(x, y)
     yield "_conj", torch.complex(x, y)
-    yield "prelu", x, f(1)
+    yield from (("prelu", source, weight) for source, weight in ((x, f(1)), (x, f(6)), (f(4, 6, 6), f(6)), (x, f())))
     yield "_prelu_kernel", x, f(1, 6, 1)
     yield "_prelu_kernel_backward", x, y, f(1, 6, 1)
     yield "floor_divide", x, row
