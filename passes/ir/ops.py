@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_composite
+from ..runtime import ctc_loss
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
 from .schemas import position_of, schema
@@ -83,7 +84,7 @@ def find(name: str) -> OpOverload | None:
 
 
 # Namespaces whose schemas can be relied on: torch's, and that of our own ops.
-_DECLARING = {"aten", "prims", "_c10d_functional", NAMESPACE}
+_DECLARING = {"aten", "prims", "_c10d_functional", NAMESPACE, ctc_loss.NAMESPACE}
 
 _LISTED: Mapping[Trait, Sequence[Any]] = {
     # A Python function has no schema; that of the op does not say that it returns the tensor it waits for.

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .._torch import HigherOrderOperator, OpOverload
-from ..runtime.collective_ops import NAMESPACE
+from ..runtime import collective_ops, ctc_loss
 from .collectives import Collective
 from .program import Input, Output, OutputKind, Placements, Program
 from .schemas import position_of, schema
@@ -41,7 +41,11 @@ _SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-_OPS_ALIASES = {"_c10d_functional": "c10d", NAMESPACE: "transport"}
+_OPS_ALIASES = {"_c10d_functional": "c10d", collective_ops.NAMESPACE: "transport"}
+_DEFINED_IN = {  # the modules that define ops of ours
+    collective_ops.NAMESPACE: "passes.runtime.message_collectives",
+    ctc_loss.NAMESPACE: "passes.runtime.ctc_loss",
+}
 _MODULES = {"_operator": "operator"}  # a function's ``__module__``, and the module to import it from
 # Modules in which torch's functions are looked up, since their ``__module__`` is often a C++ binding.
 _HOMES: dict[str, Any] = {
@@ -71,8 +75,8 @@ class _Printer:
         self.imports: dict[str, None] = {"import torch": None}
         self.axes = {axis.group: _identifier(axis.name) for axis in program.mesh.axes}
         self.aliases = _aliases(program.graph)
-        if NAMESPACE in self.aliases.values():
-            self.imports["import passes.runtime.message_collectives"] = None  # it defines them
+        defined_in = [module for name, module in _DEFINED_IN.items() if name in self.aliases.values()]
+        self.imports |= {f"import {module}": None for module in defined_in}
         self.names = _names(program.graph, self._reserved())
         self.shown: dict[str, str] = {}
 

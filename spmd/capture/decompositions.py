@@ -20,6 +20,7 @@ from .embedding_bag import embedding_bag_table
 from .fused_optimizers import fused_table
 from .random_decompositions import in_place_random_table, random_table
 from .strided_views import strided_views_table
+from .values.ctc_loss import ctc_loss_table
 from .values.known_masks import known_mask_table
 from .values.known_values import known_numbers
 
@@ -50,6 +51,7 @@ def first_trace_table() -> Table:
         **strided_views_table(),
         **in_place_random_table(),
         **embedding_bag_table(),
+        **ctc_loss_table(),
         **fused_table(),
         **known_numbers(),
         **known_mask_table(),

@@ -62,8 +62,6 @@ _ALTERNATIVE_OF: dict[Any, str] = {
     aten.bincount: "Say how many classes there are: torch.bincount(x, minlength=classes).",
     aten.nonzero: "Keep all rows and weigh them with the mask, select with torch.where(mask, a, b), or return the "
     "mask and look at it outside of the step.",
-    aten._ctc_loss: "The memory of the loss is as long as the longest target: compute it from padded targets and a "
-    "mask, with torch.logsumexp in a loop over time.",
     aten.masked_select: "Keep all entries and weigh them with the mask: (x * mask).sum() / mask.sum().",
 }
 _CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")

@@ -39,6 +39,7 @@ from .state_branches import Branch, StateBranches
 from .swap_state import StateSwap
 from .symbolic_minmax import symbolic_min_and_max
 from .tensor_attributes import constant_attributes
+from .values.ctc_loss import LengthsAsTensors
 from .values.scalar_indices import ScalarIndices
 
 
@@ -74,6 +75,7 @@ class Trace:
             stack.enter_context(recorder.restored_generators())
             stack.enter_context(refuse_other_generators())
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
+            stack.enter_context(LengthsAsTensors())
             scalar_indices = stack.enter_context(ScalarIndices())
             self.branches = stack.enter_context(branches).found
             stack.enter_context(constant_attributes(self._submodules()))

@@ -18,6 +18,7 @@ The files, in the order in which an op comes to them:
 - ``steps.py``, ``redistribute.py``, ``reasons.py``: the steps from one placement to another and their costs; the nodes
   of a step; its purpose, as reports and dumps state it
 - ``emit.py``, ``memo.py``: this rank's graph, node by node; keys under which equal calls are done once
+- ``operand_layouts.py``: operands that kernels read in one layout, and that are copied if they lie otherwise
 - ``pending_sums.py``, ``recut_rows.py``: complete sums are reduced; rows cut from the batch are split again
 - ``gather_updated.py``: a parameter is gathered after every rank has updated a part of it
 - ``diagnostics.py``: notes for users about all that

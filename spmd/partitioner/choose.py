@@ -50,7 +50,7 @@ class Chooser:
         """
         chosen: list[Option] = []
         for index in range(len(self.mesh.axes)):
-            options = self.options(call, operands, chosen)
+            options = self.options(call, operands, chosen, hint)
             if required is not None:
                 options = [option for option in options if option.results[0] == required[index]]
             elif phase is Phase.UPDATE and _is_contraction(options):
@@ -84,9 +84,11 @@ class Chooser:
             chosen.append(min(fits, key=lambda o: sum(isinstance(p, Shard) for p in o.operands)))
         return chosen
 
-    def options(self, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option]) -> list[Option]:
+    def options(
+        self, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], hint: Placements | None = None
+    ) -> list[Option]:
         """The options along the next axis that are right on all ranks."""
-        first, *others = map(self._options, narrowed(call, operands, chosen, self.mesh))
+        first, *others = map(self._options, narrowed(call, operands, chosen, self.mesh, hint))
         return [option for option in first if all(option in other for other in others)] if others else first
 
     def along(self, call: OpCall, axis: int) -> list[Option]:

@@ -19,7 +19,9 @@ from passes.runtime.random import draw
 
 from .._torch import make_fx
 from ..placements import local_runs
+from ..rules.base import parameters
 from .memo import Shapes
+from .operand_layouts import Layout, lies, operand_layouts
 from .redistribute import Reason, Redistribution
 from .values import Value, results
 
@@ -74,16 +76,42 @@ class Emitter:
         """Emit the op of ``node`` on this rank's parts; its results have ``placements``."""
         target: Any = node.target
         self._shapes.learn(node)
+        args, kwargs = self._laid_out(node, args, kwargs)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
         if _joins_elements(node):
-            copied = {"memory_format": torch.contiguous_format}
-            copy = self.call(aten.clone.default, (args[0],), copied, like=node)
-            copy.meta.pop("grad_of", None)
-            args = (copy, *args[1:])
+            args = (self._copy(args[0], node), *args[1:])
         if target in _VIEWS and (args[0] in self._unsure or not self._layouts.is_viewable(*args[:2])):
             target = aten.reshape.default  # the whole could be viewed so; some rank's part has other strides
         return self.call(target, args, kwargs, like=node)
+
+    def _laid_out(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The operands, those copied that the op reads in a layout that they may not have on some rank."""
+        target: Any = node.target
+        needed = operand_layouts(target)
+        if not needed:
+            return args, kwargs
+        names = list(parameters(target))[: len(args)]
+        laid = [self._lying(arg, node.args[k], needed.get(names[k]), node) for k, arg in enumerate(args)]
+        named = {name: self._lying(arg, node.kwargs[name], needed.get(name), node) for name, arg in kwargs.items()}
+        return tuple(laid), named
+
+    def _lying(self, operand: Any, traced: Any, layout: Layout | None, node: fx.Node) -> Any:
+        if layout is None or not isinstance(operand, fx.Node):
+            return operand
+        known = operand not in self._unsure and self._layouts.is_known(operand)
+        if known and lies(operand.meta["val"], layout, traced.meta["val"]):
+            return operand
+        if layout is not Layout.AS_TRACED or traced.meta["val"].is_contiguous():
+            return self._copy(operand, node)
+        turned = self._copy(self.call(aten.transpose.int, (operand, -1, -2), {}, like=node), node)
+        return self.call(aten.transpose.int, (turned, -1, -2), {}, like=node)
+
+    def _copy(self, operand: fx.Node, node: fx.Node) -> fx.Node:
+        """A contiguous copy of an operand of ``node``."""
+        copy = self.call(aten.clone.default, (operand,), {"memory_format": torch.contiguous_format}, like=node)
+        copy.meta.pop("grad_of", None)
+        return copy
 
     def check(self, node: fx.Node, new: fx.Node, shapes: Sequence[tuple[int, ...] | None]) -> None:
         """Raise ``PartitionError`` unless the local results have the shapes that their placements say."""

@@ -21,17 +21,45 @@ from ..rules import Info, OpCall, Option, localize_of
 from .values import Value
 
 
-def narrowed(call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], mesh: Mesh) -> list[OpCall]:
-    """The call as the axis after those of ``chosen`` sees it: the first rank's, then those of ranks that differ."""
-    axis = mesh.axes[len(chosen)]
-    interleaved = tuple(_runs(value, tuple(o.operands[k] for o in chosen)) for k, value in enumerate(operands))
+def narrowed(
+    call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], mesh: Mesh, hint: Placements | None = None
+) -> list[OpCall]:
+    """The call as the axis after those of ``chosen`` sees it: the first rank's, then those of ranks that differ.
+
+    ``hint``: the placement that the (first) result should have, in whose runs a replicated operand can be cut.
+    """
+    axis, wanted = mesh.axes[len(chosen)], _wanted_runs(chosen, hint)
+    interleaved = tuple(
+        _runs(value, tuple(o.operands[k] for o in chosen), wanted if _has_rows(value, call, wanted) else None)
+        for k, value in enumerate(operands)
+    )
     return [replace(each, size=axis.size, interleaved=interleaved) for each in _on_all_lengths(call, chosen, mesh)]
 
 
-def _runs(value: Value, before: Placements) -> tuple[Interleaved, ...]:
-    """The splits in runs of rows that a value has along the next axis, where the axes before leave it ``before``."""
+def _runs(value: Value, before: Placements, wanted: Interleaved | None) -> tuple[Interleaved, ...]:
+    """The splits in runs of rows that a value has along the next axis, where the axes before leave it ``before``.
+
+    ``wanted``: the runs in which to cut the value if it is replicated.
+    """
     along = [placement[len(before)] for placement in value.nodes if placement[: len(before)] == before]
-    return tuple(placement for placement in along if isinstance(placement, Interleaved))
+    cut = [wanted] if wanted is not None and Replicate() in along else []
+    return tuple(dict.fromkeys(p for p in [*along, *cut] if isinstance(p, Interleaved)))
+
+
+def _wanted_runs(chosen: Sequence[Option], hint: Placements | None) -> Interleaved | None:
+    """The runs that a hint asks for along the next axis, if the axes before are split as it says."""
+    if hint is None or tuple(option.results[0] for option in chosen) != hint[: len(chosen)]:
+        return None
+    wanted = hint[len(chosen)]
+    return wanted if isinstance(wanted, Interleaved) else None
+
+
+def _has_rows(value: Value, call: OpCall, runs: Interleaved | None) -> bool:
+    """Whether a value has as many rows as the (first) result, where that is split."""
+    result = call.results[0]
+    if runs is None or result is None or runs.dim >= len(value.shape):
+        return False
+    return value.shape[runs.dim] == result.shape[runs.dim]
 
 
 def _on_all_lengths(call: OpCall, chosen: Sequence[Option], mesh: Mesh) -> list[OpCall]:

@@ -1,7 +1,8 @@
 """The negative log likelihood: rows (and for images, positions) may be split, and so may classes.
 
 A sum over split rows is partial, and so is its total weight. A mean would divide by the rank's own count: capture
-decomposes it in forward, and backward divides by the total weight it is given. Other losses are decomposed.
+decomposes it in forward, and backward divides by the total weight it is given. The loss of alignments (CTC) is one
+per row. Other losses are decomposed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch.distributed.tensor.placement_types import Placement
+
+from passes.runtime.ctc_loss import ctc_loss, ctc_loss_backward
 
 from . import lookup
 from .aten import aten
@@ -22,6 +25,7 @@ ROWS = {
     **dict.fromkeys(aten("nll_loss_forward", "nll_loss_backward"), ("nc", "n")),
     **dict.fromkeys(aten("nll_loss2d_forward", "nll_loss2d_backward"), ("nchw", "nhw")),
 }
+_ROWS_OF_CTC = {"log_probs": ".n.", "targets": "n.", "input_lengths": "n", "target_lengths": "n"}
 
 
 @rule(*aten("nll_loss_forward", "nll_loss2d_forward"))
@@ -58,3 +62,16 @@ def _labels(call: OpCall) -> tuple[str | None, str]:
     """Labels of the log probabilities and the targets, the classes needed whole; None where there are no rows."""
     source, target = ROWS[call.target]
     return (source.replace("c", WHOLE) if call.arg("self").ndim == len(source) else None), target
+
+
+@rule(ctc_loss)
+def aligned_forward(call: OpCall) -> list[Option]:
+    """Rows: frames and classes are needed whole."""
+    return options(call, Dims(_ROWS_OF_CTC, ("n", "n..")))
+
+
+@rule(ctc_loss_backward)
+def aligned_backward(call: OpCall) -> list[Option]:
+    """Rows. Linear in the incoming gradient."""
+    operands = {"grad": "n", **_ROWS_OF_CTC, "losses": "n", "log_alpha": "n.."}
+    return options(call, Dims(operands, ".n.", linear=(("grad",),)))

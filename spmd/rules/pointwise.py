@@ -17,7 +17,7 @@ from passes.ir.ops import Trait, has, listed
 from .._torch import OpOverload
 from .aten import aten
 from .base import OpCall, Option
-from .einsum_labels import EQUAL, Dims, aligned, arguments, grows, infos, is_zero, letters, options
+from .einsum_labels import EQUAL, WHOLE, Dims, aligned, arguments, grows, infos, is_zero, letters, options
 from .registry import rule, tagged
 
 # Ops that are linear in each of these sets of operands, if all of the set are tensors.
@@ -92,4 +92,14 @@ def linear(call: OpCall) -> tuple[tuple[str, ...], ...]:
     return tuple(names for names in sets if not grows(call, names))
 
 
-rule(*(op for op in listed(Trait.POINTWISE) if torch.Tag.pointwise not in op.tags))(pointwise)
+@rule(*aten("prelu"))
+def prelu(call: OpCall) -> list[Option]:
+    """Any dim; the weights, if there are several, are those of dim 1."""
+    names = letters(call.arg("self").ndim)
+    weight = call.arg("weight")
+    labels = names[1] if weight.shape and weight.shape != (1,) else WHOLE * weight.ndim
+    return options(call, Dims({"self": names, "weight": labels}, names))
+
+
+_untagged = (op for op in listed(Trait.POINTWISE) if torch.Tag.pointwise not in op.tags)
+rule(*(op for op in _untagged if op not in aten("prelu")))(pointwise)

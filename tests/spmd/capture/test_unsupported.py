@@ -59,12 +59,6 @@ def counts(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return torch.bincount(y.abs().long()[:, 0])
 
 
-@bad("shape of a result depends on values.*padded targets")
-def aligns_targets_of_any_length(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    steps, lengths = model(x).log_softmax(-1).repeat(5, 1, 1), torch.full((len(x),), 2)
-    return F.ctc_loss(steps, torch.ones(len(x), 2, dtype=torch.long), 2 * lengths, lengths)
-
-
 @bad("memory out of torch.*Override")
 def takes_numpy(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return x.numpy().sum()

@@ -1,14 +1,15 @@
 """One check for every rule: the results of an op on the parts, joined, must be those of the op on the whole.
 
 In comes a sample call and a number of ranks. For each ``Option`` that the rule claims, operands are split as claimed
-(as ``torch.chunk`` splits; a partial operand into random summands), the op runs once a rank with localized arguments,
-and the results must be the global ones under the placements claimed.
+(as ``torch.chunk`` splits; a partial operand into random summands) and laid out in memory as ``memory.py`` draws, the
+op runs once a rank with localized arguments, and the results must be the global ones under the placements claimed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -16,20 +17,41 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from passes import Axis, Mesh
+from passes.ir.ops import aten as listed_ops
+from spmd.partitioner.operand_layouts import operand_layouts
 from spmd.placements import Interleaved, local_shape, local_start, smallest_shape
 from spmd.rules import Info, LocalPart, OpCall, Option, localize_of, rule_of
+from spmd.rules.base import parameters
 
+from .memory import Lay, anyhow, in_a_bucket, is_constant, on_its_own, resized, with_equal_rows
+
+aten = torch.ops.aten
+# Torch's kernels of the first read memory that is not there, or divide by zero; those of the others take sizes that do
+# not fit together, or leave results unset.
+USUAL = {
+    *listed_ops("_pdist_forward _pdist_backward native_batch_norm native_batch_norm_backward native_group_norm"),
+    *listed_ops("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_group_norm_backward"),
+    *listed_ops("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"),
+    *listed_ops("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"),
+    *listed_ops("convolution_backward diagonal_backward diagonal_scatter _grouped_mm"),
+}
 EXTREMES = {"max": torch.amax, "min": torch.amin}
+# Of the first two the partitioner copies the operand, since pairs of elements become one; the third needs aligned rows.
+ON_THEIR_OWN = {aten.view_as_complex.default, aten.view.dtype, aten._grouped_mm.default}
 
 
 @dataclass
 class Sample:
-    """A call to check: an op, its arguments, and whether its values can be compared at all."""
+    """A call to check: an op, its arguments, and whether its values can be compared at all.
+
+    ``unset``: the positions of results that the op writes in part, so that only their shapes are compared.
+    """
 
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     values: bool = True
+    unset: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.op.name().removeprefix('aten::')}({', '.join(map(_short, self.args))})"
@@ -99,6 +121,30 @@ def check(sample: Sample, size: int) -> int:
     return len(options)
 
 
+def unusual(sample: Sample) -> Iterator[Sample]:
+    """``sample`` with dims that are empty or have one row, and with an operand of equal rows, where the op takes it."""
+    if sample.op in USUAL:
+        return
+    given = (sample.args, sample.kwargs)
+    tensors = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor)]
+    sizes = sorted({size for tensor in tensors for size in tensor.shape if size > 1})
+    draw = Random(str(sample))
+    for size in sizes:
+        tried = resized(given, size, draw.choice((0, 1)))
+        yield from filter(_runs, (replace(sample, args=args, kwargs=kwargs) for args, kwargs in tried))
+    equal = with_equal_rows(given, draw)
+    if equal is not None and _runs(found := replace(sample, args=equal[0], kwargs=equal[1])):
+        yield found
+
+
+def _runs(sample: Sample) -> bool:
+    try:
+        sample.op(*sample.args, **sample.kwargs)
+    except Exception:
+        return False
+    return True
+
+
 def _check_option(sample: Sample, call: OpCall, option: Option, expected: list[torch.Tensor | None]) -> None:
     assert len(option.operands) == len(call.operands), "one placement per operand"
     assert len(option.results) == len(expected), "one placement per result"
@@ -107,14 +153,63 @@ def _check_option(sample: Sample, call: OpCall, option: Option, expected: list[t
     for position, (whole, placement) in enumerate(zip(expected, option.results, strict=True)):
         assert (whole is None) == (placement is None), f"result {position}: {placement} for {whole}"
         if whole is not None:
-            _compare(whole, [r[position] for r in per_rank], placement, sample.values)  # type: ignore[misc]
+            values = sample.values and position not in sample.unset
+            _compare(whole, [r[position] for r in per_rank], placement, values)  # type: ignore[misc]
 
 
 def _run(sample: Sample, call: OpCall, option: Option, expected: list[torch.Tensor | None], rank: int) -> Any:
+    """The op on the parts of ``rank``, which lie anyhow in memory, unless the op refuses its whole operands so."""
+    layouts = layouts_of(sample.op)
+    for lay in layouts:
+        try:
+            return _run_on(sample, call, option, expected, rank, lay)
+        except Exception:
+            if lay is layouts[-1] or not _refuses(sample, option, rank, lay):
+                raise
+    raise AssertionError("one of the layouts is the last")
+
+
+def layouts_of(op: Any) -> tuple[Lay, ...]:
+    """The ways in which operands may lie, each for what refuses those before it."""
+    if op in ON_THEIR_OWN:
+        return (on_its_own,)
+    return anyhow, in_a_bucket
+
+
+def _lays(sample: Sample, lay: Lay) -> list[Lay]:
+    """``lay`` for each leaf of the arguments, but for those that the partitioner copies where they lie otherwise."""
+    needed = operand_layouts(sample.op)
+    named = [*zip(parameters(sample.op), sample.args, strict=False), *sample.kwargs.items()]
+    names = [name for name, value in named for _ in tree_flatten(value)[0]]
+    return [in_a_bucket if name in needed else lay for name in names]
+
+
+def _refuses(sample: Sample, option: Option, rank: int, lay: Lay) -> bool:
+    """Whether the op raises on whole operands that lie as the parts did."""
     leaves, spec = tree_flatten((sample.args, sample.kwargs))
-    placements = iter(enumerate(option.operands))
+    lays = _lays(sample, lay)
+    laid = [lays[k](x, x, _draw(option, rank, k)) if isinstance(x, torch.Tensor) else x for k, x in enumerate(leaves)]
+    args, kwargs = tree_unflatten(laid, spec)
+    try:
+        sample.op(*args, **kwargs)
+    except Exception:
+        return True
+    return False
+
+
+def _draw(option: Option, rank: int, position: int) -> Random:
+    return Random(f"{option.operands} {option.results} {rank} {position}")
+
+
+def _run_on(
+    sample: Sample, call: OpCall, option: Option, expected: list[torch.Tensor | None], rank: int, lay: Lay
+) -> Any:
+    leaves, spec = tree_flatten((sample.args, sample.kwargs))
+    placements, lays = iter(enumerate(option.operands)), _lays(sample, lay)
     local = [
-        _operand(leaf, *next(placements), option, rank, call.size, seed=k) if isinstance(leaf, torch.Tensor) else leaf
+        _operand(leaf, *next(placements), option, rank, call.size, k, lays[k])
+        if isinstance(leaf, torch.Tensor)
+        else leaf
         for k, leaf in enumerate(leaves)
     ]
     args, kwargs = tree_unflatten(local, spec)
@@ -157,21 +252,13 @@ def _part(shape: Sequence[int], placement: Any, rank: int, size: int) -> LocalPa
 
 
 def _operand(
-    tensor: torch.Tensor, position: int, placement: Any, option: Option, rank: int, size: int, seed: int
+    tensor: torch.Tensor, position: int, placement: Any, option: Option, rank: int, size: int, seed: int, lay: Lay
 ) -> torch.Tensor:
     """The part of one operand on ``rank``; an iota that starts at 0 on every rank has the length of the part."""
     held = part(tensor, placement, rank, size, seed)
-    if position not in option.from_zero:
-        return _inside_other_memory(held)
-    return tensor.narrow(placement.dim, 0, held.shape[placement.dim])
-
-
-def _inside_other_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values at an offset in a longer storage, as a part of a bucket has them: of whole 16 bytes."""
-    if tensor.is_meta or not tensor.is_contiguous():
-        return tensor
-    memory = tensor.new_zeros(tensor.numel() + 9)
-    return memory.as_strided(tensor.shape, tensor.stride(), 4).copy_(tensor)
+    if position in option.from_zero:
+        held = tensor.narrow(placement.dim, 0, held.shape[placement.dim])
+    return lay(held, tensor, _draw(option, rank, seed))
 
 
 def part(tensor: torch.Tensor, placement: Any, rank: int, size: int, seed: int) -> torch.Tensor:
@@ -198,10 +285,11 @@ def _shaped(tensor: torch.Tensor, placement: Any, rank: int, size: int) -> torch
 def _summands(tensor: torch.Tensor, reduce_op: str, size: int, seed: int) -> list[torch.Tensor]:
     """Random tensors whose sum (or maximum, or minimum) is ``tensor``."""
     generator = torch.Generator().manual_seed(seed)
-    noise = [torch.randint(1, 9, tensor.shape, generator=generator).to(tensor) for _ in range(size)]
+    once = [1 if is_constant(tensor, d) else n for d, n in enumerate(tensor.shape)]  # equal rows stay equal
+    noise = [torch.randint(1, 9, once, generator=generator).to(tensor).expand_as(tensor) for _ in range(size)]
     if reduce_op == "sum":
         return [*noise[:-1], tensor - sum(noise[:-1])]
-    owner = torch.randint(0, size, tensor.shape, generator=generator).to(tensor.device)
+    owner = torch.randint(0, size, once, generator=generator).to(tensor.device)
     sign = -1 if reduce_op == "max" else 1
     return [torch.where(owner == rank, tensor, tensor + sign * noise[rank]) for rank in range(size)]
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from passes.ir.ops import find
+from passes.runtime.ctc_loss import ctc_loss, ctc_loss_backward
 
 from .engine import Sample
 
 RANDOM = ("rand", "bernoulli", "dropout", "empty", "uniform", "normal", "exponential", "geometric", "cauchy")
+
+UNSET: dict[Any, tuple[int, ...]] = {ctc_loss: (1,)}  # results of which an op writes a part
 
 
 def f(*shape: int) -> torch.Tensor:
@@ -37,15 +40,17 @@ def b(*shape: int) -> torch.Tensor:
 def samples() -> list[Sample]:
     """All samples, drawn anew from one seed."""
     torch.manual_seed(0)
-    found = []
-    for source in SOURCES:
-        for name, *args in source():
-            op = find(name)
-            kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
-            if op is not None:
-                values = not any(word in name for word in RANDOM)
-                found.append(Sample(op, tuple(args), kwargs, values))
-    return found
+    return [sample for source in SOURCES for sample in samples_of(source)]
+
+
+def samples_of(source: Callable[[], Iterator[tuple[Any, ...]]]) -> Iterator[Sample]:
+    """The samples of one of the functions below."""
+    for name, *args in source():
+        op = find(name) if isinstance(name, str) else name
+        kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
+        if op is not None:
+            values = not any(word in str(name) for word in RANDOM)
+            yield Sample(op, tuple(args), kwargs, values, UNSET.get(op, ()))
 
 
 def pointwise() -> Iterator[tuple[Any, ...]]:
@@ -114,7 +119,7 @@ def pointwise() -> Iterator[tuple[Any, ...]]:
     yield "real", torch.complex(x, y)
     yield "imag", torch.complex(x, y)
     yield "_conj", torch.complex(x, y)
-    yield "prelu", x, f(1)
+    yield from (("prelu", source, weight) for source, weight in ((x, f(1)), (x, f(6)), (f(4, 6, 6), f(6)), (x, f())))
     yield "_prelu_kernel", x, f(1, 6, 1)
     yield "_prelu_kernel_backward", x, y, f(1, 6, 1)
     yield "floor_divide", x, row
@@ -592,6 +597,10 @@ def loss() -> Iterator[tuple[Any, ...]]:
             yield "nll_loss2d_forward", f(4, 7, 3, 5), where, w, reduction, -100
             yield "nll_loss2d_backward", f(*out.shape), f(4, 7, 3, 5), where, w, reduction, -100, total
     yield "nll_loss_forward", f(7), torch.tensor(3), None, 2, -100
+    rows = f(5, 6, 4).log_softmax(-1), ints(3, 6, 3) + 1, ints(4, 6) + 2, ints(3, 6)
+    for zero_infinity in (True, False):
+        yield ctc_loss, *rows, 0, zero_infinity
+        yield ctc_loss_backward, f(6), *rows, *ctc_loss(*rows, 0, zero_infinity), 0, zero_infinity
 
 
 def linalg() -> Iterator[tuple[Any, ...]]:

@@ -15,8 +15,8 @@ from spmd.placements import Interleaved
 from spmd.rules import RULES, P, R, S, rule_of
 from spmd.rules.aten import ABSENT
 
-from .engine import Sample, check, options_of
-from .samples import f, ints, samples, u
+from .engine import Sample, check, options_of, unusual
+from .samples import SOURCES, f, ints, samples, samples_of, u
 
 SAMPLES = samples()
 
@@ -46,6 +46,13 @@ UNTRIED = {
 def test_options_are_right(sample: Sample) -> None:
     for size in (2, 3, 4):
         check(sample, size)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+def test_options_are_right_of_empty_dims_and_equal_rows(source: Any) -> None:
+    for sample in samples_of(source):
+        for each in unusual(sample):
+            check(each, 2)
 
 
 def _tagged() -> list[Any]:

@@ -1,0 +1,63 @@
+"""Operands that kernels read in one layout, whatever their strides are.
+
+In eager such an operand is what another op has just made, so its layout is the expected one. In a program it may be a
+part cut out of a replica, or a dim that was gathered, and nothing raises: elements are read from wrong places. The
+emitter copies an operand of this table that does not lie so, or may not on some rank. ``tests/spmd/rules`` lays
+operands out at random and finds what is missing here, on the CPU.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+import torch
+
+from passes.ir.ops import aten
+
+from .._torch import OpOverload
+
+
+class Layout(Enum):
+    """How an operand must lie."""
+
+    CONTIGUOUS = auto()
+    ROWS = auto()  # the elements of its last dim next to each other
+    AS_TRACED = auto()  # contiguous exactly if it is so in the global program
+
+
+def _all(names: str, layout: Layout = Layout.CONTIGUOUS) -> dict[str, Layout]:
+    return dict.fromkeys(names.split(), layout)
+
+
+# The factors that a determinant saves are those of the transposed matrix if the matrix is contiguous; the trace has the
+# backward of one case.
+_TABLE: dict[str, dict[str, Layout]] = {
+    "native_layer_norm_backward": _all("mean rstd"),
+    "native_group_norm": _all("input weight bias"),
+    "native_group_norm_backward": _all("grad_out input mean rstd weight"),
+    "_linalg_det _linalg_slogdet": _all("A", Layout.AS_TRACED),
+    "_scaled_dot_product_flash_attention_for_cpu": _all("query key value attn_mask", Layout.ROWS),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": {
+        **_all("grad_out query key value out attn_mask", Layout.ROWS),
+        **_all("logsumexp"),
+    },
+    "fractional_max_pool2d_backward fractional_max_pool3d_backward": _all("grad_output indices"),
+    "adaptive_max_pool3d_backward": _all("grad_output indices"),
+    "median.dim nanmedian.dim": _all("self"),
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa": _all("self"),
+}
+_BY_OP = {op: operands for names, operands in _TABLE.items() for op in aten(names)}
+
+
+def operand_layouts(op: OpOverload) -> dict[str, Layout]:
+    """The operands of ``op`` that must lie in one way, by the name of the argument."""
+    return _BY_OP.get(op, {})
+
+
+def lies(val: torch.Tensor, layout: Layout, traced: torch.Tensor) -> bool:
+    """Whether ``val`` lies as asked for; ``traced`` is the same operand of the global program."""
+    if layout is Layout.ROWS:
+        return val.ndim == 0 or val.stride(-1) == 1
+    if layout is Layout.AS_TRACED:
+        return val.is_contiguous() == traced.is_contiguous()
+    return val.is_contiguous()

@@ -1,0 +1,84 @@
+"""``ctc_loss`` on rows that are split: lengths as lists and as tensors, every reduction, losses that are infinite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.cases import STYLES_ON_RANKS, mlp
+from tests.harness.oracle import Case, assert_agrees, random_generator
+from tests.harness.pool import Ranks
+from tests.harness.structure import compile_on_fake_ranks, counts
+
+FRAMES, LABELS, CLASSES = 5, 3, 4
+
+
+@dataclass(frozen=True)
+class Aligned(Case):
+    """A 6-5-20 model whose outputs are frames of classes; rows differ in the lengths of frames and of labels."""
+
+    def build(self) -> tuple[Any, ...]:
+        model = mlp(6, 5, FRAMES * CLASSES)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        generator = random_generator(rank, step)
+        x = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+        targets = torch.randint(1, CLASSES, (3, LABELS), generator=generator)
+        labels = torch.randint(0, LABELS + 1, (3,), generator=generator).clamp(max=LABELS - rank % 2)
+        return x, targets, torch.randint(1, FRAMES + 1, (3,), generator=generator), labels
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, targets: Tensor, frames: Tensor, labels: Tensor) -> Any:
+        losses = _losses(model, x, targets, frames, labels)
+        (losses[0] + 0.1 * losses[1] + (losses[2] * x[:, 0]).sum() + losses[3]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+
+def _losses(model: nn.Module, x: Tensor, targets: Tensor, frames: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Lists for lengths, tensors, reduction in three ways; of some rows the frames are too few for the labels."""
+    n = len(x)
+    log_probs = model(x).view(n, FRAMES, CLASSES).transpose(0, 1).log_softmax(-1)
+    every = [FRAMES] * n, (LABELS - 1,) * n
+    return (
+        F.ctc_loss(log_probs, targets, *every),
+        F.ctc_loss(log_probs, targets, torch.full((n,), FRAMES), labels.int(), blank=0, reduction="sum"),
+        nn.CTCLoss(reduction="none", zero_infinity=True)(log_probs, targets, frames, labels),
+        nn.CTCLoss(blank=CLASSES - 1, zero_infinity=True)(log_probs, targets % (CLASSES - 1), frames, labels),
+    )
+
+
+@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
+def test_the_numbers_of_the_plain_step(ranks: Ranks, style: str, world: int) -> None:
+    assert_agrees(ranks, world, Aligned(), style, steps=3)
+
+
+def test_rows_stay_on_their_ranks() -> None:
+    case = Aligned()
+    compiled = compile_on_fake_ranks(2, case.step, case.build(), *case.part(0, 0), passes=())
+    assert set(counts(compiled)) == {"all_reduce"}
+    assert compiled.report().notes == ()
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_sequence_needs_no_batch() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return F.ctc_loss(x, torch.tensor([2, 1, 2]), (FRAMES,), target_lengths=(3,))
+
+    x = torch.randn(FRAMES, CLASSES).log_softmax(-1)
+    torch.testing.assert_close(spmd.compile(loss)(x), loss(x))
+
+
+@pytest.mark.usefixtures("alone")
+def test_targets_in_one_dim_are_refused() -> None:
+    compiled = spmd.compile(lambda x, y: F.ctc_loss(x.log_softmax(-1), y, [FRAMES] * 2, [2, 3]))
+    with pytest.raises(spmd.CaptureError, match=r"(?s)targets of all rows in one dim.*Pad them.*F\.ctc_loss"):
+        compiled(torch.randn(FRAMES, 2, CLASSES), torch.tensor([1, 2, 3, 1, 2]))

@@ -1,0 +1,59 @@
+"""An operand that a kernel reads in one layout has it: parts cut out of replicas are copied, and nothing else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.fake import fake_world
+from tests.harness.pool import Ranks
+
+aten = torch.ops.aten
+
+
+def _step(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The statistics of a norm, and matrices, are computed whole, and read in parts for gradients."""
+    w = w.clone().requires_grad_()
+    h = F.layer_norm(x * w, (3,))
+    matrices = (x * w).view(2, 4, 3, 3)
+    whole = h.sin().sum((0, 1)) + matrices.sin().sum((0, 1))
+    part = spmd.constrain(h * x, {"tp": Shard(1)})
+    volumes = spmd.constrain(torch.linalg.det(matrices) * x[:, ::3, 0], {"tp": Shard(1)})
+    first = torch.autograd.grad(part.exp().sum(2).square().sum(), w, retain_graph=True)
+    return (*first, *torch.autograd.grad(volumes.square().sum(), w), whole.detach())
+
+
+def _inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 2, 12, 3, generator=generator, dtype=torch.float64)
+    return x, w
+
+
+def _compiled(world: int) -> Any:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mode = spmd.DTensorExpand(mesh=mesh, inputs={"x": Replicate(), "w": Replicate()})
+    return spmd.compile(parallel_mode=mode)(_step)
+
+
+def _largest_difference(rank: int, world: int) -> float:
+    found, expected = _compiled(world)(*_inputs()), _step(*_inputs())
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def test_gradients_of_parts_of_whole_values_are_right(ranks: Ranks) -> None:
+    assert max(ranks.run(2, _largest_difference)) < 1e-12
+
+
+def test_parts_of_statistics_are_copied() -> None:
+    with fake_world(2):
+        compiled = _compiled(2)
+        compiled(*_inputs())
+    nodes = compiled.program.graph.find_nodes
+    (norm,) = nodes(op="call_function", target=aten.native_layer_norm_backward.default)
+    assert all(operand.meta["val"].is_contiguous() for operand in norm.args[3:5])
