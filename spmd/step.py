@@ -240,7 +240,7 @@ class CompiledStep:
             return
         if self._refused is not None:
             self._refused.allow()
-        self._refused = RefusedSaves(turn.call.given, standing.partly or str(error), lambda: standing.restore(0))
+        self._refused = RefusedSaves(turn.call.given, standing.partly or str(error), standing)
 
     def flush(self) -> None:
         """Finish the work that the last call left for the next one. No pass defers any so far."""
