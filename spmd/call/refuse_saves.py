@@ -17,11 +17,12 @@ from .state import Arguments
 class RefusedSaves:
     """``state_dict`` of the modules and optimizers of a call raises ``why``, until all of them have loaded another.
 
-    Then, or with ``allow``, they can be saved again; their ``standing`` is whole once they have loaded.
+    Then, or with ``allow``, they can be saved again; their ``standing`` starts anew once they have loaded. With an
+    empty ``why`` they can be saved all the time: the state of this rank is whole, but all ranks may go back to another.
     """
 
     def __init__(self, given: Arguments, why: str, standing: Standing) -> None:
-        self._why, self.standing = why, standing
+        self.why, self.standing = why, standing
         owners = _owners(given)
         self._owners = [weakref.ref(owner) for owner in owners]
         self._waiting = {id(owner) for owner in owners}
@@ -30,7 +31,7 @@ class RefusedSaves:
 
     def concerns(self, given: Arguments) -> bool:
         """Whether it refuses to save a module or an optimizer of a call."""
-        owners = [ref() for ref in self._owners if self._hooks]
+        owners = [ref() for ref in self._owners if self._hooks and self.why]
         return any(owner is other for owner in owners for other in _owners(given))
 
     def allow(self) -> None:
@@ -46,7 +47,8 @@ class RefusedSaves:
         ]
 
     def _refuse(self, *_: Any) -> None:
-        raise SpmdError(f"this state cannot be saved: {self._why}")
+        if self.why:
+            raise SpmdError(f"this state cannot be saved: {self.why}")
 
     def _loaded(self, owner: Any, *_: Any) -> None:
         self._waiting.discard(id(owner))

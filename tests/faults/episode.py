@@ -172,16 +172,8 @@ class Run:
         try:
             self.step.recover()
         except spmd.SpmdError:
-            self._load()
-            try:  # a rank whose call had ended hears of the failure in the next one
-                self._call(self.episode.first)
-            except spmd.SpmdError as error:
-                self.log.messages.append(f"State is to be loaded again: {error}")
-                self._load()
-
-    def _load(self) -> None:
-        for each, state in zip(self.objects, self.saved, strict=True):
-            each.load_state_dict(tree_map(_clone, state))
+            for each, state in zip(self.objects, self.saved, strict=True):
+                each.load_state_dict(tree_map(_clone, state))
 
     def _save(self, to_file: bool) -> None:
         self.saved = tree_map(_clone, [each.state_dict() for each in self.objects])

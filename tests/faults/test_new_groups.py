@@ -51,3 +51,23 @@ def test_a_partly_updated_model_is_refused_in_a_new_group(ranks: Ranks, tmp_path
     assert all("partly updated" in message for message in (*one, *other))
     assert "rank 1: partly updated" in one[1] and "recover()" in one[1] and "checkpoint" in one[1]
     assert differ == differ_too == []
+
+
+def loads_at_once(rank: int, world: int) -> list[str]:
+    """Rank 1 fails after its first writes, and both ranks load a checkpoint as soon as they know."""
+    trial = Trial(rank, world, "fully_shard", "shared memory")
+    for k in range(2):
+        trial.call(k)
+    saved = tree_map(clone, [each.state_dict() for each in trial.objects])
+    error, _ = trial.failing(2, Fault(faults.raises, 0.999) if rank == 1 else None)
+    if not error:
+        assert "RankFailedError" in trial.failing(2, None)[0]
+    for each, state in zip(trial.objects, saved, strict=True):
+        each.load_state_dict(state)
+    for k in range(2, 4):
+        result: Any = trial.call(k)
+    return trial.unequal(4, result)
+
+
+def test_a_checkpoint_that_is_loaded_at_once_is_accepted(ranks: Ranks) -> None:
+    assert ranks.run(2, loads_at_once, timeout=120) == [[], []]
