@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import signal
 import threading
 import time
 import warnings
@@ -39,12 +40,13 @@ FAULTS: dict[str, Callable[[], None]] = {
     "SIGSTOP": faults.stops,
     "slow": faults.is_slow,
     "full disk": faults.raises,  # and the call that compiles next dumps to a full disk
+    "SIGINT while connecting": faults.raises,  # and the rank is interrupted while the ranks connect and compile
     "kill": faults.kills,
     "kill while connecting": faults.raises,  # and the rank is killed while the ranks connect and compile
 }
 KINDS = tuple(FAULTS)
 KILLS = {"kill", "kill while connecting"}
-ENDS_CALL = KINDS[:3] + KINDS[5:]
+ENDS_CALL = {kind for kind in KINDS if kind not in ("SIGSTOP", "slow")}
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Run:
 
     def __init__(self, rank: int, world: int, episode: Episode, folder: Path) -> None:
         self.rank, self.world, self.episode, self.folder, self.log = rank, world, episode, folder, Log()
+        self._is_in_call = False
         torch.manual_seed(0)
         self.objects = CASE.build()
         if (folder / "state.pt").exists():
@@ -124,6 +127,8 @@ class Run:
             self._recover(event.kind, fault, raised)
         if event.kind == "kill while connecting":
             self._kill_while_connecting(event)
+        if event.kind == "SIGINT while connecting":
+            self._interrupt_while_connecting(event)
         self._assert_equal()
 
     def _failing(self, event: Event, fault: Fault | None, before: list[torch.Tensor]) -> float:
@@ -213,6 +218,37 @@ class Run:
         else:
             self.log.problems.append(f"{event}: nobody was killed")
 
+    def _interrupt_while_connecting(self, event: Event) -> None:
+        """The victim is interrupted at any moment of a call that connects and compiles, or not at all."""
+        fault = Fault(faults.interrupts, 0.0)
+        timer = threading.Timer(event.at * 1.5, self._interrupt, [fault])
+        if self.rank == event.victim:
+            signal.signal(signal.SIGINT, self._interrupted)
+            timer.start()
+        before, raised = self._local_state(), 0.0
+        try:
+            self._is_in_call = True
+            self._call(event.call)
+        except (spmd.SpmdError, KeyboardInterrupt) as error:
+            self._is_in_call, raised = False, time.time()
+            self._check_claim(event, error, before)
+        finally:
+            self._is_in_call = False
+            timer.cancel()
+        failed = [False] * self.world
+        dist.all_gather_object(failed, raised > 0)
+        if any(failed):
+            raised = raised or self._failing(event, None, before)
+            self._recover(event.kind, fault, raised)
+
+    def _interrupt(self, fault: Fault) -> None:
+        fault.when = time.time()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def _interrupted(self, *_: Any) -> None:
+        if self._is_in_call:
+            raise KeyboardInterrupt
+
     def _end(self, kind: str, raised: float) -> None:
         """The episode ends on this rank: it has raised since another was killed."""
         self.log.calls += 1
@@ -245,6 +281,7 @@ def run_episode(rank: int, world: int, episode: Episode, folder: Path) -> None:
             pass
         finally:
             os.environ.pop("SPMD_DUMP", None)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
             run.log.disk_warnings = sum("is not complete: [Errno 28]" in str(each.message) for each in warned)
             run.log.files = len(os.listdir("/proc/self/fd"))
             (folder / f"log-{episode.first}-{rank}.json").write_text(json.dumps(asdict(run.log)))

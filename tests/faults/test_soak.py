@@ -65,7 +65,7 @@ def test_random_faults_end_with_equal_ranks_or_a_sentence(
 ) -> None:
     calls, kinds = 12, list(SHORT[transport])
     if request.config.getoption("--exhaustive"):
-        calls, kinds = 2_000, [*KINDS] * 12
+        calls, kinds = 2_000, [*KINDS] * 11
         random.Random(len(style)).shuffle(kinds)
     episodes = plan(len(style), 2, style, transport, calls, kinds)
     with Strangers(lambda: [worker.process.pid or 0 for worker in ranks.workers], seed=calls) as strangers:
