@@ -30,6 +30,7 @@ from .dispatch import Dispatch, Turn
 from .dump import StepFolders, dump_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
+from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
 from .lowering.distribute_state import check_memory, commit, make_kept_equal, prepare, rebind_replaced_parameters
 from .lowering.lower import Backend, lower
@@ -136,7 +137,7 @@ class CompiledStep:
         return result
 
     def _compile_on_all_ranks(self, turn: Turn, call: Call) -> Compiled:
-        with all_or_none(self._name, turn.connection) as agreement:
+        with held_interrupts(), all_or_none(self._name, turn.connection) as agreement:
             rebind_replaced_parameters(call.given.optimizers)
             change = self._dispatch.change(call)
             compiled = self._compile(turn, call, agreement)
