@@ -19,6 +19,7 @@ import torch
 from passes import RankMismatchError
 
 from .call.call import Call
+from .call.refuse_saves import standing_of_refused
 from .call.rng import describe_seed
 from .call.state import ArgumentReader
 from .capture.effects.carried import Carried
@@ -79,8 +80,8 @@ class Dispatch:
         except BaseException as error:
             self._report_failure(error)
             raise
-        if ranks:
-            turn.connection = ranks.connect(self.name)
+        if ranks and turn.call:
+            turn.connection = ranks.connect(self.name, standing_of_refused(turn.call.given))
         intent = turn.compiled.intent() if turn.compiled else COMPILE
         agree_on_program(turn.connection, self.name, intent, lambda: self._describe(turn), self.options.timeout)
 

@@ -31,6 +31,7 @@ from .dispatch import Dispatch, Turn
 from .dump import StepFolders, dump_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
+from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
 from .lowering.distribute_state import check_memory, commit, make_kept_equal, prepare, rebind_replaced_parameters
 from .lowering.lower import Backend, lower
@@ -132,10 +133,12 @@ class CompiledStep:
         if turn.connection is not None:
             turn.connection.is_in_call = False
         self._failed = None
+        if self._refused is not None and not self._refused.why:
+            self._allow_saves()
         return result
 
     def _compile_on_all_ranks(self, turn: Turn, call: Call) -> Compiled:
-        with all_or_none(self._name, turn.connection) as agreement:
+        with held_interrupts(), all_or_none(self._name, turn.connection) as agreement:
             rebind_replaced_parameters(call.given.optimizers)
             change = self._dispatch.change(call)
             with call.initial_state():
@@ -238,18 +241,25 @@ class CompiledStep:
         with _calling:
             if self._failed is not None:
                 recover(self._failed, self._dispatch.ranks_of(self._failed), self._name)
-            if self._refused is not None:
-                self._refused.allow()
-            self._failed = self._refused = None
+            self._allow_saves()
+            self._failed = None
 
     def _refuse_saves(self, turn: Turn, error: BaseException) -> None:
         """Let state dicts raise while state is not whole, or not that of the other ranks."""
-        standing = error.standing if isinstance(error, StateError) else standing_of(turn.connection)
-        if turn.call is None or not (standing.partly or isinstance(error, StateError)):
+        standing, why = standing_of(turn.connection), ""
+        if isinstance(error, StateError):
+            standing, why = error.standing, str(error)
+        why = standing.partly or why
+        has_failed = turn.connection is not None and turn.connection.is_closed
+        if turn.call is None or not (why or (has_failed and self._refused is None)):
             return
+        self._allow_saves()
+        self._refused = RefusedSaves(turn.call.given, why, standing)
+
+    def _allow_saves(self) -> None:
         if self._refused is not None:
             self._refused.allow()
-        self._refused = RefusedSaves(turn.call.given, standing.partly or str(error), lambda: standing.restore(0))
+            self._refused = None
 
     def flush(self) -> None:
         """Finish the work that the last call left for the next one. No pass defers any so far."""

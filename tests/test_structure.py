@@ -33,7 +33,7 @@ ORDER = {
         __init__
     """,
     "spmd": """
-        _torch placements source_lines
+        _torch placements source_lines interrupts
         ranks/
         call/
         rules/

@@ -1,26 +1,38 @@
-"""Refuse to save state that a failed call left partly updated, or other than that of the other ranks."""
+"""Refuse to save state that a failed call left partly updated, or other than that of the other ranks.
+
+A later process group knows nothing of that call, so its ranks ask here how the state of a call stands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 from passes import SpmdError
 
+from ..ranks.standing import Standing
 from .state import Arguments
 
 
 class RefusedSaves:
     """``state_dict`` of the modules and optimizers of a call raises ``why``, until all of them have loaded another.
 
-    Then, or with ``allow``, they can be saved again; ``on_loaded`` is called once they have loaded.
+    Then, or with ``allow``, they can be saved again; their ``standing`` starts anew once they have loaded. With an
+    empty ``why`` they can be saved all the time: the state of this rank is whole, but all ranks may go back to another.
     """
 
-    def __init__(self, given: Arguments, why: str, on_loaded: Callable[[], None]) -> None:
-        self._why, self._on_loaded = why, on_loaded
-        owners: list[Any] = [*given.modules.values(), *given.optimizers.values()]
+    def __init__(self, given: Arguments, why: str, standing: Standing) -> None:
+        self.why, self.standing = why, standing
+        owners = _owners(given)
+        self._owners = [weakref.ref(owner) for owner in owners]
         self._waiting = {id(owner) for owner in owners}
         self._hooks = [hook for owner in owners for hook in self._hook(owner)]
+        _all.add(self)
+
+    def concerns(self, given: Arguments) -> bool:
+        """Whether it refuses to save a module or an optimizer of a call."""
+        owners = [ref() for ref in self._owners if self._hooks and self.why]
+        return any(owner is other for owner in owners for other in _owners(given))
 
     def allow(self) -> None:
         """Let state be saved again."""
@@ -35,10 +47,23 @@ class RefusedSaves:
         ]
 
     def _refuse(self, *_: Any) -> None:
-        raise SpmdError(f"this state cannot be saved: {self._why}")
+        if self.why:
+            raise SpmdError(f"this state cannot be saved: {self.why}")
 
     def _loaded(self, owner: Any, *_: Any) -> None:
         self._waiting.discard(id(owner))
         if not self._waiting:
             self.allow()
-            self._on_loaded()
+            self.standing.restore(0)
+
+
+_all: weakref.WeakSet[RefusedSaves] = weakref.WeakSet()  # the hooks of an owner hold them
+
+
+def standing_of_refused(given: Arguments) -> Standing | None:
+    """The standing of the state of a call, if it must not be saved; else None."""
+    return next((refused.standing for refused in list(_all) if refused.concerns(given)), None)
+
+
+def _owners(given: Arguments) -> list[Any]:
+    return [*given.modules.values(), *given.optimizers.values()]

@@ -11,9 +11,10 @@ from passes.ir.program import is_sharded
 
 from .._torch import local_tensor
 from ..call.call import Call
+from ..call.refuse_saves import standing_of_refused
 from ..ranks.connection import Connection, connect
 from ..ranks.consensus import MeshRanks, standing_of
-from ..ranks.standing import StateError
+from ..ranks.standing import Standing, StateError
 from .distribute_state import broadcast_along
 
 
@@ -22,10 +23,11 @@ def recover(call: Call, ranks: MeshRanks, what: str) -> None:
 
     Raises ``SpmdError`` on all ranks, and changes nothing, where no rank has it whole, or where it is split.
     """
+    carried = standing_of_refused(call.given)
     if not ranks.groups:
-        standing_of(None).check()
+        (carried or standing_of(None)).check()
         return
-    connection = _connection(ranks, what)
+    connection = _connection(ranks, what, carried)
     whole = [(each.updates, rank) for rank, each in enumerate(connection.standings) if not each.partly]
     if len(whole) == len(connection.standings) and len({updates for updates, _ in whole}) == 1:
         return
@@ -39,11 +41,12 @@ def recover(call: Call, ranks: MeshRanks, what: str) -> None:
     connection.standing.restore(updates)
 
 
-def _connection(ranks: MeshRanks, what: str) -> Connection:
+def _connection(ranks: MeshRanks, what: str, carried: Standing | None) -> Connection:
     """Connect to the other ranks, once all of them have come to recover: one may still make a call, which raises."""
+    purpose = f"recover() of {what}"
     while True:
         try:
-            return connect(ranks.groups, ranks.members, ranks.timeout, f"recover() of {what}", to_recover=True)
+            return connect(ranks.groups, ranks.members, ranks.timeout, purpose, carried=carried, to_recover=True)
         except StateError:
             continue
 

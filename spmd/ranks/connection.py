@@ -27,8 +27,9 @@ from passes.runtime.peer_connection import PeerLostError, Triple
 
 from .._torch import default_store, new_gloo_group, set_timeout, timeout_of
 from .failures import Failure, FailureBoard, StateIs
+from .members import Members
 from .patience import LateError, Patience
-from .standing import Standing, StateError, check_equal
+from .standing import WAY_OUT, Standing, StateError, check_equal
 
 _CONNECTING = 60.0  # seconds for ranks that have all come to open their connections
 
@@ -39,10 +40,8 @@ class Connection:
     ``timeout``: seconds that a collective may take.
     """
 
-    def __init__(
-        self, name: str, groups: Sequence[Any], members: Sequence[int], timeout: float, standing: Standing
-    ) -> None:
-        self.groups, self.members, self.timeout, self.standing = tuple(groups), tuple(members), timeout, standing
+    def __init__(self, name: str, groups: Sequence[Any], members: Members, timeout: float, standing: Standing) -> None:
+        self.groups, self.members, self.timeout, self.standing = tuple(groups), members, timeout, standing
         self.is_closed = False
         self.standings: list[Standing] = []  # of all ranks, when they connected, in the order of the mesh
         self.all_recover = False  # whether all of them had come to recover their state
@@ -163,19 +162,42 @@ class _Ranks:
         self.connection, self.attempts = None, self.attempts + 1
         return self.attempts
 
+    def carry_over(self, standing: Standing) -> None:
+        """Let ``standing``, which state got among the ranks of an earlier process group, be compared among these.
+
+        Raises ``StateError`` if these are connected already, with other state; the others raise, too.
+        """
+        if standing is self.standing:
+            return
+        found, self.standing = self.open_connection(), standing
+        if found is not None:
+            error = StateError(f"this state is {standing.describe()}, of an earlier process group. {WAY_OUT}", standing)
+            found.fail(error, StateIs.BEFORE)
+            raise error
+
 
 _known: dict[tuple[str, ...], _Ranks] = {}  # by the names of the user's groups
 
 
 def connect(
-    theirs: Sequence[Any], members: Sequence[int], timeout: float | None, what: str, *, to_recover: bool = False
+    theirs: Sequence[Any],
+    members: Members,
+    timeout: float | None,
+    what: str,
+    *,
+    carried: Standing | None = None,
+    to_recover: bool = False,
 ) -> Connection:
     """The open connection of the ranks ``members``, else a new one. ``theirs``: the user's groups, one per axis.
+
+    ``carried``: the standing of state that was refused, maybe among the ranks of an earlier process group.
 
     Waits for all ranks to come to ``what``. Raises ``RankMismatchError`` if one does not come or fails meanwhile, and
     ``StateError`` if the state of the ranks is not whole or not the same, unless all of them come ``to_recover`` it.
     """
     known = _ranks_of(theirs)
+    if carried is not None:
+        known.carry_over(carried)
     if (found := known.open_connection()) is not None:
         return found
     longest = min(map(timeout_of, theirs))
@@ -189,7 +211,7 @@ def connect(
             raise RankFailedError(made.explain(what)) from error
         raise
     try:
-        check_equal(known.standing, [] if made.all_recover else made.standings, members)
+        check_equal(known.standing, [] if made.all_recover else made.standings, members.ranks)
     except StateError:
         made.close()
         raise
@@ -197,7 +219,7 @@ def connect(
     return made
 
 
-def report_interrupt(theirs: Sequence[Any], members: Sequence[int], what: str, error: BaseException) -> None:
+def report_interrupt(theirs: Sequence[Any], members: Members, what: str, error: BaseException) -> None:
     """Let the ranks that come to ``what`` know why this one does not, without waiting for them."""
     known = _ranks_of(theirs)
     if (found := known.open_connection()) is not None:
@@ -219,9 +241,9 @@ def _ranks_of(theirs: Sequence[Any]) -> _Ranks:
 class _Meeting:
     """An attempt to connect. All ranks have made the same number of attempts before."""
 
-    def __init__(self, theirs: Sequence[Any], members: Sequence[int], number: int, timeout: float, what: str) -> None:
+    def __init__(self, theirs: Sequence[Any], members: Members, number: int, timeout: float, what: str) -> None:
         self.theirs, self.members, self.what = theirs, members, what
-        mesh = hashlib.sha256(repr([[group.size() for group in theirs], list(members)]).encode()).hexdigest()[:8]
+        mesh = hashlib.sha256(repr([[group.size() for group in theirs], list(members.ranks)]).encode()).hexdigest()[:8]
         self.name, self.store = f"spmd/{mesh}/{number}", default_store()
         self.board = FailureBoard(self.store, self.name, members)
         self.patience = Patience(what, self.name, members, timeout, self.store, self._check)
@@ -239,8 +261,9 @@ class _Meeting:
             self.board.post(Failure.of(error, StateIs.BEFORE, others_failed or isinstance(error, PeerLostError)))
             if not isinstance(error, (RuntimeError, LateError)):
                 raise
-            why = self.board.explain(self.what, self.board.wait()) if others_failed else self._cause(error)
-            raise RankMismatchError(why) from error
+            if isinstance(error, LateError) and not others_failed:
+                raise RankMismatchError(self._cause(error)) from error
+            raise RankFailedError(self.board.explain(self.what, self.board.wait())) from error
 
     def _cause(self, error: BaseException) -> str:
         return (
@@ -269,7 +292,7 @@ class _Meeting:
 
     def _all_came(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        keys = [self._came(member) for member in self.members]
+        keys = [self._came(member) for member in self.members.ranks]
         while not (came := self.store.check(keys)) and time.monotonic() < deadline:
             time.sleep(0.01)
         return bool(came)

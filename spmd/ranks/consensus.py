@@ -23,8 +23,10 @@ from passes.runtime.peer_connection import PeerLostError
 
 from .connection import Connection, connect, report_interrupt
 from .failures import StateIs, described
+from .members import Members
 from .patience import LateError
 from .standing import ALONE, Standing
+from .world import axis_names
 
 AllGatherText = Callable[[str], list[str]]  # from this rank's text to those of all ranks, in the order of the mesh
 COMPILE, FAILED = 1, 2  # sent in place of a program's identity
@@ -44,23 +46,33 @@ class MeshRanks:
     """
 
     groups: tuple[Any, ...]
-    members: tuple[int, ...]
+    members: Members
     timeout: float | None
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, timeout: float | None) -> MeshRanks:
         """The ranks of ``mesh``; where that is None, since it is not known yet, those of the world, if there is one."""
         if not dist.is_initialized() or dist.get_backend() == "fake":
-            return cls((), (), timeout)
+            return cls((), Members((), ()), timeout)
         if mesh is None:
-            world = (dist.group.WORLD,) if dist.get_world_size() > 1 else ()
-            return cls(world, tuple(range(dist.get_world_size())), timeout)
-        axes = [k for k in range(mesh.ndim) if mesh.size(k) > 1]
-        return cls(tuple(map(mesh.get_group, axes)), tuple(mesh.mesh.flatten().tolist()), timeout)
+            size = dist.get_world_size()
+            axes = (("dp", size),) if size > 1 else ()  # as ``world`` names it
+            return cls((dist.group.WORLD,) * len(axes), Members(tuple(range(size)), axes), timeout)
+        several = [k for k in range(mesh.ndim) if mesh.size(k) > 1]
+        names = axis_names(mesh)
+        members = Members(tuple(mesh.mesh.flatten().tolist()), tuple((names[k], mesh.size(k)) for k in several))
+        return cls(tuple(map(mesh.get_group, several)), members, timeout)
 
-    def connect(self, what: str) -> Connection | None:
-        """The connection of these ranks, which all of them make together; None where there is one rank only."""
-        return connect(self.groups, self.members, self.timeout, what) if self.groups else None
+    def connect(self, what: str, carried: Standing | None = None) -> Connection | None:
+        """The connection of these ranks, which all of them make together; None where there is one rank only.
+
+        ``carried``: the standing of state that was refused, maybe among the ranks of an earlier process group.
+        """
+        if self.groups:
+            return connect(self.groups, self.members, self.timeout, what, carried=carried)
+        if carried is not None:
+            carried.check()
+        return None
 
     def report_interrupt(self, what: str, error: BaseException) -> None:
         """Let the ranks that come to ``what`` know why this one does not, without waiting for them."""
@@ -86,7 +98,7 @@ def agree_on_program(
         connection.start_call(_calls)
         texts = [] if largest[0] == -largest[1] else connection.all_gather_text("\n".join([what, *describe()]), what)
     if texts:
-        one, members = texts[0], connection.members
+        one, members = texts[0], connection.members.ranks
         other = next(k for k, text in enumerate(texts) if text != one)
         raise RankMismatchError(
             f"expected all ranks to run the same program of {what} in one call, but rank {members[other]} "
@@ -175,7 +187,7 @@ class Agreement:
         gathered = self._all_gather(["ready", proposed, digest, text[:_COMPARED]])
         different = [k for k, other in enumerate(gathered) if other[2] != gathered[0][2]]
         if different and self.connection is not None:
-            one, other = self.connection.members[0], self.connection.members[different[0]]
+            one, other = self.connection.members.ranks[0], self.connection.members.ranks[different[0]]
             raise RankMismatchError(
                 f"expected {self.what} to be the same on all ranks, but rank {other} differs from rank {one}:\n"
                 f"{_first_difference(gathered[0][3], gathered[different[0]][3])}"
@@ -191,7 +203,7 @@ class Agreement:
         with notifying(self.connection, self.what):
             texts = self.connection.all_gather_text(json.dumps(values), f"the end of compiling {self.what}")
         gathered = [json.loads(text) for text in texts]
-        for rank, (state, detail, *_) in zip(self.connection.members, gathered, strict=True):
+        for rank, (state, detail, *_) in zip(self.connection.members.ranks, gathered, strict=True):
             if state == "failed":
                 raise RankMismatchError(f"{self.what} was not compiled on any rank, since rank {rank} failed: {detail}")
         return gathered

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .members import Members
+
 _PATIENCE = 2.0  # seconds for other ranks to report why they closed their connections
 _SHOWN = 2_000  # characters of what a rank raised
 
@@ -45,7 +47,7 @@ class Failure:
 class FailureBoard:
     """The failures of the ranks of one connection, in the store under ``name``."""
 
-    def __init__(self, store: Any, name: str, members: Sequence[int]) -> None:
+    def __init__(self, store: Any, name: str, members: Members) -> None:
         self._store, self._name, self._members = store, name, members
 
     def post(self, failure: Failure) -> None:
@@ -59,27 +61,32 @@ class FailureBoard:
 
     def read(self) -> list[Failure]:
         """The failures so far."""
-        keys = [self._key(member) for member in self._members]
+        keys = [self._key(member) for member in self._members.ranks]
         return [Failure(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
 
     def wait(self) -> list[Failure]:
         """The failures of all ranks, or of those that report within two seconds; causes before consequences."""
         deadline = time.monotonic() + _PATIENCE
-        while len(found := self.read()) < len(self._members) and time.monotonic() < deadline:
+        while len(found := self.read()) < len(self._members.ranks) and time.monotonic() < deadline:
             time.sleep(0.02)
         return sorted(found, key=lambda failure: failure.lost)
 
     def explain(self, what: str, found: Sequence[Failure]) -> str:
         """The sentence for a call that failed because of another rank: which rank, what, and whether state is whole."""
-        silent = [member for member in self._members if member not in {failure.rank for failure in found}]
-        causes = [f"rank {failure.rank} raised {failure.error}" for failure in found if not failure.lost]
-        causes += (
-            [] if causes else [f"rank {member} has ended, or does not answer: look at its output" for member in silent]
-        )
+        silent = [member for member in self._members.ranks if member not in {failure.rank for failure in found}]
+        causes = {failure.rank: f"raised {failure.error}" for failure in found if not failure.lost}
+        if not causes.keys() - {dist.get_rank()}:
+            causes |= dict.fromkeys(silent, "has ended, or does not answer")
         states = [f"on rank {failure.rank} {failure.state}" for failure in sorted(found, key=lambda each: each.rank)]
         states += [f"on rank {member} unknown" for member in silent]
-        why = "; ".join(causes) or "the connection was lost"
-        return f"{what} did not end on all ranks: {why}. State is {', '.join(states)}"
+        why = "; ".join(f"{self._at(rank)}rank {rank} {cause}" for rank, cause in causes.items())
+        why = why or f"the connection along {self._members.axes_to(self._members.ranks)} was lost"
+        look = f". Look at the output of rank {', '.join(map(str, causes))}" if causes else ""
+        return f"{what} did not end on all ranks: {why}. State is {', '.join(states)}{look}"
+
+    def _at(self, rank: int) -> str:
+        axes = self._members.axes_to([rank])
+        return f"along {axes}, " if axes else ""
 
     def _key(self, member: int) -> str:
         return f"{self._name}/failure/{member}"

@@ -31,6 +31,7 @@ from .._torch import timeout_of
 from .consensus import AllGatherText
 
 _CONNECTING = 20.0  # seconds for ranks to connect, all of which have come
+_PROBE = 1.0  # seconds after which a rank that has not connected is asked for
 _STRANGER = 5.0  # seconds for a process that connects to name its rank
 
 
@@ -182,15 +183,23 @@ class _Listener:
             for other in range(coordinate):
                 found[other] = _connect(addresses[other], (axis, coordinate))
             for other in range(coordinate + 1, len(addresses)):
-                while (axis, other) not in self._accepted:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"rank {other} of the axis did not connect within {_CONNECTING:g} s")
-                    self._serve()
+                self._wait_for((axis, other), addresses[other], deadline)
                 found[other] = self._accepted.pop((axis, other))
         except BaseException:
             _close({axis: found})
             raise
         return found
+
+    def _wait_for(self, position: tuple[int, int], address: list[str], deadline: float) -> None:
+        """Wait until the rank at ``position`` has connected; its own listener is open as long as it may still come."""
+        next_probe = time.monotonic() + _PROBE
+        while position not in self._accepted:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {position[1]} of the axis did not connect within {_CONNECTING:g} s")
+            if time.monotonic() > next_probe:
+                next_probe += _PROBE
+                _probe(address)
+            self._serve()
 
     def _serve(self) -> None:
         """Accept connections, and hear those accepted before: side by side, since any local process can connect."""
@@ -240,6 +249,14 @@ def _connect(address: list[str], position: tuple[int, int]) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def _probe(address: list[str]) -> None:
+    """Raise ``OSError`` if a listener is gone, with its rank."""
+    with _unix_socket() as made:
+        made.settimeout(_PROBE)
+        with suppress(TimeoutError):  # many connect to it
+            made.connect(_abstract_address(address[0]))
 
 
 def _abstract_address(name: str) -> str:

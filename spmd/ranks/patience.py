@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+
+from .members import Members
 
 _SLICE = 1.0  # seconds
 _FIRST, _AGAIN = 10.0, 60.0  # seconds after which rank 0, or the first rank that waits, says who is missing
@@ -34,7 +36,7 @@ class Patience:
 
     what: str
     name: str
-    members: Sequence[int]
+    members: Members
     seconds: float
     store: Any
     check: Callable[[], None]
@@ -69,16 +71,18 @@ class Patience:
 
     def _log_missing(self, waited: float) -> None:
         """Log who is missing, on the first rank that waits."""
-        rank = dist.get_rank()
-        if not any(self._waits(member) for member in self.members[: self.members.index(rank)]):
+        rank, ranks = dist.get_rank(), self.members.ranks
+        if not any(self._waits(member) for member in ranks[: ranks.index(rank)]):
             _log.warning(
                 "rank %d has waited %.0f s for %s to come to %s; it waits %g s at most (compile(timeout=...))",
                 *(rank, waited, self._missing(), self.what, self.seconds),
             )
 
     def _missing(self) -> str:
-        missing = [str(member) for member in self.members if not self._waits(member)]
-        return f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:8])}" + (", ..." if len(missing) > 8 else "")
+        missing = [member for member in self.members.ranks if not self._waits(member)]
+        shown = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+        axes = self.members.axes_to(missing)
+        return f"rank{'s' * (len(missing) > 1)} {shown}" + (f" (along {axes})" if axes else "")
 
     def _waits(self, member: int) -> bool:
         return bool(self.store.check([self._key(member)]))

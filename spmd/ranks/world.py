@@ -45,13 +45,18 @@ def describe(mesh: DeviceMesh) -> passes.Mesh:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}")
-    names = mesh.mesh_dim_names or tuple(f"axis{k}" for k in range(mesh.ndim))
+    names = axis_names(mesh)
     groups = [mesh.get_group(k) for k in range(mesh.ndim)]
     axes = [
         passes.Axis(name, mesh.size(k), group.group_name, coordinate[k], _backend(group, mesh.device_type))
         for k, (name, group) in enumerate(zip(names, groups, strict=True))
     ]
     return passes.Mesh(tuple(axes))
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the axes of ``mesh``; by number where it has none."""
+    return mesh.mesh_dim_names or tuple(f"axis{k}" for k in range(mesh.ndim))
 
 
 def joined(mesh: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:

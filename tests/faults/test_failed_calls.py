@@ -106,7 +106,7 @@ def test_a_failure_before_the_update_leaves_all_state_as_it_was(
         faults.runs_out_of_memory: "MemoryError",
     }
     assert own.startswith(raised[action]) and "its state is as before the call" in own
-    assert "RankFailedError" in other and f"rank 1 raised {raised[action]}" in other
+    assert "RankFailedError" in other and f"along dp, rank 1 raised {raised[action]}" in other
     assert "State is on rank 0 as before the call, on rank 1 as before the call" in other
     assert seconds < PROMPT
     assert differ == differ_too == []
@@ -175,5 +175,5 @@ def test_a_rank_that_is_killed_is_named_and_the_state_of_the_others_is_whole(
     with pytest.raises(RankError, match="died with exit code -9"):
         ranks.run(2, dies, "replicate", transport, tmp_path / "report", timeout=60, grace=20)
     message = (tmp_path / "report").read_text()
-    assert "rank 1 has ended, or does not answer" in message
-    assert "State is on rank 0 as before the call, on rank 1 unknown" in message
+    assert "along dp, rank 1 has ended, or does not answer" in message
+    assert "State is on rank 0 as before the call, on rank 1 unknown. Look at the output of rank 1" in message

@@ -47,7 +47,7 @@ def late(rank: int, world: int, first: bool) -> list[str]:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_late_rank_is_waited_for_and_named(ranks: Ranks, first: bool) -> None:
     one, other = ranks.run(2, late, first, timeout=60)
-    assert any("rank 0 has waited" in line and "for rank 1 to come to step" in line for line in one)
+    assert any("rank 0 has waited" in line and "for rank 1 (along dp) to come to step" in line for line in one)
     assert not any("for rank 0" in line and "come to step;" in line for line in other)
 
 
@@ -67,8 +67,8 @@ def too_late(rank: int, world: int) -> tuple[str, str]:
 
 def test_a_rank_that_comes_too_late_hears_the_same(ranks: Ranks) -> None:
     (one, first), (other, second) = ranks.run(2, too_late, timeout=60)
-    assert "waited 1 s for rank 1 to come to step" in one
-    assert "rank 0 raised LateError: waited 1 s for rank 1 to come to step" in other
+    assert "waited 1 s for rank 1 (along dp) to come to step" in one
+    assert "rank 0 raised LateError: waited 1 s for rank 1 (along dp) to come to step" in other
     assert first == second
 
 

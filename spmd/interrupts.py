@@ -1,0 +1,68 @@
+"""Interrupts while a step is compiled: Ctrl-C is held while torch's code runs.
+
+torch's C++ code calls Python in places that must not raise, for example to ask a symbolic number what it is while it
+parses the arguments of an op: the process ends with a segmentation fault, or is aborted (seen in 2.13).
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+import passes
+
+_AGAIN = 0.002  # seconds until a held interrupt is sent again
+_OURS = (os.path.dirname(__file__) + os.sep, os.path.dirname(passes.__file__) + os.sep)
+_UNSAFE = (os.path.dirname(torch.__file__) + os.sep, weakref.__file__)  # what a weak reference calls raises nowhere
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Hold ``SIGINT`` while the body is in torch's code; the user's handler gets it as soon as ours or theirs runs."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if _is_unsafe(frame):
+            _thread.start_new_thread(_send_again, (number,))  # takes no lock that the interrupted code may have
+        else:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupted:  # the step may have set another
+            signal.signal(signal.SIGINT, handler)
+
+
+def _is_unsafe(frame: FrameType | None) -> bool:
+    """Whether torch runs, or a library that torch has called."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OURS):
+            return False
+        if file.startswith(_UNSAFE):
+            return True
+        if not file.startswith((*_LIBRARIES, "<")):  # generated code has names such as <string>
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _send_again(number: int) -> None:
+    time.sleep(_AGAIN)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,40 @@
+"""A rank that dies while the ranks connect is named at once, too."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spmd
+from spmd.ranks import connection, local_ranks
+from tests.harness.cases import MLP
+from tests.harness.pool import RankError, Ranks
+
+CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="SGD")
+PROMPT = 10.0  # seconds in which the other rank raises; a loaded machine needs some of them
+
+
+def dies_while_connecting(rank: int, world: int, name: str, report: Path) -> None:
+    """Rank 1 dies in the function ``name``. What the other raises, and after how many seconds."""
+    if rank == 1:
+        owner: Any = local_ranks if name == "_connect" else connection._Meeting
+        setattr(owner, name, lambda *_: os._exit(7))
+    objects, step = CASE.build(), spmd.compile(CASE.step)
+    start = time.time()
+    try:
+        step(*objects, *CASE.part(rank, 0))
+    except spmd.RankFailedError as error:
+        report.write_text(f"{time.time() - start}\n{error}")
+
+
+@pytest.mark.parametrize("name", ["_meet", "_connect"])
+def test_a_rank_that_dies_while_ranks_connect_is_named(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 failed first: the process died with exit code 7"):
+        ranks.run(2, dies_while_connecting, name, tmp_path / "report", timeout=60, grace=40)
+    seconds, message = (tmp_path / "report").read_text().splitlines()
+    assert "along dp, rank 1 has ended, or does not answer. State is on rank 0 as before the call" in message
+    assert float(seconds) < PROMPT

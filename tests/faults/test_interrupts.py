@@ -1,0 +1,53 @@
+"""An interrupt while a step is traced ends the call, not the process, wherever it comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.pool import Ranks
+
+CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+
+
+def interrupted(rank: int, world: int, file: str, function: str) -> tuple[str, str]:
+    """Rank 1 is interrupted in a function that torch's C++ code calls. What that call raises, and the next one."""
+    objects, step = CASE.build(), spmd.compile(CASE.step)
+    message, sent = "nothing was raised", []
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        caller = frame.f_back and frame.f_back.f_code.co_name
+        if not sent and event == "call" and (code.co_name, caller) == (function, "__torch_function__"):
+            assert code.co_filename.endswith(file)
+            sent.append(file)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    interrupt.__code__ = interrupt.__code__.replace(co_filename=torch.__file__)  # the signal comes in torch's code
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        sys.setprofile(interrupt if rank == 1 else None)
+        step(*objects, *CASE.part(rank, 0))
+    except (KeyboardInterrupt, spmd.RankFailedError) as error:
+        message = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    finally:
+        sys.setprofile(None)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
+    assert bool(sent) == (rank == 1)
+    return message, str(float(step(*objects, *CASE.part(rank, 0))))
+
+
+def test_an_interrupt_in_code_that_must_not_raise_ends_the_call(ranks: Ranks) -> None:
+    where = "simple_registry.py", "find_torch_dispatch_rule"
+    outcomes = ranks.run(2, interrupted, *where, timeout=60)
+    (other, first), (own, second) = outcomes
+    assert own.startswith("KeyboardInterrupt") and "its state is as before the call" in own
+    assert "along dp, rank 1 raised KeyboardInterrupt" in other
+    assert first == second
