@@ -13,7 +13,7 @@ import spmd
 from tests.harness.cases import MLP
 
 CASE = MLP(sizes=(15, 17, 4), rows=6)
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.slow]
 
 
 def both(make_optimizer: Any, change: Any, calls: int = 4, model: Any = None) -> tuple[Any, int]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import spmd
 from tests.harness.cases import MLP
 
+pytestmark = pytest.mark.slow
+
 CASE = MLP(sizes=(15, 17, 4), rows=6)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import spmd
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.slow]
 
 settings = types.ModuleType("settings_of_the_user")
 recent, user_dict = deque([1.0, 2.0], maxlen=2), UserDict(scale=1.0)

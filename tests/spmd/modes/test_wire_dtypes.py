@@ -18,6 +18,8 @@ from tests.harness.oracle import Snapshot, all_unequal, compiled_run, snapshot
 from tests.harness.pool import Ranks
 from tests.spmd.capture.test_optimizers import With
 
+pytestmark = pytest.mark.slow
+
 BF16, FP16 = torch.bfloat16, torch.float16
 IN_PARTS = {"parallel_style": "replicate", "shard_optimizer": True}
 

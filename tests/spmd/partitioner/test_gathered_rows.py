@@ -17,6 +17,8 @@ from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts, mlp
 
+pytestmark = pytest.mark.slow
+
 Use = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
