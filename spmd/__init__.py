@@ -23,6 +23,7 @@ from .partitioner.plan import Plan
 from .ranks.world import world
 from .rules import register_rule
 from .step import CompiledStep, compile
+from .unsharded import unshard
 
 __all__ = [
     "CaptureError",
@@ -48,5 +49,6 @@ __all__ = [
     "rng_state",
     "seed",
     "set_rng_state",
+    "unshard",
     "world",
 ]

@@ -29,6 +29,7 @@ from .options import Options
 from .ranks.connection import Connection
 from .ranks.consensus import COMPILE, FAILED, MeshRanks, agree_on_program
 from .ranks.failures import StateIs
+from .unsharded import check_is_sharded
 
 _MANY = 8  # programs of one step, before it warns
 
@@ -88,6 +89,7 @@ class Dispatch:
     def fit(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the program that this rank would run; the one last run is asked first."""
         mode, arguments = self.options.mode, self._reader.read(args, kwargs)
+        check_is_sharded(arguments.modules.values())
         turn.call = Call(arguments, mode.mesh, mode.inputs, mode.input_batch_dim)
         last = [self.last] if self.last else []
         for compiled in [*last, *(each for each in self.programs if each is not self.last)]:

@@ -43,7 +43,7 @@ ORDER = {
         modes/
         lowering/
         override dump
-        options compiled
+        options compiled unsharded
         dispatch
         step
         cli/
