@@ -34,11 +34,16 @@ class Call:
     """
 
     def __init__(
-        self, given: Arguments, mesh: DeviceMesh | None, placements: Mapping[str, Any] | None, batch_dim: int
+        self,
+        given: Arguments,
+        mesh: DeviceMesh | None,
+        placements: Mapping[str, Any] | None,
+        batch_dim: int,
+        batch_axes: int,
     ) -> None:
-        """``mesh``, ``placements`` (by argument name) and ``batch_dim`` are the parallel mode's."""
+        """``mesh``, ``placements`` (by argument name), ``batch_dim`` and ``batch_axes`` are the parallel mode's."""
         self.given = given
-        self._mesh, self._placements, self._batch_dim = mesh, placements, batch_dim
+        self._mesh, self._placements, self._batch_dim, self._batch_axes = mesh, placements, batch_dim, batch_axes
         self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
         self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
         self.initial = InitialState()  # of optimizers, made for this call
@@ -80,7 +85,7 @@ class Call:
     @cached_property
     def inputs(self) -> list[BatchInput]:
         """The tensor arguments that are no state, each with its placement."""
-        return place_inputs(self.arguments, self._placements, self._batch_dim, self.mesh)
+        return place_inputs(self.arguments, self._placements, self._batch_dim, self._batch_axes, self.mesh)
 
     @contextmanager
     def initial_state(self) -> Iterator[None]:

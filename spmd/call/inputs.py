@@ -36,8 +36,10 @@ class BatchInput:
         return Role.BATCH if is_sharded(self.placement) else Role.ARGUMENT
 
 
-def place_inputs(arguments: Arguments, named: Mapping[str, Any] | None, batch_dim: int, mesh: Mesh) -> list[BatchInput]:
-    """Give every tensor argument its placement: as named, else split along ``batch_dim`` over the first axis.
+def place_inputs(
+    arguments: Arguments, named: Mapping[str, Any] | None, batch_dim: int, batch_axes: int, mesh: Mesh
+) -> list[BatchInput]:
+    """Give every tensor argument its placement: as named, else split along ``batch_dim`` over the first ``batch_axes``.
 
     0-dim tensors are replicated. Raises ``PlacementError`` if the tensors that ``named`` leaves out differ in size
     along ``batch_dim``, or if a name fits no argument.
@@ -57,7 +59,7 @@ def place_inputs(arguments: Arguments, named: Mapping[str, Any] | None, batch_di
         elif leaf.value.ndim == 0 or not mesh.axes:
             placement = replicated(mesh)
         else:
-            placement = (Shard(batch_dim), *[Replicate() for _ in mesh.axes[1:]])
+            placement = tuple(Shard(batch_dim) if k < batch_axes else Replicate() for k in range(len(mesh.axes)))
         placement = check_dims(placement, leaf.value.ndim, leaf.name)
         placed.append(BatchInput(leaf.name, leaf.value, placement, global_shape(leaf.value.shape, placement, mesh)))
     return placed

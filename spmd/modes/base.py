@@ -21,13 +21,14 @@ class ParallelMode(ABC):
 
     ``mesh``: the device mesh, None for ``spmd.world()``. ``inputs``: placements by argument name, or None; capture
     reads both, since they determine global shapes. ``input_batch_dim``: the dim along which tensors that ``inputs``
-    does not name are split over the first axis of the mesh. ``custom_passes``: passes for programs of this mode
-    instead of ``passes.default()``.
+    does not name are split over the first ``batch_axes`` axes of the mesh. ``custom_passes``: passes for programs of
+    this mode instead of ``passes.default()``.
     """
 
     mesh: DeviceMesh | None = None
     inputs: Mapping[str, Any] | None = None
     input_batch_dim: int = 0
+    batch_axes: int = 1
     custom_passes: Sequence[Pass] | None = None
 
     @abstractmethod

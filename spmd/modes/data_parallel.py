@@ -15,21 +15,26 @@ from passes.ir.program import Placements, replicated
 
 from ..partitioner.plan import Plan
 from .base import PlannedMode
-from .named_placements import check_placements, parameter_placements, state_placements
+from .named_placements import check_placements, named_over, parameter_placements, state_placements
 
 Style = Literal["replicate", "fully_shard", "default"]
 Reduce = Literal["once", "each"]
 _STYLES, _REDUCE = get_args(Style), get_args(Reduce)
+_HYBRID = ("replicate", "shard")  # axes over which the batch is split; parameters are split over the second
 _WIRE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class DataParallel(PlannedMode):
-    """Split the batch over the first axis of the mesh, and parameters by ``parallel_style``.
+    """Split the batch over the first axis of the mesh, and parameters over the same axis by ``parallel_style``.
 
     - ``"replicate"``: every rank has all parameters; gradients are all-reduced (as in DDP).
     - ``"fully_shard"``: every rank has a part of each parameter, split on dim 0, unevenly if necessary; parameters are
       gathered before their first use and gradients are reduce-scattered (as in FSDP). 0-dim parameters are replicated.
     - ``"default"``: split what divides evenly on dim 0, replicate the rest.
+
+    On a mesh whose axes are called ``("replicate", "shard", ...)`` the batch is split over both of these, and
+    parameters over ``"shard"`` alone: gradients are reduce-scattered there, and their parts all-reduced over
+    ``"replicate"``.
 
     ``reduce_gradients`` is for the gradients of micro-batches, where parameters are split: ``"once"`` accumulates them
     whole and reduces the sum, one reduce_scatter per parameter and step; ``"each"`` reduces each one and accumulates
@@ -37,7 +42,8 @@ class DataParallel(PlannedMode):
 
     ``params``: placements by fnmatch pattern over parameter names (``{"*.up.weight": {"tp": Shard(0)}}``), for a mesh
     with more axes than the batch's: tensor parallel, composed with a style. A parameter that is split over another axis
-    stays split in forward and backward; the style splits the first dim that no other axis splits.
+    stays split in forward and backward; the style splits the first dim that no other axis splits, but nothing that is
+    named over its own axis (``{"norm.*": {"dp": Replicate()}}``).
 
     ``shard_optimizer``, with ``"replicate"``: each rank updates its part of every parameter with its part of the
     optimizer state, and parameters are gathered afterwards (ZeRO, stage 1: Rajbhandari et al. 2020). The numbers are
@@ -85,6 +91,8 @@ class DataParallel(PlannedMode):
         self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype)
         self.gather_dtype = _check_dtype("gather_dtype", gather_dtype)
         _check_gathers(gather_dtype, parallel_style, shard_optimizer)
+        names = () if mesh is None else (mesh.mesh_dim_names or ())
+        self.batch_axes = 2 if names[:2] == _HYBRID else 1
         self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style)
         self.prefetch = _check_prefetch(prefetch)
 
@@ -93,8 +101,10 @@ class DataParallel(PlannedMode):
         named, mesh = parameter_placements(program, self.params), program.mesh
         declared = [i for i in program.inputs if i.role is Role.PARAMETER]
         given = {i.name: i.placement or named.get(i.name) or replicated(mesh) for i in declared}
-        parameters = {i.name: _split(i, given[i.name], mesh, self.parallel_style) for i in declared}
-        updates = {i.name: _split(i, given[i.name], mesh, "fully_shard") for i in declared if self.shard_optimizer}
+        kept = named_over(program, self.params, self._axis_of(mesh))
+        free = [i for i in declared if i.name not in kept]
+        parameters = given | {i.name: self._split(i, given[i.name], mesh, self.parallel_style) for i in free}
+        updates = {i.name: self._split(i, given[i.name], mesh, "fully_shard") for i in free if self.shard_optimizer}
         updates = {name: placement for name, placement in updates.items() if placement != parameters[name]}
         options = {
             "gather_parameters": True,
@@ -111,6 +121,21 @@ class DataParallel(PlannedMode):
             prefetch=self.prefetch,
         )
 
+    def _axis_of(self, mesh: Mesh) -> str:
+        """The axis that the style splits parameters over."""
+        return mesh.axes[self.batch_axes - 1].name if mesh.axes else ""
+
+    def _split(self, declared: Input, given: Placements, mesh: Mesh, style: Style) -> Placements:
+        """``given``, with the split of the style over its axis, if ``given`` has none there."""
+        over = self.batch_axes - 1
+        split = {entry.dim for entry in given if isinstance(entry, Shard)}
+        free = [dim for dim in range(len(declared.shape)) if dim not in split]
+        if style == "replicate" or not free or not mesh.axes or isinstance(given[over], Shard):
+            return given
+        if style == "default" and declared.shape[free[0]] % mesh.axes[over].size:
+            return given
+        return (*given[:over], Shard(free[0]), *given[over + 1 :])
+
     def _reshard(self, parameters: Sequence[Input]) -> frozenset[str]:
         if self.parallel_style == "replicate" or self.reshard_after_forward is False:
             return frozenset()
@@ -124,17 +149,6 @@ class DataParallel(PlannedMode):
         }
         given = "".join(f", {name}={value}" for name, value in options.items() if value)
         return f"DataParallel({self.parallel_style!r}{given})"
-
-
-def _split(declared: Input, given: Placements, mesh: Mesh, style: Style) -> Placements:
-    """``given``, with the split of the style over the first axis, if ``given`` has none there."""
-    split = {entry.dim for entry in given if isinstance(entry, Shard)}
-    free = [dim for dim in range(len(declared.shape)) if dim not in split]
-    if style == "replicate" or not free or not mesh.axes or isinstance(given[0], Shard):
-        return given
-    if style == "default" and declared.shape[free[0]] % mesh.axes[0].size:
-        return given
-    return (Shard(free[0]), *given[1:])
 
 
 def _check_one_of(name: str, given: Any, allowed: Sequence[str]) -> None:

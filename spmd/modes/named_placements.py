@@ -30,6 +30,13 @@ def parameter_placements(program: Program, params: Mapping[str, Any]) -> dict[st
     return placements
 
 
+def named_over(program: Program, params: Mapping[str, Any], axis: str) -> set[str]:
+    """The parameters whose pattern, the first that they match, names a placement over this axis by its name."""
+    parameters = [i.name for i in program.inputs if i.role is Role.PARAMETER]
+    first = {n: next((given for pattern, given in params.items() if fnmatchcase(n, pattern)), None) for n in parameters}
+    return {name for name, given in first.items() if isinstance(given, Mapping) and axis in given}
+
+
 def _matching(pattern: str, parameters: list[Input]) -> list[Input]:
     matching = [i for i in parameters if fnmatchcase(i.name, pattern)]
     if not matching:
