@@ -13,8 +13,11 @@ import pytest
 from .catalog import ENTRIES
 
 ROOT = Path(__file__).parents[2]
-# In every run the cheapest of their kinds, with ModernBert, which iterates over a set; `--exhaustive` takes all.
-USUAL = ["ModernBert", "GPT2", "OPT", "Gemma2", "CLIP", "ViT", "PatchTSMixer"]
+# In every run thirty that compile fast, with ModernBert, which iterates over a set; `--exhaustive` takes all.
+USUAL = (
+    "ModernBert Bert DistilBert Albert FNet SqueezeBert GPT2 OPT Gemma2 Falcon Mpt GPTNeoX Bloom Mistral Llama "
+    "Nemotron Qwen3 Phi3 Olmo2 GPTNeo BioGpt Glm NanoChat CLIP ViT DeiT ViTMSN PoolFormer TextNet PatchTSMixer"
+).split()
 SEEDS = ("1", "3")  # for which {"full_attention", "sliding_attention"} has two orders
 
 pytestmark = pytest.mark.processes
@@ -55,6 +58,7 @@ def test_the_seeds_give_sets_other_orders() -> None:
     assert len(found) == len(SEEDS)
 
 
+@pytest.mark.timeout(900)  # for each model a compile or two in each process
 def test_programs_do_not_depend_on_the_order_of_sets(request: pytest.FixtureRequest) -> None:
     names = [entry.name for entry in ENTRIES] if request.config.getoption("exhaustive") else USUAL
     first, second = together(names)
