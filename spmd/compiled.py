@@ -64,7 +64,7 @@ class Compiled:
 
     def is_alive(self) -> bool:
         """Whether a later call may run the program."""
-        return not self.guards.dead and self.is_of_this_world()
+        return not self.guards.dead and self.is_of_this_world() and self.is_connected()
 
     def is_connected(self) -> bool:
         """Whether the ranks that it communicates with are still connected: a call may have failed."""

@@ -84,7 +84,7 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs compiled so far, in order; those of models that are gone go when the next one is compiled."""
+        """The programs that may run again, in order; those of models and connections that are gone go with the next."""
         return tuple(compiled.program for compiled in self._dispatch.programs)
 
     @property

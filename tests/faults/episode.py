@@ -6,6 +6,7 @@ rank was killed: a ``Log`` per rank.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -283,6 +284,7 @@ def run_episode(rank: int, world: int, episode: Episode, folder: Path) -> None:
             os.environ.pop("SPMD_DUMP", None)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
             run.log.disk_warnings = sum("is not complete: [Errno 28]" in str(each.message) for each in warned)
+            gc.collect()
             run.log.files = len(os.listdir("/proc/self/fd"))
             (folder / f"log-{episode.first}-{rank}.json").write_text(json.dumps(asdict(run.log)))
 

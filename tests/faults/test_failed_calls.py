@@ -81,6 +81,7 @@ def fails_then_goes_on(
         dist.all_gather_object(times, fault.when if fault else 0.0)  # in the user's group, where nothing is pending
         for k in range(2, 4):
             result = trial.call(k)
+        assert len(trial.step.programs) == 1, "that of the closed connection can never run again"
         return message, when - max(times), trial.unequal(4, result)
     finally:
         local_ranks._host = host
