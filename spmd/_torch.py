@@ -262,6 +262,13 @@ def begin_optimizer_state(optimizer: torch.optim.Optimizer, group: dict[str, Any
     initialize(group, *([] for _ in range(len(inspect.signature(initialize).parameters) - 1)))
 
 
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The hooks on the steps of an optimizer, its own and those of all. The dicts are private; seen in 2.11 to 2.15."""
+    own: list[dict[int, Any]] = [getattr(optimizer, f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    every: list[Any] = [_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks]
+    return [hook for hooks in (*own, *every) for hook in hooks.values()]
+
+
 class TensorGuards:
     """The types, dtypes, devices, shapes and strides of a list of tensors; holds none of them."""
 
@@ -418,6 +425,7 @@ __all__ = [
     "newest_sequence_number",
     "nn_bindings",
     "no_causal_mask_detection",
+    "optimizer_hooks",
     "own_buffers",
     "own_children",
     "own_parameters",

@@ -1,28 +1,31 @@
 """Make ahead the state that optimizers make in their first step: the program of the first call then serves all calls.
 
 Torch's optimizers begin with constants (zeros, a count of none) and go on as in any later step, so the step computes
-the same whether they or we have made these. Only state that the step then updates stays.
+the same whether they or we have made these; unless it looks at the state itself, or changes numbers of a parameter
+group. What was made is removed then, and the step is traced without it. So is state that it leaves alone.
 """
 
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from passes import OutputKind, Program
 
-from .._torch import TorchDispatchMode, begin_optimizer_state
+from .._torch import TorchDispatchMode, begin_optimizer_state, optimizer_hooks
 from .state import Arguments, Slot
 
 _FROM_CONSTANTS = tuple(
     getattr(optim, name)
-    for name in "Adam AdamW NAdam RAdam Adamax Adadelta RMSprop ASGD Rprop Adafactor Muon".split()
+    for name in "Adam AdamW NAdam RAdam Adamax Adadelta RMSprop Adafactor Muon".split()
     if hasattr(optim, name)
 )
 _LARGE = 1 << 20  # bytes from which zeros take no memory until they are written
@@ -33,15 +36,21 @@ class InitialState:
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Optimizer, Tensor]] = {}  # by the id of the dict that holds a parameter's state
+        self.is_seen = False  # whether the step, and not the optimizer's own code, may have noticed that it was made
 
     @classmethod
     def of(cls, arguments: Arguments) -> InitialState:
         """Make what torch's optimizers lack. With a scaler nothing is made: it may skip the first step."""
         initial = cls()
         for optimizer in () if arguments.scalers else arguments.optimizers.values():
+            if any(optimizer_hooks(optimizer)):
+                continue  # they may look at the state, too
             missing = [p for group in optimizer.param_groups for p in group["params"] if _lacks(optimizer, p)]
             try:
                 _make(optimizer, missing)
+            except (MemoryError, torch.OutOfMemoryError):
+                _remove(optimizer, missing)
+                raise
             except Exception:  # the step itself raises it too, and is traced next
                 _remove(optimizer, missing)
             made = {id(state): (optimizer, p) for p in missing if (state := optimizer.state.get(p))}
@@ -53,7 +62,9 @@ class InitialState:
         return id(slot.holder) in self._made
 
     def remove_idle(self, program: Program, slots: list[Slot]) -> bool:
-        """Remove the state of parameters that the step does not update; returns whether there was any."""
+        """Remove the state of parameters that the step does not update, or all that it saw; whether there was any."""
+        if self.is_seen:
+            return self._remove(lambda key: True)
         updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
         in_use = {id(slot.holder) for slot in slots if slot.input.name in updated}
         return self._remove(lambda key: key not in in_use)
@@ -107,11 +118,26 @@ def _gradients_of(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[No
     wanted = set(map(id, parameters))
     try:
         for p in everything:
-            p.grad = torch.empty_like(p) if id(p) in wanted else None
+            p.grad = _gradient_like(p) if id(p) in wanted else None
         yield
     finally:
         for p, gradient in zip(everything, before, strict=True):
             p.grad = gradient
+
+
+def _gradient_like(parameter: Tensor) -> Tensor:
+    """A gradient in its shape that takes next to no memory."""
+    return (
+        torch.empty_like(parameter) if isinstance(parameter, DTensor) else parameter.new_empty(()).expand_as(parameter)
+    )
+
+
+def takes_memory_when_written(tensor: Tensor) -> bool:
+    """Whether a tensor is zeros that were made here in memory of their own, which nobody else sees."""
+    return _on_demand.get(tensor.data_ptr()) is tensor
+
+
+_on_demand: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by first address
 
 
 class _ZerosOnDemand(TorchDispatchMode):
@@ -128,4 +154,6 @@ def _zeros_like(tensor: Tensor, options: dict[str, Any]) -> Tensor:
         return like.zero_()
     pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     flat = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype)
-    return flat.as_strided(like.shape, like.stride())
+    zeros = flat.as_strided(like.shape, like.stride())
+    _on_demand[zeros.data_ptr()] = zeros
+    return zeros

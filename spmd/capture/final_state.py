@@ -107,6 +107,7 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
     settled = settle(changes, entries, carried, reads, swap.recorder.source_of)
     if missing or settled.missing:
         raise Incomplete(missing | settled.missing)
+    swap.call.initial.is_seen |= bool(groups)
     writes = [*settled.writes, *groups]
     _refuse_aliases(swap, writes)
     settled.report_dropped()

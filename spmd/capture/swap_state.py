@@ -24,6 +24,7 @@ from .effects.attributes import Snapshot, contain_group_list_effects, restored_a
 from .fakes import Fakes
 from .optimizers import TracedOptimizer, check_traceable, refuse_other_optimizers, refuse_schedulers
 from .provenance import Recorder
+from .watched_state import WatchedState
 
 
 class StateSwap:
@@ -44,6 +45,7 @@ class StateSwap:
             tuple[str, int, dict[str, Any], dict[str, Any]]
         ] = []  # (optimizer, index, group, its entries)
         self._by_id = {id(slot.get()): fake for slot, fake in self.pairs}
+        self._step_runs = False
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -135,12 +137,26 @@ class StateSwap:
         return list(found.values())
 
     def _fake_optimizer_state(self, optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
-        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        state = WatchedState(self._note_read)
         for parameter, values in optimizer.state.items():
             if id(parameter) in self._by_id:
                 fakes = {k: self._by_id[id(v)] if isinstance(v, torch.Tensor) else v for k, v in values.items()}
                 state[self._by_id[id(parameter)]] = self.fake_state[id(values)] = fakes
         return state
+
+    @contextmanager
+    def watched_optimizer_state(self) -> Iterator[None]:
+        """Notice whether the step looks at the state of optimizers, but for what these do themselves."""
+        self._step_runs = True
+        try:
+            yield
+        finally:
+            self._step_runs = False
+
+    def _note_read(self) -> None:
+        """The step looks at the state of an optimizer, and so may behave otherwise where that was made ahead."""
+        if self._step_runs and not self.recorder.updating:
+            self.call.initial.is_seen = True
 
     def _swap_hyper_parameters(self, path: str) -> None:
         hypers = self.call.hyper_parameters

@@ -80,19 +80,19 @@ class Trace:
             self.branches = stack.enter_context(branches).found
             stack.enter_context(constant_attributes(self._submodules()))
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
-            result = self._call_function(fakes)
+            result = self._call_function(fakes, swap)
             set_data.check_end()
             scalar_indices.check_end()
             self.final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)
             return self.final.traced()
 
-    def _call_function(self, fakes: Fakes) -> Any:
+    def _call_function(self, fakes: Fakes, swap: StateSwap) -> Any:
         args, kwargs = self._call_arguments(fakes)
         leaves = self.call.arguments.leaves
         self.reads.names.update((id(leaf.value), leaf.name) for leaf in leaves)
         names = {id(given): leaf.name for leaf, given in zip(leaves, flatten((args, kwargs))[0], strict=True)}
         containers = Containers.of((args, kwargs))
-        with self.reads.watch(self.function, *[leaf.value for leaf in leaves]):
+        with self.reads.watch(self.function, *[leaf.value for leaf in leaves]), swap.watched_optimizer_state():
             result = self.function(*args, **kwargs)
         self.entries = list(containers.changes(names))
         return result

@@ -223,7 +223,9 @@ class Reads:
             return False
         if gc.get_freeze_count() and id(value) not in self._new:  # what was frozen is not listed, and is not new
             self._new.update(map(id, gc.get_objects()))
-            return id(value) in self._new
+            if id(value) not in self._new:
+                self._alive.add(id(value))
+                return False
         return True
 
     def _name(self, instance: Any) -> str:

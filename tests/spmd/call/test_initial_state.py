@@ -26,8 +26,6 @@ MADE: dict[str, Make] = {
     "Adamax": optim.Adamax,
     "Adadelta": optim.Adadelta,
     "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-    "ASGD": optim.ASGD,
-    "Rprop": optim.Rprop,
     "Adafactor": optim.Adafactor,
     "Muon": optim.Muon,
     "Adagrad": optim.Adagrad,
@@ -41,6 +39,7 @@ class Damped(optim.Adam):
 KEPT: dict[str, Make] = {
     "SGD with dampening": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     "one of the user's own": Damped,
+    "Rprop, whose state has the learning rate": lambda p: optim.Rprop(p, lr=0.01),
 }
 
 
@@ -125,6 +124,46 @@ def test_parameters_without_a_gradient_have_no_state() -> None:
     pair.check()
     pair.check()
     assert len(pair.compiled.programs) == 1 and len(pair.optimizers[0].state) == 1
+
+
+def scaled_at_first(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Tensor:
+    return train(model, optimizer, x * (0.1 if not optimizer.state else 1.0))
+
+
+def damped_later(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.param_groups[0]["dampening"] = 0.5
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("step", [scaled_at_first, damped_later])
+def test_a_step_that_would_notice_has_a_first_program(step: Callable[..., Tensor]) -> None:
+    pair = Pair(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), step)
+    for _ in range(3):
+        pair.check()
+
+
+def test_a_hook_that_would_notice_has_a_first_program() -> None:
+    def hook(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not optimizer.state:
+            optimizer.param_groups[0]["params"][0].grad.mul_(3.0)
+
+    pair = Pair(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), train)
+    for optimizer in pair.optimizers:
+        optimizer.register_step_pre_hook(hook)
+    for _ in range(3):
+        pair.check()
+
+
+def test_large_state_is_stored_flat_all_the_same() -> None:
+    model = nn.Linear(700, 700)
+    step = spmd.compile(train)
+    step(model, optim.AdamW(model.parameters()), torch.ones(2, 700))
+    assert step.program is not None and not step.program.fixed
+    assert [len(declared.parts) for declared in step.program.inputs if declared.parts] == [2, 2, 2]
 
 
 def test_an_error_takes_the_state_back() -> None:
