@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from passes import SpmdError
 
-from ._torch import get_proxy_mode, local_tensor, own_buffers, own_parameters
-from .lowering.distribute_state import part_of
+from ._torch import get_proxy_mode, local_tensor, own_buffers, own_parameters, storage_id
+from .lowering.distribute_state import as_dtensor, part_of
 from .ranks.world import describe
 
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that are unsharded now
@@ -25,11 +24,29 @@ _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that are u
 
 @dataclass
 class _Entry:
-    """One sharded tensor of the model, everywhere that it is held, and the whole one in its place (None elsewhere)."""
+    """One tensor of the model, everywhere that it is held, and the whole one in its place; None where there is none."""
 
-    sharded: DTensor
+    name: str
+    live: torch.Tensor
     holders: list[tuple[dict[str, Any], str]]
-    whole: torch.Tensor | None
+    whole: torch.Tensor | None = None
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` stand wherever this one is held."""
+        for holder, key in self.holders:
+            holder[key] = tensor
+
+    def take(self) -> str:
+        """Take what stands there now for the whole one; returns what is wrong with it, if anything."""
+        found = [holder.get(key) for holder, key in self.holders]
+        if self.whole is None or all(each is self.whole for each in found):
+            return ""
+        now = found[0]
+        fits = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (self.live.shape, self.live.dtype)
+        if not fits or any(each is not now for each in found):
+            return f"{self.name} was replaced by something of another shape or dtype, or tied to something else"
+        self.whole = now
+        return ""
 
 
 @contextmanager
@@ -45,21 +62,24 @@ def unshard(
     """Inside of the context ``module`` is a plain model again, with whole parameters and buffers; all ranks enter it.
 
     Names, order, ties and ``requires_grad`` are those of the plain model, so that ``model(x)``, ``model.generate``, an
-    export or an edit work as without ``spmd``. At the end every rank writes its edits to its own shards.
+    export or an edit work as without ``spmd``. At the end every rank writes its edits to its own parts.
 
-    - ``writeback``: False drops the edits.
-    - ``rank0_only``: only the first rank of the mesh has whole tensors; its edits reach the shards of all ranks.
+    - ``writeback``: False drops all edits.
+    - ``rank0_only``: only the first rank of the mesh has whole tensors; its edits reach all ranks.
     - ``offload_to_cpu``: the whole tensors are on the CPU.
     - ``with_grads``: ``.grad`` is whole, too, and edits of it are written back.
     - ``recurse``: False takes the module's own tensors only, not those of its children.
 
-    If the block raises on any rank, nothing is written back. Raises ``SpmdError`` inside of a step that is being
-    compiled, and for a module of which a part is unsharded already.
+    If the block raises on any rank, nothing is written back, and the other ranks raise ``SpmdError``. So do all if a
+    parameter was replaced by one of another shape or dtype; and, at once, this inside of a step that is being compiled,
+    or for a module of which a part is unsharded already.
     """
-    modules = list(module.modules()) if recurse else [module]
+    named = list(module.named_modules()) if recurse else [("", module)]
+    modules = [each for _, each in named]
     _check(modules)
-    entries = _entries(modules)
-    has_whole = not rank0_only or all(_is_first(entry.sharded.device_mesh) for entry in entries)
+    entries = _entries(named)
+    groups = _groups(entries)
+    has_whole = not rank0_only or not any(map(dist.get_rank, groups))
     _show(entries, has_whole, offload_to_cpu, with_grads)
     _whole.update(modules)
     done = False
@@ -67,12 +87,16 @@ def unshard(
         yield
         done = True
     finally:
+        wrong = next(filter(None, [entry.take() for entry in entries]), "")
         for entry in entries:
-            _put(entry, entry.sharded)
+            entry.put(entry.live)
         _whole.difference_update(modules)
-        if writeback and entries and _all_done(done, [entry.sharded.device_mesh for entry in entries]):
+        all_done = not writeback or _all_done(done and not wrong, groups, entries)
+        if writeback and all_done:
             for entry in entries:
-                _write_back(entry, rank0_only, with_grads)
+                _write_back(entry, groups if rank0_only else (), with_grads)
+        if done and not all_done:
+            raise SpmdError(f"nothing was written back: {wrong or 'the block failed on another rank'}")
 
 
 def check_is_sharded(modules: Iterable[nn.Module]) -> None:
@@ -88,68 +112,84 @@ def _check(modules: list[nn.Module]) -> None:
         raise SpmdError("a part of this module is unsharded already: do not nest spmd.unshard")
 
 
-def _entries(modules: list[nn.Module]) -> list[_Entry]:
-    """The sharded tensors of these modules, tied ones once, in the order of the model."""
+def _entries(named: Iterable[tuple[str, nn.Module]]) -> list[_Entry]:
+    """The tensors of these modules, tied ones once, in the order of the model."""
     found: dict[int, _Entry] = {}
-    for each in modules:
+    for path, each in named:
         for holder in (own_parameters(each), own_buffers(each)):
             for key, tensor in holder.items():
-                if isinstance(tensor, DTensor):
-                    found.setdefault(id(tensor), _Entry(tensor, [], None)).holders.append((holder, key))
+                if tensor is not None:
+                    name = f"{path}.{key}".lstrip(".")
+                    found.setdefault(id(tensor), _Entry(name, tensor, [])).holders.append((holder, key))
     return list(found.values())
 
 
-def _show(entries: list[_Entry], has_whole: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+def _groups(entries: Sequence[_Entry]) -> Sequence[Any]:
+    """The process groups along the axes of the mesh that the model is on; without sharded tensors, of all ranks."""
+    meshes = [entry.live.device_mesh for entry in entries if isinstance(entry.live, DTensor)]
+    if meshes:
+        mesh = max(meshes, key=lambda mesh: mesh.ndim)
+        return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    return [dist.group.WORLD] if dist.is_initialized() else []
+
+
+def _show(entries: Sequence[_Entry], has_whole: bool, offload_to_cpu: bool, with_grads: bool) -> None:
     """Gather all tensors, one after the other, and put the whole ones in their places where this rank has them."""
     for entry in entries:
-        whole = _gathered(entry.sharded, offload_to_cpu)
-        gradient = entry.sharded.grad
+        whole, gradient = _gathered(entry.live, offload_to_cpu), entry.live.grad
         whole_gradient = _gathered(gradient, offload_to_cpu) if with_grads and gradient is not None else None
         if has_whole:
-            is_parameter = isinstance(entry.sharded, nn.Parameter)
-            entry.whole = nn.Parameter(whole, entry.sharded.requires_grad) if is_parameter else whole
+            is_parameter = isinstance(entry.live, nn.Parameter)
+            entry.whole = nn.Parameter(whole, entry.live.requires_grad) if is_parameter else whole
             entry.whole.grad = whole_gradient
     for entry in entries:
         if entry.whole is not None:
-            _put(entry, entry.whole)
+            entry.put(entry.whole)
 
 
 def _gathered(tensor: torch.Tensor, offload_to_cpu: bool) -> torch.Tensor:
-    whole = tensor.detach()
-    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole.clone()
-    return whole.cpu() if offload_to_cpu else whole
+    """The whole tensor in memory of its own."""
+    found = tensor.detach()
+    whole = found.full_tensor() if isinstance(found, DTensor) else found
+    whole = whole.cpu() if offload_to_cpu else whole
+    return whole.clone() if storage_id(whole) == storage_id(local_tensor(tensor)) else whole
 
 
-def _put(entry: _Entry, tensor: torch.Tensor) -> None:
-    for holder, key in entry.holders:
-        holder[key] = tensor
-
-
-def _write_back(entry: _Entry, rank0_only: bool, with_grads: bool) -> None:
+def _write_back(entry: _Entry, groups: Sequence[Any], with_grads: bool) -> None:
+    """Write this rank's part of the whole tensor; with ``groups``, of that of the first rank of each."""
     with torch.no_grad():
-        _write(entry.sharded, entry.whole, rank0_only)
-        if with_grads and isinstance(entry.sharded.grad, DTensor):
-            _write(entry.sharded.grad, None if entry.whole is None else entry.whole.grad, rank0_only)
+        local_tensor(entry.live).copy_(_part(entry.live, entry.whole, groups))
+        if with_grads and isinstance(entry.live, nn.Parameter):
+            gradient = entry.whole.grad if entry.whole is not None else None
+            exists = torch.tensor(int(gradient is not None), device=local_tensor(entry.live).device)
+            _broadcast(exists, groups)
+            entry.live.grad = _gradient(entry.live, gradient, groups) if exists else None
 
 
-def _write(sharded: DTensor, whole: torch.Tensor | None, rank0_only: bool) -> None:
-    """Write this rank's part of ``whole``, or of what the first rank has, to the shard."""
-    mesh, local = sharded.device_mesh, local_tensor(sharded)
-    values = torch.empty(sharded.shape, dtype=sharded.dtype, device=local.device) if whole is None else whole.detach()
-    values = values.to(local.device).contiguous()
-    for axis in range(mesh.ndim) if rank0_only else ():
-        dist.broadcast(values, group_src=0, group=mesh.get_group(axis))
-    local.copy_(part_of(values, tuple(sharded.placements), describe(mesh)))
+def _part(live: torch.Tensor, whole: torch.Tensor | None, groups: Sequence[Any]) -> torch.Tensor:
+    device = local_tensor(live).device
+    values = torch.empty(live.shape, dtype=live.dtype, device=device) if whole is None else whole.detach()
+    values = values.to(device).contiguous()
+    _broadcast(values, groups)
+    return part_of(values, tuple(live.placements), describe(live.device_mesh)) if isinstance(live, DTensor) else values
 
 
-def _is_first(mesh: DeviceMesh) -> bool:
-    return not any(mesh.get_coordinate() or ())
+def _gradient(live: torch.Tensor, whole: torch.Tensor | None, groups: Sequence[Any]) -> torch.Tensor:
+    part = _part(live, whole, groups)
+    if not isinstance(live, DTensor):
+        return part.clone()
+    return as_dtensor(part, tuple(live.placements), live.device_mesh, live.shape, live.stride())
 
 
-def _all_done(done: bool, meshes: list[DeviceMesh]) -> bool:
-    """Whether the block ended well on all ranks that hold the shards."""
-    flag = torch.tensor(int(done), device=meshes[0].device_type)
-    for mesh in dict.fromkeys(meshes):
-        for axis in range(mesh.ndim):
-            dist.all_reduce(flag, dist.ReduceOp.MIN, mesh.get_group(axis))
+def _broadcast(values: torch.Tensor, groups: Sequence[Any]) -> None:
+    for group in groups:
+        dist.broadcast(values, group_src=0, group=group)
+
+
+def _all_done(done: bool, groups: Sequence[Any], entries: Sequence[_Entry]) -> bool:
+    """Whether the block ended well on all ranks."""
+    device = local_tensor(entries[0].live).device if entries else torch.device("cpu")
+    flag = torch.tensor(int(done), device=device)
+    for group in groups:
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group)
     return bool(flag)

@@ -108,10 +108,11 @@ def looks(rank: int, world: int) -> None:
         model.one.weight.data.zero_()
     with spmd.unshard(model, recurse=False):
         assert isinstance(model.one.weight, DTensor)
-    with pytest.raises(ZeroDivisionError if rank == 0 else AssertionError), spmd.unshard(model):
-        model.one.weight.data.zero_()
-        assert rank == 0
-        raise ZeroDivisionError
+    with pytest.raises(spmd.SpmdError, match=r"one\.weight was replaced"), spmd.unshard(model):
+        model.one.weight = nn.Parameter(torch.ones(4, 4))
+    with spmd.unshard(model, with_grads=True):
+        model.zero_grad()
+    assert before.grad is None
     torch.testing.assert_close(before.full_tensor(), plain.one.weight)
 
 
@@ -123,13 +124,11 @@ def one_fails(rank: int, world: int) -> None:
     model, optimizer = CASE.build()
     spmd.compile(CASE.step, parallel_mode=spmd.DataParallel("fully_shard"))(model, optimizer, *CASE.part(rank, 0))
     before = [p.to_local().clone() for p in model.parameters()]
-    try:
-        with spmd.unshard(model):
-            for p in model.parameters():
-                p.data.zero_()
-            assert rank == 0
-    except AssertionError:
-        assert rank == 1
+    with pytest.raises(spmd.SpmdError if rank == 0 else ZeroDivisionError), spmd.unshard(model):
+        for p in model.parameters():
+            p.data.zero_()
+        if rank == 1:
+            raise ZeroDivisionError
     assert all(torch.equal(p.to_local(), local) for p, local in zip(model.parameters(), before, strict=True))
 
 
@@ -145,3 +144,50 @@ def test_inside_of_a_step_it_is_refused() -> None:
 
     with pytest.raises(spmd.SpmdError, match="inside of a compiled step"):
         spmd.compile(step)(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+class Mixed(nn.Module):
+    """Parameters of which "default" splits some, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(3, 4), nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.b(self.a(x)))
+        return out
+
+
+def mixed(rank: int, world: int) -> list[list[float]]:
+    """The values of a model with sharded and whole tensors after edits that count, and after some that do not."""
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    spmd.compile(step, parallel_mode=spmd.DataParallel("default"))(model, optimizer, torch.randn(3, 3))
+    with spmd.unshard(model, rank0_only=True, with_grads=True):
+        if rank == 0:
+            for tensor in model.state_dict().values():
+                tensor.fill_(7)
+            model.a.weight.grad.fill_(5.0)
+            model.b.weight.grad = None
+    with spmd.unshard(model, writeback=False):
+        for tensor in model.state_dict().values():
+            tensor.fill_(8)
+    with spmd.unshard(model):
+        model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
+    assert model.b.weight.grad is None
+    assert model.a.weight.grad.full_tensor().unique().tolist() == [5.0]
+    tensors = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.state_dict().values()]
+    return [each.unique().tolist() for each in tensors]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_tensors_are_edited_as_sharded_ones_are(ranks: Ranks, world: int) -> None:
+    assert all(value == [8.0] for values in ranks.run(world, mixed) for value in values)
