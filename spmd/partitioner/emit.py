@@ -177,7 +177,8 @@ class Emitter:
         """Whether kernel and fake may choose different strides: an elementwise op has an operand not contiguous."""
         target: Any = node.target
         tensor = isinstance(operand.meta.get("val"), torch.Tensor)
-        return _is_elementwise(target) and tensor and not self._layouts.is_contiguous(operand)
+        computes = _is_elementwise(target) and not has(target, Trait.ALIAS)
+        return computes and tensor and not self._layouts.is_contiguous(operand)
 
 
 def traced(function: Callable[..., Any], args: Sequence[Any]) -> fx.Graph:
