@@ -120,8 +120,8 @@ class Dispatch:
     def add(self, compiled: Compiled, change: str) -> None:
         """Keep a new program, compiled since ``change``; warn if its model has many.
 
-        Programs of models, process groups and connections that are gone are dropped: when that is noticed depends on each rank's
-        garbage collector, so nothing that ranks agree on may depend on ``programs``.
+        Programs of models, process groups and connections that are gone are dropped: when that is noticed depends on
+        each rank's garbage collector, so nothing that ranks agree on may depend on ``programs``.
         """
         self.compiled += 1
         self.programs = [*(each for each in self.programs if each.is_alive()), compiled]
