@@ -42,12 +42,14 @@ UNTRIED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_options_are_right(sample: Sample) -> None:
     for size in (2, 3, 4):
         check(sample, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
 def test_options_are_right_of_empty_dims_and_equal_rows(source: Any) -> None:
     for sample in samples_of(source):
@@ -82,6 +84,7 @@ def _guess(op: OpOverload, fill: Any) -> Sample | None:
     return sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", _tagged(), ids=str)
 def test_options_of_tagged_ops_are_right(op: OpOverload) -> None:
     tried = [sample for fill in (u, lambda *shape: ints(9, *shape) + 1) if (sample := _guess(op, fill)) is not None]
