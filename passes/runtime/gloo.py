@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,7 @@ _TAG = 20_262  # of a message that nobody sends
 
 
 class GlooWork(dist.Work):
-    """A pending collective of gloo. ``wait`` raises ``PeerLostError`` if a peer or this rank has closed its group."""
+    """A pending collective of gloo. ``wait`` raises ``PeerLostError`` if a peer has ended or closed its group."""
 
     def __init__(self, work: Any, in_slices: bool = True) -> None:
         super().__init__()
@@ -26,19 +25,10 @@ class GlooWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until it is done."""
-        if (work := self._work) is None:
-            raise PeerLostError("the group of this collective has been closed")
-        while self._in_slices and not is_done(work, _SLICE):
+        while self._in_slices and not is_done(self._work, _SLICE):
             pass
-        _finish(work)
+        _finish(self._work)
         return True
-
-    def release(self) -> None:
-        """Let go of the collective, and so of the connections of its group."""
-        self._work = None
-
-
-_pending: weakref.WeakKeyDictionary[Any, weakref.WeakSet[GlooWork]] = weakref.WeakKeyDictionary()  # by group
 
 
 def is_done(work: Any, seconds: float) -> bool:
@@ -64,10 +54,7 @@ def _finish(work: Any) -> None:
 
 def register(out: torch.Tensor, work: Any, group: Any, in_slices: bool = True) -> None:
     """Let ``wait_tensor(out)`` wait for ``work``, which a collective of ``group`` returned."""
-    if is_gloo(group):
-        work = GlooWork(work, in_slices)
-        _pending.setdefault(group, weakref.WeakSet()).add(work)
-    register_work(out, work)
+    register_work(out, GlooWork(work, in_slices) if is_gloo(group) else work)
 
 
 def is_gloo(group: Any) -> bool:
@@ -80,12 +67,9 @@ def close_group(group: Any) -> None:
 
     gloo closes all connections of a group when the wait for a message times out, so this waits for one that nobody
     sends. (Its ``abort`` and ``shutdown`` leave pending collectives as they are. Seen in torch 2.11 to 2.15.)
-    torch keeps a work that nobody waits for, so pending ones let go of the group here.
     """
     other = (group.rank() + 1) % group.size()
     message = dist.irecv(torch.empty(1, dtype=torch.uint8), group_src=other, group=group, tag=_TAG)
     assert message is not None, "this rank is of the group"
     with suppress(RuntimeError):
         message.wait(timedelta(milliseconds=1))
-    for work in list(_pending.pop(group, ())):
-        work.release()
