@@ -119,7 +119,7 @@ class Ranks:
             text = f"the process died with exit code {worker.process.exitcode}\n{worker.stacks.read_text()}".strip()
             outcome = Failed(text, 0.0)  # the others may have reported the loss of its connection before
         assert isinstance(outcome, (Done, Failed))
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, Failed) or outcome.is_worn:
             self._replace(rank)  # a transport that gave up in the middle may have left anything behind
         return outcome
 
