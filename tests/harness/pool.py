@@ -141,11 +141,12 @@ class Ranks:
 
 
 def _summary(outcomes: list[Outcome], first: Failed) -> str:
-    """The first failure in full, and one line for each of the others."""
+    """The first failure and ranks that hang in full, and one line for each of the others."""
     lines = []
     for rank, outcome in enumerate(outcomes):
         if outcome is first:
             lines.insert(0, f"rank {rank} of {len(outcomes)} failed first: {outcome.text}")
         elif isinstance(outcome, Failed):
-            lines.append(f"rank {rank}: {outcome.text.strip().splitlines()[-1]}")
+            hangs = outcome.when == float("inf")
+            lines.append(f"rank {rank}: {outcome.text if hangs else outcome.text.strip().splitlines()[-1]}")
     return "\n".join(lines)
