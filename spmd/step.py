@@ -196,7 +196,7 @@ class CompiledStep:
         )
 
     def _capture(self, call: Call, name: str) -> tuple[Captured, Reads]:
-        """Trace the step; once more if it leaves optimizer state alone that was made for it."""
+        """Trace the step; once more if optimizer state that was made for it has to go."""
         while True:
             with replaced(call.given.modules, self._options.overrides):
                 captured, reads = capture(self._function, call, name, self._dispatch.carried())

@@ -70,12 +70,8 @@ class FormUnits(Pass):
         return closed + [_names(unit) for unit in unfinished.values()]
 
     def _is_exposed(self, unit: list[_Parameter], left: int) -> bool:
-        """Whether so little is ``left`` that nothing hides the next gathers, unless they are bounded by units."""
-        return (
-            not unit[0].reshard
-            and left <= _EXPOSED * self.first_bytes
-            and any(kind is Kind.ALL_GATHER for kind, _, _ in unit[0].served)
-        )
+        """Whether so little is ``left`` that nothing hides the next gathers."""
+        return left <= _EXPOSED * self.first_bytes and any(kind is Kind.ALL_GATHER for kind, _, _ in unit[0].served)
 
     def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool) -> bool:
         size = sum(parameter.size for parameter in unit)

@@ -54,7 +54,10 @@ def _served(node: fx.Node) -> tuple[str, ...]:
 def _gather_for_each_run(gather: fx.Node, prefetch: tuple[int, int]) -> int:
     """Let the first run of readers read ``gather`` and each other run a copy of it; returns the number of copies."""
     unpacking = _unpacking(gather)
-    (first, _), *others = list(_runs(unpacking))
+    runs = list(_runs(unpacking))
+    if not runs:
+        return 0  # nobody reads it, and no pass has removed it
+    (first, _), *others = runs
     for _, readers in others:
         _repeat([gather, *unpacking], readers, prefetch)
     for node in reversed(unpacking):

@@ -42,7 +42,8 @@ def _by_readiness(program: Program, moving: set[fx.Node]) -> list[fx.Node]:
         needed = (ready[argument] for argument in node.all_input_nodes)
         ready[node] = max((first, earliest.get(node, first), *needed)) if node in moving else position
     for node in reversed(program.graph.nodes):  # an operand is packed when it is sent
-        if node in moving and not is_collective(node) and any(user in earliest for user in node.users):
+        packs = node in moving and not is_collective(node) and all(user in moving for user in node.users)
+        if packs and any(user in earliest for user in node.users):
             ready[node] = earliest[node] = max(ready[node], min(ready[user] for user in node.users))
     return sorted(ready, key=lambda node: (ready[node], node in moving))  # sorted keeps the order of equals
 

@@ -65,15 +65,15 @@ class Buffers:
         self.of: dict[fx.Node, list[Buffer]] = {}
         # For each member of a concatenation, the buffer in which it is computed there; None if it has to be copied.
         self.members: dict[fx.Node, list[Buffer | None]] = {}
+        self._shared = [node for node in graph.nodes if is_shared(node)]
         escapes, last = escaping(graph, self.found), last_reads(graph, self.found)
         for node in graph.nodes:
             if node not in escapes:
                 self._assign(node, last.get(node, 0))
         for node in graph.nodes:
             self._embed_members(node)
-        for node in graph.nodes:
-            if is_shared(node):
-                self._share_operands(node)
+        for node in self._shared:
+            self._share_operands(node)
         for node in graph.nodes:
             self._reuse_operand(node)
 
@@ -119,22 +119,24 @@ class Buffers:
 
     def _share_operands(self, start: fx.Node) -> None:
         """Let operand and scratch of a collective lie in memory that other ranks can read until all have read it."""
+        read = self._read_by_all(start)
         for operand in read_by_peers(start):
             for block in self._blocks(operand):
                 block.shared = block.fixed = True
-                block.last = max(block.last, self._read_by_all(start))
+                block.last = max(block.last, read)
 
     def _read_by_all(self, start: fx.Node) -> int:
         """The position at which all ranks are known to have read what ``start`` publishes.
 
-        A rank publishes what it sends next in this group after it has read this; so whoever has collected that knows.
-        Without such a collective, the barrier that begins the next call shows it.
+        A rank publishes what it sends next in this group after it has read this; so a rank that has collected that from
+        all others knows. Without such a collective, the barrier that begins the next call shows it.
         """
-        read = max((self.position[wait] for wait in waits_of(start)), default=len(self.position))
-        later = (n for n, k in self.position.items() if k > read and is_shared(n) and group_of(n) == group_of(start))
+        end = len(self.position)
+        read = max((self.position[wait] for wait in waits_of(start)), default=end)
+        later = (each for each in self._shared if self.position[each] > read and group_of(each) == group_of(start))
         following = next(later, None)
         waits = waits_of(following) if following is not None else ()
-        return min((self.position[wait] for wait in waits), default=len(self.position))
+        return min((self.position[wait] for wait in waits), default=end)
 
     def _reuse_operand(self, node: fx.Node) -> None:
         """Let an elementwise ``node`` write over an operand that has no later readers."""

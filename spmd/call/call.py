@@ -101,7 +101,7 @@ class Call:
             self.initial = InitialState()
 
     def end_idle_state(self, program: Program) -> bool:
-        """Remove what ``initial_state`` made and the program does not update; returns whether there was any."""
+        """Remove what ``initial_state`` made and the step leaves alone, or all if it looked; whether there was any."""
         found = self.initial.remove_idle(program, self.slots)
         if found:
             self._forget()

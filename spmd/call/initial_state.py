@@ -23,11 +23,11 @@ from passes import OutputKind, Program
 from .._torch import TorchDispatchMode, begin_optimizer_state, optimizer_hooks
 from .state import Arguments, Slot
 
-_FROM_CONSTANTS = tuple(
-    getattr(optim, name)
-    for name in "Adam AdamW NAdam RAdam Adamax Adadelta RMSprop Adafactor Muon".split()
-    if hasattr(optim, name)
-)
+# Rprop and ASGD begin with the learning rate, which the step may change before they read it.
+_FROM_CONSTANTS = {
+    *(optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+    *(optim.Adadelta, optim.RMSprop, optim.Adafactor, optim.Muon),
+}
 _LARGE = 1 << 20  # bytes from which zeros take no memory until they are written
 
 
@@ -48,13 +48,12 @@ class InitialState:
             missing = [p for group in optimizer.param_groups for p in group["params"] if _lacks(optimizer, p)]
             try:
                 _make(optimizer, missing)
-            except (MemoryError, torch.OutOfMemoryError):
+            except Exception as error:
                 _remove(optimizer, missing)
-                raise
-            except Exception:  # the step itself raises it too, and is traced next
-                _remove(optimizer, missing)
-            made = {id(state): (optimizer, p) for p in missing if (state := optimizer.state.get(p))}
-            initial._made |= made
+                if isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError)):
+                    raise  # there is no memory for it
+                continue  # the step itself raises it too, and is traced next
+            initial._made |= {id(state): (optimizer, p) for p in missing if (state := optimizer.state.get(p))}
         return initial
 
     def holds(self, slot: Slot) -> bool:
@@ -127,13 +126,13 @@ def _gradients_of(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[No
 
 def _gradient_like(parameter: Tensor) -> Tensor:
     """A gradient in its shape that takes next to no memory."""
-    return (
-        torch.empty_like(parameter) if isinstance(parameter, DTensor) else parameter.new_empty(()).expand_as(parameter)
-    )
+    if isinstance(parameter, DTensor):
+        return torch.empty_like(parameter)
+    return parameter.new_empty(()).expand_as(parameter)
 
 
-def takes_memory_when_written(tensor: Tensor) -> bool:
-    """Whether a tensor is zeros that were made here in memory of their own, which nobody else sees."""
+def is_zeros_on_demand(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor was made here, for it alone."""
     return _on_demand.get(tensor.data_ptr()) is tensor
 
 
@@ -144,8 +143,9 @@ class _ZerosOnDemand(TorchDispatchMode):
     """Large zeros on the CPU are pages that exist once they are written: a rank may soon keep a part of them only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {})) if func is not torch.ops.aten.zeros_like.default else None
-        return result if result is not None else _zeros_like(args[0], kwargs or {})
+        if func is torch.ops.aten.zeros_like.default:
+            return _zeros_like(args[0], kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _zeros_like(tensor: Tensor, options: dict[str, Any]) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from passes import Input
 
 from .._torch import storage_use_count
-from ..call.initial_state import takes_memory_when_written
+from ..call.initial_state import is_zeros_on_demand
 from .codegen import release_all
 
 _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
@@ -65,7 +65,7 @@ def is_movable(tensor: torch.Tensor) -> bool:
         return False
     shared = tensor.is_neg() or (tensor.device.type == "cpu" and tensor.is_shared())
     # Memory that torch did not allocate belongs to somebody, such as a numpy array; or it is a part of a flat tensor.
-    ours = takes_memory_when_written(tensor) or containing_flat(tensor) is not None
+    ours = is_zeros_on_demand(tensor) or containing_flat(tensor) is not None
     shared = shared or not (tensor.untyped_storage().resizable() or ours)
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return whole and not shared and storage_use_count(tensor) == 1

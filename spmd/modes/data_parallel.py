@@ -143,11 +143,9 @@ class DataParallel(PlannedMode):
         return frozenset(name for name, inside in blocks.items() if inside or self.reshard_after_forward)
 
     def __repr__(self) -> str:
-        options = {
-            name: getattr(self, name)
-            for name in ("shard_optimizer", "reduce_dtype", "gather_dtype", "reshard_after_forward")
-        }
-        given = "".join(f", {name}={value}" for name, value in options.items() if value)
+        usual = {"shard_optimizer": False, "reduce_dtype": None, "gather_dtype": None, "reshard_after_forward": None}
+        options = {name: getattr(self, name) for name in usual}
+        given = "".join(f", {name}={value}" for name, value in options.items() if value is not usual[name])
         return f"DataParallel({self.parallel_style!r}{given})"
 
 

@@ -20,21 +20,27 @@ def parameter_placements(program: Program, params: Mapping[str, Any]) -> dict[st
 
     Raises ``PlacementError`` for a pattern that matches no parameter.
     """
-    parameters = [i for i in program.inputs if i.role is Role.PARAMETER]
-    placements: dict[str, Placements] = {}
-    for pattern, given in params.items():
-        for parameter in _matching(pattern, parameters):
-            if parameter.name not in placements:
-                placement = normalize(given, program.mesh, parameter.name)
-                placements[parameter.name] = check_dims(placement, len(parameter.shape), parameter.name)
-    return placements
+    return {
+        parameter.name: check_dims(normalize(given, program.mesh, parameter.name), len(parameter.shape), parameter.name)
+        for parameter, given in _given(program, params)
+    }
 
 
 def named_over(program: Program, params: Mapping[str, Any], axis: str) -> set[str]:
-    """The parameters whose pattern, the first that they match, names a placement over this axis by its name."""
-    parameters = [i.name for i in program.inputs if i.role is Role.PARAMETER]
-    first = {n: next((given for pattern, given in params.items() if fnmatchcase(n, pattern)), None) for n in parameters}
-    return {name for name, given in first.items() if isinstance(given, Mapping) and axis in given}
+    """The parameters whose pattern names a placement over this axis by its name."""
+    return {
+        parameter.name for parameter, given in _given(program, params) if isinstance(given, Mapping) and axis in given
+    }
+
+
+def _given(program: Program, params: Mapping[str, Any]) -> list[tuple[Input, Any]]:
+    """Each parameter that matches a pattern, with what the first of these gives it."""
+    parameters = [i for i in program.inputs if i.role is Role.PARAMETER]
+    found: dict[str, tuple[Input, Any]] = {}
+    for pattern, given in params.items():
+        for parameter in _matching(pattern, parameters):
+            found.setdefault(parameter.name, (parameter, given))
+    return list(found.values())
 
 
 def _matching(pattern: str, parameters: list[Input]) -> list[Input]:

@@ -78,5 +78,16 @@ class MLP(Case):
         return loss
 
 
+class Block(nn.Module):
+    """Two Linears, so that a list of these is one of repeated blocks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 WIDE = MLP()
 NARROW = MLP(sizes=(15, 17, 3, 1), rows=5)  # nothing divides by the ranks, and some parameters have fewer rows

@@ -11,23 +11,12 @@ from torch import Tensor, nn
 
 import spmd
 from passes import Kind, Phase, Program, Role
-from tests.harness.cases import MLP, make_optimizer
+from tests.harness.cases import MLP, Block, make_optimizer
 from tests.harness.fake import fake_world
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 
 LAYERS = 5
-
-
-class Block(nn.Module):
-    """Two Linears, so that a list of these is one of repeated blocks."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):

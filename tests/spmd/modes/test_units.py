@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import spmd
 from passes import FormUnits, Program, Role, default
-from tests.harness.cases import MLP, NARROW
+from tests.harness.cases import MLP, NARROW, Block
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, regression
@@ -24,17 +24,6 @@ def of_role(compiled: spmd.CompiledStep, role: Role) -> list[tuple[str, ...]]:
     assert compiled.program is not None
     collectives = [node.meta["collective"] for node in compiled.program.collectives()]
     return [each.of for each in collectives if each.role is role]
-
-
-class Block(nn.Module):
-    """Two Linears, so that a list of these is one of repeated blocks."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 def test_four_linears_are_three_all_reduces_of_gradients() -> None:
