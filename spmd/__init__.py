@@ -12,6 +12,9 @@ from passes import (
     SpmdError,
 )
 
+from .annotations import contract
+from .annotations.apply import fully_shard, replicate
+from .annotations.policies import MixedPrecisionPolicy
 from .call.rng import rng_state, seed, set_rng_state
 from .capture.constraint import constrain
 from .modes.base import ParallelMode, PlannedMode
@@ -30,6 +33,7 @@ __all__ = [
     "CompiledStep",
     "DTensorExpand",
     "DataParallel",
+    "MixedPrecisionPolicy",
     "Override",
     "ParallelMode",
     "PartitionError",
@@ -44,8 +48,11 @@ __all__ = [
     "SpmdError",
     "compile",
     "constrain",
+    "contract",
+    "fully_shard",
     "partition",
     "register_rule",
+    "replicate",
     "rng_state",
     "seed",
     "set_rng_state",

@@ -90,7 +90,7 @@ class Dispatch:
         """Find the program that this rank would run; the one last run is asked first."""
         mode, arguments = self.options.mode, self._reader.read(args, kwargs)
         check_is_sharded(arguments.modules.values())
-        turn.call = Call(arguments, mode.mesh, mode.inputs, mode.input_batch_dim, mode.batch_axes)
+        turn.call = Call(arguments, mode)
         last = [self.last] if self.last else []
         for compiled in [*last, *(each for each in self.programs if each is not self.last)]:
             admits = compiled.is_of_this_world() and compiled.is_connected()

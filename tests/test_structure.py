@@ -34,7 +34,7 @@ ORDER = {
     """,
     "spmd": """
         _torch placements source_lines interrupts
-        ranks/
+        annotations/ ranks/
         call/
         rules/
         capture/

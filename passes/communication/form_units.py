@@ -22,7 +22,7 @@ _EXPOSED = 4  # units of ``first_bytes`` that are communicated while there is li
 
 @dataclass(frozen=True)
 class FormUnits(Pass):
-    """Fills ``program.units`` unless it is set: groups of parameters that become one bucket each.
+    """Adds to ``program.units`` the parameters that are in none: groups of them that become one bucket each.
 
     The pass visits parameters from the last registered to the first, in the order in which their gradients are
     computed: first those that the step trains, then the others that it communicates. A unit closes once its
@@ -40,16 +40,17 @@ class FormUnits(Pass):
     first_bytes: int = 1_000_000
 
     def rewrite(self, program: Program) -> int:
-        """Visit the parameters once; the graph stays as it is."""
-        if program.units:
-            return 0
-        parameters = [_Parameter.of(*each, program) for each in _described(program)]
+        """Visit the parameters once; the graph stays as it is. Returns the number of new units."""
+        planned = {name for unit in program.units for name in unit}
+        described = [each for each in _described(program) if each[0].name not in planned]
+        parameters = [_Parameter.of(*each, program) for each in described]
         trained = _trained(program)
         groups = [[p for p in parameters if p.name in trained]]
         groups += [[p for p in parameters if p.name not in trained and p.served]]
         early = not program.reshard
-        program.units = tuple(unit for group in groups for unit in self._units(group[::-1], early))
-        return len(program.units)
+        formed = [unit for group in groups for unit in self._units(group[::-1], early)]
+        program.units += tuple(formed)
+        return len(formed)
 
     def _units(self, parameters: Sequence[_Parameter], early: bool) -> list[tuple[str, ...]]:
         """The units of these parameters, given in reverse order of registration; in the order in which they close.

@@ -144,6 +144,7 @@ class Program:
     prefetch: tuple[int, int] = (1, 1)  # how many units ahead such gathers may start, in forward and in backward
     stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
+    annotations: Any = None  # what users asked for modules, for the parallel mode to read
 
     @classmethod
     def from_graph(

@@ -7,23 +7,35 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from passes import Mesh, Program
+from passes import Mesh, PlacementError, Program
 
+from ..annotations.resolve import Annotations, Ignored
 from ..ranks.connection import Connection
 from ..ranks.consensus import AllGatherText
 from ..ranks.local_ranks import connect_local_ranks
 from ..ranks.world import describe, joined, world
 from .initial_state import InitialState
 from .inputs import BatchInput, place_inputs
-from .state import Arguments, HyperParameter, Slot, hyper_parameters_of, on_mesh, parameters_of, slots_of
+from .state import Arguments, HyperParameter, Slot, buffers_of, hyper_parameters_of, on_mesh, parameters_of, slots_of
 
 _OF_STATE = ("slots", "arguments", "hyper_parameters", "inputs")  # facts that follow from live state
+
+
+class Layout(Protocol):
+    """What a call reads of its parallel mode; ``modes/base.py`` describes it."""
+
+    mesh: DeviceMesh | None
+    inputs: Mapping[str, Any] | None
+    input_batch_dim: int
+    batch_axes: int
+    ignored: Ignored | None
+    follows_annotations: bool
 
 
 class Call:
@@ -33,17 +45,8 @@ class Call:
     read, and raises then what is wrong with the arguments (``CaptureError``, ``PlacementError``).
     """
 
-    def __init__(
-        self,
-        given: Arguments,
-        mesh: DeviceMesh | None,
-        placements: Mapping[str, Any] | None,
-        batch_dim: int,
-        batch_axes: int,
-    ) -> None:
-        """``mesh``, ``placements`` (by argument name), ``batch_dim`` and ``batch_axes`` are the parallel mode's."""
-        self.given = given
-        self._mesh, self._placements, self._batch_dim, self._batch_axes = mesh, placements, batch_dim, batch_axes
+    def __init__(self, given: Arguments, mode: Layout) -> None:
+        self.given, self._mode = given, mode
         self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
         self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
         self.initial = InitialState()  # of optimizers, made for this call
@@ -55,7 +58,22 @@ class Call:
         tensors = [parameter.tensor for parameter in parameters_of(self.given.modules)]
         meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
         tensors = tensors[:1] + [leaf.value for leaf in self.given.tensors()[:1]]
-        return joined(self._mesh or world(tensors[0].device if tensors else None), meshes)
+        annotated = self.annotations.mesh
+        mesh = self._mode.mesh or annotated or world(tensors[0].device if tensors else None)
+        return joined(mesh, [*meshes, annotated] if annotated else meshes)
+
+    @cached_property
+    def annotations(self) -> Annotations:
+        """What ``spmd.replicate`` and ``spmd.fully_shard`` ask for the modules of the call."""
+        modules = self.given.modules
+        names = {id(each.tensor): each.name for each in [*parameters_of(modules), *buffers_of(modules)]}
+        found = Annotations.of(modules, names, self._mode.ignored)
+        if found.units and not self._mode.follows_annotations:
+            raise PlacementError(
+                f"{found.units[0]} is an annotation, which {self._mode!r} does not follow: compile the step with "
+                "spmd.DataParallel, or without a parallel mode"
+            )
+        return found
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -85,7 +103,8 @@ class Call:
     @cached_property
     def inputs(self) -> list[BatchInput]:
         """The tensor arguments that are no state, each with its placement."""
-        return place_inputs(self.arguments, self._placements, self._batch_dim, self._batch_axes, self.mesh)
+        batch_axes = self.annotations.batch_axes or self._mode.batch_axes
+        return place_inputs(self.arguments, self._mode.inputs, self._mode.input_batch_dim, batch_axes, self.mesh)
 
     @contextmanager
     def initial_state(self) -> Iterator[None]:

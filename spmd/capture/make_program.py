@@ -49,7 +49,7 @@ def capture(
     assert trace.final is not None
     fakes, reads, carried = trace.fakes, trace.reads, trace.carried
     second, constants = functionalize(first, fakes)
-    program = Program(second, _inputs(call, carried, constants), [], call.mesh, name=name)
+    program = Program(second, _inputs(call, carried, constants), [], call.mesh, name=name, annotations=call.annotations)
     guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches)
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried)
     _describe_origins(program)

@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
         drawn = self._number(func, args, kwargs or {})
         self._differentiable = _is_differentiable(func, args)
         result = func(*args, **(kwargs or {}))
-        check_op(func, result)
+        check_op(func, args, result)
         self._note(current, drawn)
         return result
 

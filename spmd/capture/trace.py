@@ -32,6 +32,7 @@ from .effects.carried import Carried
 from .effects.containers import ArgumentEntry, Containers
 from .fakes import Fakes
 from .final_state import FinalState
+from .mixed_precision import mixed_precision
 from .provenance import Recorder
 from .reads import Change, Reads
 from .set_data import SetDataCopies
@@ -79,6 +80,7 @@ class Trace:
             scalar_indices = stack.enter_context(ScalarIndices())
             self.branches = stack.enter_context(branches).found
             stack.enter_context(constant_attributes(self._submodules()))
+            stack.enter_context(mixed_precision(self.call))
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
             result = self._call_function(fakes, swap)
             set_data.check_end()

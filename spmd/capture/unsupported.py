@@ -26,6 +26,11 @@ from .._torch import (
 )
 from .effects.traced import holds_traced
 
+_OF_ONE_DTYPE = {
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "convolution")
+}
+
 
 class Refused(Exception):
     """The step cannot be captured. The message continues "<step> cannot be traced into one graph: ", from "it" on."""
@@ -82,8 +87,16 @@ def check_results(leaves: Sequence[Any]) -> None:
             )
 
 
-def check_op(func: Any, result: Any) -> None:
+def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
     """Raise ``Refused`` if a compiled step cannot have this op."""
+    if func in _OF_ONE_DTYPE:
+        dtypes = dict.fromkeys(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
+        if len(dtypes) > 1:  # shape functions do not look at dtypes, but kernels do
+            listed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise Refused(
+                f"{func} gets operands of {listed}, and needs one dtype. Cast one of them, or let a "
+                "spmd.MixedPrecisionPolicy or autocast do so."
+            )
     if func.namespace in COLLECTIVE_NAMESPACES:
         raise Refused(
             f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "

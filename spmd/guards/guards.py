@@ -19,6 +19,7 @@ from ..call.state import Arguments, Slot
 from ..capture.captured import Captured
 from ..capture.hyper_conditions import HyperGuards
 from ..capture.reads import Reads
+from .annotation_guards import AnnotationGuards
 from .kept_tensors import KeptTensors
 from .leaves import Leaves, describe, expectation
 from .module_tree import ModuleTree
@@ -36,6 +37,7 @@ class Guards:
     leaves: Leaves
     settings: tuple[Any, ...]
     tree: ModuleTree
+    annotations: AnnotationGuards
     groups: ParameterGroups
     reads: ReadGuards
     layout: StateLayout
@@ -54,6 +56,7 @@ class Guards:
             Leaves.of(arguments, [(name, specs.get(name)) for name in layout.names]),
             settings,
             ModuleTree.of(arguments),
+            AnnotationGuards.of(arguments),
             ParameterGroups.of(arguments, captured.carried),
             ReadGuards.of(reads.sites.values(), [each.value for each in reads.containers.values()]),
             layout,
@@ -68,7 +71,7 @@ class Guards:
         """Let go of all state once a module or optimizer is gone, since no later call can match."""
         if not self.dead:
             self.dead = True
-            del self.tree, self.reads, self.layout, self.kept, self.groups
+            del self.tree, self.annotations, self.reads, self.layout, self.kept, self.groups
             if self.on_release is not None:
                 self.on_release()
 
@@ -82,7 +85,7 @@ class Guards:
             return None
         if not self.tree.hold() or not self.reads.hold() or not self.groups.hold(arguments):
             return None
-        if not self.kept.hold():
+        if not self.kept.hold() or not self.annotations.hold():
             return None
         tensors = self.layout.read(arguments)
         if tensors is None or not self.leaves.hold_state(arguments, tensors):
@@ -99,7 +102,12 @@ class Guards:
         for before, now in zip(self.settings, torch_settings(), strict=True):
             if before != now:
                 return f"torch's {now[0]}: {before[1:]} -> {now[1:]}"
-        found = self.tree.difference() or self.reads.difference() or self.groups.difference(arguments)
+        found = (
+            self.tree.difference()
+            or self.annotations.difference()
+            or self.reads.difference()
+            or self.groups.difference(arguments)
+        )
         return (
             found or self.kept.difference() or self._state_difference(slots) or self.groups.describe_values(arguments)
         )

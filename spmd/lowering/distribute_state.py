@@ -154,6 +154,8 @@ def _make_equal(prepared: Prepared, call: Call) -> None:
     known = all(map(_is_equal, optimizers))
     with torch.no_grad():
         for slot in prepared.slots:
+            if slot.input.name in call.annotations.ignored:
+                continue
             live = slot.get()
             once = slot.input.role in (Role.PARAMETER, Role.BUFFER, Role.SCALER)
             if isinstance(live, DTensor):

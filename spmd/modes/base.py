@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Pass, Program
 
+from ..annotations.resolve import Ignored
 from ..partitioner import partition
 from ..partitioner.plan import Plan
-from ..ranks.world import check_fits
+from ..ranks.world import as_mesh, check_fits
 from .named_placements import check_placements
 
 
@@ -22,7 +24,9 @@ class ParallelMode(ABC):
     ``mesh``: the device mesh, None for ``spmd.world()``. ``inputs``: placements by argument name, or None; capture
     reads both, since they determine global shapes. ``input_batch_dim``: the dim along which tensors that ``inputs``
     does not name are split over the first ``batch_axes`` axes of the mesh. ``custom_passes``: passes for programs of
-    this mode instead of ``passes.default()``.
+    this mode instead of ``passes.default()``. ``ignored``: state that ranks do not make equal.
+    ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
+    that carry annotations.
     """
 
     mesh: DeviceMesh | None = None
@@ -30,6 +34,8 @@ class ParallelMode(ABC):
     input_batch_dim: int = 0
     batch_axes: int = 1
     custom_passes: Sequence[Pass] | None = None
+    ignored: Ignored | None = None
+    follows_annotations: bool = False
 
     @abstractmethod
     def partition(self, program: Program) -> Program:
@@ -42,16 +48,15 @@ class PlannedMode(ParallelMode):
     def __init__(
         self,
         *,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | ProcessGroup | None = None,
         inputs: Mapping[str, Any] | None = None,
         input_batch_dim: int = 0,
         custom_passes: Sequence[Pass] | None = None,
     ) -> None:
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"expected mesh to be a torch DeviceMesh or None, got {mesh!r}")
         if not isinstance(input_batch_dim, int) or isinstance(input_batch_dim, bool):
             raise TypeError(f"expected input_batch_dim to be an int, got {input_batch_dim!r}")
         check_placements("inputs", "argument names", inputs)
+        mesh = as_mesh(mesh)
         if mesh is not None:
             check_fits(mesh)
         self.mesh, self.inputs, self.input_batch_dim = mesh, inputs, input_batch_dim

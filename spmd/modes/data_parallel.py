@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
-from passes import Input, Mesh, Pass, Program, Role
+from passes import Input, Pass, Program, Role
 from passes.analysis.repeated_blocks import blocks_of
-from passes.ir.program import Placements, replicated
+from passes.ir.program import replicated
 
+from ..annotations.apply import check_parameters
+from ..annotations.resolve import Annotations, Ignored, Mark
 from ..partitioner.plan import Plan
 from .base import PlannedMode
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
+from .shares import Share, Style, check_untrained
 
-Style = Literal["replicate", "fully_shard", "default"]
 Reduce = Literal["once", "each"]
 _STYLES, _REDUCE = get_args(Style), get_args(Reduce)
 _HYBRID = ("replicate", "shard")  # axes over which the batch is split; parameters are split over the second
@@ -60,16 +63,24 @@ class DataParallel(PlannedMode):
     memory of the whole model. None, the default, gathers again what lies in repeated blocks (a transformer's layers),
     and keeps the rest. ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward.
 
+    ``ignored_params``, ``ignored_modules``: parameters, and all that these modules hold but for annotated submodules,
+    that are neither placed nor made equal on all ranks; a step cannot train them.
+
+    The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
+    treated as theirs asks.
+
     ``input_batch_dim``: the batch dim of every tensor argument that ``inputs`` does not name. ``inputs``: placements of
     the other arguments, by name. Raises ``ValueError`` for an unknown style, reduction or dtype, and for options that
     exclude each other.
     """
 
+    follows_annotations = True
+
     def __init__(
         self,
         parallel_style: Style = "replicate",
         *,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | ProcessGroup | None = None,
         input_batch_dim: int = 0,
         inputs: Mapping[str, Any] | None = None,
         params: Mapping[str, Any] | None = None,
@@ -80,6 +91,8 @@ class DataParallel(PlannedMode):
         gather_dtype: torch.dtype | None = None,
         reshard_after_forward: bool | None = None,
         prefetch: tuple[int, int] = (1, 1),
+        ignored_params: Iterable[nn.Parameter] | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
     ) -> None:
         _check_one_of("parallel_style", parallel_style, _STYLES)
         _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
@@ -91,21 +104,29 @@ class DataParallel(PlannedMode):
         self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype)
         self.gather_dtype = _check_dtype("gather_dtype", gather_dtype)
         _check_gathers(gather_dtype, parallel_style, shard_optimizer)
-        names = () if mesh is None else (mesh.mesh_dim_names or ())
+        names = () if self.mesh is None else (self.mesh.mesh_dim_names or ())
         self.batch_axes = 2 if names[:2] == _HYBRID else 1
         self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style)
         self.prefetch = _check_prefetch(prefetch)
+        self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
 
     def plan(self, program: Program) -> Plan:
-        """Parameters by the style; optimizer state as its parameter is updated; buffers replicated."""
+        """Parameters by annotation or style; optimizer state as its parameter is updated; buffers replicated."""
+        annotations: Annotations = program.annotations or Annotations()
+        check_untrained(program, annotations)
         named, mesh = parameter_placements(program, self.params), program.mesh
         declared = [i for i in program.inputs if i.role is Role.PARAMETER]
         given = {i.name: i.placement or named.get(i.name) or replicated(mesh) for i in declared}
-        kept = named_over(program, self.params, self._axis_of(mesh))
+        over = (annotations.batch_axes or self.batch_axes) - 1  # the axis that styles split parameters over
+        kept = named_over(program, self.params, mesh.axes[over].name if mesh.axes else "") | annotations.ignored
+        shares = {i.name: self._share(annotations.marks.get(i.name)) for i in declared}
         free = [i for i in declared if i.name not in kept]
-        parameters = given | {i.name: self._split(i, given[i.name], mesh, self.parallel_style) for i in free}
-        updates = {i.name: self._split(i, given[i.name], mesh, "fully_shard") for i in free if self.shard_optimizer}
+        parameters = given | {i.name: shares[i.name].placement(i, given[i.name], mesh, over) for i in free}
+        whole = [i for i in free if self.shard_optimizer and parameters[i.name] == given[i.name]]
+        updates = {i.name: Share("fully_shard").placement(i, given[i.name], mesh, over) for i in whole}
         updates = {name: placement for name, placement in updates.items() if placement != parameters[name]}
+        split = [unit for unit in annotations.units if unit.annotation.api == "fully_shard"]
+        units = [[name for name in annotations.members(unit) if name in shares] for unit in split]
         options = {
             "gather_parameters": True,
             "reduce_gradients": self.reduce_gradients,
@@ -115,38 +136,36 @@ class DataParallel(PlannedMode):
         return Plan(
             self.mesh,
             state_placements(program, parameters, updates),
+            units=tuple(tuple(unit) for unit in reversed(units) if unit),  # as their gradients come about
             options=options,
             updates=updates,
-            reshard=self._reshard(declared),
+            reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
+            reshard=_reshard(declared, shares),
             prefetch=self.prefetch,
         )
 
-    def _axis_of(self, mesh: Mesh) -> str:
-        """The axis that the style splits parameters over."""
-        return mesh.axes[self.batch_axes - 1].name if mesh.axes else ""
-
-    def _split(self, declared: Input, given: Placements, mesh: Mesh, style: Style) -> Placements:
-        """``given``, with the split of the style over its axis, if ``given`` has none there."""
-        over = self.batch_axes - 1
-        split = {entry.dim for entry in given if isinstance(entry, Shard)}
-        free = [dim for dim in range(len(declared.shape)) if dim not in split]
-        if style == "replicate" or not free or not mesh.axes or isinstance(given[over], Shard):
-            return given
-        if style == "default" and declared.shape[free[0]] % mesh.axes[over].size:
-            return given
-        return (*given[:over], Shard(free[0]), *given[over + 1 :])
-
-    def _reshard(self, parameters: Sequence[Input]) -> frozenset[str]:
-        if self.parallel_style == "replicate" or self.reshard_after_forward is False:
-            return frozenset()
-        blocks = blocks_of({each.name: each.shape for each in parameters})
-        return frozenset(name for name, inside in blocks.items() if inside or self.reshard_after_forward)
+    def _share(self, mark: Mark | None) -> Share:
+        """The treatment of a parameter: by its annotation, else by the options of the mode."""
+        if mark is not None and mark.unit is not None:
+            return Share.of_unit(mark.unit, mark.shard)
+        return Share(self.parallel_style, None, self.reshard_after_forward, self.reduce_dtype)
 
     def __repr__(self) -> str:
         usual = {"shard_optimizer": False, "reduce_dtype": None, "gather_dtype": None, "reshard_after_forward": None}
         options = {name: getattr(self, name) for name in usual}
         given = "".join(f", {name}={value}" for name, value in options.items() if value is not usual[name])
         return f"DataParallel({self.parallel_style!r}{given})"
+
+
+def _reshard(parameters: Sequence[Input], shares: Mapping[str, Share]) -> frozenset[str]:
+    """The parameters that are gathered again for backward."""
+    blocks = blocks_of({each.name: each.shape for each in parameters})
+    found = set[str]()
+    for name, share in shares.items():
+        reshards = bool(blocks[name]) if share.reshards is None else share.reshards
+        if share.style != "replicate" and reshards:
+            found.add(name)
+    return frozenset(found)
 
 
 def _check_one_of(name: str, given: Any, allowed: Sequence[str]) -> None:
@@ -187,6 +206,16 @@ def _check_prefetch(given: Any) -> tuple[int, int]:
         case (int(forward), int(backward)) if min(given) >= 0:
             return forward, backward
     raise ValueError(f"expected prefetch to be two numbers of units, for forward and for backward, got {given!r}")
+
+
+def _check_modules(given: Any) -> tuple[nn.Module, ...]:
+    listed = () if given is None else given
+    if not isinstance(listed, Iterable) or isinstance(listed, nn.Module):
+        raise TypeError(f"expected ignored_modules to be a collection of modules, got {given!r}")
+    listed = tuple(listed)
+    if not all(isinstance(each, nn.Module) for each in listed):
+        raise TypeError(f"expected ignored_modules to hold modules, got {listed!r}")
+    return listed
 
 
 def _check_dtype(name: str, given: Any) -> torch.dtype | None:

@@ -113,7 +113,7 @@ class Context:
 
     def to_reduce(self, parameter: str) -> Reason:
         """The reason to reduce a gradient, with the dtype in which that is done."""
-        wire = self.plan.options.get("reduce_dtype")
+        wire = self.plan.reduce_dtypes.get(parameter, self.plan.options.get("reduce_dtype"))
         return Reason(Role.GRADIENT, of=(parameter,), wire=wire)
 
     def on_model_axes(self, placement: Placements) -> Placements:

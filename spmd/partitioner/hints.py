@@ -53,8 +53,8 @@ class Hints:
             self._drawn[node.meta["draw"]] = tuple(option.results[0] or Replicate() for option in chosen)
 
     def required(self, node: fx.Node) -> Placements | None:
-        """The placement that a draw must have, since the same numbers were drawn in it before."""
-        return self._drawn.get(node.meta["draw"]) if "draw" in node.meta else None
+        """The placement that a draw must have, since its numbers were drawn in it before; or a parameter's cast."""
+        return self._drawn.get(node.meta["draw"]) if "draw" in node.meta else self.parameters.cast_placement(node)
 
     def of(self, node: fx.Node) -> Placements | None:
         """The placement that the (first) result of ``node`` should have; None where there is no hint."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.program import Placements
@@ -29,6 +30,8 @@ class Plan:
     - ``"reduce_dtype"``, ``"gather_dtype"``: a dtype or None; gradients are reduced, and parameters gathered, in this
       dtype where their own is wider.
 
+    ``reduce_dtypes``: for single parameters, by name, another dtype than that option; None is their own.
+
     ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``prefetch``: how many
     units ahead of their readers these gathers may start, in forward and in backward.
     """
@@ -38,5 +41,6 @@ class Plan:
     units: tuple[tuple[str, ...], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     updates: Mapping[str, Placements] = field(default_factory=dict)
+    reduce_dtypes: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     reshard: frozenset[str] = frozenset()
     prefetch: tuple[int, int] = (1, 1)

@@ -145,6 +145,7 @@ class _Walk:
         self.values[node] = self.emitter.number(node.target, args, kwargs, like=node)
 
     def _op(self, node: fx.Node) -> None:
+        self.parameters.note_cast(node)
         self.pending_sums.reduce_before(node)
         operands = self.materializer.operands(node)
         call = self.materializer.call(node, operands)

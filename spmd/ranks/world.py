@@ -40,6 +40,15 @@ def world(device: str | torch.device | None = None) -> DeviceMesh:
     return mesh
 
 
+def as_mesh(given: Any) -> DeviceMesh | None:
+    """A mesh as it is, and a process group as a mesh of one axis. Raises ``TypeError`` for anything else but None."""
+    if isinstance(given, dist.ProcessGroup):
+        return DeviceMesh.from_group(given, _device_of(given), mesh_dim_names=("dp",))
+    if given is not None and not isinstance(given, DeviceMesh):
+        raise TypeError(f"expected mesh to be a torch DeviceMesh, a ProcessGroup or None, got {given!r}")
+    return given
+
+
 def describe(mesh: DeviceMesh) -> passes.Mesh:
     """Describe a mesh as the plain data that programs carry."""
     coordinate = mesh.get_coordinate()
@@ -109,8 +118,12 @@ def _device_type(device: str | torch.device | None) -> str:
     if device is not None:
         return torch.device(device).type
     if dist.is_initialized():
-        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+        return _device_of(None)
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device_of(group: dist.ProcessGroup | None) -> str:
+    return "cuda" if "nccl" in dist.get_backend(group) else "cpu"
 
 
 def _init(kind: str) -> None:

@@ -54,6 +54,11 @@ def takes_rows_by_mask(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -
     return model(x)[y > 0].mean()
 
 
+@bad("mm.* gets operands of .*float.* and .*float.*needs one dtype")
+def multiplies_two_dtypes(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    return x.float() @ model[0].weight.t()
+
+
 @bad("shape of a result depends on values.*bincount.*minlength=classes")
 def counts(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return torch.bincount(y.abs().long()[:, 0])

@@ -1,0 +1,43 @@
+"""Policies of an annotated module: the dtypes that it computes and communicates in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes of a module's forward and backward, and of its communication; None leaves each as it is.
+
+    Parameters, their gradients and optimizer state stay in their own dtype, such as fp32; casts are nodes of the graph.
+
+    - ``param_dtype``: forward and backward compute with parameters cast to it, and split parameters are gathered in it.
+    - ``reduce_dtype``: gradients are reduced in it; None means ``param_dtype``.
+    - ``output_dtype``: what the module returns is cast to it.
+    - ``buffer_dtype``: forward computes with buffers cast to it; what it writes to them is cast back.
+    - ``cast_forward_inputs``: floating-point arguments of the module are cast to ``param_dtype``.
+
+    Only floating-point tensors are cast. Raises ``ValueError`` for a dtype that is not floating-point.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if field.name.endswith("dtype"):
+                if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+                    raise ValueError(f"expected {field.name} to be a floating-point dtype or None, got {given!r}")
+            elif not isinstance(given, bool):
+                raise TypeError(f"expected {field.name} to be True or False, got {given!r}")
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients are reduced, None for their own."""
+        return self.reduce_dtype or self.param_dtype

@@ -1,0 +1,190 @@
+"""Resolve annotations: which unit each parameter and buffer of a call's modules belongs to.
+
+Units stand in the order in which modules are registered, outer ones before those that they hold.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from passes import PlacementError
+
+from .._torch import own_buffers, own_children, own_parameters
+from .contract import Annotation, ContractError, parameter_names, state
+from .policies import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """The modules of one annotation. ``path``: of the first one; ``is_root``: no annotation surrounds it."""
+
+    annotation: Annotation
+    path: str
+    is_root: bool
+
+    @property
+    def reshards(self) -> bool:
+        """Whether its parameters are gathered again for backward."""
+        given = self.annotation.reshard_after_forward
+        return not self.is_root if given is None else given
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy | None:
+        """The dtypes that it computes and communicates in."""
+        return self.annotation.mp_policy
+
+    def __str__(self) -> str:
+        return f"{self.annotation.api} on {self.path}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is asked for one parameter or buffer: its unit, None for what is ignored only; and the dim to split."""
+
+    unit: Unit | None
+    ignored: bool = False
+    shard: Shard | None = None
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The annotations of the modules of one call. ``marks``: by the name of a parameter or buffer."""
+
+    units: tuple[Unit, ...] = ()
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of(
+        cls, modules: Mapping[str, nn.Module], names: Mapping[int, str], ignored: Ignored | None = None
+    ) -> Annotations:
+        """The annotations now. ``names``: of all parameters and buffers, by id; ``ignored``: by the parallel mode.
+
+        Raises ``ContractError`` if a module changed since it was annotated, ``PlacementError`` if meshes differ.
+        """
+        units = tuple(_units(modules))
+        for unit in units:
+            _check_unchanged(unit)
+        claims, marks = set[int](), dict[str, Mark]()
+        left_out = ignored.parameters() if ignored is not None else set[int]()
+        for unit in sorted(units, key=lambda unit: unit.annotation.number):
+            for module in unit.annotation.modules:
+                of_unit = unit.annotation.ignored.get(module, frozenset())
+                for name, tensor in _claimed(module, "", claims):
+                    is_ignored = name in of_unit or id(tensor) in left_out
+                    marks.setdefault(names[id(tensor)], Mark(unit, is_ignored, _shard(unit, name, tensor)))
+        for module in ignored.modules if ignored is not None else ():
+            left_out.update(id(tensor) for _, tensor in _claimed(module, "", claims))
+        for each in left_out & names.keys():
+            marks.setdefault(names[each], Mark(None, ignored=True))
+        return cls(units, marks, _mesh(units))
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """The parameters and buffers that are left as they are on each rank."""
+        return frozenset(name for name, mark in self.marks.items() if mark.ignored)
+
+    @property
+    def batch_axes(self) -> int | None:
+        """How many axes of the mesh split the batch; None if no annotation has a mesh."""
+        return self.mesh.ndim if self.mesh is not None else None
+
+    def members(self, unit: Unit) -> tuple[str, ...]:
+        """The parameters and buffers of a unit that are not ignored."""
+        return tuple(name for name, mark in self.marks.items() if mark.unit is unit and not mark.ignored)
+
+
+class Ignored:
+    """What a parallel mode leaves alone, which it does not keep alive: parameters, and all that modules hold."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
+        self._parameters = [weakref.ref(each) for each in parameters]
+        self._modules = [weakref.ref(each) for each in modules]
+
+    def parameters(self) -> set[int]:
+        """The ids of the parameters that still exist."""
+        return {id(each) for each in (reference() for reference in self._parameters) if each is not None}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that still exist."""
+        return [each for each in (reference() for reference in self._modules) if each is not None]
+
+
+def _units(modules: Mapping[str, nn.Module]) -> list[Unit]:
+    """The units of all annotated modules, each where its first module stands."""
+    found: dict[Annotation, Unit] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, path: str, outermost: bool) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        annotation, before = state(module), len(found)
+        if annotation is not None and annotation not in found:
+            found[annotation] = Unit(annotation, path, is_root=False)
+        for key, child in own_children(module).items():
+            if child is not None:
+                visit(child, f"{path}.{key}", outermost and annotation is None)
+        # A block that is annotated alone is no root: it is gathered again like its siblings.
+        if outermost and annotation is not None and (path in modules or len(found) > before + 1):
+            found[annotation] = replace(found[annotation], is_root=True)
+
+    for path, module in modules.items():
+        visit(module, path, True)
+    return list(found.values())
+
+
+def _check_unchanged(unit: Unit) -> None:
+    for module, before in unit.annotation.names.items():
+        now = parameter_names(module)
+        if now != before:
+            old, new = next((pair for pair in zip(before, now, strict=False) if pair[0] != pair[1]), ("", ""))
+            what = f"{old} stood where {new} is now" if old else f"it had {len(before)} parameters, and has {len(now)}"
+            raise ContractError(
+                f"{unit} is of a module that has changed since: {what}. Change modules first, and annotate them then"
+            )
+
+
+def _claimed(module: nn.Module, prefix: str, claims: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the subtree that no annotation inside of it takes, with their names in ``module``."""
+    if id(module) in claims:
+        return
+    claims.add(id(module))
+    for key, tensor in [*own_parameters(module).items(), *own_buffers(module).items()]:
+        if tensor is not None:
+            yield f"{prefix}{key}", tensor
+    for key, child in own_children(module).items():
+        if child is not None and state(child) is None:
+            yield from _claimed(child, f"{prefix}{key}.", claims)
+
+
+def _shard(unit: Unit, name: str, tensor: torch.Tensor) -> Shard | None:
+    ask = unit.annotation.shard_placement_fn
+    given = ask(tensor) if ask is not None and isinstance(tensor, nn.Parameter) else None
+    if given is None:
+        return None
+    if not isinstance(given, Shard) or not -tensor.ndim <= given.dim < tensor.ndim:
+        raise PlacementError(
+            f"shard_placement_fn of {unit} gave {given!r} for {name}, which has {tensor.ndim} dims: it must return a "
+            "Shard of one of them, or None"
+        )
+    return Shard(given.dim % tensor.ndim)
+
+
+def _mesh(units: Sequence[Unit]) -> DeviceMesh | None:
+    placed = [unit for unit in units if unit.annotation.mesh is not None]
+    for unit in placed[1:]:
+        if unit.annotation.mesh != placed[0].annotation.mesh:
+            raise PlacementError(
+                f"{placed[0]} has the mesh {placed[0].annotation.mesh}, but {unit} has {unit.annotation.mesh}: all "
+                "annotations of a step have one mesh"
+            )
+    return placed[0].annotation.mesh if placed else None

@@ -1,0 +1,82 @@
+"""How data parallelism treats each parameter: as the annotation of its module asks, else as the mode's options do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.tensor import Shard
+
+from passes import Input, Mesh, OutputKind, PlacementError, Program, Role
+from passes.ir.program import Placements
+
+from ..annotations.resolve import Annotations, Unit
+
+Style = Literal["replicate", "fully_shard", "default"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The treatment of one parameter.
+
+    ``dim``: the one to split, None for the first that no other axis splits. ``reshards``: whether it is gathered again
+    for backward; None: if it lies in a repeated block. ``reduce_dtype``: of its gradient's reduction. ``unit``: the
+    annotation that it follows.
+    """
+
+    style: Style
+    dim: int | None = None
+    reshards: bool | None = None
+    reduce_dtype: torch.dtype | None = None
+    unit: Unit | None = None
+
+    @classmethod
+    def of_unit(cls, unit: Unit, shard: Shard | None) -> Share:
+        """The treatment of a parameter that an annotation claims."""
+        dim, policy = shard.dim if shard is not None else None, unit.mp_policy
+        wire = policy.wire_dtype if policy is not None else None
+        return cls(unit.annotation.api, dim, unit.reshards, wire, unit)
+
+    def placement(self, declared: Input, given: Placements, mesh: Mesh, over: int) -> Placements:
+        """``given``, with the split of the style over the axis ``over``, if ``given`` has none there."""
+        if not mesh.axes or isinstance(given[over], Shard):
+            self._check_kept(declared, given, mesh, over)
+            return given
+        split = {entry.dim for entry in given if isinstance(entry, Shard)}
+        free = [dim for dim in range(len(declared.shape)) if dim not in split]
+        if self.style == "replicate" or not free:
+            return given
+        dim = free[0] if self.dim is None else self.dim
+        if dim not in free:
+            raise PlacementError(
+                f"{self.unit} splits dim {dim} of {declared.name} over {mesh.axes[over].name}, but it is placed as "
+                f"{given} already: choose another dim"
+            )
+        if self.style == "default" and declared.shape[dim] % mesh.axes[over].size:
+            return given
+        return (*given[:over], Shard(dim), *given[over + 1 :])
+
+    def _check_kept(self, declared: Input, given: Placements, mesh: Mesh, over: int) -> None:
+        """Raise ``PlacementError`` for a parameter that lives split otherwise than its annotation says."""
+        if self.unit is None or not mesh.axes or not declared.placement:
+            return
+        asked = Shard(self.dim or 0) if self.dim is not None else given[over]
+        if self.style == "replicate" or asked != given[over]:
+            wish = "replicates it" if self.style == "replicate" else f"splits it as {asked}"
+            raise PlacementError(
+                f"{self.unit} {wish}, but an earlier step has split {declared.name} over {mesh.axes[over].name} as "
+                f"{given[over]}: annotate a model before its first step, or build it anew"
+            )
+
+
+def check_untrained(program: Program, annotations: Annotations) -> None:
+    """Raise ``PlacementError`` for a parameter that is ignored and trained: each rank would train it by itself."""
+    for output in program.outputs:
+        name = output.of if output.role is Role.GRADIENT else output.name
+        changes = output.kind is OutputKind.UPDATE or output.role is Role.GRADIENT
+        if changes and name in annotations.ignored and output.role in (Role.PARAMETER, Role.GRADIENT):
+            raise PlacementError(
+                f"{name} is among the ignored parameters, but the step trains it: each rank would do so with the "
+                "gradient of its own part of the batch. Freeze it with requires_grad_(False), or do not ignore it"
+            )
