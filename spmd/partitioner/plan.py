@@ -19,7 +19,7 @@ class Plan:
     ``placements``: by input name, one placement per mesh axis; inputs left out are replicated. ``updates``: the
     placements in which parameters are updated, where these are not their own (each rank updates a part of a replicated
     parameter): gradients are reduced to them, optimizer state is created in them, and the updated parameter is brought
-    back. ``units``: groups of parameter names that are communicated together.
+    back. ``units``: groups of parameter names that are communicated together; of the others, passes form more.
 
     ``options``:
 

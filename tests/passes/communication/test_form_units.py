@@ -123,10 +123,10 @@ def test_an_update_without_communication_counts_as_trained() -> None:
     assert units(program) == ["a"]
 
 
-def test_given_units_stay() -> None:
+def test_given_units_stay_and_the_others_are_formed() -> None:
     program = training(dict.fromkeys(["m.a", "m.b", "m.c"], (1,)))
     program.units = (("m.a", "m.c"),)
-    assert run(program, [FormUnits()]).units == (("m.a", "m.c"),)
+    assert run(program, [FormUnits()]).units == (("m.a", "m.c"), ("m.b",))
 
 
 def test_repeated_blocks() -> None:

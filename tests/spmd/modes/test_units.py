@@ -59,11 +59,11 @@ class InUnits(spmd.DataParallel):
         return replace(super().plan(program), units=units)
 
 
-def test_units_of_a_plan_stay() -> None:
+def test_units_of_a_plan_stay_and_the_other_parameters_get_units() -> None:
     model, *rest = regression(6, 5, 4, 3)
     compiled = compile_on_fake_ranks(2, MLP.step, (model, *rest), parallel_mode=InUnits())
     weights, biases = (tuple(f"model.{k}.{kind}" for k in (0, 2, 4)) for kind in ("weight", "bias"))
-    assert compiled.program is not None and compiled.program.units == (weights, biases[:2])
+    assert compiled.program is not None and compiled.program.units == (weights, biases[:2], biases[2:])
     assert sorted(of_role(compiled, Role.GRADIENT)) == sorted([weights, biases[:2], biases[2:]])
 
 
