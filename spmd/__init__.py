@@ -17,6 +17,7 @@ from .annotations.apply import fully_shard, replicate
 from .annotations.policies import MixedPrecisionPolicy
 from .call.rng import rng_state, seed, set_rng_state
 from .capture.constraint import constrain
+from .initialized import materialize
 from .modes.base import ParallelMode, PlannedMode
 from .modes.data_parallel import DataParallel
 from .modes.dtensor_expand import DTensorExpand
@@ -50,6 +51,7 @@ __all__ = [
     "constrain",
     "contract",
     "fully_shard",
+    "materialize",
     "partition",
     "register_rule",
     "replicate",

@@ -182,6 +182,7 @@ class Pool:
 def describe_for_agreement(captured: Captured, program: Program, table: Table, call: Call) -> str:
     """What must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
     initial = [f"{slot.input.name} was made for this call" for slot in call.slots if call.initial.holds(slot)]
+    initial += [f"{slot.input.name} is on the meta device" for slot in call.slots if slot.get().is_meta]
     costs = f"passes.Table, measured costs of communication: sha256 {table.digest}"
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     constants = [str(constant.tolist()) for constant in captured.constants]

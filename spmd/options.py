@@ -48,7 +48,7 @@ class Options:
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=_check_callable("gm_transformation", gm_transformation),
-            mode=_check_mode(parallel_mode),
+            mode=check_mode(parallel_mode),
             passes=check_passes("passes", passes),
             backend=_check_backend(backend),
             dump=_check_folder(dump),
@@ -86,7 +86,8 @@ def _check_callable(name: str, given: Any) -> Any:
     return given
 
 
-def _check_mode(given: Any) -> ParallelMode:
+def check_mode(given: Any) -> ParallelMode:
+    """The parallel mode, ``DataParallel("replicate")`` for None. Raises ``TypeError`` for anything else."""
     if given is None:
         return DataParallel("replicate")
     if not isinstance(given, ParallelMode):

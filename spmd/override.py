@@ -85,20 +85,22 @@ def _replacement(fqn: str, child: nn.Module, overrides: Sequence[Override]) -> n
 
 
 def transform(
-    program: Program, overrides: Sequence[Override], local_state: Sequence[torch.Tensor]
+    program: Program, overrides: Sequence[Override], local_state: Callable[[], Sequence[torch.Tensor]]
 ) -> tuple[Program, dict[str, torch.Tensor]]:
-    """Run the overrides' transforms on ``program`` and its state.
+    """Run the overrides' transforms on ``program`` and its state, which is asked for only if there are any.
 
     Returns the program, with the inputs that the transforms left, and the state that they added, by input name.
     """
-    flat_state = list(local_state)
-    for override in overrides:
-        if type(override).transform is Override.transform:
-            continue
+    transforming = [override for override in overrides if type(override).transform is not Override.transform]
+    if not transforming:
+        return program, {}
+    state = local_state()
+    flat_state = list(state)
+    for override in transforming:
         before = list(flat_state)
         module = override.transform(program.graph_module, flat_state)
         program = _take_over(program, module, before, flat_state, type(override).__name__)
-    known = {id(tensor) for tensor in local_state}
+    known = {id(tensor) for tensor in state}
     named = zip(program.inputs, flat_state, strict=False)
     return program, {declared.name: tensor for declared, tensor in named if id(tensor) not in known}
 

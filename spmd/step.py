@@ -33,9 +33,12 @@ from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
-from .lowering.distribute_state import check_memory, commit, make_kept_equal, prepare, rebind_replaced_parameters
+from .lowering.distribute_state import check_memory, commit, prepare
+from .lowering.equal_state import make_kept_equal
+from .lowering.initialize_state import check_initializable, initialize, seed_to_initialize
 from .lowering.lower import Backend, lower
 from .lowering.recover_state import recover
+from .lowering.replace_parameters import rebind_replaced_parameters
 from .lowering.stale_references import warn_of_stale_references
 from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
@@ -177,9 +180,12 @@ class CompiledStep:
         dump.stage(99, "lowered", program)
         dump.report(report)
         description = describe_for_agreement(captured, program, table_of(options.pipeline), call)
-        adopt(agreement.agree(description, proposed(first=not self._dispatch.compiled)))
+        is_first = not self._dispatch.compiled
+        base, calls, *seeds = agreement.agree(description, [*proposed(is_first), *seed_to_initialize(call)])
+        adopt([base, calls])
         turn.is_distributing = True
-        call.replaced = commit(state, call)
+        initialize(state, *seeds)
+        call.replaced = commit(state, program.units)
         make_kept_equal(captured.carried, call)
         turn.is_distributing = False
         return Compiled(
@@ -208,6 +214,7 @@ class CompiledStep:
         check_leaves(call.given)
         call.communicate_in(agreement.connection)
         call.resolve()
+        check_initializable(call)
         shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
         notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
         call.mesh = with_rates(call.mesh, self._options.pipeline)

@@ -43,7 +43,7 @@ ORDER = {
         modes/
         lowering/
         override dump
-        options compiled unsharded
+        options compiled unsharded initialized
         dispatch
         step
         cli/

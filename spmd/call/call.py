@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +36,8 @@ class Layout(Protocol):
     input_batch_dim: int
     batch_axes: int
     ignored: Ignored | None
+    param_init_fn: Callable[[nn.Module], Any] | None
+    sync: bool
     follows_annotations: bool
 
 
@@ -57,10 +60,27 @@ class Call:
         """The mode's mesh, else that of all ranks for the model's device; with the axes that parameters live on."""
         tensors = [parameter.tensor for parameter in parameters_of(self.given.modules)]
         meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
-        tensors = tensors[:1] + [leaf.value for leaf in self.given.tensors()[:1]]
+        tensors = [tensor for tensor in tensors if not tensor.is_meta][:1]
+        tensors += [leaf.value for leaf in self.given.tensors()[:1]]
         annotated = self.annotations.mesh
         mesh = self._mode.mesh or annotated or world(tensors[0].device if tensors else None)
         return joined(mesh, [*meshes, annotated] if annotated else meshes)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank on the mesh."""
+        kind = self.device_mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @property
+    def param_init_fn(self) -> Callable[[nn.Module], Any] | None:
+        """The mode's function that initializes a module on the meta device."""
+        return self._mode.param_init_fn
+
+    @property
+    def makes_equal(self) -> bool:
+        """Whether the state that ranks bring along is made equal to rank 0's."""
+        return self._mode.sync
 
     @cached_property
     def annotations(self) -> Annotations:

@@ -42,7 +42,7 @@ class Fakes:
             return cls(
                 mode,
                 shapes,
-                [_fake_state(slot) for slot in call.slots],
+                [_fake_state(slot, call.device) for slot in call.slots],
                 [fake for fake, _ in numbers],
                 [symbol for _, symbol in numbers],
                 [_fake_input(x) for x in call.inputs],
@@ -70,10 +70,11 @@ class Fakes:
         )
 
 
-def _fake_state(slot: Slot) -> torch.Tensor:
-    """A fake of global shape; never a copy of the live value."""
+def _fake_state(slot: Slot, device: torch.device) -> torch.Tensor:
+    """A fake of global shape; never a copy of the live value. What is on meta will be on ``device``."""
     live = slot.get()
-    fake = torch.empty_strided(tuple(live.shape), live.stride(), dtype=live.dtype, device=live.device)
+    where = device if live.is_meta else live.device
+    fake = torch.empty_strided(tuple(live.shape), live.stride(), dtype=live.dtype, device=where)
     if isinstance(live, nn.Parameter):
         return nn.Parameter(fake, requires_grad=live.requires_grad)
     return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake

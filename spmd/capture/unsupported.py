@@ -20,8 +20,6 @@ from .._torch import (
     COLLECTIVE_NAMESPACES,
     forward_hooks,
     forward_pre_hooks,
-    own_buffers,
-    own_parameters,
     tree_flatten,
 )
 from .effects.traced import holds_traced
@@ -57,12 +55,6 @@ def check_modules(submodules: Iterable[tuple[str, nn.Module]]) -> None:
                 "Leave that out. Place parameters with DataParallel(mesh=mesh, params={'*.up.weight': {'tp': "
                 "Shard(0)}}) or distribute_tensor, and activations with spmd.constrain"
             )
-        for key, tensor in [*own_parameters(module).items(), *own_buffers(module).items()]:
-            if tensor is not None and tensor.is_meta:
-                raise CaptureError(
-                    f"{name}.{key} is on the meta device and has no values to train. Materialize the model first, "
-                    'with model.to_empty(device="cpu") and its own initialization, or by loading a checkpoint'
-                )
 
 
 def _has_hooks_of_styles(module: nn.Module) -> bool:

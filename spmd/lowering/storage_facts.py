@@ -28,7 +28,7 @@ def with_storage_facts(program: Program, slots: Sequence[Slot], all_gather_text:
     """
     placements = {declared.name: declared.placement for declared in program.inputs}
     live = {slot.input.name: slot.get() for slot in slots}
-    split = {name for name, tensor in live.items() if _is_split_now(tensor, placements.get(name, ()))}
+    split = {name for name, tensor in live.items() if _is_new(tensor, placements.get(name, ()))}
     release_all()  # views that other programs hold on to from call to call
     stored, fixed = _storage_of({name: local_tensor(tensor) for name, tensor in live.items() if name not in split})
     everyone = [json.loads(text) for text in all_gather_text(json.dumps([stored, sorted(fixed)]))]
@@ -38,8 +38,9 @@ def with_storage_facts(program: Program, slots: Sequence[Slot], all_gather_text:
     return replace(program, stored=tuple(common), fixed=frozenset(partial.union(*(names for _, names in everyone))))
 
 
-def _is_split_now(tensor: torch.Tensor, placement: Iterable[Any]) -> bool:
-    return any(entry.is_shard() for entry in placement) and not isinstance(tensor, DTensor)
+def _is_new(tensor: torch.Tensor, placement: Iterable[Any]) -> bool:
+    """Whether a tensor gets memory of its own when state is committed."""
+    return tensor.is_meta or (any(entry.is_shard() for entry in placement) and not isinstance(tensor, DTensor))
 
 
 def _storage_of(tensors: dict[str, torch.Tensor]) -> tuple[list[tuple[str, ...]], set[str]]:

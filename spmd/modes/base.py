@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,7 +25,8 @@ class ParallelMode(ABC):
     ``mesh``: the device mesh, None for ``spmd.world()``. ``inputs``: placements by argument name, or None; capture
     reads both, since they determine global shapes. ``input_batch_dim``: the dim along which tensors that ``inputs``
     does not name are split over the first ``batch_axes`` axes of the mesh. ``custom_passes``: passes for programs of
-    this mode instead of ``passes.default()``. ``ignored``: state that ranks do not make equal.
+    this mode instead of ``passes.default()``. ``ignored``: state that ranks do not make equal;
+    ``sync``: False if they make none equal. ``param_init_fn``: initializes a module that is on the meta device.
     ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
     that carry annotations.
     """
@@ -35,6 +37,8 @@ class ParallelMode(ABC):
     batch_axes: int = 1
     custom_passes: Sequence[Pass] | None = None
     ignored: Ignored | None = None
+    param_init_fn: Callable[[nn.Module], Any] | None = None
+    sync: bool = True
     follows_annotations: bool = False
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -66,6 +66,10 @@ class DataParallel(PlannedMode):
     ``ignored_params``, ``ignored_modules``: parameters, and all that these modules hold but for annotated submodules,
     that are neither placed nor made equal on all ranks; a step cannot train them.
 
+    ``param_init_fn``: initializes the own parameters and buffers of a module that is on the meta device, instead of its
+    ``reset_parameters``. ``sync``: False leaves what ranks bring along as it is, instead of making it equal to rank
+    0's; it must be equal already.
+
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
     treated as theirs asks.
 
@@ -93,6 +97,8 @@ class DataParallel(PlannedMode):
         prefetch: tuple[int, int] = (1, 1),
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        sync: bool = True,
     ) -> None:
         _check_one_of("parallel_style", parallel_style, _STYLES)
         _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
@@ -108,6 +114,7 @@ class DataParallel(PlannedMode):
         self.batch_axes = 2 if names[:2] == _HYBRID else 1
         self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style)
         self.prefetch = _check_prefetch(prefetch)
+        self.param_init_fn, self.sync = _check_callable("param_init_fn", param_init_fn), _check_flag("sync", sync)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
 
     def plan(self, program: Program) -> Plan:
@@ -175,14 +182,13 @@ def _check_one_of(name: str, given: Any, allowed: Sequence[str]) -> None:
 
 
 def _check_sharding(given: Any, style: Style) -> bool:
-    if not isinstance(given, bool):
-        raise TypeError(f"expected shard_optimizer to be a bool, got {given!r}")
+    _check_flag("shard_optimizer", given)
     if given and style != "replicate":
         raise ValueError(
             f'expected shard_optimizer=True with parallel_style="replicate", got "{style}", which '
             "splits the optimizer's state together with its parameters"
         )
-    return given
+    return bool(given)
 
 
 def _check_gathers(dtype: torch.dtype | None, style: Style, shard_optimizer: bool) -> None:
@@ -206,6 +212,18 @@ def _check_prefetch(given: Any) -> tuple[int, int]:
         case (int(forward), int(backward)) if min(given) >= 0:
             return forward, backward
     raise ValueError(f"expected prefetch to be two numbers of units, for forward and for backward, got {given!r}")
+
+
+def _check_flag(name: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise TypeError(f"expected {name} to be a bool, got {given!r}")
+    return given
+
+
+def _check_callable(name: str, given: Any) -> Any:
+    if given is not None and not callable(given):
+        raise TypeError(f"expected {name} to be callable or None, got {given!r}")
+    return given
 
 
 def _check_modules(given: Any) -> tuple[nn.Module, ...]:

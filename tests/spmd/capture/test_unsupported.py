@@ -195,8 +195,6 @@ def lazy() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data parallel": (lambda: nn.DataParallel(CASE.build()[0]), r"model is a DataParallel.*model.module"),
     "scripted": (scripted, r"model.1 is scripted.*plain module"),
-    "meta": (lambda: CASE.build()[0].to("meta"), r"model.0.weight is on the meta device.*to_empty"),
-    "half on meta": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4, device="meta")), r"model.1.weight.*meta"),
     "lazy": (lazy, r"model.1.weight has no shape yet.*once"),
 }
 

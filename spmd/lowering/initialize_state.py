@@ -1,0 +1,185 @@
+"""Initialize state that is on the meta device: module by module, each rank keeping its parts of it.
+
+A module's own tensors are made whole, initialized by its own code, cut, and let go before the next module's. All ranks
+do so with the same random numbers, so values do not depend on how many ranks there are. Modules come in the reverse of
+their order of registration: what a module holds comes before it. Only what is on the meta device is touched.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes import CaptureError, Role, SpmdError
+from passes.ir.program import Placements, is_sharded
+
+from .._torch import own_buffers, own_parameters, version_of
+from ..call.call import Call
+from ..call.state import Slot, submodules_of
+from .distribute_state import Prepared, as_dtensor, local_storage, part_of
+from .replace_parameters import rebind, replace_parameter
+
+_STATE = (Role.PARAMETER, Role.BUFFER)
+
+
+@dataclass
+class _Owner:
+    """A module with the slots of those of its own tensors that are on the meta device."""
+
+    name: str
+    module: nn.Module
+    members: list[tuple[Slot, Placements]] = field(default_factory=list)
+
+
+def check_initializable(call: Call) -> None:
+    """Raise ``CaptureError``, with all names, for state on the meta device that nothing can initialize."""
+    on_meta = [slot for slot in call.slots if slot.get().is_meta]
+    if not on_meta:
+        return
+    owners = {id(holder): module for _, module in submodules_of(call.given.modules) for holder in _held_by(module)}
+    lost = [
+        slot.input.name for slot in on_meta if slot.input.role in _STATE and not _way(owners[id(slot.holder)], call)
+    ]
+    if lost:
+        raise CaptureError(
+            f"{', '.join(lost)} {'are' if len(lost) > 1 else 'is'} on the meta device, and nothing initializes "
+            f"{'them' if len(lost) > 1 else 'it'}: the modules have no reset_parameters(). Give the mode a function "
+            "that initializes one module, DataParallel(param_init_fn=...), or materialize the model first, with "
+            'model.to_empty(device="cpu") and a checkpoint'
+        )
+    stray = [slot.input.name for slot in on_meta if slot.input.role not in _STATE and not call.initial.holds(slot)]
+    if stray:
+        raise CaptureError(
+            f"{', '.join(stray)} {'are' if len(stray) > 1 else 'is'} on the meta device, and has no values: make the "
+            "optimizer, or the gradients, after spmd.materialize(model)"
+        )
+
+
+def seed_to_initialize(call: Call) -> list[int]:
+    """A number drawn from torch's default generator, if there is state to initialize."""
+    if not any(slot.get().is_meta for slot in call.slots):
+        return []
+    return [int(torch.randint(2**62, ()))]
+
+
+def initialize(prepared: Prepared, seed: int = 0) -> None:
+    """Give all state on the meta device its values, on all ranks from the same ``seed``.
+
+    Raises ``SpmdError``, with all names, for tensors that a module's own code leaves as they are; these stay on meta.
+    """
+    call, left = prepared.call, list[str]()
+    owners = _owners(prepared)
+    with torch.no_grad(), _random_numbers(seed, call.device):
+        for owner in reversed(owners):
+            left += _initialize(owner, call)
+    for slot, placement in zip(prepared.slots, prepared.placements, strict=True):
+        if slot.get().is_meta and slot.input.role is Role.OPTIMIZER_STATE:  # made for this call, so zeros
+            slot.holder[slot.key] = _placed(slot.get(), local_storage(slot.get(), placement, call), placement, call)
+    if left:
+        raise SpmdError(
+            f"{', '.join(left)} stayed on the meta device: the code that initializes the module does not write "
+            f"{'them' if len(left) > 1 else 'it'}. Give the mode a function that does, DataParallel(param_init_fn=...)"
+        )
+
+
+def _owners(prepared: Prepared) -> list[_Owner]:
+    """The modules that own tensors on the meta device, in order; a tied tensor belongs to the first that holds it."""
+    modules = list(submodules_of(prepared.call.given.modules))
+    owners = {id(holder): _Owner(name, module) for name, module in modules for holder in _held_by(module)}
+    by_module = {id(owner.module): owner for owner in owners.values()}
+    for slot, placement in zip(prepared.slots, prepared.placements, strict=True):
+        if slot.input.role in _STATE and slot.get().is_meta:
+            by_module[id(owners[id(slot.holder)].module)].members.append((slot, placement))
+    found = [by_module[id(module)] for _, module in modules if id(module) in by_module]
+    return [owner for owner in found if owner.members]
+
+
+def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return own_parameters(module), own_buffers(module)
+
+
+def _way(module: nn.Module, call: Call) -> Callable[[nn.Module], Any] | None:
+    """What initializes a module: the mode's function, or the module's ``reset_parameters``."""
+    if call.param_init_fn is not None:
+        return call.param_init_fn
+    return methodcaller("reset_parameters") if callable(getattr(module, "reset_parameters", None)) else None
+
+
+def _initialize(owner: _Owner, call: Call) -> list[str]:
+    """Initialize one module; returns the names of what its code left alone."""
+    module, way = owner.module, _way(owner.module, call)
+    assert way is not None, "checked before anything was traced"
+    metas = [slot.get() for slot, _ in owner.members]
+    for (slot, _), meta in zip(owner.members, metas, strict=True):
+        whole = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=call.device)
+        if whole.is_floating_point():
+            whole.fill_(torch.nan)  # what nobody writes is not taken for a value
+        is_parameter = slot.input.role is Role.PARAMETER
+        slot.holder[slot.key] = nn.Parameter(whole, meta.requires_grad) if is_parameter else whole
+    empty = [slot.get() for slot, _ in owner.members]
+    versions = list(map(version_of, empty))
+    try:
+        with _others_kept(module, empty):
+            way(module)
+        values = [slot.get() for slot, _ in owner.members]
+    finally:
+        for (slot, _), meta in zip(owner.members, metas, strict=True):
+            slot.holder[slot.key] = meta
+    left, renewed = [], dict[int, torch.Tensor]()
+    for (slot, placement), meta, made, version, now in zip(owner.members, metas, empty, versions, values, strict=True):
+        if now.is_meta or (now is made and version_of(made) == version and not _written_by_data(made)):
+            left.append(slot.input.name)
+            continue
+        local = part_of(now.detach(), placement, call.mesh) if is_sharded(placement) else now.detach().to(call.device)
+        placed = _placed(meta, local, placement, call)
+        if slot.input.role is Role.PARAMETER:
+            renewed[id(meta)] = replace_parameter(meta, placed)
+        else:
+            slot.holder[slot.key] = placed
+    rebind(call.given, renewed)
+    return left
+
+
+def _written_by_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was written through its ``.data``, of which it has no count."""
+    return tensor.is_floating_point() and not bool(tensor.isnan().all())
+
+
+def _placed(meta: torch.Tensor, local: torch.Tensor, placement: Placements, call: Call) -> torch.Tensor:
+    """The tensor that takes the place of ``meta``: a DTensor if it is split."""
+    if not is_sharded(placement):
+        return local
+    return as_dtensor(local, placement, call.device_mesh, meta.shape, meta.stride())
+
+
+@contextmanager
+def _others_kept(module: nn.Module, new: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give the module's tensors that have values already these again at the end."""
+    ids = set(map(id, new))
+    held = [tensor for holder in _held_by(module) for tensor in holder.values() if tensor is not None]
+    kept = [(tensor, tensor.detach().clone()) for tensor in held if id(tensor) not in ids and not tensor.is_meta]
+    try:
+        yield
+    finally:
+        for tensor, values in kept:
+            tensor.copy_(values)
+
+
+@contextmanager
+def _random_numbers(seed: int, device: torch.device) -> Iterator[None]:
+    """Start torch's and Python's default generators from ``seed``; restore them at the end."""
+    before = random.getstate()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before)

@@ -1,0 +1,65 @@
+"""Replace parameters: put new ones in the place of a model's, wherever modules and optimizers hold the old ones.
+
+Splitting a parameter means a new object: torch cannot turn a Parameter into a DTensor in place. The module's entry, the
+optimizers' groups and state keys are rebound, and hooks, attributes and gradients move along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from .._torch import move_hooks
+from ..call.state import Arguments, parameters_of
+
+# The attribute by which a parameter leads to the one in its place: optimizers of other steps may hold it.
+_SUCCESSOR = "_spmd_successor"
+
+
+def replace_parameter(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The Parameter with these values that takes the place of ``old``, with its hooks and attributes."""
+    new = nn.Parameter(values, requires_grad=old.requires_grad)
+    for name, value in vars(old).items():
+        if name != _SUCCESSOR:
+            new.__dict__.setdefault(name, value)
+    move_hooks(old, new)
+    vars(old)[_SUCCESSOR] = new
+    return new
+
+
+def rebind(arguments: Arguments, renewed: Mapping[int, torch.Tensor]) -> None:
+    """Put new parameters, given by the id of the old one, where modules and optimizers of a call hold the old ones."""
+    if not renewed:
+        return
+    for parameter in parameters_of(arguments.modules):
+        new = renewed.get(id(parameter.tensor))
+        if new is not None:
+            for holder, key in parameter.holders:
+                holder[key] = new
+    for optimizer in arguments.optimizers.values():
+        _rebind_optimizer(optimizer, renewed)
+
+
+def rebind_replaced_parameters(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Rebind optimizers to the parameters that replaced theirs when another step split the model."""
+    for optimizer in optimizers.values():
+        old = [p for group in optimizer.param_groups for p in group["params"]]
+        renewed = {id(p): _newest(p) for p in old if _SUCCESSOR in vars(p)}
+        if renewed:
+            _rebind_optimizer(optimizer, renewed)
+
+
+def _newest(parameter: torch.Tensor) -> torch.Tensor:
+    while _SUCCESSOR in vars(parameter):
+        parameter = vars(parameter)[_SUCCESSOR]
+    return parameter
+
+
+def _rebind_optimizer(optimizer: torch.optim.Optimizer, renewed: Mapping[int, torch.Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [renewed.get(id(p), p) for p in group["params"]]
+    entries = [(renewed.get(id(p), p), values) for p, values in optimizer.state.items()]
+    optimizer.state.clear()
+    optimizer.state.update(entries)
