@@ -50,7 +50,7 @@ def replicate(
         )
     _check_device(device_id, modules, mesh)
     names, ignored = _names(modules), _ignored(modules, ignored_params)
-    note(modules, Annotation("replicate", mesh, _check_policy(mp_policy), names=names, ignored=ignored))
+    note(modules, Annotation("replicate", mesh, check_policy(mp_policy), names=names, ignored=ignored))
     return module
 
 
@@ -91,7 +91,7 @@ def fully_shard(
         Annotation(
             "fully_shard",
             mesh,
-            _check_policy(mp_policy),
+            check_policy(mp_policy),
             reshard_after_forward,
             shard_placement_fn,
             names,
@@ -128,7 +128,8 @@ def _check_mesh(api: Api, given: Any) -> DeviceMesh | None:
     return mesh
 
 
-def _check_policy(given: Any) -> MixedPrecisionPolicy | None:
+def check_policy(given: Any) -> MixedPrecisionPolicy | None:
+    """Raise ``TypeError`` unless ``given`` is a policy or None; returns it."""
     if given is not None and not isinstance(given, MixedPrecisionPolicy):
         raise TypeError(f"expected mp_policy to be a spmd.MixedPrecisionPolicy or None, got {given!r}")
     return given

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from passes import Mesh, PlacementError, Program
 
+from ..annotations.policies import MixedPrecisionPolicy
 from ..annotations.resolve import Annotations, Ignored
 from ..ranks.connection import Connection
 from ..ranks.consensus import AllGatherText
@@ -38,6 +39,7 @@ class Layout(Protocol):
     ignored: Ignored | None
     param_init_fn: Callable[[nn.Module], Any] | None
     sync: bool
+    mp_policy: MixedPrecisionPolicy | None
     follows_annotations: bool
 
 
@@ -76,6 +78,11 @@ class Call:
     def param_init_fn(self) -> Callable[[nn.Module], Any] | None:
         """The mode's function that initializes a module on the meta device."""
         return self._mode.param_init_fn
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy | None:
+        """The dtypes of modules without an annotation."""
+        return self._mode.mp_policy
 
     @property
     def makes_equal(self) -> bool:

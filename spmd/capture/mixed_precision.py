@@ -16,7 +16,9 @@ import torch
 from torch import fx, nn
 
 from .._torch import get_proxy_mode, tree_map
+from ..annotations.contract import state
 from ..annotations.policies import MixedPrecisionPolicy
+from ..annotations.resolve import Mark, Unit
 from ..call.call import Call
 from ..call.state import buffers_of, parameters_of
 from .provenance import proxy_node
@@ -63,14 +65,19 @@ def mixed_precision(call: Call) -> Iterator[None]:
 
 
 def _casts(call: Call) -> dict[int, _Casts]:
-    """The casts of each annotated module that has a policy, by its id."""
+    """The casts of each module that has a policy, by its id: an annotated one, or a module among the arguments."""
+    found: dict[Unit | None, _Casts]
     found = {unit: _Casts(unit.mp_policy) for unit in call.annotations.units if unit.mp_policy is not None}
+    if call.mp_policy is not None:
+        found[None] = _Casts(call.mp_policy)  # of what no annotation claims
     for held, kind in ((parameters_of, "parameters"), (buffers_of, "buffers")):
         for each in held(call.arguments.modules):
-            mark = call.annotations.marks.get(each.name)
-            if mark is not None and mark.unit in found and not mark.ignored:
+            mark = call.annotations.marks.get(each.name, Mark(None))
+            if mark.unit in found and not mark.ignored:
                 getattr(found[mark.unit], kind).extend(each.holders)
-    return {id(module): casts for unit, casts in found.items() for module in unit.annotation.modules}
+    roots = [module for module in call.arguments.modules.values() if state(module) is None]
+    of_unit = {unit: unit.annotation.modules if unit is not None else roots for unit in found}
+    return {id(module): found[unit] for unit, modules in of_unit.items() for module in modules}
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:

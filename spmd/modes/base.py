@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Pass, Program
 
+from ..annotations.policies import MixedPrecisionPolicy
 from ..annotations.resolve import Ignored
 from ..partitioner import partition
 from ..partitioner.plan import Plan
@@ -22,13 +23,15 @@ from .named_placements import check_placements
 class ParallelMode(ABC):
     """Implement ``partition`` to make one rank's share of a global program yourself.
 
-    ``mesh``: the device mesh, None for ``spmd.world()``. ``inputs``: placements by argument name, or None; capture
-    reads both, since they determine global shapes. ``input_batch_dim``: the dim along which tensors that ``inputs``
-    does not name are split over the first ``batch_axes`` axes of the mesh. ``custom_passes``: passes for programs of
-    this mode instead of ``passes.default()``. ``ignored``: state that ranks do not make equal;
-    ``sync``: False if they make none equal. ``param_init_fn``: initializes a module that is on the meta device.
-    ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
-    that carry annotations.
+    - ``mesh``: the device mesh, None for ``spmd.world()``. ``inputs``: placements by argument name, or None; capture
+      reads both, since they determine global shapes. ``input_batch_dim``: the dim along which tensors that ``inputs``
+      does not name are split over the first ``batch_axes`` axes of the mesh.
+    - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``.
+    - ``ignored``: state that ranks do not make equal; ``sync``: False if they make none equal.
+    - ``mp_policy``: the dtypes of modules without an annotation. ``param_init_fn``: initializes a module that is on the
+      meta device.
+    - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
+      that carry annotations.
     """
 
     mesh: DeviceMesh | None = None
@@ -39,6 +42,7 @@ class ParallelMode(ABC):
     ignored: Ignored | None = None
     param_init_fn: Callable[[nn.Module], Any] | None = None
     sync: bool = True
+    mp_policy: MixedPrecisionPolicy | None = None
     follows_annotations: bool = False
 
     @abstractmethod

@@ -14,7 +14,8 @@ from passes import Input, Pass, Program, Role
 from passes.analysis.repeated_blocks import blocks_of
 from passes.ir.program import replicated
 
-from ..annotations.apply import check_parameters
+from ..annotations.apply import check_parameters, check_policy
+from ..annotations.policies import MixedPrecisionPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
 from ..partitioner.plan import Plan
 from .base import PlannedMode
@@ -66,6 +67,8 @@ class DataParallel(PlannedMode):
     ``ignored_params``, ``ignored_modules``: parameters, and all that these modules hold but for annotated submodules,
     that are neither placed nor made equal on all ranks; a step cannot train them.
 
+    ``mp_policy``: the dtypes that modules without an annotation compute and communicate in.
+
     ``param_init_fn``: initializes the own parameters and buffers of a module that is on the meta device, instead of its
     ``reset_parameters``. ``sync``: False leaves what ranks bring along as it is, instead of making it equal to rank
     0's; it must be equal already.
@@ -99,6 +102,7 @@ class DataParallel(PlannedMode):
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], Any] | None = None,
         sync: bool = True,
+        mp_policy: MixedPrecisionPolicy | None = None,
     ) -> None:
         _check_one_of("parallel_style", parallel_style, _STYLES)
         _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
@@ -115,6 +119,7 @@ class DataParallel(PlannedMode):
         self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style)
         self.prefetch = _check_prefetch(prefetch)
         self.param_init_fn, self.sync = _check_callable("param_init_fn", param_init_fn), _check_flag("sync", sync)
+        self.mp_policy = check_policy(mp_policy)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
 
     def plan(self, program: Program) -> Plan:
@@ -155,7 +160,8 @@ class DataParallel(PlannedMode):
         """The treatment of a parameter: by its annotation, else by the options of the mode."""
         if mark is not None and mark.unit is not None:
             return Share.of_unit(mark.unit, mark.shard)
-        return Share(self.parallel_style, None, self.reshard_after_forward, self.reduce_dtype)
+        policy_dtype = self.mp_policy.wire_dtype if self.mp_policy is not None else None
+        return Share(self.parallel_style, None, self.reshard_after_forward, self.reduce_dtype or policy_dtype)
 
     def __repr__(self) -> str:
         usual = {"shard_optimizer": False, "reduce_dtype": None, "gather_dtype": None, "reshard_after_forward": None}
