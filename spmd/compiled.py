@@ -26,6 +26,9 @@ from .lowering.flat_storage import FlatInputs
 from .lowering.lower import Executable
 from .ranks.connection import Connection
 from .ranks.consensus import identity_of
+from .ranks.equal_values import contents, digest, number
+
+_INTENT_BITS = (1 << 60) - 1
 
 
 @dataclass(kw_only=True)
@@ -70,9 +73,19 @@ class Compiled:
         """Whether the ranks that it communicates with are still connected: a call may have failed."""
         return self.connection is None or self.connection.is_open
 
-    def intent(self) -> int:
-        """The number that ranks compare before a call: of the program and, if it draws random numbers, the seed."""
-        return identity_of(str(self.identity), describe_seed()) if self._pool.draws else self.identity
+    def intent(self, arguments: Arguments) -> int:
+        """The number that ranks compare before a call: of the program, of numbers, and of the seed where it draws."""
+        identity = identity_of(str(self.identity), describe_seed()) if self._pool.draws else self.identity
+        return (identity ^ digest(self._numbers(arguments))) & _INTENT_BITS | 16
+
+    def describe_numbers(self, arguments: Arguments) -> list[str]:
+        """A line for each number of a call that must be equal on all ranks."""
+        names = [*self.guards.groups.names, *self.guards.leaves.tensor_names()]
+        found = zip(names, self._numbers(arguments), strict=True)
+        return [f"{name} = {each}" for name, value in found if (each := number(value)) is not None]
+
+    def _numbers(self, arguments: Arguments) -> list[Any]:
+        return [*self.guards.groups.values(arguments), *self.guards.leaves.tensors(arguments)]
 
     def run(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Any:
         """One call: gather the inputs, run, put results and new state where they belong.
@@ -185,6 +198,8 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table, c
     initial += [f"{slot.input.name} is on the meta device" for slot in call.slots if slot.get().is_meta]
     costs = f"passes.Table, measured costs of communication: sha256 {table.digest}"
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
+    inputs += [f"{hyper.name} = {number(hyper.get())}" for hyper in call.hyper_parameters]
+    inputs += [f"{x.name} = {contents(x.value)}" for x in call.inputs if all(p.is_replicate() for p in x.placement)]
     constants = [str(constant.tolist()) for constant in captured.constants]
     numbers = [f"{number.name} = {number.get()}" for number in captured.carried.numbers]
     captured_nodes = captured.program.graph.nodes

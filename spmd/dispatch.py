@@ -83,7 +83,7 @@ class Dispatch:
             raise
         if ranks and turn.call:
             turn.connection = ranks.connect(self.name, standing_of_refused(turn.call.given))
-        intent = turn.compiled.intent() if turn.compiled else COMPILE
+        intent = turn.compiled.intent(turn.call.given) if turn.compiled and turn.call else COMPILE
         agree_on_program(turn.connection, self.name, intent, lambda: self._describe(turn), self.options.timeout)
 
     def fit(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,7 +142,8 @@ class Dispatch:
         assert turn.call is not None
         lines = Leaves.of(turn.call.given).describe()
         if turn.compiled is not None:
-            return [*lines, f"runs {turn.compiled.program.name}", describe_seed()]
+            numbers = turn.compiled.describe_numbers(turn.call.given)
+            return [*lines, *numbers, f"runs {turn.compiled.program.name}", describe_seed()]
         return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]
 
     def _report_failure(self, error: BaseException) -> None:

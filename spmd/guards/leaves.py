@@ -143,7 +143,7 @@ def describe(expected: Any) -> str:
     if isinstance(expected, TensorSpec):
         grad = ", requires_grad" if expected.requires_grad else ""
         return f"{str(expected.dtype).removeprefix('torch.')}{list(expected.shape)} on {expected.device}{grad}"
-    return repr(expected)
+    return type(expected).__name__ if isinstance(expected, (nn.Module, torch.optim.Optimizer)) else repr(expected)
 
 
 def check_leaves(arguments: Arguments) -> None:

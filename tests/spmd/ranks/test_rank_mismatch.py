@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 
 import spmd
@@ -74,6 +75,42 @@ def test_ranks_that_differ_raise_together_and_name_the_difference(ranks: Ranks, 
     messages = ranks.run(2, mismatch, disagree, BEFORE[before], timeout=30, grace=3)
     for message in messages:
         assert BEFORE[before] == () or all(word in message for word in DIFFERENCES[disagree]), message
+
+
+def scaled(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x) * table, y) * scale
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def drift(rank: int, world: int, what: str, before: int) -> str:
+    """Equal calls, then one for which ranks come with other values, then an equal one."""
+    model, optimizer = CASE.build()
+    step = spmd.compile(scaled, parallel_mode=spmd.DataParallel(inputs={"table": Replicate()}))
+    scale, table = torch.tensor(0.5), torch.ones(4, dtype=torch.float64)
+    for k in range(before):
+        step(model, optimizer, *CASE.part(rank, k), scale, table)
+    if what == "lr":
+        optimizer.param_groups[0]["lr"] = 0.25 + rank
+    given = scale + rank if what == "scale" else scale, table + rank if what == "table" else table
+    with pytest.raises(spmd.RankMismatchError) as caught:
+        step(model, optimizer, *CASE.part(rank, before), *given)
+    optimizer.param_groups[0]["lr"] = 0.01
+    assert torch.isfinite(step(model, optimizer, *CASE.part(rank, before), scale, table))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what, before, words", [
+    ("lr", 0, ["optimizer.0.lr = 0.25", "optimizer.0.lr = 1.25"]), ("lr", 2, ["0.lr = 0.25", "0.lr = 1.25"]),
+    ("scale", 0, ["scale = [0.5]", "scale = [1.5]"]), ("scale", 2, ["scale = 0.5", "scale = 1.5"]),
+    ("table", 0, ["table = [1.0, 1.0, 1.0, 1.0]", "table = [2.0, 2.0"]),
+])  # fmt: skip
+def test_values_that_must_be_equal_are_compared(ranks: Ranks, what: str, before: int, words: list[str]) -> None:
+    """Learning rates and 0-dim tensors at each call, replicated arguments when ranks compile."""
+    for message in ranks.run(2, drift, what, before, timeout=60, grace=3):
+        assert all(word in message for word in words), message
 
 
 def branching(rank: int, world: int) -> str:
