@@ -34,14 +34,15 @@ from .ir.interpret import interpret
 from .ir.ops import PURE_FUNCTIONS
 from .ir.printer import print_program
 from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
-from .ir.report import Report
 from .ir.roles import Phase, Role
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
+from .memory.planned_memory import LiveValue, PlannedMemory
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import default
+from .report import Report
 from .runner import run
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
@@ -68,6 +69,7 @@ __all__ = [
     "FuseUpdate",
     "Input",
     "Kind",
+    "LiveValue",
     "MergeEqual",
     "Mesh",
     "OneStorage",
@@ -79,6 +81,7 @@ __all__ = [
     "PassError",
     "Phase",
     "PlacementError",
+    "PlannedMemory",
     "Program",
     "RankFailedError",
     "RankMismatchError",

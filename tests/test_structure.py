@@ -29,7 +29,7 @@ ORDER = {
         communication/
         update/
         memory/
-        pipeline runner
+        pipeline runner report
         __init__
     """,
     "spmd": """

@@ -8,6 +8,7 @@ share memory that they did not share before? When in doubt, the answer here is "
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ Storages = frozenset[fx.Node]  # each piece of memory is named by the node that 
 _NONE: Storages = frozenset()
 
 
-def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
-    """For each node, the pieces of memory that its value may lie in.
+def storages(graph: fx.Graph, known: Mapping[fx.Node, Storages] | None = None) -> dict[fx.Node, Storages]:
+    """For each node, the pieces of memory that its value may lie in; ``known``: where that of some nodes does.
 
     The parts of a flat input are pieces of their own: what is written into one of them leaves the others as they are.
     """
+    known = known or {}
     found: dict[fx.Node, Storages] = {}
     for node in graph.find_nodes(op="placeholder"):
         parts = _parts_of(node)
@@ -43,7 +45,7 @@ def storages(graph: fx.Graph) -> dict[fx.Node, Storages]:
         if entry is not None and by_entries[entry.op]:  # each result of an op over lists has memory of its own
             found[node] = frozenset({entries.setdefault(entry, node)})
         elif node not in found:
-            found[node] = _storages_of(node, found)
+            found[node] = known[node] if node in known else _storages_of(node, found)
     return found
 
 

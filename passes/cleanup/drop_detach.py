@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..base import Pass
+from ..ir.edit import stand_in
 from ..ir.ops import Trait, has
 from ..ir.program import Program
 
@@ -17,6 +18,6 @@ class DropDetach(Pass):
         """Replace and erase each."""
         found = [node for node in program.graph.nodes if has(node.target, Trait.RETURNS_OPERAND)]
         for node in found:
-            node.replace_all_uses_with(node.args[0])
+            stand_in(node, node.args[0])
             program.graph.erase_node(node)
         return len(found)

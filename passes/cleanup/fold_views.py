@@ -11,6 +11,7 @@ from torch import fx
 from ..analysis.aliases import escaping, storages
 from ..analysis.strides import Layouts, overlaps
 from ..base import Pass
+from ..ir.edit import stand_in
 from ..ir.ops import Trait, listed
 from ..ir.program import Program
 
@@ -48,14 +49,14 @@ def _drop_copy(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
     source = node.args[0]
     if node in kept or not isinstance(source, fx.Node) or not _is_equal_view(source, node, layouts):
         return 0
-    node.replace_all_uses_with(source)
+    stand_in(node, source)
     return 1
 
 
 def _fold(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
     start = next((above for above in _above(node, layouts) if _is_equal_view(above, node, layouts)), None)
     if start is not None:
-        node.replace_all_uses_with(start)
+        stand_in(node, start)
         return 1
     source = node.args[0]
     if isinstance(source, fx.Node) and node.target in _RESHAPES and source.target in _RESHAPES:

@@ -6,14 +6,14 @@ An operand is published as a concatenation, even of one tensor: a value that not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes
 from ..analysis.out_variants import CONSTANT_BYTES
-from ..ir.collectives import group_of, reduction_of
+from ..ir.collectives import group_of, reduction_of, waits_of
 from ..runtime import shared_memory_collectives
 from .realisation import Realisation
 
@@ -45,3 +45,17 @@ def scratch(task: Realisation, published: fx.Node) -> fx.Node | None:
 def read_by_peers(start: fx.Node) -> list[fx.Node]:
     """The tensors of a collective through shared memory that other ranks read where they lie: operand and scratch."""
     return [each for each in start.args if isinstance(each, fx.Node)]
+
+
+def read_by_all(start: fx.Node, shared: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> int:
+    """The position at which all ranks are known to have read what ``start`` publishes; ``shared``: all of its like.
+
+    A rank publishes what it sends next in this group after it has read this; so a rank that has collected that from
+    all others knows. Without such a collective, the barrier that begins the next call shows it.
+    """
+    end = len(position)
+    read = max((position[wait] for wait in waits_of(start)), default=end)
+    later = (each for each in shared if position[each] > read and group_of(each) == group_of(start))
+    following = next(later, None)
+    waits = waits_of(following) if following is not None else ()
+    return min((position[wait] for wait in waits), default=end)

@@ -34,6 +34,13 @@ def insert_before(
     return node
 
 
+def stand_in(old: fx.Node, new: fx.Node) -> None:
+    """Let all readers of ``old`` read ``new``, a node with meta of its own that has the same value: a gradient too."""
+    if "grad_of" in old.meta:
+        new.meta.setdefault("grad_of", old.meta["grad_of"])
+    old.replace_all_uses_with(new)
+
+
 def replace(old: fx.Node, new: fx.Node, val: Any = None) -> None:
     """Let all readers of ``old`` read ``new``, which has the same value: carry over what is known of it.
 

@@ -48,6 +48,7 @@ class Key:
 
 _CAPTURE, _PARTITIONER = "spmd/capture", "spmd/partitioner"
 _PRINTER = "passes/ir/printer.py"
+_MEMORY = "passes/memory"
 _MERGE_EQUAL = "passes/cleanup/merge_equal.py"
 
 KEYS: tuple[Key, ...] = (
@@ -57,7 +58,7 @@ KEYS: tuple[Key, ...] = (
         Phase,
         "the part of the step: forward, backward, update",
         (_CAPTURE, "passes/analysis/list_ops.py", "passes/communication"),
-        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", "passes/update"),
+        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", "passes/update", _MEMORY),
         Relation.HELPER,
     ),
     Key(
@@ -65,7 +66,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the path of the module whose forward was running, or whose backward this is",
         (_CAPTURE, "passes/communication"),
-        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication"),
+        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", _MEMORY),
         Relation.HELPER,
     ),
     # The work that the node does.
@@ -105,8 +106,8 @@ KEYS: tuple[Key, ...] = (
         "grad_of",
         str,
         "the name of the parameter whose complete gradient this is",
-        (_CAPTURE, _PARTITIONER),
-        (_PARTITIONER,),
+        (_CAPTURE, _PARTITIONER, "passes/ir/edit.py"),
+        (_PARTITIONER, "passes/ir/edit.py", _MEMORY),
         Relation.SHARE,
     ),
     Key(
@@ -155,7 +156,15 @@ KEYS: tuple[Key, ...] = (
             "passes/communication",
             _PARTITIONER,
         ),
-        ("passes/ir", _MERGE_EQUAL, "passes/communication", _PARTITIONER, "spmd/compiled.py"),
+        (
+            "passes/ir",
+            _MERGE_EQUAL,
+            "passes/communication",
+            _MEMORY,
+            "passes/report.py",
+            _PARTITIONER,
+            "spmd/compiled.py",
+        ),
         None,
     ),
     Key(
@@ -170,16 +179,16 @@ KEYS: tuple[Key, ...] = (
         "computes",
         OpOverload,
         "the functional op that a node performs by an out variant",
-        ("passes/memory",),
-        ("tests/harness/structure.py",),
+        (_MEMORY,),
+        (_MEMORY, "tests/harness/structure.py"),
         None,
     ),
     Key(
         "live_bytes",
         int,
         "of the node that reserves an arena, the most bytes that are in use at once",
-        ("passes/memory",),
-        ("passes/ir/report.py",),
+        (_MEMORY,),
+        (_MEMORY,),
         None,
     ),
 )

@@ -12,8 +12,8 @@ from .._torch import c10d
 from ..analysis.aliases import escaping, last_reads, storages
 from ..analysis.out_variants import is_constant, out_variant, results_of
 from ..analysis.strides import Layouts, is_dense
-from ..communication.published import read_by_peers
-from ..ir.collectives import group_of, is_shared, waits_of
+from ..communication.published import read_by_all, read_by_peers
+from ..ir.collectives import is_shared
 from ..ir.ops import Trait, has
 from ..ir.schemas import argument
 from ..runtime.arena import extent
@@ -119,24 +119,11 @@ class Buffers:
 
     def _share_operands(self, start: fx.Node) -> None:
         """Let operand and scratch of a collective lie in memory that other ranks can read until all have read it."""
-        read = self._read_by_all(start)
+        read = read_by_all(start, self._shared, self.position)
         for operand in read_by_peers(start):
             for block in self._blocks(operand):
                 block.shared = block.fixed = True
                 block.last = max(block.last, read)
-
-    def _read_by_all(self, start: fx.Node) -> int:
-        """The position at which all ranks are known to have read what ``start`` publishes.
-
-        A rank publishes what it sends next in this group after it has read this; so a rank that has collected that from
-        all others knows. Without such a collective, the barrier that begins the next call shows it.
-        """
-        end = len(self.position)
-        read = max((self.position[wait] for wait in waits_of(start)), default=end)
-        later = (each for each in self._shared if self.position[each] > read and group_of(each) == group_of(start))
-        following = next(later, None)
-        waits = waits_of(following) if following is not None else ()
-        return min((self.position[wait] for wait in waits), default=end)
 
     def _reuse_operand(self, node: fx.Node) -> None:
         """Let an elementwise ``node`` write over an operand that has no later readers."""

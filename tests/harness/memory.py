@@ -1,9 +1,11 @@
-"""Live tensors: the bytes of their storages, each counted once, and whether a given storage is still alive."""
+"""Memory: live tensors, each storage counted once, whether a given one is alive, and what the process has in use."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,10 +43,32 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+def idle_bytes() -> int:
+    """The memory of this process that no other one can have, without what malloc keeps (Linux)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status("RssAnon")
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most of that while ``run`` runs for a second time or later: neither files nor shared memory grow then."""
+    idle_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    run()
+    return _status("VmHWM") - _status("RssFile") - _status("RssShmem")
+
+
+def _status(field: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
 def arena_bytes(compiled: spmd.CompiledStep) -> int:
     """The bytes of the arenas of a step, which its programs share: the largest of each kind."""
     memory = [Report.of(program).memory for program in compiled.programs]
-    return sum(max(each.get(kind, (0, 0))[0] for each in memory) for kind in {kind for each in memory for kind in each})
+    kinds = {kind for each in memory for kind in each}
+    return sum(max(each[kind].arena for each in memory if kind in each) for kind in kinds)
 
 
 def _covered(spans: set[tuple[int, int]]) -> int:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from passes import Report, Role
-from passes.ir.report import Traffic, _summary
+from passes import LiveValue, PlannedMemory, Report, Role
+from passes.report import Traffic, _summary
 
-from ..programs import all_gather, all_reduce, f64, make_program
+from .programs import all_gather, all_reduce, f64, make_program
 
 aten = torch.ops.aten
 
@@ -108,6 +108,31 @@ def test_at_80_columns_no_word_is_broken() -> None:
     for row in LARGE.traffic:
         assert {row.kind, row.axis, f"{row.bytes:,}", *row.by.split()} <= words
     assert {"label", "gathered", "spmd.constrain", "...attention.out,", "model.blocks.*", "bf16"} <= words
+
+
+MEMORY = PlannedMemory(
+    peak=12_345_678_901,
+    roles={"parameters": 6_738_415_616, "gathered": 0, "optimizer state": 5_000_000_000, "activations": 600_000_000},
+    unused=7_263_285,
+    arena=1_234_567_890,
+    arena_used=1_227_304_605,
+    at="gelu at model.blocks.0.mlp",
+    largest=(
+        LiveValue("optimizer.exp_avg_sq of unit 12", "optimizer state", 2_500_000_000, "float32", (625_000_000,)),
+        LiveValue("model.blocks.11.attention.qkv.weight and 15 more", "gathered", 9_437_184, "float32", (2_359_296,)),
+    ),
+)
+
+
+def test_memory_fits_80_columns() -> None:
+    report = replace(LARGE, memory={"cpu": MEMORY, "cpu, shared with local ranks": replace(MEMORY, arena=0)})
+    text = text_of(report, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "memory on cpu: 12,345,678,901 bytes at the peak, 1,234,567,890 in an arena" in text
+    assert "memory on cpu, shared with local ranks: 12,345,678,901 bytes at the peak\n" in text
+    assert "\nactivations " in text and "\ngathered " not in text  # of which there is none
+    assert {"model.blocks.11.attention.qkv.wei", "ght", "2,500,000,000", "7,263,285"} <= set(text.split())
+    assert json.loads(json.dumps(report.to_dict()))["memory"]["cpu"]["largest"][1]["shape"] == [2_359_296]
 
 
 def test_the_algorithm_is_a_column_unless_all_ops_are_the_backend_s() -> None:

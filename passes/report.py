@@ -1,4 +1,4 @@
-"""The report of a program: the collectives of one step, the memory it computes in, the seconds to compile it."""
+"""The report of a program: the collectives of one step, the memory it needs, the seconds to compile it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
-from ..runtime.arena import reserve
-from .collectives import Collective, Kind, input_bytes, operands
-from .printer import short_dtype
-from .program import Program
+from .ir.collectives import Collective, Kind, input_bytes, operands
+from .ir.printer import short_dtype
+from .ir.program import Program
+from .memory.planned_memory import PlannedMemory, planned_memory
 
 _MODULES = 4  # named in a row
 _PATH = 16  # longest module path in the table
@@ -45,8 +45,8 @@ class Report:
 
     ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start.
     ``seconds``: the time of each stage of compiling. ``notes``: messages for users, such as the ops that run replicated
-    because they have no rule. ``memory``: by device, the bytes of the arena that the program computes in, which is kept
-    between calls, and the most bytes that live in it at once, below which no arena can be.
+    because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
+    what is largest then.
     """
 
     name: str
@@ -56,14 +56,14 @@ class Report:
     notes: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
     every: tuple[Traffic, ...] = ()
-    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    memory: dict[str, PlannedMemory] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, seconds: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> Report:
         """The report of ``program``; every collective in it must be described, as ``check`` demands."""
         mesh, history = str(program.mesh), tuple(program.history)
         every = tuple(_one(node) for node in program.collectives())
-        traffic, memory = _traffic(every), _memory(program)
+        traffic, memory = _traffic(every), planned_memory(program)
         return cls(program.name, mesh, traffic, dict(seconds or {}), tuple(notes), history, every, memory)
 
     def count(self, kind: str) -> int:
@@ -89,8 +89,7 @@ class Report:
         if self.seconds:
             times = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
             parts.append(Text(f"seconds by stage: {times}"))
-        for device, (size, live) in self.memory.items():
-            parts.append(Text(f"memory on {device}: arena of {size:,} bytes, at most {live:,} in use"))
+        parts += [_memory(device, memory) for device, memory in self.memory.items()]
         return Group(*parts, *(Text(f"note: {note}") for note in self.notes))
 
     def _collectives(self) -> RenderableType:
@@ -121,14 +120,25 @@ def _cells(row: Traffic) -> tuple[str, ...]:
     return row.kind, row.axis, dtype, f"{row.count:,}", f"{row.bytes:,}", _shortened(row.why), row.by
 
 
-def _memory(program: Program) -> dict[str, tuple[int, int]]:
-    """By device, the bytes of the arena and the least that it could have."""
-    arenas = program.graph.find_nodes(op="call_function", target=reserve)
-    return {_name(*node.args): (node.args[0], node.meta["live_bytes"]) for node in arenas}
+def _memory(device: str, memory: PlannedMemory) -> RenderableType:
+    """The peak; side by side what it is made of, and what is largest then."""
+    arena = f", {memory.arena:,} in an arena" if memory.arena else ""
+    made_of, largest = _sizes("at the peak"), _sizes("largest then")
+    for role, count in sorted({**memory.roles, "unused": memory.unused}.items(), key=lambda row: -row[1]):
+        if count:
+            made_of.add_row(Text(role), f"{count:,}")
+    for value in memory.largest:
+        largest.add_row(Text(value.name), f"{value.bytes:,}")
+    both = Table.grid(padding=(0, 2))
+    both.add_row(made_of, largest)
+    return Group(Text(f"memory on {device}: {memory.peak:,} bytes at the peak{arena}"), both)
 
 
-def _name(size: int, device: torch.device, shared: bool = False) -> str:
-    return f"{device}, shared with local ranks" if shared else str(device)
+def _sizes(heading: str) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column(heading, overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    return table
 
 
 def _one(node: fx.Node) -> Traffic:

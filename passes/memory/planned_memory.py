@@ -1,0 +1,147 @@
+"""The memory that one rank needs for a step, by plan: its peak, what it is made of, and what lives then."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import itemgetter
+from typing import Any
+
+from torch import fx
+
+from ..ir.program import Program
+from ..runtime.arena import reserve
+from .pieces import Piece, Pieces, Space, tensors
+from .value_roles import Holds, holds, names
+
+_LARGEST = 5  # values named
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A value that lives at the peak: its name or its op and module, what it is, and this rank's bytes and shape."""
+
+    name: str
+    role: str
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """The memory of one rank on one device, or what local ranks can read, in bytes.
+
+    ``peak``: state and arguments, the arena, and the most that ops allocate beside it at once. ``roles``: what is in
+    use of that when most is, by what it holds (``Holds``); ``unused``: the rest. ``at``: the op at which most is in
+    use, and its module. ``arena``: kept between calls; ``arena_used``: the most that lives in it at once, below which
+    no arena can be. ``largest``: values that live at the peak. What ops need while they run is not known, nor what
+    the allocator keeps.
+    """
+
+    peak: int
+    roles: dict[str, int]
+    unused: int
+    arena: int
+    arena_used: int
+    at: str
+    largest: tuple[LiveValue, ...]
+
+
+def planned_memory(program: Program) -> dict[str, PlannedMemory]:
+    """By device; ``"cpu, shared with local ranks"`` is what these can read."""
+    plan = _Plan(program)
+    spaces = dict.fromkeys([piece.space for piece in plan.pieces.all] + list(plan.arenas))
+    return {str(space): plan.of(space) for space in spaces}
+
+
+class _Plan:
+    """What is known of a program's memory."""
+
+    def __init__(self, program: Program) -> None:
+        self.pieces = Pieces(program.graph)
+        self.holds, self.names = holds(program, self.pieces), names(program, self.pieces)
+        self.nodes = list(program.graph.nodes)
+        found = program.graph.find_nodes(op="call_function", target=reserve)
+        self.arenas: dict[Space, fx.Node] = {Space.of(node): node for node in found}
+
+    def of(self, space: Space) -> PlannedMemory:
+        """The plan of one space."""
+        pieces = [piece for piece in self.pieces.all if piece.space == space]
+        size, used = self._arena(space)
+        memory = _AddressSpace(pieces, size)
+        at = memory.fullest()
+        visible = memory.visible(at)
+        roles = {str(kind): 0 for kind in Holds}
+        for piece, count in visible.items():
+            roles[self.holds[piece.node]] += count
+        peak = sum(piece.size for piece in pieces if piece.is_state) + size + _most_allocated(pieces)
+        largest = sorted(visible, key=lambda piece: -piece.size)[:_LARGEST]
+        values = tuple(self._value(piece) for piece in largest)
+        unused = peak - sum(roles.values())
+        return PlannedMemory(peak, roles, unused, size, used, self.names[self.nodes[at]], values)
+
+    def _arena(self, space: Space) -> tuple[int, int]:
+        """The bytes of the arena, and the most that lives in it at once."""
+        arena: Any = self.arenas.get(space)
+        return (0, 0) if arena is None else (arena.args[0], arena.meta["live_bytes"])
+
+    def _value(self, piece: Piece) -> LiveValue:
+        val = next(tensors(piece.node.meta["val"]))
+        dtype = str(val.dtype).removeprefix("torch.")
+        name, role = self.names[piece.node], str(self.holds[piece.node])
+        return LiveValue(name, role, piece.size, dtype, tuple(val.shape))
+
+
+def _most_allocated(pieces: Iterable[Piece]) -> int:
+    """The most bytes that ops allocate at once."""
+    changes = [(piece.first, piece.size) for piece in pieces if piece.is_allocated]
+    changes += [(piece.last + 1, -piece.size) for piece in pieces if piece.is_allocated]
+    return max(accumulate(change for _, change in sorted(changes)), default=0)
+
+
+class _AddressSpace:
+    """Pieces at their offsets in the arena, or behind it, each on its own; counts bytes where they lie on another."""
+
+    def __init__(self, pieces: Sequence[Piece], arena: int) -> None:
+        self.pieces = pieces
+        self.start: dict[Piece, int] = {}
+        for piece in pieces:
+            self.start[piece] = arena if piece.offset is None else piece.offset
+            arena += piece.size if piece.offset is None else 0
+        self.bounds = sorted({edge for piece in pieces for edge in (self.start[piece], self._end(piece))})
+
+    def fullest(self) -> int:
+        """The first position at which most bytes are in use."""
+        living, used, most, at = [0] * len(self.bounds), 0, 0, 0
+        changes = [(piece.first, 1, piece) for piece in self.pieces]
+        changes += [(piece.last + 1, -1, piece) for piece in self.pieces]
+        for position, group in groupby(sorted(changes, key=itemgetter(0)), key=itemgetter(0)):
+            for _, change, piece in group:
+                for k in self._cells(piece):
+                    was, living[k] = living[k], living[k] + change
+                    used += (bool(living[k]) - bool(was)) * (self.bounds[k + 1] - self.bounds[k])
+            if used > most:
+                most, at = used, position
+        return at
+
+    def visible(self, at: int) -> dict[Piece, int]:
+        """The bytes of each piece that lives at a position; where several lie on another, those of the last one."""
+        owner: dict[int, Piece] = {}
+        for piece in sorted(self.pieces, key=lambda piece: piece.first):
+            if piece.first <= at <= piece.last:
+                owner |= dict.fromkeys(self._cells(piece), piece)
+        found: dict[Piece, int] = Counter()
+        for k, piece in owner.items():
+            found[piece] += self.bounds[k + 1] - self.bounds[k]
+        return found
+
+    def _end(self, piece: Piece) -> int:
+        return self.start[piece] + piece.size
+
+    def _cells(self, piece: Piece) -> range:
+        """The intervals between bounds that a piece is made of."""
+        return range(bisect_left(self.bounds, self.start[piece]), bisect_left(self.bounds, self._end(piece)))
