@@ -1,4 +1,7 @@
-"""Live tensors: the bytes of their storages, each counted once, and whether a given storage is still alive."""
+"""Live tensors: the bytes of their storages, each counted once, and whether a given storage is still alive.
+
+And what keeps Python's collector from visiting all of torch in every test.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,13 @@ def live_bytes() -> int:
             if storage.data_ptr() not in others:
                 spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return _covered(spans)
+
+
+def spare_the_collector() -> None:
+    """Let Python's collector run rarely, and not over what is there by now: torch has a million objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 def resident_bytes() -> int:
