@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import spmd
 
+from .harness.memory import spare_the_collector
 from .harness.pool import Ranks
 
 # pytest listens to every logger, and that makes torch write its trace of each fake tensor for nobody.
@@ -42,6 +44,14 @@ def unseeded() -> Iterator[None]:
 
 
 @pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """Python's collector lists all objects, as in most programs of users."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Compare a text with ``golden/<name>.txt`` beside the test; ``name`` is by default that of the test."""
 
@@ -70,3 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """All tests are imported."""
+    spare_the_collector()

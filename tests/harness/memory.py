@@ -1,4 +1,7 @@
-"""Memory: live tensors, each storage counted once, whether a given one is alive, and what the process has in use."""
+"""Memory: live tensors, each storage counted once, whether a given one is alive, and what the process has in use.
+
+And what keeps Python's collector from visiting all of torch in every test.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,13 @@ def live_bytes() -> int:
             if storage.data_ptr() not in others:
                 spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return _covered(spans)
+
+
+def spare_the_collector() -> None:
+    """Let Python's collector run rarely, and not over what is there by now: torch has a million objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 def resident_bytes() -> int:

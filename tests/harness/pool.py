@@ -1,10 +1,10 @@
 """A pool of gloo ranks for the whole test session.
 
 A job is a top-level function ``job(rank, world, *args)`` of a test module; ``Ranks.run`` calls it on every rank and
-returns what each rank returned. Processes are forked from one server that imports torch once; each job gets a process
-group of its own, so that one pool serves every world size. An error on a rank comes back as ``RankError`` with that
-rank's traceback; a rank that hangs is named, with its stack. A process that failed is replaced, so that it cannot harm
-the next job.
+returns what each rank returned. Processes are forked from one server that imports torch and has compiled before
+(``warm.py``); each job gets a process group of its own, so that one pool serves every world size. An error on a rank
+comes back as ``RankError`` with that rank's traceback; a rank that hangs is named, with its stack. A process that
+failed is replaced, so that it cannot harm the next job.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Ranks:
 
     def _start(self, rank: int) -> Worker:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.harness.worker"])
+        context.set_forkserver_preload(["tests.harness.worker", "tests.harness.warm"])
         ours, theirs = context.Pipe()
         stacks = self.folder / f"stacks-{rank}"
         process = context.Process(target=serve, args=(theirs, stacks), name=f"rank {rank}", daemon=True)

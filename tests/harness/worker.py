@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import pickle
 import random
@@ -61,7 +60,6 @@ Outcome = Done | Failed
 def serve(pipe: Connection, stacks: Path) -> None:
     """Run jobs until the pipe closes. ``SIGUSR1`` and fatal signals write the stack to ``stacks``."""
     torch.set_num_threads(1)
-    gc.freeze()  # torch has a million objects, which every full collection would visit
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)

@@ -69,7 +69,7 @@ class Replacement(nn.Module):
 class TwoUntraceable(MLP):
     sizes: tuple[int, ...] = (15, 16, 4)
     rows: int = 6
-    optimizer: str = "AdamW"
+    optimizer: str = "SGD"
 
     def build(self) -> tuple[Any, ...]:
         layers = [nn.Linear(15, 16), Untraceable(), nn.Linear(16, 4), Untraceable()]

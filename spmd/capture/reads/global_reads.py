@@ -20,7 +20,7 @@ class GlobalReads:
 
     def __init__(self, on_start: Callable[[types.CodeType, dict[str, Any]], None]) -> None:
         self._on_start = on_start
-        self._seen: set[Any] = set()
+        self._seen: dict[int, types.CodeType] = {}  # by id: a code object computes its hash anew each time
         self._before: Any = sys.gettrace()  # the trace function of a debugger, or none
 
     @contextmanager
@@ -28,7 +28,8 @@ class GlobalReads:
         """Watch for the length of the context; a trace function that was there before is still called."""
         before = self._before = sys.gettrace()
         # The garbage collector runs its callbacks at any time, also within the step.
-        self._seen |= {each.__code__ for each in gc.callbacks if isinstance(each, types.FunctionType)}
+        collecting = [each.__code__ for each in gc.callbacks if isinstance(each, types.FunctionType)]
+        self._seen |= {id(code): code for code in collecting}
         sys.settrace(self._tracer(before))
         try:
             yield
@@ -49,9 +50,10 @@ class GlobalReads:
         seen, on_start = self._seen, self._on_start
 
         def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
-            if frame.f_code not in seen:
-                seen.add(frame.f_code)
-                on_start(frame.f_code, frame.f_globals)
+            code = frame.f_code
+            if id(code) not in seen:
+                seen[id(code)] = code
+                on_start(code, frame.f_globals)
             return before(frame, event, argument) if before is not None else None
 
         return trace

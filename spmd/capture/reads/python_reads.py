@@ -221,7 +221,7 @@ class Reads:
         """Whether the step made an object itself: it is no state."""
         if id(value) in self._alive or isinstance(value, _NEVER_NEW):
             return False
-        if gc.get_freeze_count() and id(value) not in self._new:  # what was frozen is not listed, and is not new
+        if id(sys) not in self._alive and id(value) not in self._new:  # what was frozen is not listed, and is not new
             self._new.update(map(id, gc.get_objects()))
             if id(value) not in self._new:
                 self._alive.add(id(value))

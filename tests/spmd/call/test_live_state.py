@@ -19,7 +19,7 @@ from tests.harness.pool import Ranks
 class Small(MLP):
     sizes: tuple[int, ...] = (15, 17, 4)
     rows: int = 6
-    optimizer: str = "AdamW"
+    optimizer: str = "SGD momentum"
 
 
 class BegunWithoutCompiler(Small):

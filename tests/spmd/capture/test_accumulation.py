@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 class Small(MLP):
     sizes: tuple[int, ...] = (15, 17, 4)
     rows: int = 8
-    optimizer: str = "AdamW"
+    optimizer: str = "SGD"  # unlike Adam it sees the scale of a gradient
 
 
 class Chunks(Small):
@@ -137,7 +137,7 @@ CASES: list[tuple[Case, dict[str, Any]]] = [
     (Listed(), {}),
     (Listed(), {"reduce_gradients": "each"}),
     (Stacked(), {"input_batch_dim": 1}),
-    (EveryThird(), {}),
+    (EveryThird(optimizer="AdamW"), {}),
     (EveryThird(), {"reduce_gradients": "each"}),
     (EveryThirdToZero(), {}),
 ]
@@ -180,7 +180,7 @@ def two_steps(case: Case, batches: list[Any], compiled: Any) -> tuple[list[Any],
 
 
 def differences_of_two_steps(rank: int, world: int, style: str) -> tuple[list[str], int]:
-    case = Small()
+    case = Small(optimizer="AdamW")
     parts = [[case.part(r, k) for r in range(world)] for k in range(6)]
     expected, _ = two_steps(case, [case.whole(part) for part in parts], lambda function: function)
     mode = spmd.DataParallel(style)

@@ -46,7 +46,7 @@ class Layers(MLP):
     def build(self) -> tuple[Any, ...]:
         layers = [Constrained(*self.sizes, placement) for placement in self.placements]
         model = nn.Sequential(*[each for layer in layers for each in (layer, nn.Tanh())]).double()
-        return model, make_optimizer("AdamW", model.parameters())
+        return model, make_optimizer("SGD", model.parameters())
 
 
 def test_it_is_the_tensor_itself_where_nothing_compiles() -> None:

@@ -24,7 +24,7 @@ class FrozenInTurns(MLP):
 
     sizes: tuple[int, ...] = (5, 7, 4)
     rows: int = 6
-    optimizer: str = "AdamW"
+    optimizer: str = "SGD momentum"
 
     def after(self, objects: tuple[Any, ...], step: int) -> None:
         model = objects[0]

@@ -56,7 +56,7 @@ class Blocks(MLP):
 
 
 EVEN, UNEVEN = Blocks(), Blocks(sizes=(5, 7, 5), rows=3)
-EITHER = [EVEN, replace(UNEVEN, optimizer="AdamW")]  # state is split as its parameters are: once is enough
+EITHER = [EVEN, replace(UNEVEN, optimizer="SGD momentum")]  # state is split as its parameters are: once is enough
 
 
 # Numbers
@@ -126,7 +126,7 @@ def test_inputs_that_are_not_named_are_split_over_the_first_axis(ranks: Ranks) -
 ], ids=lambda each: str(each.sizes) if isinstance(each, Blocks) else str(each))  # fmt: skip
 def test_parameters_split_over_the_axis_of_the_batch(ranks: Ranks, case: Blocks, dim: int, world: int) -> None:
     params = {"*.weight": Shard(dim), "*.bias": Shard(0)}
-    assert ranks.run(world, run_on_one_axis, replace(case, optimizer="AdamW"), params) == [[]] * world
+    assert ranks.run(world, run_on_one_axis, replace(case, optimizer="SGD momentum"), params) == [[]] * world
 
 
 @pytest.mark.parametrize("params", [

@@ -23,7 +23,7 @@ class ByNorm(MLP):
 
     sizes: tuple[int, ...] = (15, 17, 3, 1)
     rows: int = 5
-    optimizer: str = "SGD momentum"
+    optimizer: str = "SGD"
     norm: float = 2.0
     foreach: bool | None = None
 

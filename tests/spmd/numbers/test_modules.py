@@ -81,7 +81,7 @@ class Unused(Small):
     def build(self) -> tuple[Any, ...]:
         model = mlp(*self.sizes)
         model[0].spare = nn.Linear(3, 4).double()
-        return model, make_optimizer("AdamW", model.parameters())
+        return model, make_optimizer("SGD momentum", model.parameters())
 
 
 class Twice(nn.Module):
@@ -115,7 +115,7 @@ class Tied(nn.Module):
 
 @dataclass(frozen=True)
 class TiedWeights(Small):
-    optimizer: str = "AdamW"
+    optimizer: str = "SGD momentum"
 
     def build(self) -> tuple[Any, ...]:
         model = Tied().double()
