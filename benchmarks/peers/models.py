@@ -25,6 +25,7 @@ WORKLOADS = (
     Workload("width256x4", Config(width=256, layers=4)),  # matrix products and bytes
     Workload("width64x12", Config(width=64, layers=12)),  # many small ops and messages
     Workload("width512x6", Config(width=512, layers=6)),  # memory
+    Workload("width768x12", Config(width=768, layers=12)),  # memory
     Workload("tiny16x48", Config(width=16, layers=48, heads=2, context=32)),  # 389 parameters of some 200 elements
 )
 SMOKE = Workload("smoke", Config(width=16, layers=1, heads=2, context=16))

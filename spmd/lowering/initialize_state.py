@@ -37,6 +37,11 @@ class _Owner:
     module: nn.Module
     members: list[tuple[Slot, Placements]] = field(default_factory=list)
 
+    @property
+    def split_bytes(self) -> int:
+        """The bytes of its tensors that ranks split."""
+        return sum(_aligned(slot.get().nbytes) for slot, placement in self.members if is_sharded(placement))
+
 
 def check_initializable(call: Call) -> None:
     """Raise ``CaptureError``, with all names, for state on the meta device that nothing can initialize."""
@@ -76,9 +81,12 @@ def initialize(prepared: Prepared, seed: int = 0) -> None:
     """
     call, left = prepared.call, list[str]()
     owners = _owners(prepared)
+    scratch = torch.empty(
+        max((owner.split_bytes for owner in owners), default=0), dtype=torch.uint8, device=call.device
+    )
     with torch.no_grad(), _random_numbers(seed, call.device):
         for owner in reversed(owners):
-            left += _initialize(owner, call)
+            left += _initialize(owner, call, scratch)
     for slot, placement in zip(prepared.slots, prepared.placements, strict=True):
         if slot.get().is_meta and slot.input.role is Role.OPTIMIZER_STATE:  # made for this call, so zeros
             slot.holder[slot.key] = _placed(slot.get(), local_storage(slot.get(), placement, call), placement, call)
@@ -112,13 +120,20 @@ def _way(module: nn.Module, call: Call) -> Callable[[nn.Module], Any] | None:
     return methodcaller("reset_parameters") if callable(getattr(module, "reset_parameters", None)) else None
 
 
-def _initialize(owner: _Owner, call: Call) -> list[str]:
-    """Initialize one module; returns the names of what its code left alone."""
+def _initialize(owner: _Owner, call: Call, scratch: torch.Tensor) -> list[str]:
+    """Initialize one module; returns the names of what its code left alone.
+
+    What is split is made in ``scratch``, memory for all modules: an allocator that gives and takes back each whole
+    tensor between parts that stay is left with holes.
+    """
     module, way = owner.module, _way(owner.module, call)
     assert way is not None, "checked before anything was traced"
     metas = [slot.get() for slot, _ in owner.members]
-    for (slot, _), meta in zip(owner.members, metas, strict=True):
-        whole = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=call.device)
+    for (slot, placement), meta in zip(owner.members, metas, strict=True):
+        if is_sharded(placement):
+            whole, scratch = _carved(scratch, meta)
+        else:
+            whole = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=call.device)
         if whole.is_floating_point():
             whole.fill_(torch.nan)  # what nobody writes is not taken for a value
         is_parameter = slot.input.role is Role.PARAMETER
@@ -145,6 +160,16 @@ def _initialize(owner: _Owner, call: Call) -> list[str]:
             slot.holder[slot.key] = placed
     rebind(call.given, renewed)
     return left
+
+
+def _carved(scratch: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor like ``like`` in the first bytes of ``scratch``, and the rest of it."""
+    flat = scratch[: like.nbytes].view(like.dtype)
+    return flat.as_strided(like.shape, like.stride()), scratch[_aligned(like.nbytes) :]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 def _written_by_data(tensor: torch.Tensor) -> bool:

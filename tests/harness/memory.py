@@ -21,6 +21,8 @@ import spmd
 from passes import Report
 from passes.runtime.local_peers import mapped_addresses
 
+_M_MMAP_THRESHOLD = -3
+
 
 def live_bytes() -> int:
     """The bytes of all tensors in this process, gradients included; memory of several storages counts once.
@@ -72,6 +74,11 @@ def _status(field: str) -> int:
     """A line of /proc/self/status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+def allocate_without_holes() -> None:
+    """Let this process return each large tensor that is freed to Linux: holes between others are the allocator's."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def arena_bytes(compiled: spmd.CompiledStep) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import spmd
 import spmd.step
 from tests.harness.cases import MLP, Block, make_optimizer
 from tests.harness.fake import fake_world
+from tests.harness.memory import allocate_without_holes
 from tests.harness.oracle import all_unequal, random_generator, snapshot
 from tests.harness.pool import Ranks
 
@@ -230,7 +230,6 @@ def peak_during(action: Any) -> int:
 
 WIDTH, BLOCKS = 768, 6
 UNIT = 4 * (8 * WIDTH * WIDTH + 5 * WIDTH)  # bytes of one block
-M_MMAP_THRESHOLD = -3
 
 
 def blocks(device: str) -> nn.Sequential:
@@ -240,7 +239,7 @@ def blocks(device: str) -> nn.Sequential:
 
 def build_peaks(rank: int, world: int) -> tuple[int, int]:
     """The most memory while a model is built from meta, and while one that is whole is split."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # what is freed leaves no holes: they are the allocator's
+    allocate_without_holes()
     mode = spmd.DataParallel("fully_shard")
     built = peak_during(lambda: spmd.materialize(blocks("meta"), mode))
     model, peaks, commit = blocks("cpu"), list[int](), spmd.step.commit
