@@ -117,6 +117,22 @@ def test_memory_does_not_grow_with_depth() -> None:
     assert peak(9, False) - peak(5, False) > 4 * unit
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_parameters_gradients_and_state_take_their_share_and_three_units(prefetch: int) -> None:
+    """A unit that is on its way ahead of its use comes on top."""
+    with fake_world(2):
+        model = Model(256, 6)
+        whole = sum(p.numel() * 4 for p in model.parameters())
+        unit = sum(p.numel() * 4 for p in Block(256).parameters())
+        mode = spmd.DataParallel("fully_shard", prefetch=(prefetch, prefetch))
+        compiled_step = spmd.compile(step, parallel_mode=mode)
+        compiled_step(model, torch.optim.AdamW(model.parameters()), torch.randn(4, 256))
+        (memory,) = compiled_step.report().memory.values()
+    kept = sum(memory.roles[role] for role in ("parameters", "gathered", "gradients", "optimizer state"))
+    assert unit < kept - 4 * whole / 2 < (3 + prefetch) * unit
+
+
 @dataclass(frozen=True)
 class Deep(MLP):
     """Blocks of an odd width, so that ranks have unequal parts."""
