@@ -28,6 +28,6 @@ def _warm_up() -> None:
             compiled_run(0, MLP(optimizer="AdamW"), 1, parallel_mode=mode)
 
 
-if torch.cuda.device_count() == 0:  # autograd would start threads for devices, which do not live on in a fork either
+if not torch.backends.cuda.is_built():  # autograd would start threads for it, which do not live on in a fork either
     _warm_up()
 spare_the_collector()
