@@ -161,7 +161,7 @@ class CompiledStep:
             captured, reads = self._capture(call, name)
             captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
             check_memory(captured.program, call, captured.carried)
-            captured.program.notes += notes
+            captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
         with clock.stage("partition"), DisableAutocast():
             local = options.mode.partition(captured.program)
@@ -183,8 +183,8 @@ class CompiledStep:
         is_first = not self._dispatch.compiled
         base, calls, *seeds = agreement.agree(description, [*proposed(is_first), *seed_to_initialize(call)])
         adopt([base, calls])
-        turn.is_distributing = True
         initialize(state, *seeds)
+        turn.is_distributing = True
         call.replaced = commit(state, program.units)
         make_kept_equal(captured.carried, call)
         turn.is_distributing = False

@@ -6,7 +6,7 @@ Units stand in the order in which modules are registered, outer ones before thos
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,10 +23,10 @@ from .policies import MixedPrecisionPolicy
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """The modules of one annotation. ``path``: of the first one; ``is_root``: no annotation surrounds it."""
+    """The modules of one annotation, by their paths. ``is_root``: no annotation surrounds the first."""
 
     annotation: Annotation
-    path: str
+    paths: tuple[str, ...]
     is_root: bool
 
     @property
@@ -41,7 +41,7 @@ class Unit:
         return self.annotation.mp_policy
 
     def __str__(self) -> str:
-        return f"{self.annotation.api} on {self.path}"
+        return f"{self.annotation.api} on {self.paths[0]}"
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,15 @@ class Annotations:
         Raises ``ContractError`` if a module changed since it was annotated, ``PlacementError`` if meshes differ.
         """
         units = tuple(_units(modules))
+        inside = {module for each in modules.values() for module in each.modules()}
         for unit in units:
-            _check_unchanged(unit)
+            _check_unchanged(unit, inside)
         claims, marks = set[int](), dict[str, Mark]()
         left_out = ignored.parameters() if ignored is not None else set[int]()
         for unit in sorted(units, key=lambda unit: unit.annotation.number):
             for module in unit.annotation.modules:
                 of_unit = unit.annotation.ignored.get(module, frozenset())
-                for name, tensor in _claimed(module, "", claims):
+                for name, tensor in _claimed(module, "", claims) if module in inside else ():
                     is_ignored = name in of_unit or id(tensor) in left_out
                     marks.setdefault(names[id(tensor)], Mark(unit, is_ignored, _shard(unit, name, tensor)))
         for module in ignored.modules if ignored is not None else ():
@@ -128,8 +129,9 @@ def _units(modules: Mapping[str, nn.Module]) -> list[Unit]:
             return
         seen.add(module)
         annotation, before = state(module), len(found)
-        if annotation is not None and annotation not in found:
-            found[annotation] = Unit(annotation, path, is_root=False)
+        if annotation is not None:
+            known = found.get(annotation, Unit(annotation, (), is_root=False))
+            found[annotation] = replace(known, paths=(*known.paths, path))
         for key, child in own_children(module).items():
             if child is not None:
                 visit(child, f"{path}.{key}", outermost and annotation is None)
@@ -142,8 +144,10 @@ def _units(modules: Mapping[str, nn.Module]) -> list[Unit]:
     return list(found.values())
 
 
-def _check_unchanged(unit: Unit) -> None:
+def _check_unchanged(unit: Unit, inside: Collection[nn.Module]) -> None:
     for module, before in unit.annotation.names.items():
+        if module not in inside:
+            continue
         now = parameter_names(module)
         if now != before:
             old, new = next((pair for pair in zip(before, now, strict=False) if pair[0] != pair[1]), ("", ""))

@@ -21,7 +21,7 @@ from ..annotations.resolve import Annotations, Ignored
 from ..ranks.connection import Connection
 from ..ranks.consensus import AllGatherText
 from ..ranks.local_ranks import connect_local_ranks
-from ..ranks.world import describe, joined, world
+from ..ranks.world import axis_names, describe, joined, world
 from .initial_state import InitialState
 from .inputs import BatchInput, place_inputs
 from .state import Arguments, HyperParameter, Slot, buffers_of, hyper_parameters_of, on_mesh, parameters_of, slots_of
@@ -55,6 +55,7 @@ class Call:
         self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
         self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
         self.initial = InitialState()  # of optimizers, made for this call
+        self.notes: list[str] = []  # for the report
         self._counters = frozenset[tuple[str, int, str]]()  # entries of parameter groups that the step writes
 
     @cached_property
@@ -66,7 +67,13 @@ class Call:
         tensors += [leaf.value for leaf in self.given.tensors()[:1]]
         annotated = self.annotations.mesh
         mesh = self._mode.mesh or annotated or world(tensors[0].device if tensors else None)
-        return joined(mesh, [*meshes, annotated] if annotated else meshes)
+        whole = joined(mesh, [*meshes, annotated] if annotated else meshes)
+        if annotated and axis_names(annotated) != axis_names(whole)[: annotated.ndim]:
+            raise PlacementError(
+                f"annotations are over {', '.join(axis_names(annotated))}, but the step runs on {whole}, whose first "
+                "axes split the batch: let the mesh of the annotations be its first axes"
+            )
+        return whole
 
     @property
     def device(self) -> torch.device:

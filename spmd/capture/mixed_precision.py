@@ -20,33 +20,51 @@ from ..annotations.contract import state
 from ..annotations.policies import MixedPrecisionPolicy
 from ..annotations.resolve import Mark, Unit
 from ..call.call import Call
-from ..call.state import buffers_of, parameters_of
+from ..call.state import buffers_of, parameters_of, submodules_of
 from .provenance import proxy_node
+from .unsupported import Refused
 
-_Entry = tuple[dict[str, Any], str]  # a module's dict of parameters or buffers, and a key in it
+
+@dataclass
+class _Entry:
+    """A parameter or buffer of a module, by its name, with each dict and key that holds it."""
+
+    name: str
+    holders: tuple[tuple[dict[str, Any], str], ...]
+
+    def get(self) -> Any:
+        """What the module holds now."""
+        holder, key = self.holders[0]
+        return holder.get(key)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Let every holder hold ``tensor``: what is tied stays so."""
+        for holder, key in self.holders:
+            holder[key] = tensor
 
 
 @dataclass
 class _Casts:
-    """The casts of one unit."""
+    """The casts of one unit. ``ran``: whether one of its modules was called."""
 
     policy: MixedPrecisionPolicy
     parameters: list[_Entry] = field(default_factory=list)
     buffers: list[_Entry] = field(default_factory=list)
+    ran: bool = False
 
     def run(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call ``module`` on casts of its arguments, and cast what it returns."""
-        policy = self.policy
+        policy, self.ran = self.policy, True
         if policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
-        with _swapped(self.parameters, policy.param_dtype), _written_back(self.buffers, policy.buffer_dtype):
+        with _unwritten(self.parameters, policy.param_dtype), _written_back(self.buffers, policy.buffer_dtype):
             result = call(module, *args, **kwargs)
         return _cast(result, policy.output_dtype)
 
 
 @contextmanager
 def mixed_precision(call: Call) -> Iterator[None]:
-    """Apply the policies of the annotated modules of a call."""
+    """Apply the policies of the modules of a call. A policy whose modules never run is in the notes of the call."""
     casts = _casts(call)
     if not casts:
         yield
@@ -62,6 +80,8 @@ def mixed_precision(call: Call) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+    idle = {each.parameters[0].name for each in casts.values() if each.parameters and not each.ran}
+    call.notes = [f"the mixed precision of {name} has no effect: its module was not called" for name in sorted(idle)]
 
 
 def _casts(call: Call) -> dict[int, _Casts]:
@@ -74,10 +94,15 @@ def _casts(call: Call) -> dict[int, _Casts]:
         for each in held(call.arguments.modules):
             mark = call.annotations.marks.get(each.name, Mark(None))
             if mark.unit in found and not mark.ignored:
-                getattr(found[mark.unit], kind).extend(each.holders)
-    roots = [module for module in call.arguments.modules.values() if state(module) is None]
-    of_unit = {unit: unit.annotation.modules if unit is not None else roots for unit in found}
-    return {id(module): found[unit] for unit, modules in of_unit.items() for module in modules}
+                getattr(found[mark.unit], kind).append(_Entry(each.name, each.holders))
+    modules = dict(submodules_of(call.arguments.modules))  # an override may have put another one in the place of one
+    of_unit = {unit: unit.paths if unit is not None else _unmarked(call) for unit in found}
+    return {id(modules[path]): found[unit] for unit, paths in of_unit.items() for path in paths if path in modules}
+
+
+def _unmarked(call: Call) -> list[str]:
+    """The modules among the arguments that carry no annotation."""
+    return [path for path, module in call.arguments.modules.items() if state(module) is None]
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
@@ -99,31 +124,52 @@ def _traced(tensor: torch.Tensor) -> fx.Node | None:
 
 
 @contextmanager
-def _swapped(entries: list[_Entry], dtype: torch.dtype | None) -> Iterator[list[tuple[_Entry, Any, Any]]]:
-    """Put casts in the place of tensors; yields each entry with the tensor and its cast."""
-    swapped = []
-    for holder, key in entries if dtype is not None else ():
-        tensor = holder[key]
+def _swapped(entries: list[_Entry], dtype: torch.dtype | None) -> Iterator[list[tuple[_Entry, torch.Tensor]]]:
+    """Put casts in the place of tensors; yields each entry with its cast. The tensors are back at the end."""
+    swapped, before = list[tuple[_Entry, torch.Tensor]](), list[torch.Tensor]()
+    for entry in entries if dtype is not None else ():
+        tensor = entry.get()
         if _is_float(tensor) and tensor.dtype is not dtype:
-            holder[key] = tensor.to(dtype)
-            swapped.append(((holder, key), tensor, holder[key]))
+            cast = tensor.to(dtype)
+            entry.put(cast)
+            before.append(tensor)
+            swapped.append((entry, cast))
     try:
         yield swapped
     finally:
-        for (holder, key), tensor, _ in reversed(swapped):
-            holder[key] = tensor
+        for (entry, _), tensor in zip(swapped, before, strict=True):
+            entry.put(tensor)
+
+
+@contextmanager
+def _unwritten(parameters: list[_Entry], dtype: torch.dtype | None) -> Iterator[None]:
+    """Put casts in the place of parameters, which the module may not write: it would round all of them."""
+    with _swapped(parameters, dtype) as swapped:
+        values = [_traced(cast) for _, cast in swapped]
+        yield
+        for (entry, cast), value in zip(swapped, values, strict=True):
+            if entry.get() is not cast or _traced(cast) is not value:
+                raise Refused(
+                    f"forward writes to {entry.name} while mixed precision has a cast of it in its place. Write to it "
+                    "outside of the module."
+                )
 
 
 @contextmanager
 def _written_back(buffers: list[_Entry], dtype: torch.dtype | None) -> Iterator[None]:
     """Put casts in the place of buffers; what the module writes to them, or puts in their place, is cast back."""
-    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+    written: list[tuple[_Entry, Any]] = []
     with _swapped(buffers, dtype) as swapped:
-        values = [_traced(cast) for _, _, cast in swapped]
+        values = [_traced(cast) for _, cast in swapped]
         yield
-        for ((holder, key), tensor, _), value in zip(swapped, values, strict=True):
-            if _traced(holder[key]) is not value:
-                written.append((tensor, holder[key]))
+        for (entry, cast), value in zip(swapped, values, strict=True):
+            now = entry.get()
+            if now is not cast or _traced(cast) is not value:
+                written.append((entry, now))
     with torch.no_grad():
-        for tensor, now in written:
-            tensor.copy_(now)
+        for entry, now in written:
+            tensor = entry.get()
+            if isinstance(now, torch.Tensor) and now.shape == tensor.shape:
+                tensor.copy_(now)
+            else:
+                entry.put(now)  # refused as any other change of a buffer's shape

@@ -87,7 +87,8 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
             listed = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise Refused(
                 f"{func} gets operands of {listed}, and needs one dtype. Cast one of them, or let a "
-                "spmd.MixedPrecisionPolicy or autocast do so."
+                "spmd.MixedPrecisionPolicy or autocast do so; with torch.utils.checkpoint, a policy of the module that "
+                "is checkpointed."
             )
     if func.namespace in COLLECTIVE_NAMESPACES:
         raise Refused(

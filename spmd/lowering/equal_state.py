@@ -49,13 +49,13 @@ class EqualState:
             for (axes, _, _), tensors in buckets.items():
                 for bucket in _buckets(tensors):
                     self._broadcast(bucket, axes)
-        for slot in slots:
+        for slot in slots if self.call.makes_equal else ():
             if slot.input.role in _ONCE and slot.input.name not in self.ignored:
                 _note_equal(local_tensor(slot.get()))
 
     def finish(self) -> None:
         """Note that the state of all optimizers is rank 0's."""
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers if self.call.makes_equal else ():
             _note_equal(optimizer)
 
     def _unequal(self, slot: Slot) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:

@@ -24,7 +24,7 @@ from .._torch import own_buffers, own_parameters, version_of
 from ..call.call import Call
 from ..call.state import Slot, submodules_of
 from .distribute_state import Prepared, as_dtensor, local_storage, part_of
-from .replace_parameters import rebind, replace_parameter
+from .replace_parameters import forget_successor, rebind, replace_parameter
 
 _STATE = (Role.PARAMETER, Role.BUFFER)
 
@@ -77,7 +77,8 @@ def seed_to_initialize(call: Call) -> list[int]:
 def initialize(prepared: Prepared, seed: int = 0) -> None:
     """Give all state on the meta device its values, on all ranks from the same ``seed``.
 
-    Raises ``SpmdError``, with all names, for tensors that a module's own code leaves as they are; these stay on meta.
+    Raises ``SpmdError``, with all names, for tensors that a module's own code leaves as they are. Everything is on meta
+    again then, and if that code raises.
     """
     call, left = prepared.call, list[str]()
     owners = _owners(prepared)
@@ -85,16 +86,37 @@ def initialize(prepared: Prepared, seed: int = 0) -> None:
         max((owner.split_bytes for owner in owners), default=0), dtype=torch.uint8, device=call.device
     )
     with torch.no_grad(), _random_numbers(seed, call.device):
-        for owner in reversed(owners):
-            left += _initialize(owner, call, scratch)
+        metas = [(slot, slot.get()) for owner in owners for slot, _ in owner.members]
+        try:
+            for owner in reversed(owners):
+                left += _initialize(owner, call, scratch)
+            _check_all_written(left)
+        except BaseException:
+            _put_back(metas, call)
+            raise
     for slot, placement in zip(prepared.slots, prepared.placements, strict=True):
         if slot.get().is_meta and slot.input.role is Role.OPTIMIZER_STATE:  # made for this call, so zeros
             slot.holder[slot.key] = _placed(slot.get(), local_storage(slot.get(), placement, call), placement, call)
+
+
+def _check_all_written(left: Sequence[str]) -> None:
     if left:
         raise SpmdError(
-            f"{', '.join(left)} stayed on the meta device: the code that initializes the module does not write "
-            f"{'them' if len(left) > 1 else 'it'}. Give the mode a function that does, DataParallel(param_init_fn=...)"
+            f"nothing was initialized, since {', '.join(left)} would stay on the meta device: the code that "
+            f"initializes the module does not write {'them' if len(left) > 1 else 'it'}. Give the mode a function that does, "
+            "DataParallel(param_init_fn=...)"
         )
+
+
+def _put_back(metas: Sequence[tuple[Slot, torch.Tensor]], call: Call) -> None:
+    """Let modules and optimizers hold again what they held on the meta device."""
+    renewed = {id(slot.get()): meta for slot, meta in metas if slot.input.role is Role.PARAMETER}
+    for slot, meta in metas:
+        if slot.input.role is Role.BUFFER:
+            slot.holder[slot.key] = meta
+    for meta in renewed.values():
+        forget_successor(meta)
+    rebind(call.given, renewed)
 
 
 def _owners(prepared: Prepared) -> list[_Owner]:
@@ -141,7 +163,7 @@ def _initialize(owner: _Owner, call: Call, scratch: torch.Tensor) -> list[str]:
     empty = [slot.get() for slot, _ in owner.members]
     versions = list(map(version_of, empty))
     try:
-        with _others_kept(module, empty):
+        with _others_kept(module, empty), _children_aside(module):
             way(module)
         values = [slot.get() for slot, _ in owner.members]
     finally:
@@ -195,6 +217,26 @@ def _others_kept(module: nn.Module, new: Sequence[torch.Tensor]) -> Iterator[Non
     finally:
         for tensor, values in kept:
             tensor.copy_(values)
+
+
+@contextmanager
+def _children_aside(module: nn.Module) -> Iterator[None]:
+    """Let what ``module`` holds have no values meanwhile: its own code may initialize its children once more."""
+    aside: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    inside = [each for each in module.modules() if each is not module]
+    own = {id(tensor) for holder in _held_by(module) for tensor in holder.values()}
+    for holder in (holder for each in inside for holder in _held_by(each)):
+        for key, tensor in holder.items():
+            if tensor is not None and not tensor.is_meta and id(tensor) not in own:
+                aside.append((holder, key, tensor))
+    for holder, key, tensor in aside:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        holder[key] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    try:
+        yield
+    finally:
+        for holder, key, tensor in aside:
+            holder[key] = tensor
 
 
 @contextmanager

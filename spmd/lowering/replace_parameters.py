@@ -29,6 +29,11 @@ def replace_parameter(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return new
 
 
+def forget_successor(parameter: torch.Tensor) -> None:
+    """Undo ``replace_parameter`` for the old one."""
+    vars(parameter).pop(_SUCCESSOR, None)
+
+
 def rebind(arguments: Arguments, renewed: Mapping[int, torch.Tensor]) -> None:
     """Put new parameters, given by the id of the old one, where modules and optimizers of a call hold the old ones."""
     if not renewed:

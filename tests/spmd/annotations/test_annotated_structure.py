@@ -113,6 +113,15 @@ def test_several_modules_are_one_unit() -> None:
     assert len(units(result)) == 1 and counts(result.program)[0] == 1  # type: ignore[arg-type]
 
 
+def test_a_step_that_takes_a_part_of_a_unit() -> None:
+    with fake_world(2):
+        model = Tree()
+        spmd.fully_shard([model.lin, model.submod1])
+        result = spmd.compile(lambda module, x: module(x).sum())
+        result(model.lin, torch.randn(2, 4))
+    assert [*split(model)] == ["lin.weight", "lin.bias"]
+
+
 def test_annotations_of_both_kinds_nest() -> None:
     def annotate(model: Tree) -> None:
         spmd.fully_shard(model)

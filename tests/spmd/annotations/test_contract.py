@@ -90,6 +90,10 @@ def mesh2d() -> Any:
     return init_device_mesh("cpu", (2, 2))
 
 
+def named() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
 def one() -> Any:
     return init_device_mesh("cpu", (4,))
 
@@ -148,6 +152,7 @@ def refused() -> list[tuple[str, Callable[[nn.Sequential], Any], Any, str]]:
     return [
         ("mode", lambda m: shard(m), expand, "fully_shard on model is an annotation, which .* does not follow"),
         ("two meshes", lambda m: (shard(m[0], one()), shard(m[2], mesh2d())), None, "annotations .* have one mesh"),
+        ("axis", lambda m: shard(m, named()["tp"]), lambda: spmd.DataParallel(mesh=named()), "annotations are over tp"),
         ("dim", lambda m: shard(m, shard_placement_fn=lambda p: Shard(1)), None, r"gave .* for 0.bias, which has 1 "),
         ("kind", lambda m: shard(m, shard_placement_fn=lambda p: Replicate()), None, r"gave Replicate\(\) for"),
         ("trained", lambda m: shard(m, ignored_params=[m[2].bias]), None, "model.2.bias is among the ignored"),

@@ -169,6 +169,57 @@ def test_without_casts_of_inputs_they_stay_as_they_are() -> None:
             assert spmd.compile(lambda model, x: model(x))(model, torch.randn(4, 4)).dtype is dtype
 
 
+class Writes(nn.Module):
+    """Writes to its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.5, 0.5)
+        return x * self.weight
+
+
+def test_a_parameter_that_has_a_cast_in_its_place_cannot_be_written() -> None:
+    with fake_world(2):
+        model = spmd.fully_shard(Writes(), mp_policy=spmd.MixedPrecisionPolicy(BF16))
+        with pytest.raises(spmd.CaptureError, match=r"forward writes to model.weight while mixed precision"):
+            spmd.compile(lambda model, x: model(x).sum())(model, torch.randn(4, 4))
+        assert model.weight.eq(1).all()
+
+
+def test_what_is_shared_has_one_cast() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+            self.b.weight = self.a.weight
+            self.b.running_mean = self.a.running_mean
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.a.weight is self.b.weight and self.a.running_mean is self.b.running_mean
+            return self.b(self.a(x))  # type: ignore[no-any-return]
+
+    means = []
+    for policy in (None, spmd.MixedPrecisionPolicy(buffer_dtype=FP64, param_dtype=FP32)):
+        torch.manual_seed(0)
+        with fake_world(1):
+            model = spmd.replicate(Tied(), mp_policy=policy)
+            spmd.compile(lambda model, x: model(x).sum())(model, torch.randn(4, 3) + 1)
+        means.append(model.a.running_mean)
+    torch.testing.assert_close(*means)
+
+
+def test_a_policy_of_a_module_that_is_not_called_is_in_the_notes() -> None:
+    with fake_world(2):
+        model = spmd.fully_shard(nn.Linear(4, 4), mp_policy=spmd.MixedPrecisionPolicy(BF16))
+        step = spmd.compile(lambda model, x: model.forward(x).sum())
+        step(model, torch.randn(4, 4))
+        assert any("model.weight has no effect" in note for note in step.report().notes)
+
+
 def test_nothing_is_left_patched() -> None:
     before = nn.Module.__call__
     with fake_world(2):

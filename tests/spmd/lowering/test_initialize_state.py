@@ -190,11 +190,56 @@ class Forgetful(Bare):
         nn.init.ones_(self.scale)
 
 
-def test_what_a_module_forgets_is_named() -> None:
-    model = meta(Forgetful)
-    with fake_world(2), pytest.raises(spmd.SpmdError, match=r"model.0.table stayed on the meta device"):
+def test_what_a_module_forgets_is_named_and_nothing_is_changed() -> None:
+    model = meta(Forgetful, lambda: nn.Linear(4, 4))  # type: ignore[arg-type]
+    before = list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fake_world(2), pytest.raises(spmd.SpmdError, match=r"model.0.table would stay on the meta device"):
         spmd.materialize(model)
-    assert model[0].table.is_meta and model[0].scale.tolist() == [1.0] * 4  # type: ignore[union-attr,operator]
+    assert all(value.is_meta for value in model.state_dict().values())
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert all(now is then for now, then in zip(optimizer.param_groups[0]["params"], before, strict=True))
+
+
+def fails_late(module: nn.Module) -> None:
+    if isinstance(module, Bare):
+        raise RuntimeError("no such initialization")
+    fill(module)
+
+
+def test_an_error_of_the_function_changes_nothing() -> None:
+    model = meta(Bare, lambda: nn.Linear(4, 4))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = list(model.parameters())
+    with fake_world(2):
+        step = spmd.compile(MLP.step, parallel_mode=spmd.DataParallel("fully_shard", param_init_fn=fails_late))
+        with pytest.raises(RuntimeError, match="no such initialization"):
+            step(model, optimizer, torch.randn(2, 4), torch.randn(2, 4))
+        assert all(now is then for now, then in zip(model.parameters(), before, strict=True)) and not optimizer.state
+        good = spmd.compile(MLP.step, parallel_mode=spmd.DataParallel("fully_shard", param_init_fn=fill))
+        good(model, optimizer, torch.randn(2, 4), torch.randn(2, 4))
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+class Parent(nn.Module):
+    """Initializes its child, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.child = nn.Parameter(torch.empty(4)), nn.Linear(4, 4)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        self.child.reset_parameters()
+
+
+def test_a_module_that_initializes_its_children_too_leaves_them_as_they_are() -> None:
+    model = meta(Parent)
+    model[0].child = nn.Linear(4, 4)
+    values = model[0].child.weight.detach().clone()
+    with fake_world(2):
+        spmd.materialize(model)
+    assert torch.equal(model[0].child.weight, values) and model[0].scale.tolist() == [1.0] * 4  # type: ignore
 
 
 def test_state_on_meta_that_has_no_values_is_refused() -> None:

@@ -94,7 +94,8 @@ def drift(rank: int, world: int, what: str, before: int) -> str:
         step(model, optimizer, *CASE.part(rank, k), scale, table)
     if what == "lr":
         optimizer.param_groups[0]["lr"] = 0.25 + rank
-    given = scale + rank if what == "scale" else scale, table + rank if what == "table" else table
+    scales = {"scale": scale + rank, "sign": torch.tensor(-1.0 - rank)}
+    given = scales.get(what, scale), table + rank if what == "table" else table
     with pytest.raises(spmd.RankMismatchError) as caught:
         step(model, optimizer, *CASE.part(rank, before), *given)
     optimizer.param_groups[0]["lr"] = 0.01
@@ -105,6 +106,7 @@ def drift(rank: int, world: int, what: str, before: int) -> str:
 @pytest.mark.parametrize("what, before, words", [
     ("lr", 0, ["optimizer.0.lr = 0.25", "optimizer.0.lr = 1.25"]), ("lr", 2, ["0.lr = 0.25", "0.lr = 1.25"]),
     ("scale", 0, ["scale = [0.5]", "scale = [1.5]"]), ("scale", 2, ["scale = 0.5", "scale = 1.5"]),
+    ("sign", 2, ["scale = -1.0", "scale = -2.0"]),
     ("table", 0, ["table = [1.0, 1.0, 1.0, 1.0]", "table = [2.0, 2.0"]),
 ])  # fmt: skip
 def test_values_that_must_be_equal_are_compared(ranks: Ranks, what: str, before: int, words: list[str]) -> None:
