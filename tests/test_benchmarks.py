@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks.peers.race import Result, compare
 from benchmarks.peers.systems import System, eager
 from benchmarks.peers.table import speedup, table
 from benchmarks.peers.team import SystemFailedError
+from tests.harness import programs
 
 pytestmark = pytest.mark.processes
 
@@ -35,8 +35,8 @@ def test_calls_measures_the_overhead_of_a_call(tmp_path: Path) -> None:
 
 
 def test_compiler_measures_all_stages(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.compiler", "--smoke", "--json", tmp_path / "out"]
-    run = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, check=True)
+    run = programs.run(["-m", "benchmarks.compiler", "--smoke", "--json", tmp_path / "out"])
+    assert run.returncode == 0, run.stdout + run.stderr
     (found,) = json.loads((tmp_path / "out").read_text())
     assert {"capture: trace", "partition", "check after each pass", "pass UpdateInPlace"} <= found["seconds"].keys()
     assert found["nodes"]["partitioned"] > found["nodes"]["captured"] > 100
@@ -44,8 +44,7 @@ def test_compiler_measures_all_stages(tmp_path: Path) -> None:
 
 
 def test_peers_measures_all_systems(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.peers", "--smoke", "--json", tmp_path / "out"]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True)
+    run = programs.run(["-m", "benchmarks.peers", "--smoke", "--json", tmp_path / "out"])
     assert run.returncode == 0, run.stdout + run.stderr
     (race,) = json.loads((tmp_path / "out").read_text())["races"]
     found = {each["system"]: each for each in race["systems"]}

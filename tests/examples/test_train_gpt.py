@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 import train_gpt
 
+from tests.harness import programs
+from tests.harness.pool import Ranks
+
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
-ONE_RANK = [sys.executable, EXAMPLE]
-TWO_RANKS = [sys.executable, str(ROOT / "examples" / "launch.py"), "--standalone", "--nproc-per-node", "2", EXAMPLE]
+LAUNCH = [str(ROOT / "examples" / "launch.py"), "--standalone", "--nproc-per-node", "2", EXAMPLE]
 TINY = (
     "--width 16 --layers 1 --heads 2 --context 16 --steps 6 --log-every 1 --checks 2 --sample-bytes 20 "
     "--text-bytes 200000 --device cpu --dtype float64"
@@ -33,7 +37,8 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command, *options], env=environment(), capture_output=True, text=True, timeout=240)
+    """Run one of our programs to its end, in a process that has imported torch."""
+    return programs.run([*command, *options], environment())
 
 
 def losses(output: str) -> list[str]:
@@ -44,7 +49,7 @@ def losses(output: str) -> list[str]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What one rank with twice the batch prints, and its dumps."""
     dump = tmp_path_factory.mktemp("alone")
-    done = run(ONE_RANK, *TINY, "--batch", "8", "--dump", str(dump))
+    done = run([EXAMPLE], *TINY, "--batch", "8", "--dump", str(dump))
     assert done.returncode == 0, done.stderr
     return done.stdout, dump
 
@@ -70,17 +75,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("mode", ["fully_shard", *more])
 
 
+def printed_by_main(rank: int, world: int, options: list[str]) -> str:
+    """What the program prints on a rank."""
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as printed:
+        patched.setenv("RANK", str(rank))
+        patched.setenv("WORLD_SIZE", str(world))
+        train_gpt.main(options)
+    return printed.getvalue()
+
+
 def test_two_ranks_and_one_with_twice_the_batch_print_the_same_losses(
-    mode: str, alone: tuple[str, Path], tmp_path: Path
+    mode: str, alone: tuple[str, Path], ranks: Ranks, tmp_path: Path
 ) -> None:
-    done = run(TWO_RANKS, *TINY, "--batch", "4", "--mode", mode, "--dump", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert losses(done.stdout) == losses(alone[0])
-    assert done.stdout.count("a sample") == 1  # rank 0 alone speaks
+    options = [*TINY, "--batch", "4", "--mode", mode, "--dump", str(tmp_path)]
+    first, second = ranks.run(2, printed_by_main, options)
+    assert losses(first) == losses(alone[0])
+    assert first.count("a sample") == 1
+    assert second == ""  # rank 0 alone speaks
 
 
 def test_the_plain_step_prints_the_same_losses_too(alone: tuple[str, Path]) -> None:
-    done = run(ONE_RANK, *TINY, "--batch", "8", "--eager")
+    done = run([EXAMPLE], *TINY, "--batch", "8", "--eager")
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == losses(alone[0])
 
@@ -109,7 +124,7 @@ def test_an_optimizer_in_parts_is_asked_for() -> None:
 
 
 def test_help_shows_every_option_once() -> None:
-    done = run(TWO_RANKS, "--help")
+    done = run(LAUNCH, "--help")
     assert done.returncode == 0
     assert done.stdout.count("usage:") == 1
     for option in "text width layers heads context batch steps lr mode device dtype seed dump eager".split():
@@ -138,21 +153,25 @@ def test_a_wrong_option_is_refused_with_a_sentence(
 
 
 def test_a_text_that_is_not_there_is_one_sentence_from_all_ranks(tmp_path: Path) -> None:
-    done = run(TWO_RANKS, "--text", str(tmp_path / "nowhere"))
+    done = run(LAUNCH, "--text", str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert done.stderr.count("there is no text at") == 1
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
-@pytest.mark.parametrize("command", [ONE_RANK, TWO_RANKS], ids=["one rank", "two ranks"])
-def test_ctrl_c_ends_it_with_a_message(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "moment"),
+    [([sys.executable, EXAMPLE], "text: "), ([sys.executable, *LAUNCH], "step 3/")],
+    ids=["one rank that compiles", "two ranks that train"],
+)
+def test_ctrl_c_ends_it_with_a_message(command: list[str], moment: str, tmp_path: Path) -> None:
     endless = [*command, *TINY, "--steps", "1000000", "--dump", str(tmp_path)]
     with subprocess.Popen(
         endless, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as program:
         assert program.stdout is not None
         for line in program.stdout:
-            if line.startswith("step 3/"):
+            if line.startswith(moment):
                 break
         program.send_signal(signal.SIGINT)
         printed, errors = program.communicate(timeout=60)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,12 @@ from torch.nn import functional as F
 
 from .oracle import Case, random_generator
 
+if TYPE_CHECKING:
+    import pytest
+
 STYLES = ("replicate", "fully_shard", "default")
 STYLES_ON_RANKS = (("replicate", 2), ("fully_shard", 3))  # hardly any size divides by three
-STYLES_IN_TURN = (("fully_shard", 4), ("replicate", 2), ("fully_shard", 2))  # "replicate" is the same on more ranks
+STYLES_IN_TURN = (("fully_shard", 3), ("replicate", 2), ("fully_shard", 2))  # "replicate" is the same on more ranks
 
 _KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),
@@ -32,6 +36,13 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     for kind, (optimizer, options) in _KINDS.items()
     for implementation, extra in _IMPLEMENTATIONS.items()
 }
+
+
+def in_turn(
+    request: pytest.FixtureRequest, which: int, styles: Sequence[tuple[str, int]] = STYLES_IN_TURN
+) -> Sequence[tuple[str, int]]:
+    """The styles and worlds for the test that is number ``which`` of its kind: one of them, or all if exhaustive."""
+    return styles if request.config.getoption("--exhaustive") else [styles[which % len(styles)]]
 
 
 def mlp(*sizes: int) -> nn.Sequential:

@@ -25,6 +25,8 @@ from typing import Any
 
 from .worker import Done, Failed, Outcome, Task, packed, serve, unpacked
 
+PRELOADED = ["tests.harness.worker", "tests.harness.warm"]  # by the server that forks processes
+
 
 class RankError(AssertionError):
     """A rank failed; the message has the traceback of the first one."""
@@ -87,7 +89,7 @@ class Ranks:
 
     def _start(self, rank: int) -> Worker:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.harness.worker", "tests.harness.warm"])
+        context.set_forkserver_preload(PRELOADED)
         ours, theirs = context.Pipe()
         stacks = self.folder / f"stacks-{rank}"
         process = context.Process(target=serve, args=(theirs, stacks), name=f"rank {rank}", daemon=True)

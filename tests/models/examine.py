@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from tests.harness.pool import Ranks
 
 from .rows import whole_rows
 from .zoo import ROWS, Entry
+
+if TYPE_CHECKING:
+    import pytest
 
 Style = Literal["replicate", "fully_shard"]
 
@@ -77,6 +80,12 @@ class Recorded(spmd.DataParallel):
         share = super().partition(program)
         self.seen.append((program, share.copy()))
         return share
+
+
+def in_one_style(request: pytest.FixtureRequest, usual: Style) -> tuple[Style, ...]:
+    """The styles that a model is trained in: ``usual``, or both if exhaustive."""
+    both: tuple[Style, ...] = get_args(Style)
+    return both if request.config.getoption("--exhaustive") else (usual,)
 
 
 def assert_trains_in_place(ranks: Ranks, case: Case, style: Style, steps: int = 3) -> None:

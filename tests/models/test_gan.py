@@ -14,7 +14,7 @@ from tests.harness.cases import MLP
 from tests.harness.oracle import random_generator
 from tests.harness.pool import Ranks
 
-from .examine import Style, assert_trains_in_place
+from .examine import assert_trains_in_place, in_one_style
 from .zoo import ROWS
 
 LATENT = 6
@@ -71,6 +71,6 @@ class Game(MLP):
         return {"seen": seen_loss, "made": made_loss}
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_a_gan(ranks: Ranks, style: Style) -> None:
-    assert_trains_in_place(ranks, Game(), style)
+def test_a_gan(ranks: Ranks, request: pytest.FixtureRequest) -> None:
+    for style in in_one_style(request, "replicate"):
+        assert_trains_in_place(ranks, Game(), style)

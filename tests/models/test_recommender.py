@@ -20,7 +20,7 @@ from tests.harness.cases import MLP
 from tests.harness.oracle import all_unequal, compiled_run, plain_run, random_generator
 from tests.harness.pool import Ranks
 
-from .examine import Style, assert_trains_in_place
+from .examine import assert_trains_in_place, in_one_style
 from .zoo import ROWS
 
 DENSE, WIDTH, LONGEST = 6, 4, 3
@@ -80,9 +80,9 @@ class Clicks(MLP):
         return loss, score
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_a_recommender(ranks: Ranks, style: Style) -> None:
-    assert_trains_in_place(ranks, Clicks(), style)
+def test_a_recommender(ranks: Ranks, request: pytest.FixtureRequest) -> None:
+    for style in in_one_style(request, "fully_shard"):
+        assert_trains_in_place(ranks, Clicks(), style)
 
 
 def with_split_tables(rank: int, world: int) -> tuple[list[str], set[str]]:

@@ -18,7 +18,7 @@ from tests.harness.cases import MLP
 from tests.harness.oracle import random_generator
 from tests.harness.pool import Ranks
 
-from .examine import Style, assert_trains_in_place
+from .examine import assert_trains_in_place, in_one_style
 from .zoo import ROWS
 
 WIDTH = 4
@@ -121,6 +121,6 @@ class Diffusion(MLP):
         return loss
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_a_diffusion_unet(ranks: Ranks, style: Style) -> None:
-    assert_trains_in_place(ranks, Diffusion(), style)
+def test_a_diffusion_unet(ranks: Ranks, request: pytest.FixtureRequest) -> None:
+    for style in in_one_style(request, "fully_shard"):
+        assert_trains_in_place(ranks, Diffusion(), style)

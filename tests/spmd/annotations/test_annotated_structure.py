@@ -63,7 +63,7 @@ def compiled(
         annotate(model)
         width = next(model.parameters()).shape[-1]
         result = spmd.compile(step, **options)
-        result(model, torch.optim.AdamW(model.parameters()), torch.randn(4, width))
+        result(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, width))
     return model, result
 
 
@@ -163,7 +163,7 @@ def test_what_is_shared_belongs_to_the_annotation_that_came_first(first: str, se
 def test_a_module_that_is_annotated_later_gets_another_program() -> None:
     with fake_world(4):
         model = Tree()
-        optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(4, 4)
+        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 4)
         result = spmd.compile(step)
         result(model, optimizer, x)
         spmd.fully_shard(nn.Linear(2, 2))  # another model's
@@ -213,7 +213,7 @@ def test_a_process_group_is_taken_where_a_mesh_is() -> None:
             assert mode.mesh is not None and (mode.mesh.size(), mode.mesh.mesh_dim_names) == (4, ("dp",))
         model = Tree()
         spmd.fully_shard(model, dist.group.WORLD)
-        spmd.compile(step)(model, torch.optim.AdamW(model.parameters()), torch.randn(4, 4))
+        spmd.compile(step)(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 4))
         assert len(split(model)) == 8
 
 
@@ -246,7 +246,7 @@ def test_ignored_parameters_stay_as_they_are(how: str) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         before = list(model.submod2.lin.parameters())
         result = spmd.compile(step, parallel_mode=mode)
-        result(model, torch.optim.AdamW(trained), torch.randn(4, 4))
+        result(model, torch.optim.SGD(trained, lr=0.1), torch.randn(4, 4))
         assert all(now is then for now, then in zip(model.submod2.lin.parameters(), before, strict=True))
     inner = {"submod2.subsubmod.0.weight", "submod2.subsubmod.0.bias"} if how == "modules" else set()
     assert {*split(model)} == {"lin.weight", "lin.bias", "submod1.0.weight", "submod1.0.bias"} | inner

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.cases import STYLES_ON_RANKS, mlp
+from tests.harness.cases import STYLES_ON_RANKS, in_turn, mlp
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -153,13 +153,10 @@ class WithinTheModule(TwoOptimizers):
         return OneWithinAnother.step(model.net, model.optimizer, None, x, y)
 
 
-@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
-@pytest.mark.parametrize("case", [OneWithinAnother(), WithinTheModule()], ids=lambda case: type(case).__name__)
-def test_optimizers_held_by_others_and_by_modules(ranks: Ranks, case: Case, world: int, style: str) -> None:
-    assert_agrees(ranks, world, case, style)
+CASES: list[Case] = [TwoOptimizers(), Adversaries(), OneForBoth(), OneWithinAnother(), WithinTheModule()]
 
 
-@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
-@pytest.mark.parametrize("case", [TwoOptimizers(), Adversaries(), OneForBoth()], ids=lambda case: type(case).__name__)
-def test_several_modules_and_optimizers(ranks: Ranks, case: Case, world: int, style: str) -> None:
-    assert_agrees(ranks, world, case, style)
+@pytest.mark.parametrize("which", range(len(CASES)), ids=[type(case).__name__ for case in CASES])
+def test_several_modules_and_optimizers(ranks: Ranks, which: int, request: pytest.FixtureRequest) -> None:
+    for style, world in in_turn(request, which, STYLES_ON_RANKS[::-1]):
+        assert_agrees(ranks, world, CASES[which], style)

@@ -285,7 +285,7 @@ def cases() -> Iterator[Any]:
     pairs = [*((loss, "plain") for loss in LOSSES), *(("mse", model) for model in MODELS if model != "plain")]
     pairs.append(("through_a_cache", "with_norms"))
     for index, (loss, model) in enumerate(pairs):
-        style, world = (("replicate", 2), ("fully_shard", 2), ("fully_shard", 4))[index % 3]
+        style, world = (("replicate", 2), ("fully_shard", 2), ("fully_shard", 3))[index % 3]
         yield pytest.param(Trained(loss=loss, model=model), style, world, id=f"{loss} {model}")
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import spmd
 from passes import Role
 from passes.ir.program import is_sharded
-from tests.harness.cases import STYLES_IN_TURN
+from tests.harness.cases import in_turn
 from tests.harness.oracle import Case, all_unequal, assert_agrees, compiled_run, plain_run, random_generator
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks
@@ -22,27 +22,29 @@ from tests.harness.structure import compile_on_fake_ranks
 
 @dataclass(frozen=True)
 class Buffered(Case):
-    """A model with buffers, trained with a squared loss; ``kind`` is a key of ``MODELS``."""
+    """Models with buffers, side by side, trained with a squared loss each; ``kinds`` are keys of ``MODELS``."""
 
-    kind: str
+    kinds: tuple[str, ...]
     training: bool = True
     rows: int = 5
+    synchronized: bool = False
 
     def build(self) -> tuple[Any, ...]:
-        model = MODELS[self.kind]().double().train(self.training)
-        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+        models = nn.ModuleDict({kind: MODELS[kind]() for kind in self.kinds}).double().train(self.training)
+        models = nn.SyncBatchNorm.convert_sync_batchnorm(models) if self.synchronized else models
+        return models, torch.optim.SGD(models.parameters(), lr=0.05)
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         random = random_generator(rank, step)
         return (torch.randn(self.rows, 6, generator=random, dtype=torch.float64) + rank,)
 
     @staticmethod
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss = (model(x) - 1).square().mean()
-        loss.backward()
+    def step(models: nn.ModuleDict, optimizer: torch.optim.Optimizer, x: Tensor) -> dict[str, Tensor]:
+        losses = {kind: (model(x) - 1).square().mean() for kind, model in models.items()}
+        torch.stack(list(losses.values())).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return losses
 
 
 class Average(nn.Module):
@@ -177,7 +179,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "cumulative": dense(nn.BatchNorm1d, momentum=None),
     "without statistics": dense(nn.BatchNorm1d, track_running_stats=False),
     "without weights": dense(nn.BatchNorm1d, affine=False),
-    "synchronized": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(MODELS["batch norm"]()),
     "image": image(),
     "cumulative image": image(momentum=None),
     "instance": instance,
@@ -196,31 +197,38 @@ class Twice(Buffered):
     """Two micro-batches in a step: buffers move twice."""
 
     @staticmethod
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        losses = [(model(part) - 1).square().mean() for part in (x, x * 2 + 1)]
+    def step(models: nn.ModuleDict, optimizer: torch.optim.Optimizer, x: Tensor) -> list[Tensor]:
+        losses = [(model(part) - 1).square().mean() for model in models.values() for part in (x, x * 2 + 1)]
         torch.stack(losses).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return losses[1]
+        return losses
 
 
-CASES = [
-    *[Buffered(kind) for kind in MODELS if kind != "synchronized"],
-    *[Buffered(kind, training=False) for kind in ("batch norm", "cumulative", "without statistics", "image")],
-    *[Twice(kind) for kind in ("batch norm", "cumulative", "ring")],
-]
+CASES = {
+    "norms of rows": Buffered(("batch norm", "cumulative", "without statistics", "without weights")),
+    "norms of images": Buffered(("image", "cumulative image", "instance")),
+    "averages": Buffered(("spectral", "average", "reassigned", "average of weights", "other kinds")),
+    "banks": Buffered(("queue", "ring", "ring by index")),
+    "in evaluation": Buffered(("batch norm", "cumulative", "without statistics", "image"), training=False),
+    "called twice": Twice(("batch norm", "cumulative", "ring")),
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_buffers_are_those_of_the_plain_step(ranks: Ranks, case: Buffered, request: pytest.FixtureRequest) -> None:
-    which = CASES.index(case) % len(STYLES_IN_TURN)
-    for style, world in STYLES_IN_TURN if request.config.getoption("--exhaustive") else [STYLES_IN_TURN[which]]:
-        assert_agrees(ranks, world, case, style)
+def test_every_model_is_in_a_case() -> None:
+    assert {kind for case in CASES.values() for kind in case.kinds} == MODELS.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_buffers_are_those_of_the_plain_step(ranks: Ranks, name: str, request: pytest.FixtureRequest) -> None:
+    for style, world in in_turn(request, list(CASES).index(name)):
+        assert_agrees(ranks, world, CASES[name], style)
 
 
 def synchronized_against_plain(rank: int, world: int, steps: int) -> list[str]:
-    expected = plain_run(Buffered("batch norm"), world, steps)
-    _, got = compiled_run(rank, Buffered("synchronized"), steps, parallel_mode=spmd.DataParallel("fully_shard"))
+    expected = plain_run(Buffered(("batch norm",)), world, steps)
+    case = Buffered(("batch norm",), synchronized=True)
+    _, got = compiled_run(rank, case, steps, parallel_mode=spmd.DataParallel("fully_shard"))
     return all_unequal(expected, got, rank, world)
 
 
@@ -229,7 +237,7 @@ def test_a_synchronized_batch_norm_is_a_batch_norm_over_the_global_batch(ranks: 
 
 
 def test_buffers_are_never_split() -> None:
-    case = Buffered("queue")
+    case = Buffered(("queue",))
     mode = spmd.DataParallel("fully_shard")
     compiled = compile_on_fake_ranks(2, case.step, case.build(), *case.part(0, 0), parallel_mode=mode)
     placements = [declared.placement for declared in compiled.program.inputs if declared.role is Role.BUFFER]
@@ -249,13 +257,13 @@ class Longer(Average):
 
 
 @pytest.mark.parametrize("module, message", [
-    (Wider, r"makes model.average, which is torch.float64\[6\], into torch.complex128\[6\] at test_buffers.py:\d+"),
-    (Longer, r"makes model.average, which is torch.float64\[6\], into torch.float64\[12\]"),
+    (Wider, r"makes models.m.average, which is torch.float64\[6\], into torch.complex128\[6\] at test_buffers.py:\d+"),
+    (Longer, r"makes models.m.average, which is torch.float64\[6\], into torch.float64\[12\]"),
 ])  # fmt: skip
 def test_a_buffer_that_changes_its_shape_or_dtype_is_refused(module: type[nn.Module], message: str) -> None:
     model = module().double()
     before = model.average
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    objects = nn.ModuleDict({"m": model}), torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(spmd.CaptureError, match=message):
-        compile_on_fake_ranks(2, Buffered.step, (model, optimizer), torch.randn(5, 6, dtype=torch.float64))
+        compile_on_fake_ranks(2, Buffered.step, objects, torch.randn(5, 6, dtype=torch.float64))
     assert model.average is before and "forward" not in vars(model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from tests.harness.cases import MLP, STYLES_ON_RANKS, mlp
+from tests.harness.cases import MLP, STYLES_ON_RANKS, in_turn, mlp
 from tests.harness.oracle import Case, assert_agrees
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts, regression
@@ -90,10 +90,12 @@ class StepsInBackward(MLP):
 CASES: list[Case] = [FrozenInTurns(), Adversarial(), StepsInBackward()]
 
 
-@pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
-def test_frozen_parameters_are_those_of_the_plain_step(ranks: Ranks, case: Case, style: str, world: int) -> None:
-    assert_agrees(ranks, world, case, style, steps=6)
+def test_frozen_parameters_are_those_of_the_plain_step(
+    ranks: Ranks, case: Case, request: pytest.FixtureRequest
+) -> None:
+    for style, world in in_turn(request, CASES.index(case), STYLES_ON_RANKS[::-1]):
+        assert_agrees(ranks, world, case, style, steps=6)
 
 
 @pytest.mark.usefixtures("alone")

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 import spmd
-from tests.harness.cases import MLP, STYLES_IN_TURN
+from tests.harness.cases import MLP, in_turn
 from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run, snapshot
 from tests.harness.pool import Ranks
 
@@ -68,22 +68,49 @@ class With(MLP):
         return loss
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "world" not in metafunc.fixturenames:
-        return
-    exhaustive = metafunc.config.getoption("--exhaustive")
-    # A trace takes neither form, and what "foreach" changes around it is in the tests of numbers.
-    left_out = () if exhaustive else ("foreach",)
-    forms = [(kind, form) for kind, (_, _, forms) in _KINDS.items() for form in ("", *forms) if form not in left_out]
-    if exhaustive:
-        grid = [(*each, *where) for each in forms for where in STYLES_IN_TURN]
-    else:
-        grid = [(*each, *STYLES_IN_TURN[k % 3]) for k, each in enumerate(forms)]
-    metafunc.parametrize("kind, form, style, world", grid)
+@dataclass(frozen=True)
+class SideBySide(MLP):
+    """One step that trains several models, each with an optimizer of its own."""
+
+    each: tuple[With, ...] = ()
+
+    def build(self) -> tuple[Any, ...]:
+        models, optimizers = zip(*(case.build() for case in self.each), strict=True)
+        return list(models), list(optimizers)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...] | dict[str, Any]:
+        return self.each[0].part(rank, step)
+
+    @staticmethod
+    def step(models: Any, optimizers: Any, x: Tensor, y: Tensor) -> list[Tensor]:  # type: ignore[override]
+        losses = [F.mse_loss(model(x), y) for model in models]
+        torch.stack(losses).sum().backward()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            model.zero_grad()
+        return losses
 
 
-def test_an_optimizer_updates_as_on_one_device(ranks: Ranks, kind: str, form: str, style: str, world: int) -> None:
-    assert_agrees(ranks, world, With(optimizer=kind, form=form), style, steps=7)
+# Those of a row compile at the same calls: the first, the second, and in the last row later ones, too.
+ROWS = [
+    ["SGD", "SGD dampening, maximize", "Adagrad", "RMSprop", "Adafactor"],
+    ["SGD, zeros", "Adam", "AdamW", "AdamW, zeros", "Adamax", "Adadelta"],
+    ["NAdam", "RAdam", "Rprop", "ASGD", "Muon"],
+]
+
+
+def test_every_optimizer_is_in_a_row() -> None:
+    assert sorted(kind for row in ROWS for kind in row) == sorted(_KINDS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_optimizers_update_as_on_one_device(ranks: Ranks, row: list[str], request: pytest.FixtureRequest) -> None:
+    """A trace does not take the form "foreach", and what that changes around it is in the tests of numbers."""
+    exhaustive = request.config.getoption("--exhaustive")
+    forms = [(kind, form) for kind in row for form in ("", *_KINDS[kind][2]) if exhaustive or form != "foreach"]
+    case = SideBySide(each=tuple(With(optimizer=kind, form=form) for kind, form in forms))
+    for style, world in in_turn(request, ROWS.index(row)):
+        assert_agrees(ranks, world, case, style, steps=7)
 
 
 @pytest.mark.parametrize("kind, form, rate", [("AdamW", "", "float32"), ("Adam", "fused", "float32")])

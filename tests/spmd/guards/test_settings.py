@@ -125,17 +125,39 @@ def _as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helper, "scale", 1.0, raising=False)
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_setting_compiles_anew(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    function, change = CHANGES[name]
-    compiled, x = spmd.compile(function), torch.arange(6.0)
-    for programs in (1, 1, 2, 2):
-        if programs == 2 and len(compiled.programs) == 1:
-            before = function(x)
-            change(monkeypatch)
-            assert not torch.equal(function(x), before)
-        assert torch.equal(compiled(x), function(x))
+# One step reads all settings of a row; no two of them look at the same value, so that each guards it for itself.
+SECOND, THIRD = ("one found by its name", "one read off type()", "a module by another name"), ("one read off super()",)
+ROWS = [[name for name in CHANGES if name not in SECOND + THIRD], SECOND, THIRD]
+
+
+def test_every_setting_is_changed() -> None:
+    assert sorted(name for row in ROWS for name in row) == sorted(CHANGES)
+
+
+@pytest.mark.filterwarnings("ignore:.*has compiled 8 programs.*:UserWarning")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_a_changed_setting_compiles_anew(row: list[str]) -> None:
+    """And where it is changed back, the program from before runs."""
+
+    def step(x: Tensor) -> list[Tensor]:
+        return [CHANGES[name][0](x) for name in row]
+
+    def check(programs: int) -> None:
+        for got, expected in zip(compiled(x), step(x), strict=True):
+            assert torch.equal(got, expected)
         assert len(compiled.programs) == programs
+
+    compiled, x = spmd.compile(step), torch.arange(6.0)
+    check(programs=1)
+    for programs, name in enumerate(row, start=2):
+        function, change = CHANGES[name]
+        with pytest.MonkeyPatch.context() as patched:
+            before = function(x)
+            change(patched)
+            assert not torch.equal(function(x), before)
+            check(programs)
+            check(programs)
+        check(programs)
 
 
 def test_a_class_attribute_that_no_code_names_may_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ MODE = {"parallel_style": "replicate", "shard_optimizer": True}
 EACH = MODE | {"reduce_gradients": "each"}
 NARROW_ADAMW = replace(NARROW, optimizer="AdamW")
 CASES: list[tuple[Case, int, dict[str, Any]]] = [
-    (NARROW, 4, MODE),
+    (NARROW, 3, MODE),
     (replace(NARROW, optimizer="AdamW fused"), 2, MODE),
     (With(optimizer="Adafactor"), 2, MODE),
     (ByNorm(), 2, MODE),
@@ -119,7 +119,7 @@ def kinds_of_tensors(rank: int, world: int) -> None:
 
 
 def test_parameters_are_the_same_plain_objects_and_state_is_split(ranks: Ranks) -> None:
-    ranks.run(4, kinds_of_tensors)
+    ranks.run(3, kinds_of_tensors)
 
 
 def memory(rank: int, world: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from tests.harness.cases import MLP, STYLES_IN_TURN
+from tests.harness.cases import MLP, in_turn
 from tests.harness.oracle import Case, assert_agrees
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts, regression
@@ -38,6 +38,27 @@ class ByNorm(MLP):
         optimizer.step()
         optimizer.zero_grad()
         return loss, total
+
+
+INF = float("inf")
+CLIPS = [(norm, None) for norm in (0.5, 1.0, 2.0, 3.0, INF)] + [(1.0, True), (2.0, False), (INF, True)]
+
+
+class ByEachNorm(ByNorm):
+    """The same gradients are clipped by one norm after the other, with an update for each, and every norm a result."""
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, norm: float, foreach: bool | None) -> Any:
+        F.mse_loss(model(x), y).backward()
+        parameters, norms = list(model.parameters()), {}
+        gradients = [p.grad.clone() for p in parameters]
+        for each, form in CLIPS:
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad.copy_(gradient)
+            norms[f"{each} {form}"] = nn.utils.clip_grad_norm_(parameters, 0.05, each, foreach=form)
+            optimizer.step()
+        optimizer.zero_grad()
+        return norms
 
 
 class ByValue(ByNorm):
@@ -111,20 +132,20 @@ class PerGroup(ByNorm):
         return loss, norms
 
 
-INF = float("inf")
 CASES = [
-    *(ByNorm(norm=norm) for norm in (0.5, 1.0, 2.0, 3.0, INF)),
-    *(ByNorm(norm=norm, foreach=foreach) for norm, foreach in ((1.0, True), (2.0, False), (INF, True))),
-    *(ByValue(), ByValue(foreach=True), InTwoParts(), InTwoParts(norm=INF)),
+    *(ByEachNorm(), ByValue(), ByValue(foreach=True), InTwoParts(), InTwoParts(norm=INF)),
     *(ByHand(), ByHandOnData(), PerGroup()),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_clipping_agrees_with_the_plain_step(ranks: Ranks, case: Case, request: pytest.FixtureRequest) -> None:
-    which = CASES.index(case) % len(STYLES_IN_TURN)
-    for style, world in STYLES_IN_TURN if request.config.getoption("--exhaustive") else [STYLES_IN_TURN[which]]:
+    for style, world in in_turn(request, CASES.index(case)):
         assert_agrees(ranks, world, case, style)
+
+
+def test_each_style_clips_by_each_norm(ranks: Ranks) -> None:
+    assert_agrees(ranks, 2, ByEachNorm(), "replicate")  # the other style has its turn above
 
 
 @pytest.mark.parametrize("norm", [1.0, 2.0, 3.0, INF])

@@ -57,7 +57,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tenso
 @pytest.mark.parametrize("layer", LAYERS)
 def test_only_gradients_and_the_loss_are_communicated(layer: str, batch_first: bool) -> None:
     model = LAYERS[layer](batch_first).to(F64)
-    x = torch.randn((3, 5, WIDTH) if batch_first else (5, 3, WIDTH), dtype=F64)
+    x = torch.randn((3, 2, WIDTH) if batch_first else (2, 3, WIDTH), dtype=F64)
     mode = spmd.DataParallel(input_batch_dim=0 if batch_first else 1)
     objects = model, torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = compile_on_fake_ranks(4, step, objects, x, x, parallel_mode=mode, passes=())
@@ -75,7 +75,7 @@ class TimeFirst(MLP):
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         random = random_generator(rank, step)
-        return tuple(torch.randn(3, 2, WIDTH, generator=random, dtype=F64) for _ in range(2))
+        return tuple(torch.randn(2, 3, WIDTH, generator=random, dtype=F64) for _ in range(2))
 
     def whole(self, parts: list[Any]) -> Any:
         return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)

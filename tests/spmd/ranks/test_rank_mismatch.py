@@ -18,7 +18,7 @@ import spmd
 from tests.harness.cases import MLP
 from tests.harness.pool import RankError, Ranks
 
-CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+CASE = MLP(sizes=(15, 17, 4), rows=6)
 
 
 def with_flag(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, flag: bool) -> Tensor:
