@@ -103,8 +103,8 @@ def _check_all_written(left: Sequence[str]) -> None:
     if left:
         raise SpmdError(
             f"nothing was initialized, since {', '.join(left)} would stay on the meta device: the code that "
-            f"initializes the module does not write {'them' if len(left) > 1 else 'it'}. Give the mode a function that does, "
-            "DataParallel(param_init_fn=...)"
+            f"initializes the module does not write {'them' if len(left) > 1 else 'it'}. Give the mode a function that "
+            "does, DataParallel(param_init_fn=...)"
         )
 
 

@@ -75,6 +75,8 @@ def _connect_groups(
                 sockets[k] = listener.connect_group(k, mesh.axes[k].coordinate, described.addresses(k))
         except OSError as error:
             problem = str(error)
+            if listener is not None:
+                listener.close()  # who waits for this rank learns at once that it gave up
         notes = described.problems()
         if new:  # all are connected, or none: a call starts through sockets on all ranks, or on none
             problems = all_gather_text(problem)
@@ -169,6 +171,10 @@ class _Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take no more connections, and close those that nobody asked for."""
         for unclaimed in [self._socket, *self._accepted.values(), *(visitor.socket for visitor in self._visitors)]:
             unclaimed.close()
 

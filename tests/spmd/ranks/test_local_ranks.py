@@ -195,7 +195,6 @@ def test_a_rank_that_ends_raises_on_the_others(ranks: Ranks) -> None:
 def refused(rank: int, world: int, name: str) -> tuple[list[bool], list[str], list[bool]]:
     """What is shared, and what the report notes, where rank 1 is refused something; then what is shared."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(local_ranks, "_CONNECTING", 1.0)  # rank 0 waits so long for one that gave up
         if rank == 1:
             owner, _, attribute = name.rpartition(".")
             patched.setattr(f"{owner}.{attribute}", _refuse)
