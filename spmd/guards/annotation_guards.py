@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,15 +13,19 @@ from ..call.state import Arguments, submodules_of
 
 @dataclass
 class AnnotationGuards:
-    """The annotation of each module of a call, None where it carries none. ``seen``: how many were ever applied."""
+    """The annotation of each module of a call, None where it carries none. ``seen``: how many were ever applied.
 
-    modules: list[tuple[str, nn.Module, Annotation | None]]
+    Modules are referred to weakly: a program is released once they are gone.
+    """
+
+    modules: list[tuple[str, weakref.ref[nn.Module], Annotation | None]]
     seen: int
 
     @classmethod
     def of(cls, arguments: Arguments) -> AnnotationGuards:
         """The annotations now."""
-        return cls([(name, each, state(each)) for name, each in submodules_of(arguments.modules)], applications())
+        found = [(name, weakref.ref(each), state(each)) for name, each in submodules_of(arguments.modules)]
+        return cls(found, applications())
 
     def hold(self) -> bool:
         """Whether no module was annotated since."""
@@ -32,9 +37,9 @@ class AnnotationGuards:
 
     def difference(self) -> str:
         """The first module that was annotated since, or nothing."""
-        for name, module, before in self.modules:
-            now = state(module)
-            if now is not before:
-                assert now is not None, "annotations stay"
+        for name, reference, before in self.modules:
+            module = reference()
+            now = state(module) if module is not None else before
+            if now is not before and now is not None:
                 return f"{now.api} was applied to {name}"
         return ""
