@@ -56,9 +56,11 @@ class Trace:
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
+    _caches_casts: bool = True
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the traced values of ``final``."""
+        self._caches_casts = torch.is_autocast_cache_enabled()  # make_fx turns it off
         return make_fx(self._run, decomposition_table=first_trace_table(), tracing_mode="fake")(*self.fakes.flat)
 
     def _run(self, *flat: Any) -> list[Any]:
@@ -94,7 +96,11 @@ class Trace:
         self.reads.names.update((id(leaf.value), leaf.name) for leaf in leaves)
         names = {id(given): leaf.name for leaf, given in zip(leaves, flatten((args, kwargs))[0], strict=True)}
         containers = Containers.of((args, kwargs))
-        with self.reads.watch(self.function, *[leaf.value for leaf in leaves]), swap.watched_optimizer_state():
+        with (
+            self.reads.watch(self.function, *[leaf.value for leaf in leaves]),
+            swap.watched_optimizer_state(),
+            _cached_casts(self._caches_casts),
+        ):
             result = self.function(*args, **kwargs)
         self.entries = list(containers.changes(names))
         return result
@@ -129,6 +135,18 @@ def _torch_settings() -> Iterator[None]:
         torch.autograd.set_multithreading_enabled(False),
     ):
         yield
+
+
+@contextmanager
+def _cached_casts(enabled: bool) -> Iterator[None]:
+    """Let autocast cast a parameter once in a region, as in eager: also where the step updates it in between."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

@@ -175,3 +175,26 @@ def test_a_weight_is_cast_once_for_all_that_read_it() -> None:
     _, weight = compiled.program.values()["model.0.weight"]
     casts = [user for user in weight.users if computes(user) is torch.ops.aten._to_copy.default]
     assert len(casts) == 1
+
+
+def twice(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):  # it casts a weight once, and so misses the first update
+        for _ in range(2):
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_weight_is_cast_once_in_a_region_also_if_it_is_updated_meanwhile() -> None:
+    found = []
+    for step in (twice, spmd.compile(twice)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            step(model, optimizer, torch.randn(4, 8))
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found)
