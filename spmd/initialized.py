@@ -31,7 +31,7 @@ def materialize(module: Module, parallel_mode: ParallelMode | None = None) -> Mo
     Each rank keeps its parts only, as ``parallel_mode`` (that of the step) and annotations place them, so that the
     memory needed is that of these parts and of one module. Values come from the mode's ``param_init_fn``, or else from
     ``reset_parameters()`` of each module, and do not depend on the number of ranks; ``torch.manual_seed`` on rank 0
-    decides them. Optimizers made before go on with the new parameters.
+    decides them. In compiled steps, optimizers made before go on with the new parameters.
 
     Raises ``CaptureError``, with all names, for what nothing initializes; nothing is changed then.
     """

@@ -14,7 +14,7 @@ import passes
 from passes import Pass
 
 from .lowering.lower import Backend
-from .modes.base import ParallelMode, check_passes
+from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
 from .override import Override
 
@@ -47,13 +47,13 @@ class Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         return cls(
             overrides=_check_overrides(module_override),
-            gm_transformation=_check_callable("gm_transformation", gm_transformation),
+            gm_transformation=check_callable("gm_transformation", gm_transformation),
             mode=check_mode(parallel_mode),
             passes=check_passes("passes", passes),
             backend=_check_backend(backend),
             dump=_check_folder(dump),
             timeout=_check_timeout(timeout),
-            keep_freed_memory=_check_flag("keep_freed_memory", keep_freed_memory),
+            keep_freed_memory=check_flag("keep_freed_memory", keep_freed_memory),
         )
 
     @property
@@ -80,12 +80,6 @@ def _check_overrides(given: Any) -> tuple[Override, ...]:
     return tuple(given)
 
 
-def _check_callable(name: str, given: Any) -> Any:
-    if given is not None and not callable(given):
-        raise TypeError(f"expected {name} to be callable or None, got {given!r}")
-    return given
-
-
 def check_mode(given: Any) -> ParallelMode:
     """The parallel mode, ``DataParallel("replicate")`` for None. Raises ``TypeError`` for anything else."""
     if given is None:
@@ -107,12 +101,6 @@ def _check_folder(given: Any) -> Path | None:
     if given is not None and not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"expected dump to be a folder's path or None, got {given!r}")
     return Path(given) if given is not None else None
-
-
-def _check_flag(name: str, given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise TypeError(f"expected {name} to be True or False, got {given!r}")
-    return given
 
 
 def _check_timeout(given: Any) -> float | None:

@@ -41,15 +41,17 @@ class EqualState:
 
     def make(self, slots: Sequence[Slot]) -> None:
         """Broadcast the state of these slots from rank 0, as far as it was not before."""
+        if not self.call.makes_equal:
+            return
         buckets: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for slot in slots:
-            for tensor, axes in self._unequal(slot) if self.call.makes_equal else ():
+            for tensor, axes in self._unequal(slot):
                 buckets[axes, tensor.dtype, tensor.device].append(tensor)
         with torch.no_grad():
             for (axes, _, _), tensors in buckets.items():
                 for bucket in _buckets(tensors):
                     self._broadcast(bucket, axes)
-        for slot in slots if self.call.makes_equal else ():
+        for slot in slots:
             if slot.input.role in _ONCE and slot.input.name not in self.ignored:
                 _note_equal(local_tensor(slot.get()))
 

@@ -33,7 +33,6 @@ _STATE = (Role.PARAMETER, Role.BUFFER)
 class _Owner:
     """A module with the slots of those of its own tensors that are on the meta device."""
 
-    name: str
     module: nn.Module
     members: list[tuple[Slot, Placements]] = field(default_factory=list)
 
@@ -48,7 +47,7 @@ def check_initializable(call: Call) -> None:
     on_meta = [slot for slot in call.slots if slot.get().is_meta]
     if not on_meta:
         return
-    owners = {id(holder): module for _, module in submodules_of(call.given.modules) for holder in _held_by(module)}
+    owners = _by_holder(call)
     lost = [
         slot.input.name for slot in on_meta if slot.input.role in _STATE and not _way(owners[id(slot.holder)], call)
     ]
@@ -121,14 +120,17 @@ def _put_back(metas: Sequence[tuple[Slot, torch.Tensor]], call: Call) -> None:
 
 def _owners(prepared: Prepared) -> list[_Owner]:
     """The modules that own tensors on the meta device, in order; a tied tensor belongs to the first that holds it."""
-    modules = list(submodules_of(prepared.call.given.modules))
-    owners = {id(holder): _Owner(name, module) for name, module in modules for holder in _held_by(module)}
-    by_module = {id(owner.module): owner for owner in owners.values()}
+    modules = _by_holder(prepared.call)
+    owners = {module: _Owner(module) for module in modules.values()}
     for slot, placement in zip(prepared.slots, prepared.placements, strict=True):
         if slot.input.role in _STATE and slot.get().is_meta:
-            by_module[id(owners[id(slot.holder)].module)].members.append((slot, placement))
-    found = [by_module[id(module)] for _, module in modules if id(module) in by_module]
-    return [owner for owner in found if owner.members]
+            owners[modules[id(slot.holder)]].members.append((slot, placement))
+    return [owner for owner in owners.values() if owner.members]
+
+
+def _by_holder(call: Call) -> dict[int, nn.Module]:
+    """Each module, in order, by the ids of the dicts of its own parameters and buffers."""
+    return {id(holder): module for _, module in submodules_of(call.given.modules) for holder in _held_by(module)}
 
 
 def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -86,3 +86,17 @@ def check_passes(name: str, given: Sequence[Pass] | None) -> tuple[Pass, ...] | 
     if not isinstance(given, Sequence) or not all(isinstance(p, Pass) for p in given):
         raise TypeError(f"expected {name} to be a sequence of passes.Pass instances, got {given!r}")
     return tuple(given)
+
+
+def check_callable(name: str, given: Any) -> Any:
+    """Raise ``TypeError`` unless ``given`` is callable or None; returns it."""
+    if given is not None and not callable(given):
+        raise TypeError(f"expected {name} to be callable or None, got {given!r}")
+    return given
+
+
+def check_flag(name: str, given: Any) -> bool:
+    """Raise ``TypeError`` unless ``given`` is a bool; returns it."""
+    if not isinstance(given, bool):
+        raise TypeError(f"expected {name} to be True or False, got {given!r}")
+    return given

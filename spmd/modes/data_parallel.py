@@ -18,7 +18,7 @@ from ..annotations.apply import check_parameters, check_policy
 from ..annotations.policies import MixedPrecisionPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
 from ..partitioner.plan import Plan
-from .base import PlannedMode
+from .base import PlannedMode, check_callable, check_flag
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
 from .shares import Share, Style, check_untrained
 
@@ -118,7 +118,7 @@ class DataParallel(PlannedMode):
         self.batch_axes = 2 if names[:2] == _HYBRID else 1
         self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style)
         self.prefetch = _check_prefetch(prefetch)
-        self.param_init_fn, self.sync = _check_callable("param_init_fn", param_init_fn), _check_flag("sync", sync)
+        self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.mp_policy = check_policy(mp_policy)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
 
@@ -188,7 +188,7 @@ def _check_one_of(name: str, given: Any, allowed: Sequence[str]) -> None:
 
 
 def _check_sharding(given: Any, style: Style) -> bool:
-    _check_flag("shard_optimizer", given)
+    check_flag("shard_optimizer", given)
     if given and style != "replicate":
         raise ValueError(
             f'expected shard_optimizer=True with parallel_style="replicate", got "{style}", which '
@@ -218,18 +218,6 @@ def _check_prefetch(given: Any) -> tuple[int, int]:
         case (int(forward), int(backward)) if min(given) >= 0:
             return forward, backward
     raise ValueError(f"expected prefetch to be two numbers of units, for forward and for backward, got {given!r}")
-
-
-def _check_flag(name: str, given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise TypeError(f"expected {name} to be a bool, got {given!r}")
-    return given
-
-
-def _check_callable(name: str, given: Any) -> Any:
-    if given is not None and not callable(given):
-        raise TypeError(f"expected {name} to be callable or None, got {given!r}")
-    return given
 
 
 def _check_modules(given: Any) -> tuple[nn.Module, ...]:

@@ -180,7 +180,7 @@ def test_a_function_of_the_mode_initializes() -> None:
     with fake_world(2):
         mode = spmd.DataParallel("fully_shard", param_init_fn=fill)
         spmd.compile(lambda model, x: model(x).sum(), parallel_mode=mode)(model, torch.randn(2, 4))
-        assert model[0].scale.to_local().tolist() == [2.0] * 2 and model[0].table.tolist() == [2.0] * 4  # type: ignore
+        assert model[0].scale.to_local().tolist() == [2.0] * 2 and model[0].table.tolist() == [2.0] * 4  # type: ignore[operator,union-attr]
 
 
 class Forgetful(Bare):
@@ -239,7 +239,7 @@ def test_a_module_that_initializes_its_children_too_leaves_them_as_they_are() ->
     values = model[0].child.weight.detach().clone()
     with fake_world(2):
         spmd.materialize(model)
-    assert torch.equal(model[0].child.weight, values) and model[0].scale.tolist() == [1.0] * 4  # type: ignore
+    assert torch.equal(model[0].child.weight, values) and model[0].scale.tolist() == [1.0] * 4  # type: ignore[operator,union-attr]
 
 
 def test_state_on_meta_that_has_no_values_is_refused() -> None:
