@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 
@@ -41,14 +40,6 @@ def unseeded() -> Iterator[None]:
     """What a test chose with ``spmd.seed`` ends with it."""
     yield
     spmd.seed(None)
-
-
-@pytest.fixture
-def unfrozen() -> Iterator[None]:
-    """Python's collector lists all objects, as in most programs of users."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
 
 
 @pytest.fixture

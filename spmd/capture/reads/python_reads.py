@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import collections
-import gc
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +31,7 @@ from .changes import Change
 from .foreign_code import is_foreign_file, is_foreign_module
 from .global_reads import GlobalReads, globals_in, names_in
 from .namespaces import Namespaces
+from .new_objects import NewObjects
 from .read_sites import MISSING, ReadSite, is_plain
 from .snapshots import CONTAINERS, ContainerSnapshot, FieldsSnapshot, content_of, items_of
 
@@ -50,12 +49,6 @@ _WRAPPERS = {  # of the user's functions, each with the attributes that hold wha
     cached_property: ("func",),
 }
 _CACHED = type(lru_cache(len))
-# Never taken for something that the step made: Python's collector does not list every object of the first three, and
-# most of what it lists is of the others, which hold no state.
-_NEVER_NEW = (
-    *(dict, tuple, frozenset),
-    *(types.FunctionType, types.BuiltinFunctionType, types.CellType, weakref.ref),
-)
 
 
 @dataclass
@@ -77,8 +70,7 @@ class Reads:
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
     _before: dict[int, dict[str, Any]] = field(default_factory=dict)  # attributes of ``fields``, by the id of __dict__
-    _alive: set[int] = field(default_factory=set)  # ids of the objects that were there before the step, and not frozen
-    _new: set[int] = field(default_factory=set)  # ids of objects that the step made, if there are frozen ones
+    _new: NewObjects = field(default_factory=NewObjects)  # what the step makes itself is no state
     _stack: ExitStack | None = None
     _thread: int = field(default_factory=threading.get_ident)  # others run meanwhile, and their reads do not count
 
@@ -93,10 +85,9 @@ class Reads:
 
         What the step changed is undone at the end, also if it raised.
         """
-        skipped = frozenset(_NEVER_NEW)
-        self._alive = {id(value) for value in gc.get_objects() if type(value) not in skipped}
         with ExitStack() as stack:
             self._stack = stack
+            stack.enter_context(self._new.watch())
             stack.enter_context(self._attributes)
             for cls in GUARDED_ELSEWHERE:
                 self._attributes.watch(cls)
@@ -189,7 +180,7 @@ class Reads:
         """Record an attribute where it lives: in ``fields``, the instance's dict, or in a class."""
         self._reach(type(instance))
         name = f"{self._name(instance)}.{key}"
-        if fields is not None and key in fields and self._is_new(instance):
+        if fields is not None and key in fields and instance in self._new:
             self._follow(fields[key], name)
             return
         if fields is not None and key in fields:
@@ -213,20 +204,9 @@ class Reads:
     def _note_missing(self, instance: Any, fields: dict[str, Any], key: str) -> None:
         """Record that an instance has no attribute ``key``, as ``hasattr`` may ask."""
         is_users = not is_foreign_module(type(instance).__module__) or isinstance(instance, nn.Module)
-        if is_users and not self._is_new(instance):
+        if is_users and instance not in self._new:
             owned = isinstance(instance, tuple(GUARDED_ELSEWHERE))
             self._note("item", fields, key, f"{self._name(instance)}.{key}", owned)
-
-    def _is_new(self, value: Any) -> bool:
-        """Whether the step made an object itself: it is no state."""
-        if id(value) in self._alive or isinstance(value, _NEVER_NEW):
-            return False
-        if id(sys) not in self._alive and id(value) not in self._new:  # what was frozen is not listed, and is not new
-            self._new.update(map(id, gc.get_objects()))
-            if id(value) not in self._new:
-                self._alive.add(id(value))
-                return False
-        return True
 
     def _name(self, instance: Any) -> str:
         return self.names.get(id(instance), type(instance).__name__)
@@ -238,7 +218,7 @@ class Reads:
             return
         self._seen[id(value)] = value
         if isinstance(value, CONTAINERS):
-            if not self._is_new(value):
+            if value not in self._new:
                 self.containers[id(value)] = ContainerSnapshot(name, value, content_of(value), owned)
             for key, item in items_of(value):
                 if not is_plain(item):
@@ -264,7 +244,7 @@ class Reads:
         if is_foreign_module(cls.__module__) and cls not in _SETTINGS:
             return
         self._reach(cls)
-        if not self._is_new(value):
+        if value not in self._new:
             self._take_fields(value, name)
         if not self._attributes.watch(cls):
             for key in getattr(value, "__dict__", ()):

@@ -160,7 +160,6 @@ def test_the_numbers_of_the_plain_step(ranks: Ranks, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.usefixtures("unfrozen")  # the other way is taken on ranks
 @pytest.mark.parametrize("kind", FORWARDS)
 def test_attributes_are_those_of_the_plain_step_after_each_call(kind: str) -> None:
     case = Keeps(kind)

@@ -260,22 +260,14 @@ def test_finalizers_of_shared_memory_are_not_guarded() -> None:
         gc.enable()
 
 
-def settings_are_guarded(twins: Twins) -> None:
+def test_settings_that_the_garbage_collector_froze_are_guarded() -> None:
+    twins = Twins()
+    gc.freeze()
     twins.check(1)
     for model in twins.models:
         model.scales[0], model.config.scale = 3.0, 0.5
     twins.check(1)
     twins.check(0)
-
-
-def test_settings_that_the_garbage_collector_froze_are_guarded() -> None:
-    twins = Twins()
-    gc.freeze()
-    settings_are_guarded(twins)
-
-
-def test_settings_are_guarded_where_the_garbage_collector_froze_nothing(unfrozen: None) -> None:
-    settings_are_guarded(Twins())
 
 
 @pytest.mark.parametrize("holder", [SETTINGS, ARGS, criterion], ids=["SimpleNamespace", "Namespace", "module"])

@@ -1,0 +1,54 @@
+"""``NewObjects``: which objects were made since a moment, found without a look at all those that were there before."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Never taken for new: the collector does not list every object of the first three, and the others hold no state.
+_NEVER_NEW = (
+    *(dict, tuple, frozenset),
+    *(types.FunctionType, types.BuiltinFunctionType, types.CellType, weakref.ref),
+)
+_MANY = 20_000
+
+
+class NewObjects:
+    """The objects that Python's collector has come to track since ``watch`` began.
+
+    They start in its youngest generation, which is empty at the start of ``watch`` and is noted before each collection.
+    """
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()  # also of new objects that died: what has such an id now is new, too
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note new objects for the length of the context."""
+        gc.collect(0)
+        gc.callbacks.append(self._before_a_collection)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(self._before_a_collection)
+
+    def __contains__(self, value: Any) -> bool:
+        if isinstance(value, _NEVER_NEW):
+            return False
+        if id(value) not in self._ids:
+            self._note_young()
+        return id(value) in self._ids
+
+    def _before_a_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._note_young()
+
+    def _note_young(self) -> None:
+        young = gc.get_objects(generation=0)
+        self._ids.update(map(id, young))
+        if len(young) > _MANY and not gc.isenabled():
+            gc.collect(0)  # else this list would grow, and each look with it
