@@ -7,6 +7,7 @@ import functools
 import inspect
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
 from .call.call import Call
+from .call.compare_arguments import compare_arguments
 from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
 from .capture import Captured, capture, in_rank_zero_order
@@ -68,6 +70,7 @@ class CompiledStep:
         self._arenas: dict[DeviceMesh, Arenas] = {}  # ranks of two meshes need not wait for each other
         self._dumps = StepFolders(self._name)
         self._failed: Call | None = None  # the call that failed last
+        self._warned: set[str] = set()  # arguments that may be tables
         self._refused: RefusedSaves | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -215,10 +218,15 @@ class CompiledStep:
         call.communicate_in(agreement.connection)
         call.resolve()
         check_initializable(call)
+        compared = compare_arguments(call.arguments, call.inputs, agreement.members, agreement.all_gather_text)
+        agreement.differing = compared.differing
+        for name in sorted(compared.tables.keys() - self._warned):
+            warnings.warn(compared.tables[name], stacklevel=7)
+        self._warned.update(compared.tables)
         shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
         notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
         call.mesh = with_rates(call.mesh, self._options.pipeline)
-        return notes
+        return [*notes, *compared.tables.values()]
 
     def report(self) -> Report:
         """What the program last run communicates in one step, and how long it took to compile."""

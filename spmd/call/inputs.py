@@ -18,12 +18,16 @@ from .state import Arguments
 
 @dataclass(frozen=True)
 class BatchInput:
-    """One tensor argument with its placement; ``shape`` is the global one."""
+    """One tensor argument with its placement; ``shape`` is the global one.
+
+    ``is_named``: ``inputs`` says where it lives.
+    """
 
     name: str
     value: torch.Tensor
     placement: Placements
     shape: tuple[int, ...]
+    is_named: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,7 +65,8 @@ def place_inputs(
         else:
             placement = tuple(Shard(batch_dim) if k < batch_axes else Replicate() for k in range(len(mesh.axes)))
         placement = check_dims(placement, leaf.value.ndim, leaf.name)
-        placed.append(BatchInput(leaf.name, leaf.value, placement, global_shape(leaf.value.shape, placement, mesh)))
+        shape = global_shape(leaf.value.shape, placement, mesh)
+        placed.append(BatchInput(leaf.name, leaf.value, placement, shape, leaf.name in named))
     return placed
 
 

@@ -165,12 +165,21 @@ def all_or_none(what: str, connection: Connection | None) -> Iterator[Agreement]
 
 
 class Agreement:
-    """One attempt to compile, that all ranks have started. ``is_reached``: all have, and are about to change state."""
+    """One attempt to compile, that all ranks have started. ``is_reached``: all have, and are about to change state.
+
+    ``differing``: sentences on what ranks passed that differs, for the error if their programs do.
+    """
 
     def __init__(self, what: str, connection: Connection | None) -> None:
         self.what, self.connection = what, connection
         self.is_reached = False
+        self.differing: list[str] = []
         self._is_reported = False  # whether the others have this rank's part of the exchange that comes next
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that compile together, in the order of the mesh."""
+        return self.connection.members.ranks if self.connection is not None else (0,)
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's ``text``, in the order of the mesh. Raises ``RankMismatchError`` as ``agree`` does."""
@@ -191,6 +200,7 @@ class Agreement:
             raise RankMismatchError(
                 f"expected {self.what} to be the same on all ranks, but rank {other} differs from rank {one}:\n"
                 f"{_first_difference(gathered[0][3], gathered[different[0]][3])}"
+                + "".join(f"\n{sentence}" for sentence in self.differing)
             )
         self.is_reached = True
         return list(gathered[0][1])

@@ -1,0 +1,128 @@
+"""Compare what the ranks pass to a step that compiles: rows, lengths, tables that look like rows, Python values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import Shard
+
+from passes import PlacementError, RankMismatchError, Role
+
+from ..ranks.equal_values import contents
+from .inputs import BatchInput
+from .state import Arguments, Leaf
+
+_SHOWN = 60  # characters of a value
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What all ranks found. ``tables``: by name, a sentence for each argument that looks like a table.
+
+    ``differing``: a sentence for each Python value that differs; harmless, if the programs are equal all the same.
+    """
+
+    tables: dict[str, str]
+    differing: list[str]
+
+
+def compare_arguments(
+    arguments: Arguments,
+    inputs: Sequence[BatchInput],
+    ranks: Sequence[int],
+    all_gather_text: Callable[[str], list[str]],
+) -> Compared:
+    """Compare the arguments of all ``ranks``, which call this together and raise together.
+
+    Raises ``RankMismatchError`` if the shapes of a tensor differ, and ``PlacementError`` for a table of one dim, of
+    floating-point numbers, that nobody named: class weights with as many entries as a rank has rows would be taken for
+    a weight of each row.
+    """
+    own: dict[str, dict[str, Any]] = {
+        "shapes": {each.name: list(each.value.shape) for each in inputs},
+        "contents": {each.name: contents(each.value) for each in inputs if _is_taken_for_rows(each)},
+        "values": {leaf.name: _shown(leaf) for leaf in arguments.leaves if isinstance(leaf.value, _PLAIN)},
+    }
+    gathered = [json.loads(text) for text in all_gather_text(json.dumps(own))]
+    for each in inputs:
+        _check_shapes(each, ranks, [other["shapes"].get(each.name) for other in gathered])
+    values = [(name, [other["values"].get(name) for other in gathered]) for name in own["values"]]
+    differing = [_passed(name, ranks, given) for name, given in values if _differ(given)]
+    return Compared(_tables(inputs, [other["contents"] for other in gathered]), differing)
+
+
+def _is_taken_for_rows(argument: BatchInput) -> bool:
+    return argument.role is Role.BATCH and not argument.is_named
+
+
+def _shown(leaf: Leaf) -> str:
+    text = repr(leaf.value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return any(value != values[0] for value in values)
+
+
+def _passed(name: str, ranks: Sequence[int], given: Sequence[Any], what: str = "") -> str:
+    """The values of the first rank, and of the first that differs."""
+    other = next(k for k, value in enumerate(given) if value != given[0])
+    return f"rank {ranks[0]} passed {name}{what} {given[0]}, rank {ranks[other]} {given[other]}"
+
+
+# Shapes
+
+
+def _check_shapes(argument: BatchInput, ranks: Sequence[int], shapes: list[Any]) -> None:
+    """Raise ``RankMismatchError`` unless all ranks passed tensors of one shape."""
+    if not _differ(shapes) or None in shapes:
+        return  # a rank without this argument is found by the comparison of programs
+    rows = {entry.dim % max(1, argument.value.ndim) for entry in argument.placement if isinstance(entry, Shard)}
+    outside = [[size for dim, size in enumerate(shape) if dim not in rows] for shape in shapes]
+    if rows and not _differ(outside):
+        advice = (
+            "Every rank must have as many rows: drop the last batch of an epoch (drop_last=True), let a "
+            "DistributedSampler even it out, or pad it and mask the loss"
+        )
+    else:
+        advice = (
+            "Ranks that pad their own batches must pad to one length: to a fixed one, or to the longest of all ranks "
+            "(all_reduce its length with ReduceOp.MAX)"
+        )
+    raise RankMismatchError(f"{_passed(argument.name, ranks, shapes, ' of shape')}. {advice}")
+
+
+# Tables
+
+
+def _tables(inputs: Sequence[BatchInput], gathered: Sequence[dict[str, str]]) -> dict[str, str]:
+    """A sentence for each argument that is the same on all ranks, where another one differs."""
+    taken = [each for each in inputs if _is_taken_for_rows(each)]
+    differing = [each.name for each in taken if _differ([other.get(each.name) for other in gathered])]
+    if not differing:
+        return {}  # one batch for all, as in a test
+    found = {each.name: each for each in taken if each.name not in differing and _varies(each)}
+    for each in found.values():
+        if each.value.ndim == 1 and each.value.is_floating_point():
+            raise PlacementError(_table(each, differing[0]))
+    return {name: _table(each, differing[0]) for name, each in found.items()}
+
+
+def _varies(argument: BatchInput) -> bool:
+    """Whether a tensor has several values: a mask of ones says nothing."""
+    value = argument.value
+    return value.numel() > 0 and bool((value != value.flatten()[0]).any())
+
+
+def _table(argument: BatchInput, differing: str) -> str:
+    name, rows = argument.name, next(entry for entry in argument.placement if isinstance(entry, Shard))
+    return (
+        f"all ranks passed the same {name}, of shape {list(argument.value.shape)}, while {differing} differs between "
+        f"ranks: {name} looks like a table that all rows share, but what inputs does not name is taken for rows of the "
+        f"batch. Say which it is: inputs={{'{name}': Replicate()}} for a table, inputs={{'{name}': Shard({rows.dim})}} "
+        "for rows"
+    )
