@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from .._torch import move_hooks
-from ..call.state import Arguments, parameters_of
+from .._torch import move_hooks, own_parameters
+from ..call.state import Arguments, parameters_of, submodules_of
+from .eager_calls import refuse_eager_calls
 
 # The attribute by which a parameter leads to the one in its place: optimizers of other steps may hold it.
 _SUCCESSOR = "_spmd_successor"
@@ -43,6 +44,10 @@ def rebind(arguments: Arguments, renewed: Mapping[int, torch.Tensor]) -> None:
         if new is not None:
             for holder, key in parameter.holders:
                 holder[key] = new
+    added = set(map(id, renewed.values()))
+    for _, module in submodules_of(arguments.modules):
+        if not added.isdisjoint(map(id, own_parameters(module).values())):
+            refuse_eager_calls(module)
     for optimizer in arguments.optimizers.values():
         _rebind_optimizer(optimizer, renewed)
 
