@@ -85,7 +85,7 @@ def with_rates(mesh: Mesh, pipeline: Iterable[Pass]) -> Mesh:
     """``mesh`` with the rate of every axis by the table of ``pipeline``, for what is decided before the passes run."""
     realise = _realise(pipeline)
     rates = [realise.table.rate(axis, realise.backend or axis.backend) for axis in mesh.axes]
-    return Mesh(tuple(replace(axis, rate=rate) for axis, rate in zip(mesh.axes, rates, strict=True)))
+    return replace(mesh, axes=tuple(replace(axis, rate=rate) for axis, rate in zip(mesh.axes, rates, strict=True)))
 
 
 def _realise(pipeline: Iterable[Pass]) -> Realise:

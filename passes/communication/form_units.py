@@ -89,6 +89,7 @@ class _Parameter:
     blocks: tuple[str, ...]
     served: frozenset[tuple[Kind, str, Role]]
     reshard: bool
+    kept_by: int | None
     kind: Hashable
 
     @classmethod
@@ -111,13 +112,14 @@ class _Parameter:
             blocks,
             served,
             declared.name in program.reshard,
+            program.kept_by.get(declared.name),
             (declared.dtype, val.device, declared.name.rpartition(".")[0].partition(".")[0], even),
         )
 
     @property
     def key(self) -> Hashable:
         """Parameters with equal keys can be in one unit."""
-        return self.kind, self.served, self.reshard, self.reshard and bool(self.blocks)
+        return self.kind, self.served, self.reshard, self.kept_by, self.reshard and bool(self.blocks)
 
 
 def _described(program: Program) -> Iterator[tuple[Input, torch.Tensor, list[fx.Node], tuple[str, ...]]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from ..analysis.agreed_sizes import of_all
@@ -16,9 +17,11 @@ from ..ir.collectives import Kind, is_wait
 from ..ir.edit import insert_before
 from ..ir.meta import Relation
 from ..ir.ops import Trait, has
-from ..ir.program import Program
+from ..ir.program import Axis, Program
 from ..ir.roles import Phase, Role
 from .form_units import FormUnits
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class Reshard(Pass):
     marked (``meta["recompute_of"]``), and no pass merges it back. ``Collective.ahead`` bounds how many units are whole
     at once: a gather may start ``program.prefetch`` units before its own, and one unit's gradients may be on their way.
     All other parameters stay whole after their first use.
+
+    Of parameters in ``program.kept_by``, so many ranks that follow each other keep what they gathered first, each an
+    equal part: the other gathers run among these ranks alone.
     """
 
     after: ClassVar[tuple[type[Pass], ...]] = (MergeEqual, FormUnits)
@@ -42,7 +48,7 @@ class Reshard(Pass):
             if (described.role, described.kind) == (Role.GRADIENT, Kind.REDUCE_SCATTER):
                 node.meta["collective"] = replace(described, ahead=1)
             elif (described.role, described.kind) == (Role.PARAMETER, Kind.ALL_GATHER):
-                added += _gather_for_each_run(node, program.prefetch)
+                added += _gather_for_each_run(node, program)
         return added
 
 
@@ -51,19 +57,20 @@ def _served(node: fx.Node) -> tuple[str, ...]:
     return served
 
 
-def _gather_for_each_run(gather: fx.Node, prefetch: tuple[int, int]) -> int:
+def _gather_for_each_run(gather: fx.Node, program: Program) -> int:
     """Let the first run of readers read ``gather`` and each other run a copy of it; returns the number of copies."""
     unpacking = _unpacking(gather)
     runs = list(_runs(unpacking))
     if not runs:
         return 0  # nobody reads it, and no pass has removed it
     (first, _), *others = runs
+    kept = _keep(gather, program) if others else None
     for _, readers in others:
-        _repeat([gather, *unpacking], readers, prefetch)
+        _repeat([gather, *unpacking], readers, program.prefetch, kept)
     for node in reversed(unpacking):
         if not node.users:
             node.graph.erase_node(node)
-    gather.meta["collective"] = replace(gather.meta["collective"], ahead=_ahead(first, prefetch))
+    gather.meta["collective"] = replace(gather.meta["collective"], ahead=_ahead(first, program.prefetch))
     return len(others)
 
 
@@ -87,7 +94,37 @@ def _runs(unpacking: list[fx.Node]) -> Iterator[tuple[Phase | None, list[fx.Node
         yield phase, list(run)
 
 
-def _repeat(nodes: list[fx.Node], readers: list[fx.Node], prefetch: tuple[int, int]) -> None:
+@dataclass(frozen=True)
+class _Kept:
+    """The part of a gathered value that this rank keeps, and the ranks that have all of it together."""
+
+    part: fx.Node
+    ranks: Axis
+
+    def let_gather(self, gather: fx.Node) -> None:
+        """Let ``gather`` collect the parts of these ranks, with the same result."""
+        gather.args, gather.kwargs = (self.part, self.ranks.size, self.ranks.group), {}
+
+
+def _keep(gather: fx.Node, program: Program) -> _Kept | None:
+    """Keep a copy of a part, cut on the first dim, of what ``gather`` returns; None if no ranks keep any."""
+    sizes = {program.kept_by.get(name) for name in _served(gather)}
+    size = sizes.pop()
+    assert not sizes, f"{gather} serves parameters that different numbers of ranks keep"
+    if size is None:
+        return None
+    described = gather.meta["collective"]
+    ranks = program.mesh.subgroup(described.axis, size)
+    whole = next(node for node in gather.users if is_wait(node))
+    rows = whole.meta["val"].shape[0] // size
+    begin = ranks.coordinate * rows
+    bounds = 0, begin, begin + rows
+    # A copy, since a view would keep all of it, by an op that no pass takes for the packing of the later gather.
+    part = insert_before(whole.next, aten.slice_copy.Tensor, whole, *bounds, like=whole, relation=Relation.SHARE)
+    return _Kept(part, ranks)
+
+
+def _repeat(nodes: list[fx.Node], readers: list[fx.Node], prefetch: tuple[int, int], kept: _Kept | None) -> None:
     """Repeat ``nodes``, those that the readers need, before the first of these, and let them read the copies."""
     needed = set(readers)
     for node in reversed(nodes):
@@ -106,6 +143,9 @@ def _repeat(nodes: list[fx.Node], readers: list[fx.Node], prefetch: tuple[int, i
     ahead = _ahead(first.meta.get("phase"), prefetch)
     copy.meta["collective"] = replace(described, why=described.why.replace("gathered", "gathered again"), ahead=ahead)
     copy.meta |= of_all([gather])
+    if kept is not None:
+        kept.let_gather(copy)
+        copy.meta["collective"] = replace(copy.meta["collective"], axis=kept.ranks.name)
     for reader in readers:
         reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda each: copies.get(each, each))
 

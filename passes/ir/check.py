@@ -153,7 +153,7 @@ def _collective_is_described(program: Program, node: fx.Node) -> None:
     described = node.meta.get("collective")
     if not isinstance(described, Collective):
         raise PassError(f"{node.name} has no meta['collective'] to say what it communicates and why")
-    axes = program.mesh.axes
+    axes = (*program.mesh.axes, *program.mesh.subgroups)
     group, names = group_of(node), {axis.name for axis in axes}
     if axes and (program.mesh.axis_of_group(group) is None or described.axis not in names):
         raise PassError(

@@ -73,7 +73,8 @@ class _Printer:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.imports: dict[str, None] = {"import torch": None}
-        self.axes = {axis.group: _identifier(axis.name) for axis in program.mesh.axes}
+        axes = (*program.mesh.axes, *program.mesh.subgroups)
+        self.axes = {axis.group: _identifier(axis.name) for axis in axes}
         self.aliases = _aliases(program.graph)
         defined_in = [module for name, module in _DEFINED_IN.items() if name in self.aliases.values()]
         self.imports |= {f"import {module}": None for module in defined_in}

@@ -43,9 +43,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh of a program: plain data, no process group is needed to look at it."""
+    """The mesh of a program: plain data, no process group is needed to look at it.
+
+    ``subgroups``: parts of axes, called ``"dp/2"``, that the program communicates in, too: each group of so many ranks
+    that follow each other along ``dp``.
+    """
 
     axes: tuple[Axis, ...] = ()
+    subgroups: tuple[Axis, ...] = ()
 
     @property
     def size(self) -> int:
@@ -56,8 +61,12 @@ class Mesh:
         return size
 
     def axis_of_group(self, group: str) -> Axis | None:
-        """The axis whose process group has this name."""
-        return next((axis for axis in self.axes if axis.group == group), None)
+        """The axis, or part of one, whose process group has this name."""
+        return next((axis for axis in (*self.axes, *self.subgroups) if axis.group == group), None)
+
+    def subgroup(self, axis: str, size: int) -> Axis:
+        """The part of an axis that has so many ranks."""
+        return next(each for each in self.subgroups if each.name == f"{axis}/{size}")
 
     def __str__(self) -> str:
         return " x ".join(f"{axis.name}={axis.size}" for axis in self.axes) or "one rank"
@@ -141,6 +150,7 @@ class Program:
     notes: list[str] = field(default_factory=list)  # sentences for the report: what ran whole, and what it cost
     units: tuple[tuple[str, ...], ...] = ()  # parameters by name that are communicated and stored together
     reshard: frozenset[str] = frozenset()  # parameters that are gathered again for backward, instead of kept whole
+    kept_by: Mapping[str, int] = field(default_factory=dict)  # of these, those that so many ranks keep together
     prefetch: tuple[int, int] = (1, 1)  # how many units ahead such gathers may start, in forward and in backward
     stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies

@@ -58,7 +58,7 @@ def fully_shard(
     module: Annotated,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     *,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -73,7 +73,8 @@ def fully_shard(
     - ``mesh``: by default of all ranks. On two axes, parameters are split over the second and replicated over the
       first, and the batch is split over both.
     - ``reshard_after_forward``: True gathers again for backward, False keeps what forward gathered; None, the default,
-      keeps it for the root alone: the outermost annotated module.
+      keeps it for the root alone: the outermost annotated module. A number, which divides that of the ranks: so many
+      ranks that follow each other keep it together, and gather it again among themselves.
     - ``shard_placement_fn``: the ``Shard(dim)`` of a parameter, called when a step is compiled; None for the first dim.
     - ``mp_policy``, ``ignored_params``: as for ``replicate``.
 
@@ -81,8 +82,7 @@ def fully_shard(
     an annotation.
     """
     modules, mesh = _check_modules("fully_shard", module), _check_mesh("fully_shard", mesh)
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"expected reshard_after_forward to be None, True or False, got {reshard_after_forward!r}")
+    check_reshard(reshard_after_forward)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"expected shard_placement_fn to be callable or None, got {shard_placement_fn!r}")
     names, ignored = _names(modules), _ignored(modules, ignored_params)
@@ -132,6 +132,17 @@ def check_policy(given: Any) -> MixedPrecisionPolicy | None:
     """Raise ``TypeError`` unless ``given`` is a policy or None; returns it."""
     if given is not None and not isinstance(given, MixedPrecisionPolicy):
         raise TypeError(f"expected mp_policy to be a spmd.MixedPrecisionPolicy or None, got {given!r}")
+    return given
+
+
+def check_reshard(given: Any) -> bool | int | None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``given`` is None, a bool or a number of ranks; returns it."""
+    if given is not None and not isinstance(given, int):
+        raise TypeError(f"expected reshard_after_forward to be None, True, False or a number of ranks, got {given!r}")
+    if not isinstance(given, bool) and given is not None and given < 2:
+        raise ValueError(
+            f"expected reshard_after_forward to be 2 ranks or more, got {given}: False keeps all on each rank"
+        )
     return given
 
 

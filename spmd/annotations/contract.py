@@ -32,7 +32,7 @@ class Annotation:
     api: Api
     mesh: DeviceMesh | None = None
     mp_policy: MixedPrecisionPolicy | None = None
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
     names: Mapping[nn.Module, tuple[str, ...]] = field(default_factory=weakref.WeakKeyDictionary)
     ignored: Mapping[nn.Module, frozenset[str]] = field(default_factory=weakref.WeakKeyDictionary)

@@ -30,8 +30,8 @@ class Unit:
     is_root: bool
 
     @property
-    def reshards(self) -> bool:
-        """Whether its parameters are gathered again for backward."""
+    def reshards(self) -> bool | int:
+        """Whether its parameters are gathered again for backward, or how many ranks keep them together."""
         given = self.annotation.reshard_after_forward
         return not self.is_root if given is None else given
 

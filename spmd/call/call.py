@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from passes import Mesh, PlacementError, Program
+from passes import Axis, Mesh, PlacementError, Program
 
 from ..annotations.policies import MixedPrecisionPolicy
 from ..annotations.resolve import Annotations, Ignored
 from ..ranks.connection import Connection
 from ..ranks.consensus import AllGatherText
 from ..ranks.local_ranks import connect_local_ranks
-from ..ranks.world import axis_names, describe, joined, world
+from ..ranks.world import axis_names, describe, joined, subgroup_of, world
 from .initial_state import InitialState
 from .inputs import BatchInput, place_inputs
 from .state import Arguments, HyperParameter, Slot, buffers_of, hyper_parameters_of, on_mesh, parameters_of, slots_of
@@ -40,6 +40,7 @@ class Layout(Protocol):
     param_init_fn: Callable[[nn.Module], Any] | None
     sync: bool
     mp_policy: MixedPrecisionPolicy | None
+    reshard_after_forward: bool | int | None
     follows_annotations: bool
 
 
@@ -176,7 +177,30 @@ class Call:
         self.own_groups = dict(zip(axes, connection.groups, strict=True)) if connection else {}
         groups = self._gloo_groups()
         named = [replace(a, group=groups[k].group_name) if k in groups else a for k, a in enumerate(self.mesh.axes)]
-        self.mesh = Mesh(tuple(named))
+        self.mesh = Mesh(tuple(named), self._subgroups(connection))
+
+    def _subgroups(self, connection: Connection | None) -> tuple[Axis, ...]:
+        """The groups of ranks that keep parameters together after forward."""
+        asked = [unit.annotation.reshard_after_forward for unit in self.annotations.units]
+        asked.append(self._mode.reshard_after_forward)
+        sizes = {each for each in asked if each is not None and not isinstance(each, bool)}
+        over = (self.annotations.batch_axes or self._mode.batch_axes) - 1
+        axis = self.mesh.axes[over]
+        for size in sorted(sizes):
+            if axis.size > 1 and axis.size % size:
+                raise PlacementError(
+                    f"reshard_after_forward={size} does not divide the {axis.size} ranks of {axis.name}: each group of "
+                    "ranks that keep parameters together must have as many"
+                )
+        return tuple(self._subgroup(over, size, connection) for size in sorted(sizes) if size < axis.size)
+
+    def _subgroup(self, k: int, size: int, connection: Connection | None) -> Axis:
+        axis, group = self.mesh.axes[k], self._gloo_groups().get(k)
+        if connection is not None and group is not None:
+            group = connection.subgroup(group, size)
+        else:
+            group = subgroup_of(self.device_mesh.get_group(k), size)
+        return Axis(f"{axis.name}/{size}", size, group.group_name, axis.coordinate % size, axis.backend)
 
     def _gloo_groups(self) -> dict[int, Any]:
         return {k: group for k, group in self.own_groups.items() if self.mesh.axes[k].backend == "gloo"}

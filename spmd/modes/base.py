@@ -28,6 +28,7 @@ class ParallelMode(ABC):
       does not name are split over the first ``batch_axes`` axes of the mesh.
     - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``.
     - ``ignored``: state that ranks do not make equal; ``sync``: False if they make none equal.
+    - ``reshard_after_forward``: a number, if so many ranks keep gathered parameters together until backward.
     - ``mp_policy``: the dtypes of modules without an annotation. ``param_init_fn``: initializes a module that is on the
       meta device.
     - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
@@ -43,6 +44,7 @@ class ParallelMode(ABC):
     param_init_fn: Callable[[nn.Module], Any] | None = None
     sync: bool = True
     mp_policy: MixedPrecisionPolicy | None = None
+    reshard_after_forward: bool | int | None = None
     follows_annotations: bool = False
 
     @abstractmethod

@@ -14,7 +14,7 @@ from passes import Input, Pass, Program, Role
 from passes.analysis.repeated_blocks import blocks_of
 from passes.ir.program import replicated
 
-from ..annotations.apply import check_parameters, check_policy
+from ..annotations.apply import check_parameters, check_policy, check_reshard
 from ..annotations.policies import MixedPrecisionPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
 from ..partitioner.plan import Plan
@@ -62,7 +62,9 @@ class DataParallel(PlannedMode):
     ``reshard_after_forward``, where parameters are split: True gathers each for forward, and again for backward, so
     that few units are whole at once. False gathers once and keeps parameters whole in between: less traffic, and the
     memory of the whole model. None, the default, gathers again what lies in repeated blocks (a transformer's layers),
-    and keeps the rest. ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward.
+    and keeps the rest. A number, which divides that of the ranks: after forward so many ranks that follow each other,
+    such as those of one host, keep each parameter together, and gather it for backward among themselves.
+    ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward.
 
     ``ignored_params``, ``ignored_modules``: parameters, and all that these modules hold but for annotated submodules,
     that are neither placed nor made equal on all ranks; a step cannot train them.
@@ -96,7 +98,7 @@ class DataParallel(PlannedMode):
         shard_optimizer: bool = False,
         reduce_dtype: torch.dtype | None = None,
         gather_dtype: torch.dtype | None = None,
-        reshard_after_forward: bool | None = None,
+        reshard_after_forward: bool | int | None = None,
         prefetch: tuple[int, int] = (1, 1),
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -153,6 +155,7 @@ class DataParallel(PlannedMode):
             updates=updates,
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
             reshard=_reshard(declared, shares),
+            kept_by=_kept_by(shares, mesh.axes[over].size if mesh.axes else 1),
             prefetch=self.prefetch,
         )
 
@@ -181,6 +184,13 @@ def _reshard(parameters: Sequence[Input], shares: Mapping[str, Share]) -> frozen
     return frozenset(found)
 
 
+def _kept_by(shares: Mapping[str, Share], ranks: int) -> dict[str, int]:
+    """How many of the ranks keep a parameter together after forward, where these are neither one nor all."""
+    asked = {name: share.reshards for name, share in shares.items() if share.style != "replicate"}
+    sizes = {name: size for name, size in asked.items() if size is not None and not isinstance(size, bool)}
+    return {name: size for name, size in sizes.items() if size < ranks}
+
+
 def _check_one_of(name: str, given: Any, allowed: Sequence[str]) -> None:
     if given not in allowed:
         listed = ", ".join(f'"{each}"' for each in allowed)
@@ -205,12 +215,10 @@ def _check_gathers(dtype: torch.dtype | None, style: Style, shard_optimizer: boo
         )
 
 
-def _check_reshard(given: Any, style: Style) -> bool | None:
-    if given is not None and not isinstance(given, bool):
-        raise TypeError(f"expected reshard_after_forward to be None, True or False, got {given!r}")
-    if given and style == "replicate":
-        raise ValueError('expected no reshard_after_forward=True: "replicate" gathers no parameters')
-    return given
+def _check_reshard(given: Any, style: Style) -> bool | int | None:
+    if check_reshard(given) and style == "replicate":
+        raise ValueError(f'expected no reshard_after_forward={given}: "replicate" gathers no parameters')
+    return check_reshard(given)
 
 
 def _check_prefetch(given: Any) -> tuple[int, int]:

@@ -21,13 +21,13 @@ class Share:
     """The treatment of one parameter.
 
     ``dim``: the one to split, None for the first that no other axis splits. ``reshards``: whether it is gathered again
-    for backward; None: if it lies in a repeated block. ``reduce_dtype``: of its gradient's reduction. ``unit``: the
-    annotation that it follows.
+    for backward, or how many ranks keep it together until then; None: if it lies in a repeated block.
+    ``reduce_dtype``: of its gradient's reduction. ``unit``: the annotation that it follows.
     """
 
     style: Style
     dim: int | None = None
-    reshards: bool | None = None
+    reshards: bool | int | None = None
     reduce_dtype: torch.dtype | None = None
     unit: Unit | None = None
 

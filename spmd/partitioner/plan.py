@@ -32,8 +32,9 @@ class Plan:
 
     ``reduce_dtypes``: for single parameters, by name, another dtype than that option; None is their own.
 
-    ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``prefetch``: how many
-    units ahead of their readers these gathers may start, in forward and in backward.
+    ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``kept_by``: of these, the
+    parameters that so many ranks, which follow each other, keep together until then. ``prefetch``: how many units ahead
+    of their readers these gathers may start, in forward and in backward.
     """
 
     mesh: DeviceMesh | None
@@ -43,4 +44,5 @@ class Plan:
     updates: Mapping[str, Placements] = field(default_factory=dict)
     reduce_dtypes: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     reshard: frozenset[str] = frozenset()
+    kept_by: Mapping[str, int] = field(default_factory=dict)
     prefetch: tuple[int, int] = (1, 1)

@@ -89,6 +89,7 @@ class _Walk:
             notes=[*self.program.notes, *self.diagnostics.all()],
             units=self.context.units,
             reshard=self.context.plan.reshard,
+            kept_by=self.context.plan.kept_by,
             prefetch=self.context.plan.prefetch,
         )
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,7 @@ from .failures import Failure, FailureBoard, StateIs
 from .members import Members
 from .patience import LateError, Patience
 from .standing import WAY_OUT, Standing, StateError, check_equal
+from .world import ranks_of_part
 
 _CONNECTING = 60.0  # seconds for ranks that have all come to open their connections
 
@@ -49,6 +51,7 @@ class Connection:
         self._world = weakref.ref(dist.group.WORLD)
         self._name, self._store = name, default_store()
         self.board = FailureBoard(self._store, name, members)
+        self._subgroups: dict[tuple[str, int], Any] = {}
         self._waits = 0  # equal on all ranks, since they wait for each other in the same order
 
     @property
@@ -67,6 +70,16 @@ class Connection:
                 first, second, third = map(max, zip(*gathered, strict=True))
             values = first, second, third
         return values
+
+    def subgroup(self, group: Any, size: int) -> Any:
+        """The group of ``size`` ranks that follow each other in ``group``, this one among them; all ranks call it."""
+        key = group.group_name, size
+        if key not in self._subgroups:
+            ranks = ranks_of_part(group, size)
+            name = f"{group.group_name}/{size}/{ranks[0]}"
+            self._subgroups[key] = new_gloo_group(name, group.rank() % size, ranks, _CONNECTING)
+            set_timeout(self._subgroups[key], self.timeout)
+        return self._subgroups[key]
 
     def barrier(self) -> None:
         """Wait for all ranks in the middle of a call."""
@@ -131,7 +144,7 @@ class Connection:
     def close(self) -> None:
         """Close it on all ranks."""
         self.is_closed = True
-        for group in self.groups:
+        for group in (*self.groups, *self._subgroups.values()):
             abort_local_peers(group.group_name)
             with suppress(Exception):  # the user may have destroyed all groups already
                 close_group(group)
@@ -150,17 +163,11 @@ class _Ranks:
 
     theirs: tuple[weakref.ref[Any], ...]
     connection: Connection | None = None
-    attempts: int = 0  # to connect
     standing: Standing = field(default_factory=Standing)
 
     def open_connection(self) -> Connection | None:
         """The connection last made, if ranks can still communicate in it."""
         return self.connection if self.connection is not None and self.connection.is_open else None
-
-    def next_attempt(self) -> int:
-        """The number of the attempt to connect that begins now, equal on all ranks."""
-        self.connection, self.attempts = None, self.attempts + 1
-        return self.attempts
 
     def carry_over(self, standing: Standing) -> None:
         """Let ``standing``, which state got among the ranks of an earlier process group, be compared among these.
@@ -177,6 +184,7 @@ class _Ranks:
 
 
 _known: dict[tuple[str, ...], _Ranks] = {}  # by the names of the user's groups
+_attempts = weakref.WeakKeyDictionary[Any, Counter[str]]()  # by process group: the attempts of each set of ranks
 
 
 def connect(
@@ -201,7 +209,8 @@ def connect(
     if (found := known.open_connection()) is not None:
         return found
     longest = min(map(timeout_of, theirs))
-    meeting = _Meeting(theirs, members, known.next_attempt(), longest if timeout is None else timeout, what)
+    known.connection = None
+    meeting = _Meeting(theirs, members, longest if timeout is None else timeout, what)
     made = meeting.connect(longest, known)
     try:
         made.compare(what, to_recover)
@@ -225,7 +234,8 @@ def report_interrupt(theirs: Sequence[Any], members: Members, what: str, error: 
     if (found := known.open_connection()) is not None:
         found.fail(error, StateIs.BEFORE)
         return
-    meeting = _Meeting(theirs, members, known.next_attempt(), 0.0, what)
+    known.connection = None
+    meeting = _Meeting(theirs, members, 0.0, what)
     meeting.board.post(Failure.of(error, StateIs.BEFORE, lost=False))
     meeting.come()
 
@@ -239,12 +249,11 @@ def _ranks_of(theirs: Sequence[Any]) -> _Ranks:
 
 
 class _Meeting:
-    """An attempt to connect. All ranks have made the same number of attempts before."""
+    """An attempt to connect. These ranks have all made the same number of attempts before, in meshes of this shape."""
 
-    def __init__(self, theirs: Sequence[Any], members: Members, number: int, timeout: float, what: str) -> None:
+    def __init__(self, theirs: Sequence[Any], members: Members, timeout: float, what: str) -> None:
         self.theirs, self.members, self.what = theirs, members, what
-        mesh = hashlib.sha256(repr([[group.size() for group in theirs], list(members.ranks)]).encode()).hexdigest()[:8]
-        self.name, self.store = f"spmd/{mesh}/{number}", default_store()
+        self.name, self.store = _next_name([group.size() for group in theirs], members), default_store()
         self.board = FailureBoard(self.store, self.name, members)
         self.patience = Patience(what, self.name, members, timeout, self.store, self._check)
 
@@ -307,6 +316,14 @@ class _Meeting:
     def _check(self) -> None:
         if self.board.has_any():
             raise PeerLostError("another rank failed")
+
+
+def _next_name(sizes: list[int], members: Members) -> str:
+    """The name of the attempt that begins now, equal on all ranks, and used once in a process group."""
+    mesh = hashlib.sha256(repr([sizes, list(members.ranks)]).encode()).hexdigest()[:8]
+    attempts = _attempts.setdefault(dist.group.WORLD, Counter())
+    attempts[mesh] += 1
+    return f"spmd/{mesh}/{attempts[mesh]}"
 
 
 def has_gloo(group: Any) -> bool:

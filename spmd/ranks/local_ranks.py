@@ -48,7 +48,8 @@ def connect_local_ranks(
     for k, each in sockets.items():
         peers = LocalPeers(mesh.axes[k].coordinate, each, timeout_of(groups[k]))
         register_local_peers(groups[k].group_name, groups[k], peers)
-    return Mesh(tuple(replace(axis, shared=k in shared) for k, axis in enumerate(mesh.axes))), notes
+    axes = tuple(replace(axis, shared=k in shared) for k, axis in enumerate(mesh.axes))
+    return replace(mesh, axes=axes), notes
 
 
 def _connect_groups(

@@ -20,6 +20,7 @@ from .._torch import FakeStore, root_mesh
 _Meshes = weakref.WeakValueDictionary[str, DeviceMesh]  # by kind of device
 # By process group. A mesh holds its groups, so it is held by programs, by state and by the user, and not here.
 _meshes: weakref.WeakKeyDictionary[Any, _Meshes] = weakref.WeakKeyDictionary()
+_subgroups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()  # by process group, and size
 
 
 def world(device: str | torch.device | None = None) -> DeviceMesh:
@@ -61,6 +62,21 @@ def describe(mesh: DeviceMesh) -> passes.Mesh:
         for k, (name, group) in enumerate(zip(names, groups, strict=True))
     ]
     return passes.Mesh(tuple(axes))
+
+
+def ranks_of_part(group: Any, size: int) -> list[int]:
+    """The ``size`` ranks of ``group`` that follow each other and that this one is among."""
+    first = group.rank() // size * size
+    return dist.get_process_group_ranks(group)[first : first + size]
+
+
+def subgroup_of(group: Any, size: int) -> Any:
+    """The process group of these ranks, made when it is first asked for, with the backend of ``group``."""
+    made = _subgroups.setdefault(group, {})
+    if size not in made:
+        ranks, backend = ranks_of_part(group, size), dist.get_backend(group)
+        made[size] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    return made[size]
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -76,6 +76,7 @@ def parts(model: Net) -> None:
 STRATEGIES: dict[str, Callable[[Net], None]] = {
     "root resharded not": per_block,
     "all resharded": lambda model: per_block(model, reshard_after_forward=True),
+    "kept by two": lambda model: per_block(model, reshard_after_forward=2),
     "none resharded": lambda model: per_block(model, reshard_after_forward=False),
     "one unit": spmd.fully_shard,  # type: ignore[dict-item]
     "replicate": spmd.replicate,  # type: ignore[dict-item]
@@ -123,7 +124,7 @@ def differences(rank: int, world: int, case: Annotated) -> list[str]:
 
 
 ROWS = [
-    (strategy, optimizer, 4 if strategy == "hybrid" else world)
+    (strategy, optimizer, 4 if strategy in ("hybrid", "kept by two") else world)
     for strategy in STRATEGIES
     for optimizer, world in (("SGD", 2), ("AdamW", 3), ("SGD momentum", 3), ("Adam", 2))
 ]

@@ -85,8 +85,8 @@ def units(result: spmd.CompiledStep) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reshard, backward", [(None, LAYERS), (True, LAYERS + 1), (False, 0)])
-def test_each_unit_is_gathered_and_reduced_as_it_asks(reshard: bool | None, backward: int) -> None:
+@pytest.mark.parametrize("reshard, backward", [(None, LAYERS), (True, LAYERS + 1), (False, 0), (8, LAYERS + 1)])
+def test_each_unit_is_gathered_and_reduced_as_it_asks(reshard: bool | int | None, backward: int) -> None:
     _, result = compiled(lambda: Model(64), lambda m: per_block(m, reshard_after_forward=reshard), world=64)
     assert result.program is not None
     assert counts(result.program) == (LAYERS + 1, backward, LAYERS + 1)

@@ -18,6 +18,7 @@ from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 
 LAYERS = 5
+GATHER = Kind.ALL_GATHER, Role.PARAMETER
 
 
 class Model(nn.Module):
@@ -60,7 +61,7 @@ def compiled(width: int = 256, batches: int = 1, layers: int = LAYERS, **options
 def counts(program: Program) -> tuple[int, int, int]:
     """The number of gathers of parameters in forward and backward, and of reduce_scatters."""
     described = [(node.meta["collective"], node.meta.get("phase")) for node in program.collectives()]
-    gathers = [phase for each, phase in described if (each.kind, each.role) == (Kind.ALL_GATHER, Role.PARAMETER)]
+    gathers = [phase for each, phase in described if (each.kind, each.role) == GATHER]
     backward = sum(phase is Phase.BACKWARD for phase in gathers)
     return len(gathers) - backward, backward, sum(each.kind is Kind.REDUCE_SCATTER for each, _ in described)
 
@@ -97,7 +98,7 @@ def test_so_many_units_are_whole_at_once(prefetch: tuple[int, int]) -> None:
     started: list[torch.fx.Node] = []
     for node in program.graph.nodes:
         described = node.meta.get("collective")
-        if described is not None and (described.kind, described.role) == (Kind.ALL_GATHER, Role.PARAMETER):
+        if described is not None and (described.kind, described.role) == GATHER:
             started.append(node)
             phase = node.meta.get("phase", Phase.FORWARD)
             ahead[phase] = max(ahead[phase], len(started) - 1)
@@ -160,7 +161,9 @@ class Accumulated(Deep):
     (Deep(sizes=(8, 8), optimizer="SGD"), 2, {"reshard_after_forward": True}),
     (Accumulated(optimizer="SGD momentum"), 2, {"reshard_after_forward": True}),
     (Accumulated(sizes=(8, 8), optimizer="SGD"), 4, {"reduce_gradients": "each"}),
-], ids=["uneven", "all", "even", "accumulated", "reduced each"])  # fmt: skip
+    (Deep(optimizer="AdamW"), 4, {"reshard_after_forward": 2}),
+    (Accumulated(optimizer="SGD"), 4, {"reshard_after_forward": 2}),
+], ids=["uneven", "all", "even", "accumulated", "reduced each", "kept by two", "accumulated, kept by two"])  # fmt: skip
 def test_numbers_are_those_of_the_plain_step(ranks: Ranks, case: Deep, world: int, options: dict[str, Any]) -> None:
     assert_agrees(ranks, world, case, {"parallel_style": "fully_shard", **options})
 
@@ -174,6 +177,35 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> 
         spmd.DataParallel(**options)
 
 
-def test_a_number_of_ranks_is_refused() -> None:
-    with pytest.raises(TypeError, match="None, True or False"):
-        spmd.DataParallel("fully_shard", reshard_after_forward=2)  # type: ignore[arg-type]
+@pytest.mark.parametrize("given, error, words", [
+    ("no", TypeError, "a number of ranks"),
+    (1, ValueError, "2 ranks or more, got 1: False keeps all on each"),
+])  # fmt: skip
+def test_what_is_no_number_of_ranks_is_refused(given: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        spmd.DataParallel("fully_shard", reshard_after_forward=given)
+
+
+def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(spmd.PlacementError, match=r"reshard_after_forward=3 does not divide the 64 ranks of dp"):
+        compiled(reshard_after_forward=3)
+
+
+@pytest.mark.slow
+def test_so_many_ranks_keep_a_block_together() -> None:
+    """Backward gathers among two of all ranks, and half of each block lives until then."""
+    program = compiled(reshard_after_forward=2).program
+    assert program is not None
+    assert counts(program) == (LAYERS + 1, LAYERS + 1, LAYERS + 1)
+    described = [(node.meta["collective"], node.meta.get("phase")) for node in program.collectives()]
+    axes = {(phase, each.axis) for each, phase in described if (each.kind, each.role) == GATHER}
+    assert axes == {(None, "dp"), (Phase.BACKWARD, "dp/2")}  # a bucket serves many phases, and has none
+    everyone = compiled(reshard_after_forward=64).program
+    assert everyone is not None and everyone.mesh.subgroups == ()  # as with True
+
+    def peak(reshard: bool | int) -> int:
+        return int(compiled(layers=9, reshard_after_forward=reshard).report().memory["cpu"].peak)
+
+    none, half, whole = map(peak, (True, 2, False))
+    block = sum(p.numel() * 4 for p in Block(256).parameters())
+    assert 2 * block < half - none < 6 * block and half < whole
