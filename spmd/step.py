@@ -23,6 +23,7 @@ from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
 from .call.call import Call
+from .call.check_devices import check_devices
 from .call.compare_arguments import compare_arguments
 from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
@@ -217,6 +218,7 @@ class CompiledStep:
         check_leaves(call.given)
         call.communicate_in(agreement.connection)
         call.resolve()
+        check_devices(call.device_mesh, call.slots, call.inputs)
         check_initializable(call)
         compared = compare_arguments(call.arguments, call.inputs, agreement.members, agreement.all_gather_text)
         agreement.differing = compared.differing

@@ -151,13 +151,19 @@ def _check_device(given: int | torch.device | None, modules: list[nn.Module], me
     if given is None:
         return
     device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    if device == torch.device("cuda") and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())  # as torch takes it wherever it stands
     if mesh is not None and mesh.device_type != device.type:
         raise ValueError(f"device_id is {device}, but the mesh is of {mesh.device_type} devices: name one of these")
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            where = parameter.device
-            if where.type != "meta" and (where.type, where.index or 0) != (device.type, device.index or 0):
-                raise ValueError(f"device_id is {device}, but {name} is on {where}: move the module there first")
+    elsewhere = [
+        f"{name} is on {where}"
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if (where := parameter.device).type != "meta"
+        and (where.type, where.index or 0) != (device.type, device.index or 0)
+    ]
+    if elsewhere:
+        raise ValueError(f"device_id is {device}, but {', '.join(elsewhere)}: move the module there first")
 
 
 def _names(modules: list[nn.Module]) -> weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]]:
