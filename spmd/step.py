@@ -6,11 +6,8 @@ import copy
 import functools
 import inspect
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +44,7 @@ from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
 from .override import replaced, transform, transform_graph_module
+from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
 from .ranks.standing import StateError
 
@@ -148,39 +146,44 @@ class CompiledStep:
         with held_interrupts(), all_or_none(self._name, turn.connection) as agreement:
             rebind_replaced_parameters(call.given.optimizers)
             change = self._dispatch.change(call)
-            with call.initial_state():
-                compiled = self._compile(turn, call, agreement)
+            progress = Progress(self._title(change), shown=agreement.is_first_rank)
+            with call.initial_state(), progress.show():
+                compiled = self._compile(turn, call, agreement, progress)
         self._dispatch.add(compiled, change)
         warn_of_stale_references(call.replaced)
         return compiled
 
-    def _compile(self, turn: Turn, call: Call, agreement: Agreement) -> Compiled:
+    def _title(self, change: str) -> str:
+        """The program that is compiled next, and why."""
+        number = self._dispatch.compiled + 1
+        return f"{self._name} (program {number}: {change})" if change else self._name
+
+    def _compile(self, turn: Turn, call: Call, agreement: Agreement, progress: Progress) -> Compiled:
         """Capture, partition, transform, passes, lower. State is changed last, when all of that has gone well."""
-        options, clock = self._options, _Clock()
-        name = f"{self._name}/program-{self._dispatch.compiled}"
+        options, name = self._options, f"{self._name}/program-{self._dispatch.compiled}"
         dump, facts = self._dumps.dump(options.dump_folder, name), facts_of(options.pipeline)
         notes = self._settle(call, agreement)
         modes = torch_settings()
-        with clock.stage("capture"):
+        with progress.stage("capture"):
             captured, reads = self._capture(call, name)
             captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
-        with clock.stage("partition"), DisableAutocast():
+        with progress.stage("partition"), DisableAutocast():
             local = options.mode.partition(captured.program)
             if Fact.STORAGE in facts:
                 local = with_storage_facts(local, call.slots, agreement.all_gather_text)
             state = prepare(call, local.inputs)
             local, added = transform(local, options.overrides, state.locals)
             dump.stage(1, "partition", local)
-        with clock.stage("passes"), DisableAutocast():
+        with progress.stage("passes"), DisableAutocast():
             program = passes_package.run(local, options.pipeline, on_stage=dump.on_pass)
-        with clock.stage("lower"), DisableAutocast():
+        with progress.stage("lower"), DisableAutocast():
             program = transform_graph_module(program, options.gm_transformation)
             arenas = self._arenas.setdefault(call.device_mesh, Arenas(options.keep_freed_memory))
             executable = lower(program, options.backend, arenas)
-        report = Report.of(program, clock.seconds, program.notes)
+        report = Report.of(program, progress.seconds, program.notes)
         dump.stage(99, "lowered", program)
         dump.report(report)
         description = describe_for_agreement(captured, program, table_of(options.pipeline), call)
@@ -323,14 +326,3 @@ def compile(
         return CompiledStep(function, options)
 
     return decorate(module_override) if bare else decorate
-
-
-@dataclass
-class _Clock:
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start

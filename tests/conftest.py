@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +17,7 @@ from .harness.pool import Ranks
 
 # pytest listens to every logger, and that makes torch write its trace of each fake tensor for nobody.
 logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+os.environ["SPMD_QUIET"] = "1"  # the ranks and programs that tests start, too
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ ORDER = {
         partitioner/
         modes/
         lowering/
-        override dump
+        override dump progress
         options compiled unsharded initialized
         dispatch
         step

@@ -181,6 +181,11 @@ class Agreement:
         """The ranks that compile together, in the order of the mesh."""
         return self.connection.members.ranks if self.connection is not None else (0,)
 
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank is the first of them."""
+        return not dist.is_initialized() or dist.get_rank() == self.members[0]
+
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's ``text``, in the order of the mesh. Raises ``RankMismatchError`` as ``agree`` does."""
         texts = [text for _, text in self._all_gather(["so far", text])]

@@ -1,0 +1,76 @@
+"""The line that says what compiles."""
+
+from __future__ import annotations
+
+import io
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import spmd
+import spmd.progress
+from tests.harness.fake import fake_world
+
+STAGES = r"capture \d+\.\d s, partition \d+\.\d s, passes \d+\.\d s, lower \d+\.\d s"
+
+
+@pytest.fixture(autouse=True)
+def shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPMD_QUIET")
+
+
+def train(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def compile_twice(rank: int = 0) -> None:
+    """The second call has another shape."""
+    with fake_world(2, rank):
+        model, step = nn.Linear(3, 4), spmd.compile(train)
+        for rows in (2, 2, 5):
+            step(model, torch.ones(rows, 3))
+            model.zero_grad()
+
+
+def test_a_log_gets_a_line_for_each_program(capfd: pytest.CaptureFixture[str]) -> None:
+    compile_twice()
+    first, second = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(rf"compiling train \.\.\. {STAGES}", first)
+    assert re.fullmatch(rf"compiling train \(program 2: .*x.*\[5, 3\].*\) \.\.\. {STAGES}", second)
+
+
+def test_other_ranks_write_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    compile_twice(rank=1)
+    assert capfd.readouterr().err == ""
+
+
+def test_spmd_quiet_is_obeyed(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPMD_QUIET", "1")
+    compile_twice()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminal_shows_each_stage_as_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal: Any = partial(Console, file=screen, force_terminal=True, width=200)
+    monkeypatch.setattr(spmd.progress, "Console", lambda **_: terminal())
+    compile_twice()
+    for running in ("train ... capture", r"capture \d\.\d s, partition", r"passes \d\.\d s, lower"):
+        assert re.search(rf"{running}\s", screen.getvalue())
+    assert re.search(STAGES, screen.getvalue())
+
+
+def test_of_a_step_that_fails_the_line_says_how_far_it_came(capfd: pytest.CaptureFixture[str]) -> None:
+    def fails(model: nn.Module, x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with fake_world(2), pytest.raises(KeyError):
+        spmd.compile(fails)(nn.Linear(3, 4), torch.ones(2, 3))
+    assert capfd.readouterr().err == "compiling fails ... capture\n"
