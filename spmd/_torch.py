@@ -137,6 +137,13 @@ MODULE_NOTES = frozenset(
 # 2.11 to 2.15.
 RNN_NOTES = frozenset(("_flat_weights", "_flat_weight_refs"))
 
+
+def renew_notes(module: nn.Module) -> None:
+    """Let a recurrent layer refer to the parameters that it has now; it would do so in its next forward."""
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+
+
 # The number of in-place writes to a tensor, to detect those of an optimizer or the step. 2.11 to 2.15.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
@@ -433,6 +440,7 @@ __all__ = [
     "register_module_forward_pre_hook",
     "register_pytree_node",
     "rename_placeholder",
+    "renew_notes",
     "root_mesh",
     "sequence_number_of",
     "set_local_tensor",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from .._torch import move_hooks, own_parameters
+from .._torch import move_hooks, own_parameters, renew_notes
 from ..call.state import Arguments, parameters_of, submodules_of
 from .eager_calls import refuse_eager_calls
 
@@ -47,6 +47,7 @@ def rebind(arguments: Arguments, renewed: Mapping[int, torch.Tensor]) -> None:
     added = set(map(id, renewed.values()))
     for _, module in submodules_of(arguments.modules):
         if not added.isdisjoint(map(id, own_parameters(module).values())):
+            renew_notes(module)
             refuse_eager_calls(module)
     for optimizer in arguments.optimizers.values():
         _rebind_optimizer(optimizer, renewed)

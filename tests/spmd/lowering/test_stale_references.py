@@ -79,6 +79,19 @@ def test_nothing_else_is_warned_of(build: Callable[[nn.Module], Any]) -> None:
     assert messages(build) == []
 
 
+def test_the_list_that_a_recurrent_layer_keeps_refers_to_the_new_ones() -> None:
+    def wrapped(model: nn.Module) -> None:
+        model[1] = nn.LSTM(4, 4)  # type: ignore[operator]
+        model[2] = First()  # type: ignore[operator]
+
+    assert not messages(wrapped)
+
+
+class First(nn.Module):
+    def forward(self, results: tuple[Tensor, ...]) -> Tensor:
+        return results[0]
+
+
 def test_a_model_that_stays_whole_is_not_split() -> None:
     assert messages(lambda model: list(model.parameters()), "replicate") == []
 
