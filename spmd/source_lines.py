@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import linecache
 import os
 from collections.abc import Mapping
@@ -10,6 +12,7 @@ from types import FrameType, TracebackType
 import torch
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_BETWEEN = (contextlib.__file__, functools.__file__, "<string>")  # in the latter torch.fx has code that it generates
 _INTERNAL = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE + os.sep)
 
 
@@ -43,6 +46,16 @@ def user_location(traceback: TracebackType | None) -> tuple[str, int] | None:
             location = (filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return location
+
+
+def users_part(traceback: TracebackType | None) -> TracebackType | None:
+    """The frames of a traceback that are the user's, down to the innermost one; None if there are none."""
+    if traceback is None:
+        return None
+    inner, frame = users_part(traceback.tb_next), traceback.tb_frame
+    if frame.f_code.co_filename.startswith((*_INTERNAL, *_BETWEEN)):
+        return inner
+    return TracebackType(inner, frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
 def module_of(traceback: TracebackType | None, names: Mapping[int, str]) -> str:

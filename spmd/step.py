@@ -25,6 +25,7 @@ from .call.compare_arguments import compare_arguments
 from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
 from .capture import Captured, capture, in_rank_zero_order
+from .capture.explain_errors import shorten_traceback
 from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch, Turn
@@ -104,8 +105,12 @@ class CompiledStep:
         """
         if get_proxy_mode() is not None:
             return self._function(*args, **kwargs)
-        with _calling:
-            result = self._step(args, kwargs)
+        try:
+            with _calling:
+                result = self._step(args, kwargs)
+        except Exception as error:
+            shorten_traceback(error)
+            raise
         if last_train_step:
             self.flush()
         return result

@@ -24,7 +24,18 @@ from ..ranks.local_ranks import connect_local_ranks
 from ..ranks.world import axis_names, describe, joined, subgroup_of, world
 from .initial_state import InitialState
 from .inputs import BatchInput, place_inputs
-from .state import Arguments, HyperParameter, Slot, buffers_of, hyper_parameters_of, on_mesh, parameters_of, slots_of
+from .state import (
+    Arguments,
+    HyperParameter,
+    Slot,
+    buffers_of,
+    hyper_parameters_of,
+    on_mesh,
+    parameters_of,
+    slots_of,
+    submodules_of,
+)
+from .unsupported import check_modules
 
 _OF_STATE = ("slots", "arguments", "hyper_parameters", "inputs")  # facts that follow from live state
 
@@ -62,6 +73,7 @@ class Call:
     @cached_property
     def device_mesh(self) -> DeviceMesh:
         """The mode's mesh, else that of all ranks for the model's device; with the axes that parameters live on."""
+        check_modules(submodules_of(self.given.modules))
         tensors = [parameter.tensor for parameter in parameters_of(self.given.modules)]
         meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
         tensors = [tensor for tensor in tensors if not tensor.is_meta][:1]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from traceback import extract_tb
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from passes import CaptureError, SpmdError
+from passes import CaptureError, PlacementError, RankMismatchError, SpmdError
 
 from .._torch import (
     DataDependentOutputException,
@@ -21,17 +22,21 @@ from .._torch import (
     UnsupportedOperatorException,
 )
 from ..call.state import Arguments, submodules_of
-from ..source_lines import module_of, source_at, user_location
+from ..source_lines import module_of, source_at, user_location, users_part
 from .unsupported import Refused
 
 aten = torch.ops.aten
+
+_FOR_USERS = (CaptureError, PlacementError, RankMismatchError)
+_USERS = "_spmd_users"  # the attribute of an error that the user's own code raised while it was traced
 
 
 @contextmanager
 def explained_errors(function: Callable[..., Any], arguments: Arguments) -> Iterator[None]:
     """Raise ``CaptureError`` with an explanation for what torch raises; the user's own errors get a note instead."""
     try:
-        yield
+        with nullcontext() if _shows_all() else _without_log():
+            yield
     except SpmdError:
         raise
     except Exception as error:
@@ -39,8 +44,36 @@ def explained_errors(function: Callable[..., Any], arguments: Arguments) -> Iter
         reason = _reason(error)
         if reason is None:
             error.add_note(f"raised while spmd traced {name}; nothing was changed\n    {where}")
+            vars(error)[_USERS] = True
             raise
+        if not _shows_all():
+            error.__traceback__ = users_part(error.__traceback__)
         raise CaptureError(f"{name} cannot be traced into one graph: {reason}\n    {where}") from error
+
+
+def shorten_traceback(error: Exception) -> None:
+    """Cut the traceback of an error to the user's frames, if it is of the user's own, or says what the user can do.
+
+    ``SPMD_FULL_TRACEBACK=1`` keeps all.
+    """
+    if (_USERS in vars(error) or isinstance(error, _FOR_USERS)) and not _shows_all():
+        error.__traceback__ = users_part(error.__traceback__)
+
+
+def _shows_all() -> bool:
+    return os.environ.get("SPMD_FULL_TRACEBACK", "0") not in ("", "0")
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Let torch not log the failures of ops on fake tensors, which it raises as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _describe_location(traceback: TracebackType | None, function: Callable[..., Any], arguments: Arguments) -> str:
@@ -80,6 +113,8 @@ _REASONS = {
     "found at least two devices": "it computes with tensors on several devices. Move them to one before the step.",
     "SparseMeta": "it makes a sparse tensor, which cannot be split over ranks. Use dense ones (sparse=False).",
     "is not tracked with proxy": "it makes a nested tensor, whose shape depends on values. Pad, and pass a mask.",
+    "SymFloat.__format__": f"it formats the value of a tensor, which is not known while tracing. {_ALTERNATIVES}",
+    "SymInt.__format__": f"it formats the value of a tensor, which is not known while tracing. {_ALTERNATIVES}",
     "FakeTensor.__format__": f"it formats a tensor as text, which needs its value. {_ALTERNATIVES}",
     "numpy": _MEMORY,
     ".tolist()": _MEMORY,

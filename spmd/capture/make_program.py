@@ -20,7 +20,6 @@ from passes.ir.origin import Origin
 
 from .._torch import rename_placeholder
 from ..call.call import Call
-from ..call.state import submodules_of
 from .bind_outputs import bind_outputs
 from .captured import Captured
 from .constraint import constraints_on
@@ -32,7 +31,6 @@ from .functionalize import functionalize
 from .hyper_conditions import HyperGuards
 from .reads import Reads
 from .trace import Trace
-from .unsupported import check_modules
 
 
 def capture(
@@ -43,7 +41,6 @@ def capture(
     ``known``: Python state that other programs of the step take as inputs. Raises ``CaptureError`` if the step cannot
     be traced; nothing is changed then.
     """
-    check_modules(submodules_of(call.arguments.modules))
     with explained_errors(function, call.arguments), constraints_on(call.mesh):
         trace, first = _traced(function, call, (known or Carried()).now())
     assert trace.final is not None

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import fx, nn
@@ -117,6 +118,8 @@ class Recorder(TorchDispatchMode):
             del self._modules[-1:]
 
         with ExitStack() as stack:
+            stack.enter_context(catch_warnings())
+            filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # these
             stack.callback(register_module_forward_pre_hook(enter).remove)
             stack.callback(register_module_forward_hook(leave, always_call=True).remove)
             yield

@@ -1,25 +1,20 @@
-"""Refuse steps and modules that cannot be compiled, each with what to do instead.
+"""Refuse steps that cannot be compiled, each with what to do instead.
 
-``check_modules`` runs before anything is traced, ``check_op`` at every op while tracing, ``check_results`` on what the
-step returns. The last two raise ``Refused``, to which ``explain_errors.py`` adds the user's line.
+``check_op`` runs at every op while tracing, ``check_results`` on what the step returns. They raise ``Refused``, to
+which ``explain_errors.py`` adds the user's line.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from passes import CaptureError
 
 from .._torch import (
     COLLECTIVE_NAMESPACES,
-    forward_hooks,
-    forward_pre_hooks,
     tree_flatten,
 )
 from .effects.traced import holds_traced
@@ -32,35 +27,6 @@ _OF_ONE_DTYPE = {
 
 class Refused(Exception):
     """The step cannot be captured. The message continues "<step> cannot be traced into one graph: ", from "it" on."""
-
-
-def check_modules(submodules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise ``CaptureError`` for a module that cannot be traced, or that distributes itself over devices already."""
-    for name, module in submodules:
-        if isinstance(module, (nn.DataParallel, DistributedDataParallel)):
-            kind = type(module).__name__
-            raise CaptureError(
-                f"{name} is a {kind}, but a compiled step splits the batch and reduces gradients itself. Pass the "
-                f"module that {kind} wraps, {name}.module"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                f"{name} is scripted or traced by torch.jit, whose parameters cannot be replaced while tracing. Pass "
-                "the plain module it was made from"
-            )
-        if _has_hooks_of_styles(module):
-            raise CaptureError(
-                f"{name} was made parallel by torch's parallelize_module or distribute_module, whose hooks pass it one "
-                "rank's part of activations, but a compiled step computes with whole ones and splits them itself. "
-                "Leave that out. Place parameters with DataParallel(mesh=mesh, params={'*.up.weight': {'tp': "
-                "Shard(0)}}) or distribute_tensor, and activations with spmd.constrain"
-            )
-
-
-def _has_hooks_of_styles(module: nn.Module) -> bool:
-    """Whether ``module`` has hooks of torch's tensor parallel styles, which its package defines."""
-    hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
-    return any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor") for hook in hooks)
 
 
 def check_results(leaves: Sequence[Any]) -> None:
