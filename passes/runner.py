@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from torch import fx
-
+from ._torch import LazyGraphModule
 from .base import Pass
 from .errors import PassError
 from .ir.check import check as check_program
@@ -40,7 +39,7 @@ def run(
         seconds = _stage(number, each, done, program if check else None)
         if on_stage is not None:
             on_stage(number, each, done, seconds)
-    done.graph_module = fx.GraphModule(done.graph_module, done.graph)
+    done.graph_module = LazyGraphModule(done.graph_module, done.graph)
     return done
 
 

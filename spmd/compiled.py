@@ -205,5 +205,5 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table, c
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
-    code = captured.program.graph_module.code
+    code = captured.program.code
     return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, code, *draws, *traffic])

@@ -213,6 +213,11 @@ class Program:
             found |= _shown(declared.parts, node) if declared.parts else {declared.name: (declared, node)}
         return found
 
+    @property
+    def code(self) -> str:
+        """The graph as torch.fx writes it, from which nothing is compiled."""
+        return self.graph.python_code("self").src
+
     def collectives(self) -> list[fx.Node]:
         """The nodes that start a collective, in order."""
         return [node for node in self.graph.nodes if is_collective(node)]

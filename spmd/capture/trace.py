@@ -22,6 +22,7 @@ from .._torch import (
     no_causal_mask_detection,
     tree_unflatten,
     unchecked_distributions,
+    use_lazy_graph_module,
 )
 from ..call.call import Call
 from ..call.rng import refuse_other_generators
@@ -61,7 +62,8 @@ class Trace:
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the traced values of ``final``."""
         self._caches_casts = torch.is_autocast_cache_enabled()  # make_fx turns it off
-        return make_fx(self._run, decomposition_table=first_trace_table(), tracing_mode="fake")(*self.fakes.flat)
+        with use_lazy_graph_module(True):
+            return make_fx(self._run, decomposition_table=first_trace_table(), tracing_mode="fake")(*self.fakes.flat)
 
     def _run(self, *flat: Any) -> list[Any]:
         names = {id(module): name for name, module in self._submodules()}
