@@ -117,7 +117,7 @@ class Ranks:
         try:
             outcome = unpacked(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            worker.process.join(5)
+            worker.process.join(30)
             text = f"the process died with exit code {worker.process.exitcode}\n{worker.stacks.read_text()}".strip()
             outcome = Failed(text, 0.0)  # the others may have reported the loss of its connection before
         assert isinstance(outcome, (Done, Failed))
