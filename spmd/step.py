@@ -215,6 +215,7 @@ class CompiledStep:
         call.communicate_in(agreement.connection)
         call.resolve()
         check_initializable(call)
+        call.check_offloaded()
         shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
         notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
         call.mesh = with_rates(call.mesh, self._options.pipeline)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .._torch import HigherOrderOperator, OpOverload
-from ..runtime import collective_ops, ctc_loss
+from ..runtime import collective_ops, ctc_loss, host_memory
 from .collectives import Collective
 from .program import Input, Output, OutputKind, Placements, Program
 from .schemas import position_of, schema
@@ -41,10 +41,11 @@ _SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-_OPS_ALIASES = {"_c10d_functional": "c10d", collective_ops.NAMESPACE: "transport"}
+_OPS_ALIASES = {"_c10d_functional": "c10d", collective_ops.NAMESPACE: "transport", host_memory.NAMESPACE: "memory"}
 _DEFINED_IN = {  # the modules that define ops of ours
     collective_ops.NAMESPACE: "passes.runtime.message_collectives",
     ctc_loss.NAMESPACE: "passes.runtime.ctc_loss",
+    host_memory.NAMESPACE: "passes.runtime.host_memory",
 }
 _MODULES = {"_operator": "operator"}  # a function's ``__module__``, and the module to import it from
 # Modules in which torch's functions are looked up, since their ``__module__`` is often a C++ binding.

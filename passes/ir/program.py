@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from .._torch import LazyGraphModule, Placement
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
-from .roles import Role
+from .roles import Memory, Role
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 
@@ -69,7 +69,8 @@ class Input:
 
     ``shape`` is the global shape; a hyper-parameter is a plain float and has no ``dtype``. ``of`` names the parameter
     that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
-    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several.
+    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several. ``memory``:
+    where it lives; the update of what lives on the host is computed there.
     """
 
     role: Role
@@ -80,6 +81,7 @@ class Input:
     of: str | None = None
     in_place: bool = False
     parts: tuple[Part, ...] = ()
+    memory: Memory = Memory.DEVICE
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class OneStorage(Pass):
     so that a parameter, its state, its gradient and its gathered value have the same offsets. A concatenation of all
     parts of a flat input, in order, becomes that input, without a copy.
 
-    Only what is contiguous, in equal parts on all ranks and of one dtype and device is taken. State in
+    Only what is contiguous, in equal parts on all ranks and of one dtype, device and memory is taken. State in
     ``program.fixed`` stays where it is; a group in ``program.stored`` is taken whole and in its order, or not at all.
     Updates stay updates of the parts.
     """
@@ -103,9 +103,8 @@ def _state_by_kind(program: Program) -> dict[str, dict[str, str]]:
 
 def _can_join(program: Program, layouts: Layouts, members: Sequence[tuple[Input, fx.Node]]) -> bool:
     vals = [node.meta["val"] for _, node in members]
-    return (
-        all(_is_free(program, layouts, *member) for member in members) and len({(v.dtype, v.device) for v in vals}) == 1
-    )
+    kinds = {(declared.memory, val.dtype, val.device) for (declared, _), val in zip(members, vals, strict=True)}
+    return all(_is_free(program, layouts, *member) for member in members) and len(kinds) == 1
 
 
 def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node) -> bool:
@@ -136,8 +135,8 @@ def _join(program: Program, name: str, group: Group) -> None:
     flat.target = flat.name  # made unique by FX
     flat.meta["val"] = vals[0].new_empty(offsets[-1])
     _split(program.graph, flat, [node for _, node in members], sizes)
-    role = parts[0].input.role
-    described = Input(role, name, (offsets[-1],), vals[0].dtype, parts=parts)
+    role, memory = parts[0].input.role, parts[0].input.memory
+    described = Input(role, name, (offsets[-1],), vals[0].dtype, parts=parts, memory=memory)
     program.inputs = _with_flat(program.inputs, described)
 
 

@@ -6,6 +6,8 @@ write while another may still fail to compute its gradients.
 
 from __future__ import annotations
 
+from passes.runtime.host_memory import finish_reads
+
 from ..ranks.connection import Connection
 from ..ranks.consensus import standing_of
 from ..ranks.failures import StateIs
@@ -23,8 +25,9 @@ class Commit:
         self.state, self._connection = StateIs.BEFORE, connection
 
     def __call__(self) -> None:
-        """Wait for all ranks; state may be written from here on."""
+        """Wait for all ranks, and for copies of state that are under way; state may be written from here on."""
         if self.state is StateIs.BEFORE:
+            finish_reads()
             if self._connection is not None:
                 self._connection.barrier()
             self.state = StateIs.MIXED

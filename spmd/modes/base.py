@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Pass, Program
 
-from ..annotations.policies import MixedPrecisionPolicy
+from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Ignored
 from ..partitioner import partition
 from ..partitioner.plan import Plan
@@ -28,8 +28,8 @@ class ParallelMode(ABC):
       does not name are split over the first ``batch_axes`` axes of the mesh.
     - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``.
     - ``ignored``: state that ranks do not make equal; ``sync``: False if they make none equal.
-    - ``mp_policy``: the dtypes of modules without an annotation. ``param_init_fn``: initializes a module that is on the
-      meta device.
+    - ``mp_policy``: the dtypes of modules without an annotation. ``offload_policy``: keeps their state in host memory.
+    - ``param_init_fn``: initializes a module that is on the meta device.
     - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
       that carry annotations.
     """
@@ -43,6 +43,7 @@ class ParallelMode(ABC):
     param_init_fn: Callable[[nn.Module], Any] | None = None
     sync: bool = True
     mp_policy: MixedPrecisionPolicy | None = None
+    offload_policy: OffloadPolicy | None = None
     follows_annotations: bool = False
 
     @abstractmethod

@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Input, Pass, Program, Role
+from passes import Input, Memory, Pass, Program, Role
 from passes.analysis.repeated_blocks import blocks_of
 from passes.ir.program import replicated
 
-from ..annotations.apply import check_parameters, check_policy
-from ..annotations.policies import MixedPrecisionPolicy
+from ..annotations.apply import check_offload_policy, check_parameters, check_policy
+from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
 from ..partitioner.plan import Plan
 from .base import PlannedMode, check_callable, check_flag
@@ -67,7 +67,8 @@ class DataParallel(PlannedMode):
     ``ignored_params``, ``ignored_modules``: parameters, and all that these modules hold but for annotated submodules,
     that are neither placed nor made equal on all ranks; a step cannot train them.
 
-    ``mp_policy``: the dtypes that modules without an annotation compute and communicate in.
+    ``mp_policy``: the dtypes that modules without an annotation compute and communicate in. ``offload_policy``: their
+    parameters, gradients and optimizer state are in host memory, and parameters are copied to the device to be read.
 
     ``param_init_fn``: initializes the own parameters and buffers of a module that is on the meta device, instead of its
     ``reset_parameters``. ``sync``: False leaves what ranks bring along as it is, instead of making it equal to rank
@@ -103,6 +104,7 @@ class DataParallel(PlannedMode):
         param_init_fn: Callable[[nn.Module], Any] | None = None,
         sync: bool = True,
         mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ) -> None:
         _check_one_of("parallel_style", parallel_style, _STYLES)
         _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
@@ -119,7 +121,7 @@ class DataParallel(PlannedMode):
         self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style)
         self.prefetch = _check_prefetch(prefetch)
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
-        self.mp_policy = check_policy(mp_policy)
+        self.mp_policy, self.offload_policy = check_policy(mp_policy), check_offload_policy(offload_policy)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
 
     def plan(self, program: Program) -> Plan:
@@ -154,6 +156,11 @@ class DataParallel(PlannedMode):
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
             reshard=_reshard(declared, shares),
             prefetch=self.prefetch,
+            memory={
+                name: share.memory
+                for name, share in shares.items()
+                if share.memory is not Memory.DEVICE and name not in annotations.ignored
+            },
         )
 
     def _share(self, mark: Mark | None) -> Share:
@@ -161,7 +168,9 @@ class DataParallel(PlannedMode):
         if mark is not None and mark.unit is not None:
             return Share.of_unit(mark.unit, mark.shard)
         policy_dtype = self.mp_policy.wire_dtype if self.mp_policy is not None else None
-        return Share(self.parallel_style, None, self.reshard_after_forward, self.reduce_dtype or policy_dtype)
+        memory = self.offload_policy.memory if self.offload_policy is not None else Memory.DEVICE
+        wire = self.reduce_dtype or policy_dtype
+        return Share(self.parallel_style, None, self.reshard_after_forward, wire, memory=memory)
 
     def __repr__(self) -> str:
         usual = {"shard_optimizer": False, "reduce_dtype": None, "gather_dtype": None, "reshard_after_forward": None}
@@ -171,12 +180,13 @@ class DataParallel(PlannedMode):
 
 
 def _reshard(parameters: Sequence[Input], shares: Mapping[str, Share]) -> frozenset[str]:
-    """The parameters that are gathered again for backward."""
+    """The parameters that are gathered again for backward, or copied to the device again."""
     blocks = blocks_of({each.name: each.shape for each in parameters})
     found = set[str]()
     for name, share in shares.items():
         reshards = bool(blocks[name]) if share.reshards is None else share.reshards
-        if share.style != "replicate" and reshards:
+        gathers = share.style != "replicate" or share.memory is not Memory.DEVICE
+        if gathers and reshards:
             found.add(name)
     return frozenset(found)
 

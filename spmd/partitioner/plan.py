@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from passes import Input, Memory, Output, Role
 from passes.ir.program import Placements
 
 
@@ -34,6 +35,8 @@ class Plan:
 
     ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``prefetch``: how many
     units ahead of their readers these gathers may start, in forward and in backward.
+
+    ``memory``: of parameters that are not on the device, by name; their gradients and optimizer state go with them.
     """
 
     mesh: DeviceMesh | None
@@ -44,3 +47,11 @@ class Plan:
     reduce_dtypes: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     reshard: frozenset[str] = frozenset()
     prefetch: tuple[int, int] = (1, 1)
+    memory: Mapping[str, Memory] = field(default_factory=dict)
+
+    def memory_of(self, declared: Input | Output) -> Memory:
+        """Where an input lives, or the state that an output updates or makes. Only parameters are pinned."""
+        if declared.role is Role.PARAMETER:
+            return self.memory.get(declared.name, Memory.DEVICE)
+        follows = declared.role in (Role.OPTIMIZER_STATE, Role.GRADIENT) and declared.of in self.memory
+        return Memory.HOST if follows else Memory.DEVICE
