@@ -22,6 +22,7 @@ from .._torch import HigherOrderOperator, OpOverload
 from ..runtime import collective_ops, ctc_loss, host_memory
 from .collectives import Collective
 from .program import Input, Output, OutputKind, Placements, Program
+from .roles import Memory
 from .schemas import position_of, schema
 
 _LEGEND = """Each line reads: name: "dtype[shape on this rank]" = operation  # the user's line, where it changes.
@@ -308,6 +309,8 @@ def short_dtype(dtype: torch.dtype) -> str:
 def _input_comment(declared: Input) -> str:
     whole = _whole(declared.shape, declared.dtype, declared.placement)
     written = ", updated in place" if declared.in_place else ""
+    if declared.memory is not Memory.DEVICE:
+        written = f", in {declared.memory} memory{written}"
     if declared.parts:
         parts = ", ".join(f"{part.input.name} from {part.offset}" for part in declared.parts)
         return f"{declared.role} of {declared.name}: {parts}{written}"
