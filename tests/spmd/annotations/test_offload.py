@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 import passes
@@ -19,6 +21,7 @@ import spmd
 from passes import Input, Memory, Pass, Phase, Program, Role
 from passes.memory.planned_memory import planned_memory
 from passes.runtime.host_memory import to_device, to_host, wait_copy
+from spmd._torch import dtensor_over, local_tensor
 from tests.harness.cases import make_optimizer
 from tests.harness.fake import fake_world
 from tests.harness.oracle import all_unequal, compiled_run, plain_run
@@ -50,8 +53,18 @@ def siblings(model: Net) -> None:
 
 
 STRATEGIES: dict[str, Callable[[Net], None]] = {
-    "per block": per_block, "replicated": replicated, "siblings": siblings, "mode": lambda model: None,
+    "per block": per_block, "replicated": replicated, "siblings": siblings,
 }  # fmt: skip
+MODES: dict[str, dict[str, Any]] = {
+    "mode": {"parallel_style": "fully_shard"}, "shard optimizer": {"shard_optimizer": True},
+}  # fmt: skip
+
+
+def annotated(strategy: str) -> Net:
+    """A model in fp64 with the annotations of a strategy, if it has any."""
+    model = Net().double()
+    STRATEGIES.get(strategy, lambda _: None)(model)
+    return model
 
 
 @dataclass(frozen=True)
@@ -60,8 +73,7 @@ class Offloaded(Annotated):
 
     def build(self) -> tuple[Any, ...]:
         """The annotated model and its optimizer."""
-        model = Net().double()
-        STRATEGIES[self.strategy](model)
+        model = annotated(self.strategy)
         return model, make_optimizer(self.optimizer, model.parameters())
 
     @staticmethod
@@ -76,14 +88,15 @@ class Offloaded(Annotated):
 
 
 def differences(rank: int, world: int, case: Offloaded, passes: Any = None) -> list[str]:
-    mode = spmd.DataParallel("fully_shard", offload_policy=POLICY) if case.strategy == "mode" else None
+    options = MODES.get(case.strategy)
+    mode = spmd.DataParallel(**options, offload_policy=POLICY) if options else None
     _, got = compiled_run(rank, case, 5, parallel_mode=mode, passes=passes)
     return all_unequal(plain_run(case, world, 5), got, rank, world)
 
 
 @pytest.mark.parametrize("strategy, optimizer", [
     ("per block", "SGD"), ("per block", "Adam"), ("replicated", "Adam"), ("siblings", "SGD"), ("siblings", "AdamW"),
-    ("mode", "SGD momentum"),
+    ("mode", "SGD momentum"), ("shard optimizer", "AdamW"),
 ])  # fmt: skip
 def test_numbers_are_those_of_the_plain_step(ranks: Ranks, strategy: str, optimizer: str) -> None:
     assert ranks.run(2, differences, Offloaded(strategy, optimizer)) == [[], []]
@@ -96,9 +109,7 @@ class Kept(Offloaded):
     def build(self) -> tuple[Any, ...]:
         """The model, its optimizer, and the average, which is offloaded, too."""
         model, optimizer = super().build()
-        average = Net().double().requires_grad_(False)
-        STRATEGIES[self.strategy](average)
-        return model, average, optimizer
+        return model, annotated(self.strategy).requires_grad_(False), optimizer
 
     @staticmethod
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -324,3 +335,12 @@ def test_a_plan_offloads_parameters_only() -> None:
 
     with pytest.raises(spmd.PartitionError, match=r"memory must name parameters.*batches.0"):
         compiled(lambda: Model(16, 1), lambda model: None, parallel_mode=Wrong())
+
+
+def test_a_dtensor_may_lie_elsewhere_than_its_mesh() -> None:
+    """Made without ``from_local``, which would move it; here on the CPU."""
+    with fake_world(2):
+        mesh, local = init_device_mesh("cpu", (2,)), torch.randn(2, 3)
+        tensor = nn.Parameter(dtensor_over(local, mesh, (Shard(0),), (3, 3), (3, 1)))
+        assert (tensor.shape, tensor.placements, tensor.stride()) == ((3, 3), (Shard(0),), (3, 1))
+        assert local_tensor(tensor).data_ptr() == local.data_ptr() and torch.equal(tensor.to_local(), local)
