@@ -30,7 +30,8 @@ class Reshard(Pass):
     each forward and for each backward. A gathered value is dead after its last reader in the run. A repeated gather is
     marked (``meta["recompute_of"]``), and no pass merges it back. ``Collective.ahead`` bounds how many units are whole
     at once: a gather may start ``program.prefetch`` units before its own, and one unit's gradients may be on their way.
-    All other parameters stay whole after their first use. What is copied from host memory to be gathered, or to be read
+    All other parameters stay whole after their first use. ``program.limit_gathers`` caps these numbers, and also bounds
+    how early the gathers of what stays whole may start. What is copied from host memory to be gathered, or to be read
     without that, is copied again.
     """
 
@@ -39,19 +40,30 @@ class Reshard(Pass):
     def rewrite(self, program: Program) -> int:
         """Give each run of readers its gather; returns how many gathers and copies there are more."""
         added = 0
-        offloaded = {name for name, (declared, _) in program.values().items() if declared.memory is not Memory.DEVICE}
+        values = program.values()
+        offloaded = {name for name, (declared, _) in values.items() if declared.memory is not Memory.DEVICE}
         for node in program.collectives():
             described, reshards = node.meta["collective"], program.reshard.intersection(_served(node))
             if described.role is Role.GRADIENT:
                 early = (reshards and described.kind is Kind.REDUCE_SCATTER) or offloaded.intersection(_served(node))
                 node.meta["collective"] = replace(described, ahead=1) if early else described
-            elif reshards and (described.role, described.kind) == (Role.PARAMETER, Kind.ALL_GATHER):
-                added += _gather_for_each_run(node, program.prefetch)
+            elif (described.role, described.kind) == (Role.PARAMETER, Kind.ALL_GATHER):
+                if reshards:
+                    added += _gather_for_each_run(node, _prefetch(program))
+                elif program.limit_gathers is not None:
+                    node.meta["collective"] = replace(described, ahead=program.limit_gathers - 1)
         for name in sorted(offloaded & program.reshard):
-            _, node = program.values()[name]
+            _, node = values[name]
             for copy in [user for user in node.users if user.target is to_device and not _is_sent(user)]:
                 added += _copy_for_each_run(copy)
         return added
+
+
+def _prefetch(program: Program) -> tuple[int, int]:
+    """How many units ahead gathers may start, in forward and in backward."""
+    forward, backward = program.prefetch
+    most = program.limit_gathers - 1 if program.limit_gathers is not None else max(program.prefetch)
+    return min(forward, most), min(backward, most)
 
 
 def _served(node: fx.Node) -> tuple[str, ...]:

@@ -144,6 +144,7 @@ class Program:
     units: tuple[tuple[str, ...], ...] = ()  # parameters by name that are communicated and stored together
     reshard: frozenset[str] = frozenset()  # parameters that are gathered again for backward, instead of kept whole
     prefetch: tuple[int, int] = (1, 1)  # how many units ahead such gathers may start, in forward and in backward
+    limit_gathers: int | None = None  # how many units may be gathered at once, with the one that is read next
     stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
     annotations: Any = None  # what users asked for modules, for the parallel mode to read

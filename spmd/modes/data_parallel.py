@@ -63,6 +63,8 @@ class DataParallel(PlannedMode):
     that few units are whole at once. False gathers once and keeps parameters whole in between: less traffic, and the
     memory of the whole model. None, the default, gathers again what lies in repeated blocks (a transformer's layers),
     and keeps the rest. ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward.
+    ``limit_gathers``: how many units may be gathered at once, the one that is read next included; it caps ``prefetch``,
+    and None, the default, lets the gathers of what stays whole start when they can.
 
     ``ignored_params``, ``ignored_modules``: parameters, and all that these modules hold but for annotated submodules,
     that are neither placed nor made equal on all ranks; a step cannot train them.
@@ -99,6 +101,7 @@ class DataParallel(PlannedMode):
         gather_dtype: torch.dtype | None = None,
         reshard_after_forward: bool | None = None,
         prefetch: tuple[int, int] = (1, 1),
+        limit_gathers: int | None = None,
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], Any] | None = None,
@@ -118,8 +121,8 @@ class DataParallel(PlannedMode):
         _check_gathers(gather_dtype, parallel_style, shard_optimizer)
         names = () if self.mesh is None else (self.mesh.mesh_dim_names or ())
         self.batch_axes = 2 if names[:2] == _HYBRID else 1
-        self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style)
-        self.prefetch = _check_prefetch(prefetch)
+        self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style, offload_policy)
+        self.prefetch, self.limit_gathers = _check_prefetch(prefetch), _check_limit(limit_gathers)
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.mp_policy, self.offload_policy = check_policy(mp_policy), check_offload_policy(offload_policy)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
@@ -156,6 +159,7 @@ class DataParallel(PlannedMode):
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
             reshard=_reshard(declared, shares),
             prefetch=self.prefetch,
+            limit_gathers=self.limit_gathers,
             memory={
                 name: share.memory
                 for name, share in shares.items()
@@ -215,10 +219,10 @@ def _check_gathers(dtype: torch.dtype | None, style: Style, shard_optimizer: boo
         )
 
 
-def _check_reshard(given: Any, style: Style) -> bool | None:
+def _check_reshard(given: Any, style: Style, offload_policy: OffloadPolicy | None) -> bool | None:
     if given is not None and not isinstance(given, bool):
         raise TypeError(f"expected reshard_after_forward to be None, True or False, got {given!r}")
-    if given and style == "replicate":
+    if given and style == "replicate" and offload_policy is None:
         raise ValueError('expected no reshard_after_forward=True: "replicate" gathers no parameters')
     return given
 
@@ -228,6 +232,12 @@ def _check_prefetch(given: Any) -> tuple[int, int]:
         case (int(forward), int(backward)) if min(given) >= 0:
             return forward, backward
     raise ValueError(f"expected prefetch to be two numbers of units, for forward and for backward, got {given!r}")
+
+
+def _check_limit(given: Any) -> int | None:
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        raise ValueError(f"expected limit_gathers to be None or a number of units, 1 or more, got {given!r}")
+    return given
 
 
 def _check_modules(given: Any) -> tuple[nn.Module, ...]:

@@ -34,7 +34,8 @@ class Plan:
     ``reduce_dtypes``: for single parameters, by name, another dtype than that option; None is their own.
 
     ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``prefetch``: how many
-    units ahead of their readers these gathers may start, in forward and in backward.
+    units ahead of their readers these gathers may start, in forward and in backward. ``limit_gathers``: how many units
+    may be gathered at once, with the one that is read next; also of those that are kept whole then.
 
     ``memory``: of parameters that are not on the device, by name; their gradients and optimizer state go with them.
     """
@@ -47,6 +48,7 @@ class Plan:
     reduce_dtypes: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     reshard: frozenset[str] = frozenset()
     prefetch: tuple[int, int] = (1, 1)
+    limit_gathers: int | None = None
     memory: Mapping[str, Memory] = field(default_factory=dict)
 
     def memory_of(self, declared: Input | Output) -> Memory:

@@ -91,6 +91,7 @@ class _Walk:
             units=self.context.units,
             reshard=self.context.plan.reshard,
             prefetch=self.context.plan.prefetch,
+            limit_gathers=self.context.plan.limit_gathers,
         )
         offload(program, self.context.plan)
         return program
