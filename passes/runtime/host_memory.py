@@ -2,7 +2,7 @@
 
 Every copy gives a tensor of its own, also where host and device are one. On CUDA a copy from or to pinned memory is put
 into the current stream, and the host goes on: ``wait_copy`` stands before what the host computes with the result of a
-``to_host``, and ``finish_reads`` is called before the host overwrites what a ``to_device`` may still read.
+``to_host``, and ``begin_writes`` is called before the host overwrites what a ``to_device`` may still read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _library.define("wait_copy(Tensor x) -> Tensor")
 
 _arriving: dict[int, torch.cuda.Event] = {}  # copies to pinned memory that nobody has waited for, by its address
 _reading: list[torch.cuda.Event] = []  # the last copy from pinned memory, which ends after all others
+_writing = False  # whether the host may be writing to what is copied
 
 
 def _copy_to_device(x: Tensor, device: torch.device, *, out: Tensor) -> Tensor:
     """Copy ``x`` into ``out``, which is on ``device``."""
-    pinned = out.is_cuda and x.is_pinned()
-    out.copy_(x, non_blocking=pinned)
-    if pinned:
+    ahead = out.is_cuda and x.is_pinned() and not _writing
+    out.copy_(x, non_blocking=ahead)
+    if ahead:
         _reading[:] = [torch.cuda.current_stream(out.device).record_event()]
     return out
 
@@ -53,8 +54,16 @@ def _wait_copy(x: Tensor) -> Tensor:
     return x
 
 
-def finish_reads() -> None:
-    """Wait until no copy reads host memory any more."""
+def begin_reads() -> None:
+    """Let copies read host memory while the host goes on: nothing is written to it before ``begin_writes``."""
+    global _writing
+    _writing = False
+
+
+def begin_writes() -> None:
+    """Wait until no copy reads host memory any more; later ones end before the host goes on."""
+    global _writing
+    _writing = True
     while _reading:
         _reading.pop().synchronize()
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes import Role
+
 from .._torch import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
 from ..call.call import Call
 from ..call.inputs import BatchInput
@@ -73,7 +75,8 @@ class Fakes:
 def _device_of(slot: Slot, call: Call) -> torch.device:
     """Where the step computes with a state tensor: what is offloaded is copied there, but for counters."""
     live = slot.get()
-    offloaded = live.ndim > 0 and (slot.input.of or slot.input.name) in call.offloaded
+    counts = slot.input.role is Role.OPTIMIZER_STATE and live.ndim == 0
+    offloaded = (slot.input.of or slot.input.name) in call.offloaded and not counts
     return call.device if live.is_meta or offloaded else live.device
 
 

@@ -22,7 +22,9 @@ from passes.ir.effects import is_pure
 from passes.ir.meta import Relation
 from passes.ir.program import output_values
 from passes.runtime.host_memory import to_device, to_host, wait_copy
+from passes.runtime.random import draw
 
+from .._torch import tree_map
 from .plan import Plan
 
 _CPU = torch.device("cpu")
@@ -42,8 +44,7 @@ def offload(program: Program, plan: Plan) -> None:
     pairs = list(zip(program.placeholders, program.inputs, strict=True))
     device = next(n.meta["val"].device for n, declared in pairs if declared.memory is not Memory.DEVICE)
     on_host = _on_host(program.graph, {n for n, declared in pairs if declared.memory is not Memory.DEVICE})
-    pins = Memory.PINNED in plan.memory.values()
-    copies = _Copies(program.graph, on_host, device, pins)
+    copies = _Copies(program.graph, plan, on_host, device)
     for node in list(program.graph.nodes):
         if node.op == "call_function":
             copies.insert_for(node)
@@ -60,7 +61,9 @@ def _on_host(graph: fx.Graph, given: set[fx.Node]) -> set[fx.Node]:
     """
     on_device, found = _on_device(graph), set(given)
     for node in graph.nodes:
-        if node.op != "call_function" or node in on_device:
+        if node.target is getitem and node.args[0] in found:
+            found.add(node)  # wherever it is read
+        if node.op != "call_function" or node in on_device or node.target is getitem:
             continue
         operands = [operand for operand in node.all_input_nodes if _is_tensor(operand) and not _is_made(operand)]
         with_dims = [operand for operand in operands if _has_dims(operand)]
@@ -88,9 +91,9 @@ class _Copies:
     """Inserts copies where a value is read on the other side: one for each value and side."""
 
     graph: fx.Graph
+    plan: Plan
     on_host: set[fx.Node]
     device: torch.device
-    pin_memory: bool
     _copies: dict[fx.Node, fx.Node] = field(default_factory=dict)  # on the other side, by value
     _waits: dict[fx.Node, fx.Node] = field(default_factory=dict)  # for those on the host
 
@@ -129,11 +132,16 @@ class _Copies:
         """A copy that starts as soon as there is something to copy, and that the first reader waits for."""
         if value not in self._copies:
             first = reader if value.op == "placeholder" else value.next
-            copy = _copy(first, to_host, value, self.pin_memory)
+            copy = _copy(first, to_host, value, self._pins(value))
             wait = _read_by(reader, _copy(reader, wait_copy, copy))
             self.on_host |= {copy, wait}
             self._copies[value], self._waits[value] = copy, wait
         return self._waits[value]
+
+    def _pins(self, value: fx.Node) -> bool:
+        """Whether a value arrives in pinned memory: a gradient as its parameter asks, others if any does."""
+        memory = self.plan.memory.get(value.meta.get("grad_of", ""))
+        return Memory.PINNED in ([memory] if memory is not None else self.plan.memory.values())
 
 
 def _copy(before: fx.Node, op: Any, value: fx.Node, *options: Any) -> fx.Node:
@@ -153,14 +161,19 @@ def _read_by(reader: fx.Node, node: fx.Node) -> fx.Node:
 def _move(on_host: set[fx.Node]) -> None:
     """Let what is on the host be computed there; its fake values, which may lie otherwise too, are left to infer."""
     for node in on_host:
-        if node.op == "placeholder":
-            val = node.meta["val"]
-            with val.fake_mode:
-                node.meta["val"] = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=_CPU)
+        if node.op == "placeholder" or node.target is draw:  # which draws, if it is run
+            node.meta["val"] = tree_map(_as_on_host, node.meta["val"])
         elif _is_tensor(node):
             del node.meta["val"]
-            if node.kwargs.get("device") is not None:
-                node.kwargs = {**node.kwargs, "device": _CPU}
+        if node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": _CPU}
+
+
+def _as_on_host(val: Any) -> Any:
+    if not isinstance(val, torch.Tensor):
+        return val
+    with val.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=_CPU)
 
 
 def _is_tensor(value: Any) -> bool:

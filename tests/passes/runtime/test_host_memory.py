@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.runtime.host_memory import finish_reads, to_device, to_device_out, to_host, wait_copy
+from passes.runtime.host_memory import begin_reads, begin_writes, to_device, to_device_out, to_host, wait_copy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -24,8 +24,17 @@ def test_a_copy_has_memory_of_its_own_and_the_same_layout(copy: Callable[[Tensor
     assert made.stride() == (x.stride() if 0 not in x.stride() else (2, 1))
     before = x.clone()
     made.zero_()
-    finish_reads()
     assert torch.equal(x, before)
+
+
+def test_copies_go_on_while_state_is_written() -> None:
+    x = torch.randn(3)
+    begin_writes()
+    try:
+        assert torch.equal(to_device(x, CPU), x)
+    finally:
+        begin_reads()
+    assert torch.equal(to_device(x, CPU), x)
 
 
 def test_the_out_variant_writes_where_it_is_asked_to() -> None:

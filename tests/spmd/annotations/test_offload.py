@@ -218,6 +218,7 @@ def test_dump_and_report_say_what_is_on_the_host(tmp_path: Path) -> None:
     for stage in ("01_partition", "99_lowered"):
         text = next(tmp_path.glob(f"**/program-0/{stage}.py")).read_text()
         assert "memory.to_device" in text and "memory.to_host" in text and "in host memory" in text
+    assert {node.args[1] for node in copies(result, to_host)} == {False}  # not pinned
     part = sum(p.numel() for p in Model(16, 2).blocks[0].parameters()) // 4 * 4
     at_the_peak = result.report().memory["cpu"].roles["offloaded"]
     assert part <= at_the_peak <= 2 * part  # gradients are there later
@@ -344,3 +345,20 @@ def test_a_dtensor_may_lie_elsewhere_than_its_mesh() -> None:
         tensor = nn.Parameter(dtensor_over(local, mesh, (Shard(0),), (3, 3), (3, 1)))
         assert (tensor.shape, tensor.placements, tensor.stride()) == ((3, 3), (Shard(0),), (3, 1))
         assert local_tensor(tensor).data_ptr() == local.data_ptr() and torch.equal(tensor.to_local(), local)
+
+
+def test_a_draw_in_an_update_is_made_on_the_host() -> None:
+    def noisy(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        return loss.detach()
+
+    with fake_world(2):
+        model = spmd.fully_shard(nn.Linear(4, 4), offload_policy=POLICY)
+        result = spmd.compile(noisy)
+        result(model, torch.optim.SGD(model.parameters(), lr=0.0), torch.randn(2, 4))
+    assert len(copies(result, to_device)) == len(copies(result, to_host)) == 2
