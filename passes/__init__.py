@@ -34,7 +34,7 @@ from .ir.interpret import interpret
 from .ir.ops import PURE_FUNCTIONS
 from .ir.printer import print_program
 from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
-from .ir.roles import Phase, Role
+from .ir.roles import Memory, Phase, Role
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
@@ -70,6 +70,7 @@ __all__ = [
     "Input",
     "Kind",
     "LiveValue",
+    "Memory",
     "MergeEqual",
     "Mesh",
     "OneStorage",

@@ -14,7 +14,7 @@ from passes import (
 
 from .annotations import contract
 from .annotations.apply import fully_shard, replicate
-from .annotations.policies import MixedPrecisionPolicy
+from .annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from .call.rng import rng_state, seed, set_rng_state
 from .capture.constraint import constrain
 from .initialized import materialize
@@ -35,6 +35,7 @@ __all__ = [
     "DTensorExpand",
     "DataParallel",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "Override",
     "ParallelMode",
     "PartitionError",

@@ -6,7 +6,7 @@ outside of this file uses these names only; ``tests/test_structure.py`` checks t
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter, methodcaller
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import distributed, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributions import Distribution
 
 # isort: off
@@ -85,6 +86,10 @@ from torch.distributed.distributed_c10d import GroupName, _new_process_group_hel
 
 # A store that stores nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Private: what a DTensor is made of, to make one over a tensor that is on another device than its mesh. Seen in 2.11 to
+# 2.15.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # Type, dtype, device, requires_grad, shape and strides of many tensors compared in one call. 2.11 to 2.15.
 from torch._C._dynamo.guards import TensorGuards as _TensorGuards
@@ -320,6 +325,17 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
+def dtensor_over(
+    local: torch.Tensor, mesh: DeviceMesh, placement: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
+) -> DTensor:
+    """A DTensor over ``local``, which may be on another device than the mesh; ``from_local`` would move it there.
+
+    ``DTensorSpec`` and ``TensorMeta`` are private; seen in 2.11 to 2.15.
+    """
+    spec = DTensorSpec(mesh, tuple(placement), TensorMeta(torch.Size(shape), tuple(stride), local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that ``mesh`` is a submesh of, or itself. ``_get_root_mesh`` is private; seen in 2.11 to 2.15."""
     root: DeviceMesh = mesh._get_root_mesh()
@@ -416,6 +432,7 @@ __all__ = [
     "current_autograd_node",
     "default_store",
     "disable_modes",
+    "dtensor_over",
     "eager_selective_checkpoint",
     "foreach_kernels",
     "forward_hooks",

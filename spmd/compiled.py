@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Output, OutputKind, Program, Report, Role, Table
+from passes import Memory, Output, OutputKind, Program, Report, Role, Table
 from passes.ir.program import is_sharded
 
 from .call.call import Call
@@ -200,6 +200,7 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table, c
     inputs = [f"{i.name}: {i.dtype}{list(i.shape)} {i.placement}" for i in captured.program.inputs]
     inputs += [f"{hyper.name} = {number(hyper.get())}" for hyper in call.hyper_parameters]
     inputs += [f"{x.name} = {contents(x.value)}" for x in call.inputs if all(p.is_replicate() for p in x.placement)]
+    inputs += [f"{i.name} in {i.memory} memory" for i in program.inputs if i.memory is not Memory.DEVICE]
     constants = [str(constant.tolist()) for constant in captured.constants]
     numbers = [f"{number.name} = {number.get()}" for number in captured.carried.numbers]
     captured_nodes = captured.program.graph.nodes

@@ -49,7 +49,10 @@ def materialize(module: Module, parallel_mode: ParallelMode | None = None) -> Mo
     if seeds:
         plan = mode.plan(_inputs_only(call))
         whole = replicated(call.mesh)
-        inputs = [replace(slot.input, placement=plan.placements.get(slot.input.name, whole)) for slot in call.slots]
+        inputs = [
+            replace(i, placement=plan.placements.get(i.name, whole), memory=plan.memory_of(i))
+            for i in (slot.input for slot in call.slots)
+        ]
         initialize(prepare(call, inputs), _of_rank_zero(seeds[0], call.device_mesh, call.device))
     return module
 

@@ -226,8 +226,9 @@ class CompiledStep:
         check_leaves(call.given)
         call.communicate_in(agreement.connection)
         call.resolve()
-        check_devices(call.device_mesh, call.slots, call.inputs)
+        check_devices(call.device_mesh, call.slots, call.inputs, call.offloaded)
         check_initializable(call)
+        call.check_offloaded()
         compared = compare_arguments(call.arguments, call.inputs, agreement.members, agreement.all_gather_text)
         agreement.differing = compared.differing
         for name in sorted(compared.tables.keys() - self._warned):

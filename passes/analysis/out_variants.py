@@ -18,12 +18,13 @@ from ..ir.collectives import OUT_VARIANTS
 from ..ir.effects import is_pure
 from ..ir.ops import Trait, has, out_overload
 from ..ir.schemas import argument
-from ..runtime import shared_memory_collectives
+from ..runtime import host_memory, shared_memory_collectives
 
 aten = torch.ops.aten
 
 _OURS: dict[Any, Any] = OUT_VARIANTS | {
-    shared_memory_collectives.scratch.default: shared_memory_collectives.scratch.out
+    shared_memory_collectives.scratch.default: shared_memory_collectives.scratch.out,
+    host_memory.to_device: host_memory.to_device_out,
 }
 
 CONSTANT_BYTES = 4096  # a constant of up to so many bytes is kept rather than made anew at each call

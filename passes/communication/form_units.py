@@ -30,7 +30,7 @@ class FormUnits(Pass):
     repeated block begins or ends, once it has ``first_bytes``. Of parameters that are gathered, the last ones
     visited, some four times ``first_bytes``, are in units of ``first_bytes``, too: forward begins with them and
     backward ends, so nothing hides them. Where parameters are gathered again (``program.reshard``), memory counts,
-    and units end at blocks and at ``max_bytes`` alone. Parameters of one unit agree in dtype, device, module
+    and units end at blocks and at ``max_bytes`` alone. Parameters of one unit agree in dtype, device, memory, module
     argument, in whether ranks have equal parts, in whether they are gathered again, then in whether they lie in a
     block, and in the kinds, axes and roles of their collectives; within it they are in the order of registration.
     Sizes are bytes, equal on all ranks.
@@ -113,7 +113,7 @@ class _Parameter:
             served,
             declared.name in program.reshard,
             program.kept_by.get(declared.name),
-            (declared.dtype, val.device, declared.name.rpartition(".")[0].partition(".")[0], even),
+            (declared.dtype, val.device, declared.memory, declared.name.rpartition(".")[0].partition(".")[0], even),
         )
 
     @property

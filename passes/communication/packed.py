@@ -17,6 +17,7 @@ from torch import fx
 
 from ..ir.collectives import group_size_of, is_wait, operands
 from ..ir.ops import Trait, has
+from ..runtime.host_memory import to_host, wait_copy
 
 aten = torch.ops.aten
 
@@ -60,7 +61,8 @@ def unpack_flat(call: Call, flat: fx.Node, bucket: Bucket) -> list[fx.Node]:
 
 def is_unpacked(node: fx.Node) -> bool:
     """Whether a value is a collective's result or a contiguous part of it, as ``unpack_flat`` cuts it out."""
-    while has(node.target, Trait.TAKES_PARTS) and isinstance(node.args[0], fx.Node):
+    passed_on = (to_host, wait_copy)  # which keep strides
+    while (has(node.target, Trait.TAKES_PARTS) or node.target in passed_on) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return is_wait(node)
 

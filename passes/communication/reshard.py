@@ -13,12 +13,13 @@ from torch import fx
 from ..analysis.agreed_sizes import of_all
 from ..base import Pass
 from ..cleanup.merge_equal import MergeEqual
-from ..ir.collectives import Kind, is_wait
+from ..ir.collectives import Kind, is_collective, is_wait, operands
 from ..ir.edit import insert_before
 from ..ir.meta import Relation
 from ..ir.ops import Trait, has
 from ..ir.program import Axis, Program
-from ..ir.roles import Phase, Role
+from ..ir.roles import Memory, Phase, Role
+from ..runtime.host_memory import to_device
 from .form_units import FormUnits
 
 aten = torch.ops.aten
@@ -32,7 +33,9 @@ class Reshard(Pass):
     each forward and for each backward. A gathered value is dead after its last reader in the run. A repeated gather is
     marked (``meta["recompute_of"]``), and no pass merges it back. ``Collective.ahead`` bounds how many units are whole
     at once: a gather may start ``program.prefetch`` units before its own, and one unit's gradients may be on their way.
-    All other parameters stay whole after their first use.
+    All other parameters stay whole after their first use. ``program.limit_gathers`` caps these numbers, and also bounds
+    how early the gathers of what stays whole may start. What is copied from host memory to be gathered, or to be read
+    without that, is copied again.
 
     Of parameters in ``program.kept_by``, so many ranks that follow each other keep what they gathered first, each an
     equal part: the other gathers run among these ranks alone.
@@ -41,15 +44,32 @@ class Reshard(Pass):
     after: ClassVar[tuple[type[Pass], ...]] = (MergeEqual, FormUnits)
 
     def rewrite(self, program: Program) -> int:
-        """Give each run of readers its gather; returns how many gathers there are more."""
+        """Give each run of readers its gather; returns how many gathers and copies there are more."""
         added = 0
-        for node in [node for node in program.collectives() if program.reshard.intersection(_served(node))]:
-            described = node.meta["collective"]
-            if (described.role, described.kind) == (Role.GRADIENT, Kind.REDUCE_SCATTER):
-                node.meta["collective"] = replace(described, ahead=1)
+        values = program.values()
+        offloaded = {name for name, (declared, _) in values.items() if declared.memory is not Memory.DEVICE}
+        for node in program.collectives():
+            described, reshards = node.meta["collective"], program.reshard.intersection(_served(node))
+            if described.role is Role.GRADIENT:
+                early = (reshards and described.kind is Kind.REDUCE_SCATTER) or offloaded.intersection(_served(node))
+                node.meta["collective"] = replace(described, ahead=1) if early else described
             elif (described.role, described.kind) == (Role.PARAMETER, Kind.ALL_GATHER):
-                added += _gather_for_each_run(node, program)
+                if reshards:
+                    added += _gather_for_each_run(node, program)
+                elif program.limit_gathers is not None:
+                    node.meta["collective"] = replace(described, ahead=program.limit_gathers - 1)
+        for name in sorted(offloaded & program.reshard):
+            _, node = values[name]
+            for copy in [user for user in node.users if user.target is to_device and not _is_sent(user)]:
+                added += _copy_for_each_run(copy)
         return added
+
+
+def _prefetch(program: Program) -> tuple[int, int]:
+    """How many units ahead gathers may start, in forward and in backward."""
+    forward, backward = program.prefetch
+    most = program.limit_gathers - 1 if program.limit_gathers is not None else max(program.prefetch)
+    return min(forward, most), min(backward, most)
 
 
 def _served(node: fx.Node) -> tuple[str, ...]:
@@ -64,14 +84,51 @@ def _gather_for_each_run(gather: fx.Node, program: Program) -> int:
     if not runs:
         return 0  # nobody reads it, and no pass has removed it
     (first, _), *others = runs
+    described, prefetch = gather.meta["collective"], _prefetch(program)
     kept = _keep(gather, program) if others else None
+    for phase, readers in others:
+        from_host = [] if kept else _copied(gather)
+        again = _repeat([*from_host, gather, *unpacking], readers)[gather]
+        why, ahead = described.why.replace("gathered", "gathered again"), _ahead(phase, prefetch)
+        again.meta["collective"] = replace(described, why=why, ahead=ahead)
+        again.meta |= of_all([gather])
+        if kept is not None:
+            kept.let_gather(again)
+    _erase_unread(unpacking)
+    gather.meta["collective"] = replace(described, ahead=_ahead(first, prefetch))
+    return len(others)
+
+
+def _copied(gather: fx.Node) -> list[fx.Node]:
+    """The nodes that copy the operand of ``gather`` from host memory and bring it into shape, in order, if it is so."""
+    (node,), found = operands(gather), list[fx.Node]()
+    while has(node.target, Trait.PACKS) and len(node.all_input_nodes) == 1:
+        found.append(node)
+        if node.target is to_device:
+            return found[::-1]
+        (node,) = node.all_input_nodes
+    return []
+
+
+def _copy_for_each_run(copy: fx.Node) -> int:
+    """Let the first run of readers read ``copy``, of what is not gathered, and each other run another copy."""
+    unpacking = _unpacking(copy)
+    _, *others = _runs([copy, *unpacking])
     for _, readers in others:
-        _repeat([gather, *unpacking], readers, program.prefetch, kept)
+        _repeat([copy, *unpacking], readers)
+    _erase_unread(unpacking)
+    return len(others)
+
+
+def _is_sent(copy: fx.Node) -> bool:
+    """Whether what was copied from host memory is brought into shape to be gathered, and nothing else reads it."""
+    return all(is_collective(user) or (has(user.target, Trait.PACKS) and _is_sent(user)) for user in copy.users)
+
+
+def _erase_unread(unpacking: list[fx.Node]) -> None:
     for node in reversed(unpacking):
         if not node.users:
             node.graph.erase_node(node)
-    gather.meta["collective"] = replace(gather.meta["collective"], ahead=_ahead(first, program.prefetch))
-    return len(others)
 
 
 def _unpacking(gather: fx.Node) -> list[fx.Node]:
@@ -104,6 +161,7 @@ class _Kept:
     def let_gather(self, gather: fx.Node) -> None:
         """Let ``gather`` collect the parts of these ranks, with the same result."""
         gather.args, gather.kwargs = (self.part, self.ranks.size, self.ranks.group), {}
+        gather.meta["collective"] = replace(gather.meta["collective"], axis=self.ranks.name)
 
 
 def _keep(gather: fx.Node, program: Program) -> _Kept | None:
@@ -124,8 +182,11 @@ def _keep(gather: fx.Node, program: Program) -> _Kept | None:
     return _Kept(part, ranks)
 
 
-def _repeat(nodes: list[fx.Node], readers: list[fx.Node], prefetch: tuple[int, int], kept: _Kept | None) -> None:
-    """Repeat ``nodes``, those that the readers need, before the first of these, and let them read the copies."""
+def _repeat(nodes: list[fx.Node], readers: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Repeat ``nodes``, those that the readers need, before the first of these, and let them read the copies.
+
+    Returns the copies by what they repeat.
+    """
     needed = set(readers)
     for node in reversed(nodes):
         if needed.intersection(node.users):
@@ -138,16 +199,9 @@ def _repeat(nodes: list[fx.Node], readers: list[fx.Node], prefetch: tuple[int, i
             copy.meta |= {key: first.meta[key] for key in ("phase", "module") if key in first.meta}
             copy.meta["recompute_of"] = node.name
             copies[node] = copy
-    gather, copy = nodes[0], copies[nodes[0]]
-    described = gather.meta["collective"]
-    ahead = _ahead(first.meta.get("phase"), prefetch)
-    copy.meta["collective"] = replace(described, why=described.why.replace("gathered", "gathered again"), ahead=ahead)
-    copy.meta |= of_all([gather])
-    if kept is not None:
-        kept.let_gather(copy)
-        copy.meta["collective"] = replace(copy.meta["collective"], axis=kept.ranks.name)
     for reader in readers:
         reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda each: copies.get(each, each))
+    return copies
 
 
 def _ahead(phase: Phase | None, prefetch: tuple[int, int]) -> int:

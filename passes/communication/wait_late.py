@@ -12,6 +12,7 @@ from ..base import Pass
 from ..ir.collectives import Kind, is_wait, waits_of
 from ..ir.ops import Trait, has
 from ..ir.program import Program
+from ..runtime.host_memory import to_host
 from .start_early import StartEarly
 
 
@@ -20,7 +21,8 @@ class WaitLate(Pass):
     """Each wait, with the nodes that only unpack its result, moves to right before its first reader.
 
     All other nodes keep their order. The new order depends on the graph alone, so it is the same on all ranks. What is
-    reduced with ``Collective.ahead`` is waited for when so many others have started, so that its operand can go.
+    reduced with ``Collective.ahead`` is waited for when so many others have started, so that its operand can go; and if
+    it is copied to host memory, that is done right then.
     """
 
     after: ClassVar[tuple[type[Pass], ...]] = (StartEarly,)
@@ -30,12 +32,12 @@ class WaitLate(Pass):
         sinking = _sinking(program.graph)
         before = positions(program.graph, sinking)
         settle(program.graph, sinking)
-        _bound(program)
+        _bound(program, sinking)
         after = positions(program.graph, sinking)
         return sum(before[node] != after[node] for node in sinking if is_wait(node))
 
 
-def _bound(program: Program) -> None:
+def _bound(program: Program, sinking: set[fx.Node]) -> None:
     """Wait for each bounded reduction right after the start of the one that is ``ahead`` further down."""
     starts = [node for node in program.collectives() if node.meta["collective"].kind is not Kind.ALL_GATHER]
     starts = [node for node in starts if node.meta["collective"].ahead is not None]
@@ -47,6 +49,25 @@ def _bound(program: Program) -> None:
                 for part in wait.all_input_nodes:
                     if part is not start:  # of a coalesced result
                         wait.prepend(part)
+                _copy_at_once(wait, sinking)
+
+
+def _copy_at_once(wait: fx.Node, sinking: set[fx.Node]) -> None:
+    """Copy to host memory, right after ``wait``, what unpacks its result; the nodes in between move along."""
+    unpacking, pending = set[fx.Node](), list(wait.users)
+    while pending:
+        node = pending.pop()
+        if node in sinking and node not in unpacking:
+            unpacking.add(node)
+            pending += [] if node.target is to_host else node.users
+    copied = set[fx.Node]()
+    for node in sorted(unpacking, reverse=True):
+        if node.target is to_host or any(user in copied for user in node.users):
+            copied.add(node)
+    last = wait
+    for node in sorted(copied):
+        last.append(node)
+        last = node
 
 
 def _sinking(graph: fx.Graph) -> set[fx.Node]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_composite
-from ..runtime import ctc_loss
+from ..runtime import ctc_loss, host_memory
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
 from .schemas import position_of, schema
@@ -84,14 +84,15 @@ def find(name: str) -> OpOverload | None:
 
 
 # Namespaces whose schemas can be relied on: torch's, and that of our own ops.
-_DECLARING = {"aten", "prims", "_c10d_functional", NAMESPACE, ctc_loss.NAMESPACE}
+_DECLARING = {"aten", "prims", "_c10d_functional", NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE}
 
 _LISTED: Mapping[Trait, Sequence[Any]] = {
     # A Python function has no schema; that of the op does not say that it returns the tensor it waits for.
-    Trait.ALIAS: (operator.getitem, c10d.wait_tensor.default),
+    Trait.ALIAS: (operator.getitem, c10d.wait_tensor.default, host_memory.wait_copy),
     # The aten ops are declared as copies for the sake of autograd, which then does not track a view.
     Trait.UNDECLARED_VIEW: (
         c10d.wait_tensor.default,
+        host_memory.wait_copy,
         *aten("_unsafe_view unsafe_chunk unsafe_split.Tensor unsafe_split_with_sizes"),
     ),
     # Their schemas are older than the annotations.
@@ -141,6 +142,9 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
         operator.getitem,
         c10d.all_reduce.default,
         c10d.wait_tensor.default,
+        host_memory.to_device,
+        host_memory.to_host,
+        host_memory.wait_copy,
         *aten(
             "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data _to_copy _unsafe_view amax cat "
             "clone constant_pad_nd detach mean.dim native_layer_norm native_layer_norm_backward reshape slice_scatter "
@@ -153,11 +157,14 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
         "transpose.int unsqueeze view view.dtype"
     ),
     # What passes and the partitioner put around collectives.
-    Trait.PACKS: aten(
-        "_to_copy _unsafe_view cat clone constant_pad_nd contiguous permute reshape t transpose.int view"
+    Trait.PACKS: (
+        host_memory.to_device,
+        *aten("_to_copy _unsafe_view cat clone constant_pad_nd contiguous permute reshape t transpose.int view"),
     ),
     Trait.UNPACKS: (
         operator.getitem,
+        host_memory.to_host,
+        host_memory.wait_copy,
         *aten(
             "_to_copy _unsafe_view contiguous permute reshape slice.Tensor split_with_sizes split_with_sizes_copy t "
             "transpose.int view"

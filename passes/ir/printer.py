@@ -19,9 +19,10 @@ import torch
 from torch import fx
 
 from .._torch import HigherOrderOperator, OpOverload
-from ..runtime import collective_ops, ctc_loss
+from ..runtime import collective_ops, ctc_loss, host_memory
 from .collectives import Collective
 from .program import Input, Output, OutputKind, Placements, Program
+from .roles import Memory
 from .schemas import position_of, schema
 
 _LEGEND = """Each line reads: name: "dtype[shape on this rank]" = operation  # the user's line, where it changes.
@@ -41,10 +42,11 @@ _SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-_OPS_ALIASES = {"_c10d_functional": "c10d", collective_ops.NAMESPACE: "transport"}
+_OPS_ALIASES = {"_c10d_functional": "c10d", collective_ops.NAMESPACE: "transport", host_memory.NAMESPACE: "memory"}
 _DEFINED_IN = {  # the modules that define ops of ours
     collective_ops.NAMESPACE: "passes.runtime.message_collectives",
     ctc_loss.NAMESPACE: "passes.runtime.ctc_loss",
+    host_memory.NAMESPACE: "passes.runtime.host_memory",
 }
 _MODULES = {"_operator": "operator"}  # a function's ``__module__``, and the module to import it from
 # Modules in which torch's functions are looked up, since their ``__module__`` is often a C++ binding.
@@ -308,6 +310,8 @@ def short_dtype(dtype: torch.dtype) -> str:
 def _input_comment(declared: Input) -> str:
     whole = _whole(declared.shape, declared.dtype, declared.placement)
     written = ", updated in place" if declared.in_place else ""
+    if declared.memory is not Memory.DEVICE:
+        written = f", in {declared.memory} memory{written}"
     if declared.parts:
         parts = ", ".join(f"{part.input.name} from {part.offset}" for part in declared.parts)
         return f"{declared.role} of {declared.name}: {parts}{written}"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from .._torch import LazyGraphModule, Placement
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
-from .roles import Role
+from .roles import Memory, Role
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 
@@ -78,7 +78,8 @@ class Input:
 
     ``shape`` is the global shape; a hyper-parameter is a plain float and has no ``dtype``. ``of`` names the parameter
     that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
-    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several.
+    ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several. ``memory``:
+    where it lives; the update of what lives on the host is computed there.
     """
 
     role: Role
@@ -89,6 +90,7 @@ class Input:
     of: str | None = None
     in_place: bool = False
     parts: tuple[Part, ...] = ()
+    memory: Memory = Memory.DEVICE
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class Program:
     reshard: frozenset[str] = frozenset()  # parameters that are gathered again for backward, instead of kept whole
     kept_by: Mapping[str, int] = field(default_factory=dict)  # of these, those that so many ranks keep together
     prefetch: tuple[int, int] = (1, 1)  # how many units ahead such gathers may start, in forward and in backward
+    limit_gathers: int | None = None  # how many units may be gathered at once, with the one that is read next
     stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
     annotations: Any = None  # what users asked for modules, for the parallel mode to read

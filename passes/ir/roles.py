@@ -30,6 +30,14 @@ class Role(StrEnum):
 _STATE = {Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE, Role.GRADIENT, Role.SCALER}
 
 
+class Memory(StrEnum):
+    """Where an input lives between calls."""
+
+    DEVICE = "device"  # of the mesh, where forward and backward compute
+    HOST = "host"
+    PINNED = "pinned host"  # what a GPU copies from while the host goes on
+
+
 class Phase(StrEnum):
     """Which part of the train step a node belongs to."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -22,9 +22,11 @@ from ..communication.bucket_reduce_scatter import BucketReduceScatter
 from ..communication.form_units import FormUnits
 from ..communication.packed import packed_flat
 from ..ir.edit import insert_before, replace
+from ..ir.meta import Relation
 from ..ir.ops import Trait, has
 from ..ir.program import Input, Part, Program, is_even
 from ..ir.roles import Role
+from ..runtime.host_memory import to_device
 
 aten = torch.ops.aten
 Group = tuple[str, ...]  # state by name, in the order of its offsets
@@ -37,9 +39,10 @@ class OneStorage(Pass):
     Used together are: the parameters of a unit; each kind of optimizer state that all of them have in their own shape;
     and other state that is concatenated whole, as for a bucketed all_gather. A unit is stored in order of registration,
     so that a parameter, its state, its gradient and its gathered value have the same offsets. A concatenation of all
-    parts of a flat input, in order, becomes that input, without a copy.
+    parts of a flat input, in order, becomes that input, without a copy. Are these copied from host memory first, and
+    perhaps cast, the input is: by one copy.
 
-    Only what is contiguous, in equal parts on all ranks and of one dtype and device is taken. State in
+    Only what is contiguous, in equal parts on all ranks and of one dtype, device and memory is taken. State in
     ``program.fixed`` stays where it is; a group in ``program.stored`` is taken whole and in its order, or not at all.
     Updates stay updates of the parts.
     """
@@ -103,9 +106,8 @@ def _state_by_kind(program: Program) -> dict[str, dict[str, str]]:
 
 def _can_join(program: Program, layouts: Layouts, members: Sequence[tuple[Input, fx.Node]]) -> bool:
     vals = [node.meta["val"] for _, node in members]
-    return (
-        all(_is_free(program, layouts, *member) for member in members) and len({(v.dtype, v.device) for v in vals}) == 1
-    )
+    kinds = {(declared.memory, val.dtype, val.device) for (declared, _), val in zip(members, vals, strict=True)}
+    return all(_is_free(program, layouts, *member) for member in members) and len(kinds) == 1
 
 
 def _is_free(program: Program, layouts: Layouts, declared: Input, node: fx.Node) -> bool:
@@ -136,8 +138,8 @@ def _join(program: Program, name: str, group: Group) -> None:
     flat.target = flat.name  # made unique by FX
     flat.meta["val"] = vals[0].new_empty(offsets[-1])
     _split(program.graph, flat, [node for _, node in members], sizes)
-    role = parts[0].input.role
-    described = Input(role, name, (offsets[-1],), vals[0].dtype, parts=parts)
+    role, memory = parts[0].input.role, parts[0].input.memory
+    described = Input(role, name, (offsets[-1],), vals[0].dtype, parts=parts, memory=memory)
     program.inputs = _with_flat(program.inputs, described)
 
 
@@ -174,6 +176,59 @@ def _drop_concatenations(program: Program) -> None:
         if flat is not None and node not in kept:  # an output must not come to share memory with state
             node.replace_all_uses_with(flat)
             _erase(node, parts)
+        else:
+            _copy_at_once(node, whole)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A value that is copied from host memory, perhaps cast on the device, and flattened: for one reader only."""
+
+    source: fx.Node
+    copy: fx.Node
+    cast: fx.Node | None
+
+    @classmethod
+    def of(cls, flattened: Any) -> _Copied | None:
+        """What ``flattened``, of one dim, is computed from; None if that is something else."""
+        node, cast = flattened, None
+        while isinstance(node, fx.Node) and len(node.users) == 1:
+            if node.target is to_device:
+                return cls(node.all_input_nodes[0], node, cast)
+            if node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"} and cast is None:
+                cast = node
+            elif not has(node.target, Trait.FLATTENS):
+                return None
+            node = node.args[0]
+        return None
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The device, and the dtype that it is cast to."""
+        return (*self.copy.args[1:], self.cast and self.cast.kwargs["dtype"])
+
+
+def _copy_at_once(cat: fx.Node, whole: Mapping[tuple[fx.Node, ...], fx.Node]) -> None:
+    """If ``cat`` joins copies of all parts of a flat input, in order, copy the input instead."""
+    members: Any = cat.args[0]
+    copied = [each for each in map(_Copied.of, members) if each is not None]
+    flat = whole.get(tuple(each.source for each in copied)) if len(copied) == len(members) else None
+    if flat is None or len({each.options for each in copied}) > 1 or cat.meta["val"].dim() != 1:
+        return
+    copy, cast = copied[0].copy, copied[0].cast
+    joined = insert_before(cat, to_device, flat, *copy.args[1:], like=copy, relation=Relation.STEP)
+    if cast is not None:
+        joined = insert_before(
+            cat, aten._to_copy.default, joined, like=cast, relation=Relation.STEP, kwargs=cast.kwargs
+        )
+    cat.replace_all_uses_with(joined)
+    cat.graph.erase_node(cat)
+    for each, member in zip(copied, members, strict=True):
+        node = member
+        while node is not each.source:
+            (source,) = node.all_input_nodes
+            cat.graph.erase_node(node)
+            node = source
 
 
 def _erase(node: fx.Node, parts: Container[fx.Node]) -> None:

@@ -14,10 +14,11 @@ from torch import fx
 
 from ..ir.collectives import Collective, is_collective, operands
 from ..ir.ops import Trait, has
-from ..ir.program import Program
-from ..ir.roles import Phase, Role
+from ..ir.program import Input, Program
+from ..ir.roles import Memory, Phase, Role
 from ..ir.schemas import name_of
 from ..runtime.arena import view_at, whole
+from ..runtime.host_memory import to_host
 from .pieces import Pieces
 
 aten = torch.ops.aten
@@ -30,6 +31,7 @@ class Holds(StrEnum):
     GATHERED = "gathered"  # parameters made whole, and the parts of them that are sent for it
     GRADIENTS = "gradients"
     OPTIMIZER_STATE = "optimizer state"
+    OFFLOADED = "offloaded"  # in host memory: parameters, optimizer state, and gradients that were copied there
     ACTIVATIONS = "activations"  # what forward and backward compute
     OTHER = "other"  # buffers, arguments, constants, what an update computes
 
@@ -47,7 +49,7 @@ def holds(program: Program, pieces: Pieces) -> dict[fx.Node, Holds]:
     """What each piece holds, by the node that names it."""
     found: dict[fx.Node, Holds] = {}
     for declared, node in zip(program.inputs, program.placeholders, strict=True):
-        found[node] = _INPUTS.get(declared.role, Holds.OTHER)
+        found[node] = _of_input(declared) or Holds.OTHER
     marked = _marked(program)
     for node in program.graph.nodes:
         if node in marked:
@@ -90,13 +92,13 @@ def _described(node: fx.Node) -> str:
 def _marked(program: Program) -> dict[fx.Node, Holds]:
     """The nodes whose role is recorded, and those that carry their elements on, or did so before."""
     inputs = zip(program.inputs, program.placeholders, strict=True)
-    marked = {node: _INPUTS[declared.role] for declared, node in inputs if declared.role in _INPUTS}
+    marked = {node: kind for declared, node in inputs if (kind := _of_input(declared)) is not None}
     marked |= {node: kind for node in program.graph.nodes if (kind := _recorded(node)) is not None}
     for value, output in zip(program.output_values(), program.outputs, strict=True):
         if isinstance(value, fx.Node) and output.role in _INPUTS:
             marked.setdefault(value, _INPUTS[output.role])
     for node in reversed(program.graph.nodes):
-        if node in marked and (is_collective(node) or _carries(node)):
+        if node in marked and node.target is not to_host and (is_collective(node) or _carries(node)):
             for operand in operands(node) if is_collective(node) else node.all_input_nodes:
                 marked.setdefault(operand, marked[node])
     for node in program.graph.nodes:
@@ -107,7 +109,13 @@ def _marked(program: Program) -> dict[fx.Node, Holds]:
     return marked
 
 
+def _of_input(declared: Input) -> Holds | None:
+    return _INPUTS.get(declared.role) if declared.memory is Memory.DEVICE else Holds.OFFLOADED
+
+
 def _recorded(node: fx.Node) -> Holds | None:
+    if node.target is to_host:
+        return Holds.OFFLOADED
     described = node.meta.get("collective")
     if isinstance(described, Collective) and described.role in _COLLECTIVES:
         return _COLLECTIVES[described.role]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ranks.world import as_mesh
 from .contract import Annotation, Api, note, parameter_names
-from .policies import MixedPrecisionPolicy
+from .policies import MixedPrecisionPolicy, OffloadPolicy
 
 Annotated = TypeVar("Annotated", bound=nn.Module | Sequence[nn.Module])
 
@@ -24,6 +24,7 @@ def replicate(
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     device_id: int | torch.device | None = None,
 ) -> Annotated:
@@ -36,6 +37,7 @@ def replicate(
     - ``module``: a module or several; returned as given.
     - ``mesh``: of one axis, or of shape (N, 1); by default of all ranks. All annotations of a model have one mesh.
     - ``mp_policy``: the dtypes to compute and communicate in.
+    - ``offload_policy``: parameters, gradients and optimizer state are in host memory.
     - ``ignored_params``: parameters that are neither placed nor made equal on all ranks; the step cannot train them.
     - ``device_id``: the device that the parameters are on, checked only: an index of CUDA devices, or a device.
 
@@ -50,7 +52,17 @@ def replicate(
         )
     _check_device(device_id, modules, mesh)
     names, ignored = _names(modules), _ignored(modules, ignored_params)
-    note(modules, Annotation("replicate", mesh, check_policy(mp_policy), names=names, ignored=ignored))
+    note(
+        modules,
+        Annotation(
+            "replicate",
+            mesh,
+            check_policy(mp_policy),
+            names=names,
+            ignored=ignored,
+            offload_policy=check_offload_policy(offload_policy),
+        ),
+    )
     return module
 
 
@@ -61,6 +73,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> Annotated:
     """Annotate ``module``: its parameters are split over the ranks, and gathered together when it runs (as in FSDP2).
@@ -76,7 +89,7 @@ def fully_shard(
       keeps it for the root alone: the outermost annotated module. A number, which divides that of the ranks: so many
       ranks that follow each other keep it together, and gather it again among themselves.
     - ``shard_placement_fn``: the ``Shard(dim)`` of a parameter, called when a step is compiled; None for the first dim.
-    - ``mp_policy``, ``ignored_params``: as for ``replicate``.
+    - ``mp_policy``, ``offload_policy``, ``ignored_params``: as for ``replicate``.
 
     Raises ``TypeError`` or ``ValueError`` for arguments that do not fit, and ``ContractError`` for a module that has
     an annotation.
@@ -96,6 +109,7 @@ def fully_shard(
             shard_placement_fn,
             names,
             ignored,
+            offload_policy=check_offload_policy(offload_policy),
         ),
     )
     return module
@@ -143,6 +157,13 @@ def check_reshard(given: Any) -> bool | int | None:
         raise ValueError(
             f"expected reshard_after_forward to be 2 ranks or more, got {given}: False keeps all on each rank"
         )
+    return given
+
+
+def check_offload_policy(given: Any) -> OffloadPolicy | None:
+    """Raise ``TypeError`` unless ``given`` is a policy or None; returns it."""
+    if given is not None and not isinstance(given, OffloadPolicy):
+        raise TypeError(f"expected offload_policy to be a spmd.OffloadPolicy or None, got {given!r}")
     return given
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import SpmdError
 
-from .policies import MixedPrecisionPolicy
+from .policies import MixedPrecisionPolicy, OffloadPolicy
 
 Api = Literal["replicate", "fully_shard"]
 
@@ -37,6 +37,7 @@ class Annotation:
     names: Mapping[nn.Module, tuple[str, ...]] = field(default_factory=weakref.WeakKeyDictionary)
     ignored: Mapping[nn.Module, frozenset[str]] = field(default_factory=weakref.WeakKeyDictionary)
     number: int = 0
+    offload_policy: OffloadPolicy | None = None
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -1,10 +1,12 @@
-"""Policies of an annotated module: the dtypes that it computes and communicates in."""
+"""Policies of an annotated module: the dtypes that it computes and communicates in, the memory that its state is in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 import torch
+
+from passes import Memory
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,27 @@ class MixedPrecisionPolicy:
     def wire_dtype(self) -> torch.dtype | None:
         """The dtype in which gradients are reduced, None for their own."""
         return self.reduce_dtype or self.param_dtype
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Keep a module's parameters, their gradients and optimizer state in host memory.
+
+    Where forward or backward reads a parameter, its part is copied to the device, and then cast and gathered; a
+    gradient is copied to the host once it is reduced, and the optimizer runs there. The copies are nodes of the graph.
+    On CUDA the parameters must be on the CPU, or on the meta device, before the first step.
+
+    ``pin_memory``: on CUDA, pin what is copied, so that copies run beside compute. Raises ``TypeError`` unless it is a
+    bool.
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise TypeError(f"expected pin_memory to be True or False, got {self.pin_memory!r}")
+
+    @property
+    def memory(self) -> Memory:
+        """The memory that parameters are in."""
+        return Memory.PINNED if self.pin_memory else Memory.HOST

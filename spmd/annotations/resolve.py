@@ -18,7 +18,7 @@ from passes import PlacementError
 
 from .._torch import own_buffers, own_children, own_parameters
 from .contract import Annotation, ContractError, parameter_names, state
-from .policies import MixedPrecisionPolicy
+from .policies import MixedPrecisionPolicy, OffloadPolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,11 @@ class Unit:
     def mp_policy(self) -> MixedPrecisionPolicy | None:
         """The dtypes that it computes and communicates in."""
         return self.annotation.mp_policy
+
+    @property
+    def offload_policy(self) -> OffloadPolicy | None:
+        """What keeps its state in host memory, if anything."""
+        return self.annotation.offload_policy
 
     def __str__(self) -> str:
         return f"{self.annotation.api} on {self.paths[0]}"
@@ -96,6 +101,13 @@ class Annotations:
     def batch_axes(self) -> int | None:
         """How many axes of the mesh split the batch; None if no annotation has a mesh."""
         return self.mesh.ndim if self.mesh is not None else None
+
+    def offload_policy(self, name: str, default: OffloadPolicy | None) -> OffloadPolicy | None:
+        """The policy of a parameter; ``default`` if no annotation claims it, None if it is ignored."""
+        mark = self.marks.get(name)
+        if mark is None or mark.ignored:
+            return None if mark is not None else default
+        return mark.unit.offload_policy if mark.unit is not None else default
 
     def members(self, unit: Unit) -> tuple[str, ...]:
         """The parameters and buffers of a unit that are not ignored."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from passes import Axis, Mesh, PlacementError, Program
 
-from ..annotations.policies import MixedPrecisionPolicy
+from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored
 from ..ranks.connection import Connection
 from ..ranks.consensus import AllGatherText
@@ -52,6 +52,7 @@ class Layout(Protocol):
     sync: bool
     mp_policy: MixedPrecisionPolicy | None
     reshard_after_forward: bool | int | None
+    offload_policy: OffloadPolicy | None
     follows_annotations: bool
 
 
@@ -76,7 +77,8 @@ class Call:
         check_modules(submodules_of(self.given.modules))
         tensors = [parameter.tensor for parameter in parameters_of(self.given.modules)]
         meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
-        tensors = [tensor for tensor in tensors if not tensor.is_meta][:1]
+        on_device = [p.tensor for p in parameters_of(self.given.modules) if p.name not in self.offloaded]
+        tensors = [tensor for tensor in on_device if not tensor.is_meta][:1]
         tensors += [leaf.value for leaf in self.given.tensors()[:1]]
         annotated = self.annotations.mesh
         mesh = self._mode.mesh or annotated or world(tensors[0].device if tensors else None)
@@ -121,6 +123,23 @@ class Call:
                 "spmd.DataParallel, or without a parallel mode"
             )
         return found
+
+    @cached_property
+    def offloaded(self) -> frozenset[str]:
+        """The parameters that live in host memory, with their gradients and optimizer state."""
+        names = [parameter.name for parameter in parameters_of(self.given.modules)]
+        default = self._mode.offload_policy
+        return frozenset(name for name in names if self.annotations.offload_policy(name, default) is not None)
+
+    def check_offloaded(self) -> None:
+        """Raise ``PlacementError`` for state that is to live in host memory, and is on a device."""
+        for slot in self.slots:
+            where, name = slot.local().device, slot.input.of or slot.input.name
+            if name in self.offloaded and where.type not in ("cpu", "meta"):
+                raise PlacementError(
+                    f"{slot.input.name} is on {where}, but {name} has an offload policy, which keeps it in host "
+                    "memory: move the model to the CPU before the first step, as model.cpu() does"
+                )
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,14 +16,18 @@ _SHOWN = 20  # names
 _WITH_THE_MODEL = (Role.PARAMETER, Role.BUFFER, Role.GRADIENT)  # counters of optimizers may stay on the CPU
 
 
-def check_devices(mesh: DeviceMesh, slots: Sequence[Slot], inputs: Sequence[BatchInput]) -> None:
+def check_devices(
+    mesh: DeviceMesh, slots: Sequence[Slot], inputs: Sequence[BatchInput], offloaded: Container[str] = ()
+) -> None:
     """Raise ``PlacementError`` unless tensors are on one device of the mesh's kind; 0-dim ones may be on the CPU.
 
-    Tensors on the meta device are made there later.
+    Tensors on the meta device are made there later. ``offloaded``: parameters that live in host memory.
     """
     if mesh.device_type == "cuda" and not torch.cuda.is_available():
         raise PlacementError("the mesh is of cuda devices, but torch finds none here: take a mesh of cpu devices")
-    state = [(slot.input.name, slot.get()) for slot in slots if slot.input.role in _WITH_THE_MODEL]
+    with_the_model = [slot for slot in slots if slot.input.role in _WITH_THE_MODEL]
+    on_device = [slot for slot in with_the_model if (slot.input.of or slot.input.name) not in offloaded]
+    state = [(slot.input.name, slot.get()) for slot in on_device]
     tensors = [*state, *((each.name, each.value) for each in inputs)]
     found: dict[torch.device, list[str]] = {}
     for name, tensor in tensors:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes import Role
+
 from .._torch import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
 from ..call.call import Call
 from ..call.inputs import BatchInput
@@ -42,7 +44,7 @@ class Fakes:
             return cls(
                 mode,
                 shapes,
-                [_fake_state(slot, call.device) for slot in call.slots],
+                [_fake_state(slot, _device_of(slot, call)) for slot in call.slots],
                 [fake for fake, _ in numbers],
                 [symbol for _, symbol in numbers],
                 [_fake_input(x) for x in call.inputs],
@@ -70,11 +72,18 @@ class Fakes:
         )
 
 
-def _fake_state(slot: Slot, device: torch.device) -> torch.Tensor:
-    """A fake of global shape; never a copy of the live value. What is on meta will be on ``device``."""
+def _device_of(slot: Slot, call: Call) -> torch.device:
+    """Where the step computes with a state tensor: what is offloaded is copied there, but for counters."""
     live = slot.get()
-    where = device if live.is_meta else live.device
-    fake = torch.empty_strided(tuple(live.shape), live.stride(), dtype=live.dtype, device=where)
+    counts = slot.input.role is Role.OPTIMIZER_STATE and live.ndim == 0
+    offloaded = (slot.input.of or slot.input.name) in call.offloaded and not counts
+    return call.device if live.is_meta or offloaded else live.device
+
+
+def _fake_state(slot: Slot, device: torch.device) -> torch.Tensor:
+    """A fake of global shape; never a copy of the live value."""
+    live = slot.get()
+    fake = torch.empty_strided(tuple(live.shape), live.stride(), dtype=live.dtype, device=device)
     if isinstance(live, nn.Parameter):
         return nn.Parameter(fake, requires_grad=live.requires_grad)
     return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake

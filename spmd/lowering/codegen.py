@@ -36,6 +36,7 @@ from passes.ir.collectives import is_wait
 from passes.ir.effects import mutates, written
 from passes.ir.schemas import schema
 from passes.runtime.arena import reserve, view_at, whole
+from passes.runtime.host_memory import wait_copy
 from passes.runtime.message_collectives import OUT_VARIANTS
 from passes.runtime.shared_memory_collectives import PERSISTENT
 
@@ -187,7 +188,7 @@ class _Writer:
     def _is_fixed(self, node: fx.Node) -> bool:
         if node in self.constants or node.target is reserve:
             return True
-        views = node.target in (view_at, whole) or (is_view(node) and not is_wait(node) and not mutates(node))
+        views = node.target in (view_at, whole) or (is_view(node) and not _waits(node) and not mutates(node))
         return views and self._all_fixed(node.all_input_nodes)
 
     def _all_fixed(self, nodes: Iterable[fx.Node]) -> bool:
@@ -283,12 +284,17 @@ def _constants(graph: fx.Graph) -> set[fx.Node]:
 
 def _returned_argument(node: fx.Node) -> Any:
     """The argument that a node returns after writing into it or waiting for it; a tuple of several; None if neither."""
-    if is_wait(node):
+    if _waits(node):
         return node.args[0]
     targets = written(node)
     if not targets or not is_view(node) or len(schema(node.target).results) != len(targets):
         return None
     return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _waits(node: fx.Node) -> bool:
+    """Whether a node returns its argument, once that has arrived."""
+    return is_wait(node) or node.target is wait_copy
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

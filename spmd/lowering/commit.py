@@ -6,6 +6,8 @@ write while another may still fail to compute its gradients.
 
 from __future__ import annotations
 
+from passes.runtime.host_memory import begin_reads, begin_writes
+
 from ..ranks.connection import Connection
 from ..ranks.consensus import standing_of
 from ..ranks.failures import StateIs
@@ -21,16 +23,19 @@ class Commit:
     def start(self, connection: Connection | None) -> None:
         """A call begins, on the ranks of ``connection``."""
         self.state, self._connection = StateIs.BEFORE, connection
+        begin_reads()
 
     def __call__(self) -> None:
-        """Wait for all ranks; state may be written from here on."""
+        """Wait for all ranks, and for copies of state that are under way; state may be written from here on."""
         if self.state is StateIs.BEFORE:
+            begin_writes()
             if self._connection is not None:
                 self._connection.barrier()
             self.state = StateIs.MIXED
 
     def finish(self) -> None:
-        """All that the call writes is written."""
+        """All that the call writes is written, and between calls the user may write to what it has copied."""
+        begin_writes()
         if self.state is StateIs.MIXED:
             self.state = StateIs.AFTER
             standing_of(self._connection).updates += 1

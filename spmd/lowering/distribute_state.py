@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from passes import CaptureError, Input, Mesh, OutputKind, PlacementError, Program, Role
+from passes import CaptureError, Input, Memory, Mesh, OutputKind, PlacementError, Program, Role
 from passes.ir.program import Placements, is_sharded
 
-from .._torch import local_tensor, set_local_tensor
+from .._torch import dtensor_over, local_tensor, set_local_tensor
 from ..call.call import Call
 from ..call.state import Slot, StateRef, local_of
 from ..capture.effects.carried import Carried
@@ -31,23 +32,39 @@ from .replace_parameters import rebind, replace_parameter
 
 @dataclass
 class Prepared:
-    """State that is about to be distributed: each slot, and the placement that the program needs it in."""
+    """State that is about to be distributed: each slot, with the placement and memory that the program needs it in."""
 
     call: Call
     slots: list[Slot]
     placements: list[Placements]
+    memories: list[Memory]
     _shown: dict[str, torch.Tensor] = field(default_factory=dict)  # storages that an override has seen, by name
 
     def locals(self) -> list[torch.Tensor]:
         """The storage that the program binds for each slot, with its values; nothing live is changed."""
         for slot, placement in zip(self.slots, self.placements, strict=True):
-            self._shown[slot.input.name] = local_storage(slot.get(), placement, self.call)
+            self._shown[slot.input.name] = self.local(slot, placement)
         return list(self._shown.values())
 
     def storage(self, slot: Slot, placement: Placements) -> torch.Tensor:
         """The storage of one slot, with the values of now."""
-        now, shown = local_storage(slot.get(), placement, self.call), self._shown.get(slot.input.name)
+        now, shown = self.local(slot, placement), self._shown.get(slot.input.name)
         return now if shown is None else shown.copy_(now)
+
+    def local(self, slot: Slot, placement: Placements) -> torch.Tensor:
+        """This rank's storage of one slot: what it is, or a copy of its part."""
+        return self.in_memory(slot, local_storage(slot.get(), placement, self.call))
+
+    def in_memory(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
+        """``local`` where the slot is to live, if it is new: in host memory, pinned for a GPU to copy."""
+        memory = self._memory[slot.input.name]
+        if memory is Memory.DEVICE or self.call.device.type == "cpu" or local is local_tensor(slot.get()):
+            return local
+        return local.cpu().pin_memory() if memory is Memory.PINNED else local.cpu()
+
+    @cached_property
+    def _memory(self) -> dict[str, Memory]:
+        return {slot.input.name: memory for slot, memory in zip(self.slots, self.memories, strict=True)}
 
 
 def prepare(call: Call, inputs: Sequence[Input]) -> Prepared:
@@ -61,7 +78,8 @@ def prepare(call: Call, inputs: Sequence[Input]) -> Prepared:
                 raise PlacementError(
                     f"{slot.input.name} is a DTensor placed as {live.placements}, but the program needs {placement}"
                 )
-    return Prepared(call, call.slots, placements)
+    memories = [declared.memory for declared in inputs[: len(call.slots)]]
+    return Prepared(call, call.slots, placements, memories)
 
 
 def local_storage(live: torch.Tensor, placement: Placements, call: Call) -> torch.Tensor:
@@ -160,6 +178,8 @@ def as_dtensor(
     local: torch.Tensor, placement: Placements, mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
     """A DTensor over this rank's part, without communication."""
+    if local.device.type != mesh.device_type:  # from_local would move it
+        return dtensor_over(local, mesh, placement, shape, stride)
     tensor = DTensor.from_local(local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
     set_local_tensor(tensor, local)
     return tensor

@@ -43,8 +43,9 @@ def flat_tensor_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def new_flat_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new flat tensor with the values of ``tensors``."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    """A new flat tensor with the values of ``tensors``; pinned if they are."""
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return flat.pin_memory() if all(tensor.is_pinned() for tensor in tensors) else flat
 
 
 def parts_of(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from passes.ir.program import Placements, is_sharded
 from .._torch import own_buffers, own_parameters, version_of
 from ..call.call import Call
 from ..call.state import Slot, submodules_of
-from .distribute_state import Prepared, as_dtensor, local_storage, part_of
+from .distribute_state import Prepared, as_dtensor, part_of
 from .replace_parameters import forget_successor, rebind, replace_parameter
 
 _STATE = (Role.PARAMETER, Role.BUFFER)
@@ -88,14 +88,14 @@ def initialize(prepared: Prepared, seed: int = 0) -> None:
         metas = [(slot, slot.get()) for owner in owners for slot, _ in owner.members]
         try:
             for owner in reversed(owners):
-                left += _initialize(owner, call, scratch)
+                left += _initialize(owner, prepared, scratch)
             _check_all_written(left)
         except BaseException:
             _put_back(metas, call)
             raise
     for slot, placement in zip(prepared.slots, prepared.placements, strict=True):
         if slot.get().is_meta and slot.input.role is Role.OPTIMIZER_STATE:  # made for this call, so zeros
-            slot.holder[slot.key] = _placed(slot.get(), local_storage(slot.get(), placement, call), placement, call)
+            slot.holder[slot.key] = _placed(slot.get(), prepared.local(slot, placement), placement, call)
 
 
 def _check_all_written(left: Sequence[str]) -> None:
@@ -144,12 +144,13 @@ def _way(module: nn.Module, call: Call) -> Callable[[nn.Module], Any] | None:
     return methodcaller("reset_parameters") if callable(getattr(module, "reset_parameters", None)) else None
 
 
-def _initialize(owner: _Owner, call: Call, scratch: torch.Tensor) -> list[str]:
+def _initialize(owner: _Owner, prepared: Prepared, scratch: torch.Tensor) -> list[str]:
     """Initialize one module; returns the names of what its code left alone.
 
     What is split is made in ``scratch``, memory for all modules: an allocator that gives and takes back each whole
     tensor between parts that stay is left with holes.
     """
+    call = prepared.call
     module, way = owner.module, _way(owner.module, call)
     assert way is not None, "checked before anything was traced"
     metas = [slot.get() for slot, _ in owner.members]
@@ -177,7 +178,7 @@ def _initialize(owner: _Owner, call: Call, scratch: torch.Tensor) -> list[str]:
             left.append(slot.input.name)
             continue
         local = part_of(now.detach(), placement, call.mesh) if is_sharded(placement) else now.detach().to(call.device)
-        placed = _placed(meta, local, placement, call)
+        placed = _placed(meta, prepared.in_memory(slot, local), placement, call)
         if slot.input.role is Role.PARAMETER:
             renewed[id(meta)] = replace_parameter(meta, placed)
         else:

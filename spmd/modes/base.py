@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Pass, Program
 
-from ..annotations.policies import MixedPrecisionPolicy
+from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Ignored
 from ..partitioner import partition
 from ..partitioner.plan import Plan
@@ -29,8 +29,8 @@ class ParallelMode(ABC):
     - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``.
     - ``ignored``: state that ranks do not make equal; ``sync``: False if they make none equal.
     - ``reshard_after_forward``: a number, if so many ranks keep gathered parameters together until backward.
-    - ``mp_policy``: the dtypes of modules without an annotation. ``param_init_fn``: initializes a module that is on the
-      meta device.
+    - ``mp_policy``: the dtypes of modules without an annotation. ``offload_policy``: keeps their state in host memory.
+    - ``param_init_fn``: initializes a module that is on the meta device.
     - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
       that carry annotations.
     """
@@ -45,6 +45,7 @@ class ParallelMode(ABC):
     sync: bool = True
     mp_policy: MixedPrecisionPolicy | None = None
     reshard_after_forward: bool | int | None = None
+    offload_policy: OffloadPolicy | None = None
     follows_annotations: bool = False
 
     @abstractmethod

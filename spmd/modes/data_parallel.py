@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Input, Pass, Program, Role
+from passes import Input, Memory, Pass, Program, Role
 from passes.analysis.repeated_blocks import blocks_of
 from passes.ir.program import replicated
 
-from ..annotations.apply import check_parameters, check_policy, check_reshard
-from ..annotations.policies import MixedPrecisionPolicy
+from ..annotations.apply import check_offload_policy, check_parameters, check_policy, check_reshard
+from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
 from ..partitioner.plan import Plan
 from .base import PlannedMode, check_callable, check_flag
@@ -65,11 +65,14 @@ class DataParallel(PlannedMode):
     and keeps the rest. A number, which divides that of the ranks: after forward so many ranks that follow each other,
     such as those of one host, keep each parameter together, and gather it for backward among themselves.
     ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward.
+    ``limit_gathers``: how many units may be gathered at once, the one that is read next included; it caps ``prefetch``,
+    and None, the default, lets the gathers of what stays whole start when they can.
 
     ``ignored_params``, ``ignored_modules``: parameters, and all that these modules hold but for annotated submodules,
     that are neither placed nor made equal on all ranks; a step cannot train them.
 
-    ``mp_policy``: the dtypes that modules without an annotation compute and communicate in.
+    ``mp_policy``: the dtypes that modules without an annotation compute and communicate in. ``offload_policy``: their
+    parameters, gradients and optimizer state are in host memory, and parameters are copied to the device to be read.
 
     ``param_init_fn``: initializes the own parameters and buffers of a module that is on the meta device, instead of its
     ``reset_parameters``. ``sync``: False leaves what ranks bring along as it is, instead of making it equal to rank
@@ -100,11 +103,13 @@ class DataParallel(PlannedMode):
         gather_dtype: torch.dtype | None = None,
         reshard_after_forward: bool | int | None = None,
         prefetch: tuple[int, int] = (1, 1),
+        limit_gathers: int | None = None,
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], Any] | None = None,
         sync: bool = True,
         mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ) -> None:
         _check_one_of("parallel_style", parallel_style, _STYLES)
         _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
@@ -118,10 +123,10 @@ class DataParallel(PlannedMode):
         _check_gathers(gather_dtype, parallel_style, shard_optimizer)
         names = () if self.mesh is None else (self.mesh.mesh_dim_names or ())
         self.batch_axes = 2 if names[:2] == _HYBRID else 1
-        self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style)
-        self.prefetch = _check_prefetch(prefetch)
+        self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style, offload_policy)
+        self.prefetch, self.limit_gathers = _check_prefetch(prefetch), _check_limit(limit_gathers)
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
-        self.mp_policy = check_policy(mp_policy)
+        self.mp_policy, self.offload_policy = check_policy(mp_policy), check_offload_policy(offload_policy)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
 
     def plan(self, program: Program) -> Plan:
@@ -157,6 +162,12 @@ class DataParallel(PlannedMode):
             reshard=_reshard(declared, shares),
             kept_by=_kept_by(shares, mesh.axes[over].size if mesh.axes else 1),
             prefetch=self.prefetch,
+            limit_gathers=self.limit_gathers,
+            memory={
+                name: share.memory
+                for name, share in shares.items()
+                if share.memory is not Memory.DEVICE and name not in annotations.ignored
+            },
         )
 
     def _share(self, mark: Mark | None) -> Share:
@@ -164,7 +175,9 @@ class DataParallel(PlannedMode):
         if mark is not None and mark.unit is not None:
             return Share.of_unit(mark.unit, mark.shard)
         policy_dtype = self.mp_policy.wire_dtype if self.mp_policy is not None else None
-        return Share(self.parallel_style, None, self.reshard_after_forward, self.reduce_dtype or policy_dtype)
+        memory = self.offload_policy.memory if self.offload_policy is not None else Memory.DEVICE
+        wire = self.reduce_dtype or policy_dtype
+        return Share(self.parallel_style, None, self.reshard_after_forward, wire, memory=memory)
 
     def __repr__(self) -> str:
         usual = {"shard_optimizer": False, "reduce_dtype": None, "gather_dtype": None, "reshard_after_forward": None}
@@ -174,12 +187,13 @@ class DataParallel(PlannedMode):
 
 
 def _reshard(parameters: Sequence[Input], shares: Mapping[str, Share]) -> frozenset[str]:
-    """The parameters that are gathered again for backward."""
+    """The parameters that are gathered again for backward, or copied to the device again."""
     blocks = blocks_of({each.name: each.shape for each in parameters})
     found = set[str]()
     for name, share in shares.items():
         reshards = bool(blocks[name]) if share.reshards is None else share.reshards
-        if share.style != "replicate" and reshards:
+        gathers = share.style != "replicate" or share.memory is not Memory.DEVICE
+        if gathers and reshards:
             found.add(name)
     return frozenset(found)
 
@@ -215,8 +229,8 @@ def _check_gathers(dtype: torch.dtype | None, style: Style, shard_optimizer: boo
         )
 
 
-def _check_reshard(given: Any, style: Style) -> bool | int | None:
-    if check_reshard(given) and style == "replicate":
+def _check_reshard(given: Any, style: Style, offload_policy: OffloadPolicy | None) -> bool | int | None:
+    if check_reshard(given) and style == "replicate" and offload_policy is None:
         raise ValueError(f'expected no reshard_after_forward={given}: "replicate" gathers no parameters')
     return check_reshard(given)
 
@@ -226,6 +240,12 @@ def _check_prefetch(given: Any) -> tuple[int, int]:
         case (int(forward), int(backward)) if min(given) >= 0:
             return forward, backward
     raise ValueError(f"expected prefetch to be two numbers of units, for forward and for backward, got {given!r}")
+
+
+def _check_limit(given: Any) -> int | None:
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        raise ValueError(f"expected limit_gathers to be None or a number of units, 1 or more, got {given!r}")
+    return given
 
 
 def _check_modules(given: Any) -> tuple[nn.Module, ...]:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.distributed.tensor import Shard
 
-from passes import Input, Mesh, OutputKind, PlacementError, Program, Role
+from passes import Input, Memory, Mesh, OutputKind, PlacementError, Program, Role
 from passes.ir.program import Placements
 
 from ..annotations.resolve import Annotations, Unit
@@ -22,7 +22,7 @@ class Share:
 
     ``dim``: the one to split, None for the first that no other axis splits. ``reshards``: whether it is gathered again
     for backward, or how many ranks keep it together until then; None: if it lies in a repeated block.
-    ``reduce_dtype``: of its gradient's reduction. ``unit``: the annotation that it follows.
+    ``reduce_dtype``: of its gradient's reduction. ``unit``: the annotation that it follows. ``memory``: where it lives.
     """
 
     style: Style
@@ -30,13 +30,15 @@ class Share:
     reshards: bool | int | None = None
     reduce_dtype: torch.dtype | None = None
     unit: Unit | None = None
+    memory: Memory = Memory.DEVICE
 
     @classmethod
     def of_unit(cls, unit: Unit, shard: Shard | None) -> Share:
         """The treatment of a parameter that an annotation claims."""
         dim, policy = shard.dim if shard is not None else None, unit.mp_policy
         wire = policy.wire_dtype if policy is not None else None
-        return cls(unit.annotation.api, dim, unit.reshards, wire, unit)
+        memory = unit.offload_policy.memory if unit.offload_policy is not None else Memory.DEVICE
+        return cls(unit.annotation.api, dim, unit.reshards, wire, unit, memory)
 
     def placement(self, declared: Input, given: Placements, mesh: Mesh, over: int) -> Placements:
         """``given``, with the split of the style over the axis ``over``, if ``given`` has none there."""

@@ -21,6 +21,7 @@ The files, in the order in which an op comes to them:
 - ``operand_layouts.py``: operands that kernels read in one layout, and that are copied if they lie otherwise
 - ``pending_sums.py``, ``recut_rows.py``: complete sums are reduced; rows cut from the batch are split again
 - ``gather_updated.py``: a parameter is gathered after every rank has updated a part of it
+- ``offload.py``: state in host memory, with copies between host and device
 - ``diagnostics.py``: notes for users about all that
 """
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from passes import Input, Memory, Output, Role
 from passes.ir.program import Placements
 
 
@@ -34,7 +35,10 @@ class Plan:
 
     ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``kept_by``: of these, the
     parameters that so many ranks, which follow each other, keep together until then. ``prefetch``: how many units ahead
-    of their readers these gathers may start, in forward and in backward.
+    of their readers these gathers may start, in forward and in backward. ``limit_gathers``: how many units may be
+    gathered at once, with the one that is read next; also of those that are kept whole then.
+
+    ``memory``: of parameters that are not on the device, by name; their gradients and optimizer state go with them.
     """
 
     mesh: DeviceMesh | None
@@ -46,3 +50,12 @@ class Plan:
     reshard: frozenset[str] = frozenset()
     kept_by: Mapping[str, int] = field(default_factory=dict)
     prefetch: tuple[int, int] = (1, 1)
+    limit_gathers: int | None = None
+    memory: Mapping[str, Memory] = field(default_factory=dict)
+
+    def memory_of(self, declared: Input | Output) -> Memory:
+        """Where an input lives, or the state that an output updates or makes. Only parameters are pinned."""
+        if declared.role is Role.PARAMETER:
+            return self.memory.get(declared.name, Memory.DEVICE)
+        follows = declared.role in (Role.OPTIMIZER_STATE, Role.GRADIENT) and declared.of in self.memory
+        return Memory.HOST if follows else Memory.DEVICE

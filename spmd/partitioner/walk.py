@@ -35,6 +35,7 @@ from .gather_updated import UpdatedParts
 from .hints import Hints
 from .lookahead import Lookahead
 from .materialize import Materializer
+from .offload import offload
 from .parameters import Parameters
 from .pending_sums import PendingSums
 from .plan import Plan
@@ -80,7 +81,7 @@ class _Walk:
         outputs = self._outputs()
         self._erase_unused()
         self.diagnostics.rounded(self.emitter.graph)
-        return replace(
+        program = replace(
             self.program,
             graph_module=LazyGraphModule(torch.nn.Module(), self.emitter.graph),
             inputs=[*inputs, *self.emitter.seed_input()],
@@ -91,7 +92,10 @@ class _Walk:
             reshard=self.context.plan.reshard,
             kept_by=self.context.plan.kept_by,
             prefetch=self.context.plan.prefetch,
+            limit_gathers=self.context.plan.limit_gathers,
         )
+        offload(program, self.context.plan)
+        return program
 
     # Inputs
 

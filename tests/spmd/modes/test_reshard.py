@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 import spmd
 from passes import Kind, Phase, Program, Role
+from passes.ir.collectives import is_wait
+from passes.ir.ops import Trait, has
 from tests.harness.cases import MLP, Block, make_optimizer
 from tests.harness.fake import fake_world
 from tests.harness.oracle import assert_agrees
@@ -92,7 +95,46 @@ def test_micro_batches_are_reduced_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [(0, 0), (1, 1), (1, 2)])
 def test_so_many_units_are_whole_at_once(prefetch: tuple[int, int]) -> None:
-    program = compiled(reshard_after_forward=True, prefetch=prefetch).program
+    assert most_ahead(compiled(reshard_after_forward=True, prefetch=prefetch)) == prefetch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_limit_of_gathers_caps_what_is_ahead_and_whole_at_once(limit: int) -> None:
+    """Of what is kept whole, too, how much is under way."""
+    result = compiled(reshard_after_forward=True, prefetch=(4, 2), limit_gathers=limit)
+    assert most_ahead(result) == (min(4, limit - 1), min(2, limit - 1))
+    assert blocks_at_once(result) == limit
+    kept = compiled(reshard_after_forward=False, limit_gathers=limit)
+    assert most_ahead(kept) == (limit - 1, 0)
+    assert most_ahead(compiled(reshard_after_forward=False))[0] > 3
+
+
+def blocks_at_once(result: spmd.CompiledStep) -> int:
+    """The most blocks whose gather has started, and of which something is still read."""
+    assert result.program is not None
+    nodes = list(result.program.graph.nodes)
+    changes: list[tuple[int, int]] = []
+    for node in result.program.collectives():
+        described = node.meta["collective"]
+        if described.role is Role.PARAMETER and all("blocks" in name for name in described.of):
+            changes += [(nodes.index(node), 1), (max(map(nodes.index, readers(node))) + 1, -1)]
+    return max(accumulate(change for _, change in sorted(changes)))
+
+
+def readers(gather: torch.fx.Node) -> set[torch.fx.Node]:
+    """All that reads a gathered value, or what only unpacks it."""
+    found, pending = set[torch.fx.Node](), [gather]
+    while pending:
+        node = pending.pop()
+        found.update(node.users)
+        pending += [user for user in node.users if is_wait(user) or has(user.target, Trait.VIEW, Trait.UNPACKS)]
+    return found
+
+
+def most_ahead(result: spmd.CompiledStep) -> tuple[int, int]:
+    """The most gathers that have started before the one that is waited for next, in forward and in backward."""
+    program = result.program
     assert program is not None
     ahead = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
     started: list[torch.fx.Node] = []
@@ -104,7 +146,7 @@ def test_so_many_units_are_whole_at_once(prefetch: tuple[int, int]) -> None:
             ahead[phase] = max(ahead[phase], len(started) - 1)
         elif started and node.target is torch.ops._c10d_functional.wait_tensor.default and node.args[0] in started:
             started.remove(node.args[0])
-    assert (ahead[Phase.FORWARD], ahead[Phase.BACKWARD]) == prefetch
+    return ahead[Phase.FORWARD], ahead[Phase.BACKWARD]
 
 
 @pytest.mark.slow
@@ -160,7 +202,7 @@ class Accumulated(Deep):
     (Deep(optimizer="AdamW"), 4, {"reshard_after_forward": True, "prefetch": (0, 2)}),
     (Deep(sizes=(8, 8), optimizer="SGD"), 2, {"reshard_after_forward": True}),
     (Accumulated(optimizer="SGD momentum"), 2, {"reshard_after_forward": True}),
-    (Accumulated(sizes=(8, 8), optimizer="SGD"), 4, {"reduce_gradients": "each"}),
+    (Accumulated(sizes=(8, 8), optimizer="SGD"), 4, {"reduce_gradients": "each", "limit_gathers": 1}),
     (Deep(optimizer="AdamW"), 4, {"reshard_after_forward": 2}),
     (Accumulated(optimizer="SGD"), 4, {"reshard_after_forward": 2}),
 ], ids=["uneven", "all", "even", "accumulated", "reduced each", "kept by two", "accumulated, kept by two"])  # fmt: skip
@@ -171,6 +213,8 @@ def test_numbers_are_those_of_the_plain_step(ranks: Ranks, case: Deep, world: in
 @pytest.mark.parametrize("options, words", [
     ({"parallel_style": "replicate", "reshard_after_forward": True}, "gathers no parameters"),
     ({"parallel_style": "fully_shard", "prefetch": (1,)}, "two numbers of units"),
+    ({"parallel_style": "fully_shard", "limit_gathers": 0}, "limit_gathers to be None or a number of units"),
+    ({"parallel_style": "fully_shard", "limit_gathers": True}, "limit_gathers to be None or a number of units"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
