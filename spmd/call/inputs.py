@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from passes import Mesh, PlacementError, Role
 from passes.ir.program import Placements, is_sharded, replicated
@@ -46,7 +46,7 @@ def place_inputs(
     """Give every tensor argument its placement: as named, else split along ``batch_dim`` over the first ``batch_axes``.
 
     0-dim tensors are replicated. Raises ``PlacementError`` if the tensors that ``named`` leaves out differ in size
-    along ``batch_dim``, or if a name fits no argument.
+    along ``batch_dim``, if a name fits no argument, or for a DTensor.
     """
     named = dict(named or {})
     tensors = arguments.tensors()
@@ -54,6 +54,12 @@ def place_inputs(
     if unknown:
         have = [leaf.name for leaf in tensors]
         raise PlacementError(f"inputs names {unknown}, but the tensor arguments of the step are {have}")
+    for leaf in tensors:
+        if isinstance(leaf.value, DTensor):
+            raise PlacementError(
+                f"{leaf.name} is a DTensor, but a step takes plain tensors: pass this rank's part, "
+                f"{leaf.name}.to_local(), and say how it is placed, as inputs={{'{leaf.name}': Shard(0)}} does"
+            )
     silent = [leaf for leaf in tensors if leaf.name not in named and leaf.value.ndim > 0]
     _check_sizes([(leaf.name, leaf.value) for leaf in silent], batch_dim)
     placed = []

@@ -30,7 +30,7 @@ def number(value: Any) -> Any:
 
 def contents(value: torch.Tensor) -> str:
     """The elements of a tensor as text; of a large one the first, and a hash of all."""
-    values = value.detach().cpu().contiguous()
+    values = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     shown = ", ".join(map(str, values.flatten()[:_SHOWN].tolist()))
     if values.numel() <= _SHOWN:
         return f"[{shown}]"

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+import spmd
 from tests.harness.cases import MLP, STYLES
+from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
@@ -120,3 +122,12 @@ def test_inputs_names_what_every_rank_has_in_full(ranks: Ranks) -> None:
 
 def test_input_batch_dim_says_where_the_batch_is(ranks: Ranks) -> None:
     assert_agrees(ranks, 2, BatchLast(), {"parallel_style": "default", "input_batch_dim": 1})
+
+
+@pytest.mark.parametrize("inputs", [None, {"x": Shard(0)}], ids=["not named", "named"])
+def test_a_dtensor_is_refused_with_what_to_pass(inputs: Any) -> None:
+    with fake_world(2):
+        x = distribute_tensor(torch.ones(4, 3), spmd.world(), [Shard(0)])
+        step = spmd.compile(lambda model, x: model(x).sum(), parallel_mode=spmd.DataParallel(inputs=inputs))
+        with pytest.raises(spmd.PlacementError, match=r"x is a DTensor, .* x\.to_local\(\), .* {'x': Shard\(0\)}"):
+            step(nn.Linear(3, 2), x)

@@ -205,7 +205,7 @@ class Accumulated(Deep):
     (Accumulated(sizes=(8, 8), optimizer="SGD"), 4, {"reduce_gradients": "each", "limit_gathers": 1}),
     (Deep(optimizer="AdamW"), 4, {"reshard_after_forward": 2}),
     (Accumulated(optimizer="SGD"), 4, {"reshard_after_forward": 2, "offload_policy": spmd.OffloadPolicy()}),
-], ids=["uneven", "all", "even", "accumulated", "reduced each", "kept by two", "accumulated, kept by two, offloaded"])  # fmt: skip
+], ids=["uneven", "all", "even", "accumulated", "reduced each", "kept by two", "kept by two, offloaded"])  # fmt: skip
 def test_numbers_are_those_of_the_plain_step(ranks: Ranks, case: Deep, world: int, options: dict[str, Any]) -> None:
     assert_agrees(ranks, world, case, {"parallel_style": "fully_shard", **options})
 
