@@ -12,26 +12,23 @@ import torch
 from torch import nn
 
 from .._torch import move_hooks
-from ..call.state import Arguments, parameters_of
-
-# The attribute by which a parameter leads to the one in its place: optimizers of other steps may hold it.
-_SUCCESSOR = "_spmd_successor"
+from ..call.state import SUCCESSOR, Arguments, is_replaced, parameters_of
 
 
 def replace_parameter(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """The Parameter with these values that takes the place of ``old``, with its hooks and attributes."""
     new = nn.Parameter(values, requires_grad=old.requires_grad)
     for name, value in vars(old).items():
-        if name != _SUCCESSOR:
+        if name != SUCCESSOR:
             new.__dict__.setdefault(name, value)
     move_hooks(old, new)
-    vars(old)[_SUCCESSOR] = new
+    vars(old)[SUCCESSOR] = new
     return new
 
 
 def forget_successor(parameter: torch.Tensor) -> None:
     """Undo ``replace_parameter`` for the old one."""
-    vars(parameter).pop(_SUCCESSOR, None)
+    vars(parameter).pop(SUCCESSOR, None)
 
 
 def rebind(arguments: Arguments, renewed: Mapping[int, torch.Tensor]) -> None:
@@ -51,14 +48,14 @@ def rebind_replaced_parameters(optimizers: Mapping[str, torch.optim.Optimizer]) 
     """Rebind optimizers to the parameters that replaced theirs when another step split the model."""
     for optimizer in optimizers.values():
         old = [p for group in optimizer.param_groups for p in group["params"]]
-        renewed = {id(p): _newest(p) for p in old if _SUCCESSOR in vars(p)}
+        renewed = {id(p): _newest(p) for p in old if is_replaced(p)}
         if renewed:
             _rebind_optimizer(optimizer, renewed)
 
 
 def _newest(parameter: torch.Tensor) -> torch.Tensor:
-    while _SUCCESSOR in vars(parameter):
-        parameter = vars(parameter)[_SUCCESSOR]
+    while is_replaced(parameter):
+        parameter = vars(parameter)[SUCCESSOR]
     return parameter
 
 

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS, tree_flatten
+from ...foreign_code import is_foreign_file, is_foreign_module
 from ..effects.traced import holds_traced
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change
-from .foreign_code import is_foreign_file, is_foreign_module
 from .global_reads import GlobalReads, globals_in, names_in
 from .namespaces import Namespaces
 from .new_objects import NewObjects
@@ -65,6 +65,7 @@ class Reads:
     containers: dict[int, ContainerSnapshot] = field(default_factory=dict)
     fields: dict[int, FieldsSnapshot] = field(default_factory=dict)
     code: list[types.CodeType] = field(default_factory=list)  # the user's, that ran
+    constants: set[int] = field(default_factory=set)  # ids of tensors at sites, which the program takes for constants
     changes: list[Change] = field(default_factory=list)
     changed_containers: list[tuple[str, str]] = field(default_factory=list)  # (name, key of the site that holds it)
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
@@ -101,6 +102,14 @@ class Reads:
                 raise
         self._stack = None
         self._undo()
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of a site that holds a tensor, or a container with it; nothing if the step read none."""
+        for site in [*self.sites.values()]:
+            if any(leaf is tensor for leaf in tree_flatten(site.get())[0]):
+                return site.name
+        containers = [*self.containers.values()]
+        return next((each.name for each in containers if any(item is tensor for item in each.content or ())), "")
 
     def was_read(self, site: ReadSite, before: Any) -> bool:
         """Whether the step may have read the value ``before``: not if it had written another when it first read."""
@@ -217,6 +226,7 @@ class Reads:
         if id(value) in self._seen or (is_plain(value) and not isinstance(value, type)):
             return
         self._seen[id(value)] = value
+        name = self.names.get(id(value), name)
         if isinstance(value, CONTAINERS):
             if value not in self._new:
                 self.containers[id(value)] = ContainerSnapshot(name, value, content_of(value), owned)
