@@ -160,6 +160,7 @@ class CompiledStep:
         modes = torch_settings()
         with clock.stage("capture"):
             captured, reads = self._capture(call, name)
+            call.references = reads.references
             captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += [*notes, *call.notes]

@@ -142,7 +142,7 @@ class _Search:
         elif isinstance(value, (list, tuple)):
             yield from ((path.to(item_of, k, str(k)), item) for k, item in enumerate(value) if not _is_plain(item))
         elif isinstance(value, dict):
-            yield from ((path.to(item_of, k, str(k)), item) for k, item in value.items() if not _is_plain(item))
+            yield from ((path.to(item_of, k, str(k)), item) for k, item in dict.items(value) if not _is_plain(item))
         elif isinstance(value, (type, types.ModuleType)):
             yield from self._of_namespace(path, value)
         elif not isinstance(value, GradScaler):

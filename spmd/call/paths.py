@@ -28,8 +28,8 @@ def entry_of(holder: Any, key: str) -> Any:
 
 
 def item_of(container: Any, key: Any) -> Any:
-    """The item of a list, tuple or dict."""
-    return container[key]
+    """The item of a list, tuple or dict, read past what a class of the user's does: a default dict would add it."""
+    return dict.get(container, key) if isinstance(container, dict) else container[key]
 
 
 def cell_of(function: Any, index: int) -> Any:

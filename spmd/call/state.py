@@ -187,7 +187,9 @@ class ArgumentReader:
             self._names = (spec, _names(self._signature, self._signature.bind(*args, **kwargs)))
         if self._has_instance and args:
             values[0] = given[0][0]
-        has_instance = self._has_instance and bool(args) and not isinstance(values[0], (nn.Module, Optimizer))
+        has_instance = (
+            self._has_instance and bool(args) and not isinstance(values[0], (nn.Module, Optimizer, torch.Tensor))
+        )
         leaves = list(map(Leaf, self._names[1], values))
         for leaf in leaves:
             if isinstance(leaf.value, torch.Tensor):

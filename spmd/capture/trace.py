@@ -100,6 +100,7 @@ class Trace:
         self._name_instance()
         names = {id(given): leaf.name for leaf, given in zip(leaves, stand_ins, strict=True)}
         containers = Containers.of((args, kwargs), names)
+        self.reads.stand_ins = swap.by_id
         with (
             self.reads.watch(self.function, *[leaf.value for leaf in leaves]),
             swap.watched_optimizer_state(),

@@ -90,8 +90,9 @@ def _bulk(kind: str, found: list[tuple[ReadSite, Any]]) -> tuple[Callable[..., A
 
 
 def _is_guarded(site: ReadSite, value: Any, reads: Reads) -> bool:
-    """Whether a tensor at a site is a constant of the program."""
-    return (site.owned and is_constant(value)) or id(value) in reads.constants
+    """Whether a tensor at a site is a constant of the program, or refers to its state."""
+    is_reference = any(each.holder is site for each in reads.references)
+    return (site.owned and is_constant(value)) or id(value) in reads.constants or is_reference
 
 
 def _has_content(container: Any, content: tuple[Any, ...]) -> bool:

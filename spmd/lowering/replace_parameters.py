@@ -6,7 +6,8 @@ optimizers' groups and state keys are rebound, and hooks, attributes and gradien
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +32,11 @@ def forget_successor(parameter: torch.Tensor) -> None:
     vars(parameter).pop(SUCCESSOR, None)
 
 
-def rebind(arguments: Arguments, renewed: Mapping[int, torch.Tensor]) -> None:
-    """Put new parameters, given by the id of the old one, where modules and optimizers of a call hold the old ones."""
+def rebind(arguments: Arguments, references: Iterable[Any], renewed: Mapping[int, torch.Tensor]) -> None:
+    """Put new parameters, given by the id of the old one, where modules and optimizers of a call hold the old ones.
+
+    And in the lists, dicts and attributes that the step reads, given as ``references``.
+    """
     if not renewed:
         return
     for parameter in parameters_of(arguments.modules):
@@ -42,6 +46,10 @@ def rebind(arguments: Arguments, renewed: Mapping[int, torch.Tensor]) -> None:
                 holder[key] = new
     for optimizer in arguments.optimizers.values():
         _rebind_optimizer(optimizer, renewed)
+    for reference in references:
+        new = renewed.get(id(reference.get()))
+        if new is not None:
+            reference.put(new)
 
 
 def rebind_replaced_parameters(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:

@@ -30,6 +30,7 @@ class Trainer:
         self.settings = {"scale": 2.0}
         self.steps, self.average = 0, torch.zeros((), dtype=torch.float64)
         self.weights = torch.linspace(1, 2, 4, dtype=torch.float64)
+        self.parameters = list(model.parameters())
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss = ((self.model(x) - y).square() * self.weights).mean() * self.settings["scale"]
@@ -40,9 +41,10 @@ class Trainer:
         self.steps += 1
         loss = self.loss(x, y) + 0.1 * self.average / self.steps
         loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.parameters, 0.7)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss, self.average
+        return loss, self.average, norm
 
 
 def of_a_trainer(build: tuple[Any, ...], compiled: Decorator) -> Made:
