@@ -160,7 +160,6 @@ class CompiledStep:
         modes = torch_settings()
         with clock.stage("capture"):
             captured, reads = self._capture(call, name)
-            call.references = reads.references
             captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += [*notes, *call.notes]
@@ -209,6 +208,7 @@ class CompiledStep:
             with replaced(call.given.modules, self._options.overrides):
                 captured, reads = capture(self._function, call, name, self._dispatch.carried(call))
             if not call.end_idle_state(captured.program):
+                call.references = reads.references
                 return captured, reads
 
     def _settle(self, call: Call, agreement: Agreement) -> list[str]:

@@ -22,7 +22,7 @@ from .._torch import (
 )
 from ..call.state import Arguments, submodules_of
 from ..source_lines import module_of, source_at, user_location
-from .unsupported import Refused
+from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
 aten = torch.ops.aten
 
@@ -67,15 +67,10 @@ _ALTERNATIVE_OF: dict[Any, str] = {
 }
 _CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
 _MEMORY = f"it takes a tensor's memory out of torch. {_ALTERNATIVES}"
-_FROM_OUTSIDE = (
-    "it uses a tensor or a module that is neither among its arguments nor found by a name in its code (an attribute of "
-    "self, a closure variable, a global), or a parameter that no module holds. Pass it as an argument, and keep "
-    "parameters in modules."
-)
 _OUTSIDE = ("convert all Tensors to FakeTensors", "Mixing fake modes")
 # By a part of the message, for errors whose type alone does not tell the reason.
 _REASONS = {
-    **dict.fromkeys(_OUTSIDE, _FROM_OUTSIDE),
+    **dict.fromkeys(_OUTSIDE, FROM_OUTSIDE),
     "expected to contain only concrete integers": "it takes the value of a tensor for a size, but values are not known "
     f"while tracing. {_ALTERNATIVES}",
     "Couldn't swap": "it moves or converts a module, or makes one. Do so outside of the step.",
@@ -92,7 +87,7 @@ _REASONS = {
 
 def is_from_outside(error: Exception) -> bool:
     """Whether the step met a tensor that is neither an argument nor state."""
-    return any(part in str(error) for part in _OUTSIDE)
+    return isinstance(error, OutsideTensor) or any(part in str(error) for part in _OUTSIDE)
 
 
 def _reason(error: Exception) -> str | None:

@@ -7,7 +7,7 @@ itself replaces is no constant, but state (``effects/carried.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from passes.ir.ops import Trait, has
 
 from .._torch import BUFFERS, CHILDREN, PARAMETERS, TorchDispatchMode, tree_flatten, tree_map
 from .reads import CONTAINERS, Reads
-from .unsupported import Refused
+from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
 aten = torch.ops.aten
 NO_CONSTANTS = {PARAMETERS, BUFFERS, CHILDREN}
@@ -26,11 +26,13 @@ _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.defau
 
 
 @contextmanager
-def constant_attributes(submodules: Iterable[tuple[str, nn.Module]], reads: Reads, anywhere: bool) -> Iterator[None]:
-    """Lift the plain tensors of these modules into the graph where an op reads them.
+def constant_attributes(
+    submodules: Iterable[tuple[str, nn.Module]], reads: Reads, anywhere: bool
+) -> Iterator[frozenset[int] | None]:
+    """Lift the plain tensors of these modules into the graph where an op reads them; yields their ids.
 
-    With ``anywhere`` also tensors at all other sites that the step read: finding those takes time, and few steps have
-    any.
+    With ``anywhere`` also tensors at all other sites that the step read; yields None then. Few steps have any, and
+    finding them takes time.
     """
     constants = {
         id(leaf): (f"{name}.{key}", leaf)
@@ -41,10 +43,23 @@ def constant_attributes(submodules: Iterable[tuple[str, nn.Module]], reads: Read
         if is_constant(leaf)
     }
     if not constants and not anywhere:
-        yield
+        yield frozenset()
         return
     with _LiftConstants(constants, reads if anywhere else None):
-        yield
+        yield None if anywhere else frozenset(constants)
+
+
+def check_outside(func: Any, args: Sequence[Any], constants: frozenset[int]) -> None:
+    """Raise ``OutsideTensor`` if an op has a tensor that is neither traced nor among the ``constants``."""
+    for arg in args:
+        for value in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if _is_real(value) and id(value) not in constants and func not in _LIFTS:
+                raise OutsideTensor
+
+
+def _is_real(value: Any) -> bool:
+    """Whether a value is a tensor with data: none that is traced is of these very classes."""
+    return type(value) is Tensor or type(value) is nn.Parameter
 
 
 def is_constant(value: Any) -> bool:
@@ -66,15 +81,17 @@ class _LiftConstants(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def replace(value: Any) -> Any:
-            return self._lift(func, value) if type(value) is Tensor and self._is_one(func, value) else value
+            return self._lift(func, value) if _is_real(value) and self._is_one(func, value) else value
 
         args, kwargs = tree_map(replace, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _is_one(self, func: Any, value: Tensor) -> bool:
-        if id(value) in self.constants or self.reads is None or not is_constant(value) or func in _LIFTS:
+        if id(value) in self.constants or self.reads is None or func in _LIFTS:
             return id(value) in self.constants
-        name = self.reads.name_of(value)
+        name = self.reads.name_of(value) if is_constant(value) else ""
+        if not name and (value.requires_grad or has(func, Trait.MUTABLE)):
+            raise Refused(FROM_OUTSIDE)  # it would be computed for real, while the step is traced
         if name:
             self.constants[id(value)] = (name, value)
             self.reads.constants.add(id(value))

@@ -82,7 +82,8 @@ class Trace:
             stack.enter_context(LengthsAsTensors())
             scalar_indices = stack.enter_context(ScalarIndices())
             self.branches = stack.enter_context(branches).found
-            stack.enter_context(constant_attributes(self._submodules(), self.reads, self.lifts_anywhere))
+            constants = constant_attributes(self._submodules(), self.reads, self.lifts_anywhere)
+            recorder.constants = stack.enter_context(constants)
             stack.enter_context(mixed_precision(self.call))
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
             result = self._call_function(fakes, swap)
