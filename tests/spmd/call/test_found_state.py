@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -253,3 +256,148 @@ def test_names_are_those_of_the_code() -> None:
     step, _, _ = made()
     names = {declared.name for declared in step.programs[0].inputs}
     assert {"self.optimizer.step[self.model.0.weight]", "self.steps", "self.average", "x"} <= names
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_model_compiles_anew_and_the_old_one_can_go() -> None:
+    step, trainer, batch = made()
+    first = trainer.model, trainer.optimizer, trainer.parameters
+    other = mlp(6, 8, 4)
+    trainer.model, trainer.optimizer = other, torch.optim.SGD(other.parameters(), lr=0.1)
+    trainer.parameters = list(other.parameters())
+    before = other[0].weight.detach().clone()
+    step(*batch)
+    assert len(step.programs) == 2 and not torch.equal(other[0].weight, before)
+    trainer.model, trainer.optimizer, trainer.parameters = first
+    step(*batch)
+    assert len(step.programs) == 2
+    gone = weakref.ref(first[0])
+    del first
+    trainer.model, trainer.optimizer, trainer.parameters = other, torch.optim.SGD(other.parameters(), lr=0.1), []
+    step(*batch)
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_programs_of_a_dead_trainer_are_dropped() -> None:
+    class Compiled(Trainer):
+        train_step = spmd.compile(Trainer.train_step)
+
+    case = MLP(sizes=(6, 8, 4), rows=3)
+    for _ in range(3):
+        trainer = Compiled(*case.build())
+        gone = [weakref.ref(each) for each in (trainer, trainer.model, trainer.optimizer)]
+        for k in range(2):
+            trainer.train_step(*case.part(0, k))
+        assert len(trainer.train_step.programs) == 1 and trainer.steps == 2
+        del trainer
+        gc.collect()
+        assert [each() for each in gone] == [None] * 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_instances_have_programs_of_their_own() -> None:
+    class Compiled(Trainer):
+        train_step = spmd.compile(Trainer.train_step)
+
+    case = MLP(sizes=(6, 8, 4), rows=3)
+    pair = [Compiled(*case.build()) for _ in range(2)]
+    for k in range(3):
+        for trainer in pair[: k + 1]:
+            trainer.train_step(*case.part(0, k))
+    assert [trainer.steps for trainer in pair] == [3, 2]
+    assert len(Compiled.train_step.programs) == 2
+
+
+class Odd(Trainer):
+    """What cannot be a part of a compiled step, each in a method."""
+
+    def __init__(self) -> None:
+        case = MLP(sizes=(6, 8, 4), rows=3)
+        super().__init__(*case.build())
+        self.lone, self.count = nn.Parameter(torch.ones(4).double()), torch.zeros(4).double()
+        self.several = torch.optim.SGD([*self.model.parameters(), self.lone], lr=0.1)
+        self.stranger = torch.optim.SGD(mlp(2, 2).parameters(), lr=0.1)
+        self.fixed = tuple(self.model.parameters())
+
+    def a_parameter_without_module(self, x: Tensor) -> Tensor:
+        return (self.model(x) * self.lone).sum()
+
+    def an_optimizer_of_one(self, x: Tensor) -> None:
+        self.model(x).sum().backward()
+        self.several.step()
+
+    def an_optimizer_without_model(self, x: Tensor) -> None:
+        self.stranger.step()
+
+    def writes_into_a_tensor(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return self.model(x).sum()
+
+    def parameters_in_a_tuple(self, x: Tensor) -> Tensor:
+        self.model(x).sum().backward()
+        return nn.utils.clip_grad_norm_(self.fixed, 1.0)
+
+    def keeps_a_graph(self, x: Tensor) -> None:
+        self.last = self.model(x).sum()
+
+
+ODD = {
+    "a_parameter_without_module": r"a parameter that no module holds.*keep parameters in modules.*\.sum\(\)",
+    "an_optimizer_of_one": r"self\.several updates 1 parameter\(s\) of shape \[\(4,\)\] that belong to no module",
+    "an_optimizer_without_model": r"an optimizer \(SGD\) that is not among its arguments, nor found with its module",
+    "writes_into_a_tensor": r"may write into self\.count .*no buffer.*Put a new tensor there",
+    "parameters_in_a_tuple": r"reads self\.fixed, which refers to state of a model from a tuple.*keep them in a list",
+    "keeps_a_graph": r"keeps a tensor with its graph in self\.last at .*self\.last = .*Keep tensor\.detach\(\)",
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_not_possible_is_a_sentence_with_the_name(name: str) -> None:
+    odd = Odd()
+    before = {key: value for key, value in vars(odd).items() if key != "count"}
+    with pytest.raises(spmd.CaptureError, match=f"(?s){ODD[name]}"):
+        spmd.compile(getattr(odd, name))(torch.randn(3, 6, dtype=torch.float64))
+    assert all(vars(odd)[key] is value for key, value in before.items()) and not odd.count.any()
+    assert all(parameter.grad is None for parameter in odd.model.parameters())
+
+
+def other_attributes(rank: int, world: int) -> str:
+    case = MLP(sizes=(6, 8, 4), rows=3)
+    trainer = Trainer(*case.build())
+    trainer.model = mlp(6, 8, 4) if rank else trainer.model
+    try:
+        spmd.compile(trainer.train_step)(*case.part(rank, 0))
+    except spmd.SpmdError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_that_find_other_models_raise(ranks: Ranks) -> None:
+    assert all(ranks.run(2, other_attributes))
+
+
+class Slots:
+    """An object that is called, and that cannot be referred to weakly."""
+
+    __slots__ = ("net", "steps")
+
+    def __init__(self) -> None:
+        self.net, self.steps = nn.Linear(4, 4), 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.net(x).sum() * self.steps
+
+
+@pytest.mark.usefixtures("alone")
+def test_objects_that_are_called_and_partials() -> None:
+    x = torch.ones(2, 4)
+    for made in (Slots(), Slots()):
+        for step in (made, made.__call__, partial(Slots.__call__, made)):
+            compiled, before = spmd.compile()(step), made.steps
+            for k in range(1, 4):
+                torch.testing.assert_close(compiled(x), made.net(x).sum() * (before + k))
+            assert len(compiled.programs) == 1 and made.steps == before + 3
