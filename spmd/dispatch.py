@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -19,6 +20,7 @@ import torch
 from passes import RankMismatchError
 
 from .call.call import Call
+from .call.found import with_found
 from .call.refuse_saves import standing_of_refused
 from .call.rng import describe_seed
 from .call.state import ArgumentReader
@@ -65,12 +67,12 @@ class Turn:
 class Dispatch:
     """The programs of one step, in the order in which they were compiled, and the one last run."""
 
-    def __init__(self, name: str, signature: inspect.Signature, options: Options) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], options: Options) -> None:
         self.name, self.options = name, options
         self.programs: list[Compiled] = []
         self.compiled = 0  # programs so far, those of models that are gone included
         self.last: Compiled | None = None
-        self._reader = ArgumentReader(signature)
+        self._function, self._reader = function, ArgumentReader(inspect.signature(function))
         self._changes: dict[int, str] = {}  # why each program was compiled, by its id
 
     def begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -87,26 +89,35 @@ class Dispatch:
         agree_on_program(turn.connection, self.name, intent, lambda: self._describe(turn), self.options.timeout)
 
     def fit(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the program that this rank would run; the one last run is asked first."""
-        mode, arguments = self.options.mode, self._reader.read(args, kwargs)
-        check_is_sharded(arguments.modules.values())
-        turn.call = Call(arguments, mode)
+        """Find the program that this rank would run; the one last run is asked first.
+
+        Where there is none, find what the call uses besides its arguments, to compile one.
+        """
+        mode, given = self.options.mode, self._reader.read(args, kwargs)
+        check_is_sharded(given.modules.values())
+        turn.call = Call(given, mode)
         last = [self.last] if self.last else []
         for compiled in [*last, *(each for each in self.programs if each is not self.last)]:
             admits = compiled.is_of_this_world() and compiled.is_connected()
-            state = compiled.guards.admit(arguments) if admits else None
-            if state is not None:
+            admitted = compiled.guards.admit(given) if admits else None
+            if admitted is not None:
+                arguments, turn.tensors = admitted
+                turn.call = Call(arguments, mode) if arguments is not given else turn.call
                 compiled.executable.commit.start(compiled.connection)
-                turn.compiled, turn.tensors, turn.connection = compiled, state, compiled.connection
+                turn.compiled, turn.connection = compiled, compiled.connection
                 return
+        arguments = with_found(self._function, given)
+        check_is_sharded(arguments.modules.values())
+        turn.call = Call(arguments, mode)
 
     def ranks_of(self, call: Call) -> MeshRanks:
         """The ranks that a call compiles with."""
         return MeshRanks.of(call.device_mesh, self.options.timeout)
 
-    def carried(self) -> Carried:
-        """The Python state that the programs so far write: what may be an input of the next one."""
-        alive = [compiled.captured for compiled in self.programs if not compiled.guards.dead]
+    def carried(self, call: Call) -> Carried:
+        """The Python state that the programs so far write, of the models of a call: what may be inputs of the next."""
+        own = [each for each in self.programs if not each.guards.dead and each.guards.shares_owners_with(call.given)]
+        alive = [compiled.captured for compiled in own]
         return reduce(or_, [captured.all_carried() for captured in alive], Carried())
 
     def change(self, call: Call) -> str:
@@ -141,6 +152,7 @@ class Dispatch:
         """The call in lines, for ranks that differ to find the first difference."""
         assert turn.call is not None
         lines = Leaves.of(turn.call.given).describe()
+        lines += [f"{each.name}: {type(each.value).__name__}" for each in turn.call.given.found]
         if turn.compiled is not None:
             numbers = turn.compiled.describe_numbers(turn.call.given)
             return [*lines, *numbers, f"runs {turn.compiled.program.name}", describe_seed()]

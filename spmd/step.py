@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import threading
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ class CompiledStep:
         signature = inspect.signature(function)
         if "last_train_step" in signature.parameters:
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
-        self._dispatch = Dispatch(self._name, signature, options)
+        self._dispatch = Dispatch(self._name, function, options)
         self._arenas: dict[DeviceMesh, Arenas] = {}  # ranks of two meshes need not wait for each other
         self._dumps = StepFolders(self._name)
         self._failed: Call | None = None  # the call that failed last
@@ -85,8 +86,8 @@ class CompiledStep:
         return str(getattr(self._function, "__name__", type(self._function).__name__))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A compiled method: the instance is its first argument."""
-        return self if instance is None else functools.partial(self, instance)
+        """A compiled method: the instance is its first argument. It has the attributes of the step: ``report()``."""
+        return self if instance is None else types.MethodType(self, instance)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -217,8 +218,9 @@ class CompiledStep:
         """Trace the step; once more if optimizer state that was made for it has to go."""
         while True:
             with replaced(call.given.modules, self._options.overrides):
-                captured, reads = capture(self._function, call, name, self._dispatch.carried())
+                captured, reads = capture(self._function, call, name, self._dispatch.carried(call))
             if not call.end_idle_state(captured.program):
+                call.references = reads.references
                 return captured, reads
 
     def _settle(self, call: Call, agreement: Agreement) -> list[str]:

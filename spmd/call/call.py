@@ -68,6 +68,7 @@ class Call:
         self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
         self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
         self.initial = InitialState()  # of optimizers, made for this call
+        self.references: list[Any] = []  # ``Reference`` to state, in what the step reads besides it
         self.notes: list[str] = []  # for the report
         self._counters = frozenset[tuple[str, int, str]]()  # entries of parameter groups that the step writes
 

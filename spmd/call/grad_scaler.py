@@ -166,11 +166,14 @@ def _set(attributes: dict[str, Any], key: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _refuse_other_scalers() -> Iterator[None]:
-    """Raise ``CaptureError`` if a scaler that is no argument starts: it would hold traced tensors afterwards."""
+    """Raise ``CaptureError`` if a scaler starts that is no state of the step: it would hold traced tensors then."""
     lazy_start = getattr(GradScaler, SCALER_LAZY_START)
 
     def refuse(scaler: GradScaler, device: torch.device) -> NoReturn:
-        raise CaptureError("the step uses a GradScaler that is not among its arguments. Pass it as an argument")
+        raise CaptureError(
+            "the step uses a GradScaler that it was not given and that no name in its code leads to. Pass it as an "
+            "argument, and make it outside of the step"
+        )
 
     setattr(GradScaler, SCALER_LAZY_START, refuse)
     try:

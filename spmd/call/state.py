@@ -8,8 +8,10 @@ that are plain values. Only this file knows where torch keeps state.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +19,23 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from passes import CaptureError, Input, Role
 
 from .._torch import TreeSpec, own_buffers, own_parameters
 from ..ranks.world import extend_placement
 from .grad_scaler import start
+from .paths import Found
 from .tree import flatten, flatten_with_path
 from .unsupported import check_argument
 
+# Functions and what wraps them: an equal one may be made for each call.
+NO_INSTANCES = (types.FunctionType, types.MethodType, types.ModuleType, partial)
 # What schedulers note in a parameter group for themselves; no optimizer reads it.
 SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+# The attribute by which a parameter leads to the one in its place: optimizers of other steps may hold it.
+SUCCESSOR = "_spmd_successor"
 
 
 @dataclass(frozen=True)
@@ -104,14 +112,45 @@ class StateRef:
 
 @dataclass
 class Arguments:
-    """The arguments of one call, flattened; modules and optimizers are leaves."""
+    """The arguments of one call, flattened; modules and optimizers are leaves.
+
+    ``modules``, ``optimizers`` and ``scalers`` are those among the arguments, and those ``found`` besides them.
+    """
 
     leaves: list[Leaf]
     spec: TreeSpec
     modules: dict[str, nn.Module]
-    optimizers: dict[str, torch.optim.Optimizer]
+    optimizers: dict[str, Optimizer]
     scalers: dict[str, GradScaler]
     given: tuple[Any, ...] = ()  # (args, kwargs) as the caller passed them
+    found: tuple[Found, ...] = ()
+    has_instance: bool = False  # whether the first leaf is the object whose method the step is
+
+    @property
+    def identified(self) -> set[int]:
+        """The leaves that are compared by identity: objects that hold what was found, besides modules and optimizers.
+
+        What else they hold is compared where the step reads it.
+        """
+        leaves = {each.path.leaf for each in self.found if each.path.leaf is not None}
+        leaves = {k for k in leaves if not isinstance(self.leaves[k].value, NO_INSTANCES)}
+        return leaves | {0} if self.has_instance else leaves
+
+    def with_found(self, found: Sequence[Found]) -> Arguments:
+        """The same, with what was found besides the arguments; all names differ."""
+        if not found:
+            return self
+
+        def owners(kind: type) -> dict[str, Any]:
+            return {each.name: each.value for each in found if isinstance(each.value, kind)}
+
+        return replace(
+            self,
+            modules=self.modules | owners(nn.Module),
+            optimizers=self.optimizers | owners(Optimizer),
+            scalers=self.scalers | owners(GradScaler),
+            found=(*self.found, *found),
+        )
 
     def tensors(self) -> list[Leaf]:
         """The leaves that are tensors, in order."""
@@ -131,6 +170,7 @@ class ArgumentReader:
         self._signature = signature
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         self._positional = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        self._has_instance = next(iter(signature.parameters), "") == "self"
         self._names: tuple[Any, list[str]] = (None, [])  # of the structure that was last seen
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -139,9 +179,17 @@ class ArgumentReader:
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args, kwargs = bound.args, bound.kwargs
+        given = (args, kwargs)
+        if self._has_instance and args:
+            args = (_Instance(), *args[1:])
         values, spec = flatten((args, kwargs))
         if self._names[0] != spec:
             self._names = (spec, _names(self._signature, self._signature.bind(*args, **kwargs)))
+        if self._has_instance and args:
+            values[0] = given[0][0]
+        has_instance = (
+            self._has_instance and bool(args) and not isinstance(values[0], (nn.Module, Optimizer, torch.Tensor))
+        )
         leaves = list(map(Leaf, self._names[1], values))
         for leaf in leaves:
             if isinstance(leaf.value, torch.Tensor):
@@ -151,11 +199,15 @@ class ArgumentReader:
             return {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, kind)}
 
         modules = owners(nn.Module)
-        optimizers = _with_held(modules, owners(torch.optim.Optimizer))
-        return Arguments(leaves, spec, modules, optimizers, owners(GradScaler), (args, kwargs))
+        optimizers = _with_held(modules, owners(Optimizer))
+        return Arguments(leaves, spec, modules, optimizers, owners(GradScaler), given, has_instance=has_instance)
 
 
-def _with_held(modules: dict[str, nn.Module], given: dict[str, Any]) -> dict[str, torch.optim.Optimizer]:
+class _Instance:
+    """Stands for the object whose method the step is, so that it is one leaf, also if it is a dataclass or a list."""
+
+
+def _with_held(modules: dict[str, nn.Module], given: dict[str, Any]) -> dict[str, Optimizer]:
     """The optimizers given, and those that they and modules have as attributes: ``model.optimizer``, ``sam.base``.
 
     Raises ``CaptureError`` for two that share their state, which would be two things to a program.
@@ -165,10 +217,10 @@ def _with_held(modules: dict[str, nn.Module], given: dict[str, Any]) -> dict[str
     while pending:
         path, owner = pending.pop()
         for key, value in vars(owner).items():
-            if isinstance(value, torch.optim.Optimizer) and all(value is not known for known in found.values()):
+            if isinstance(value, Optimizer) and all(value is not known for known in found.values()):
                 found[f"{path}.{key}"] = value
                 pending.append((f"{path}.{key}", value))
-                if isinstance(owner, torch.optim.Optimizer) and value.state is owner.state:
+                if isinstance(owner, Optimizer) and value.state is owner.state:
                     raise CaptureError(
                         f"{path} and {path}.{key} share one state: let the outer optimizer keep a state of its own"
                     )
@@ -276,7 +328,7 @@ def _scaler_slots(path: str, scaler: GradScaler, device: torch.device) -> list[S
     return [Slot(_described(Role.SCALER, f"{path}.{name}", held[key]), held, key) for name, key in keys.items()]
 
 
-def _optimizer_slots(path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Slot]:
+def _optimizer_slots(path: str, optimizer: Optimizer, names: dict[int, str]) -> list[Slot]:
     slots = []
     updated = parameters_of_optimizer(path, optimizer, names)
     left_over = [parameter for parameter in optimizer.state if id(parameter) in names]  # taken from its group
@@ -304,14 +356,14 @@ def _described(role: Role, name: str, tensor: torch.Tensor, of: str | None = Non
     return Input(role, name, tuple(tensor.shape), tensor.dtype, placement, of)
 
 
-def parameters_of_optimizer(path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[torch.Tensor]:
+def parameters_of_optimizer(path: str, optimizer: Optimizer, names: dict[int, str]) -> list[torch.Tensor]:
     """The parameters of an optimizer in the order of its groups, each known by name."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = [tuple(p.shape) for p in parameters if id(p) not in names]
     if strangers:
         raise CaptureError(
-            f"{path} updates {len(strangers)} parameter(s) of shape {strangers[:3]} that belong to no module among the "
-            "step's arguments: pass the module, too"
+            f"{path} updates {len(strangers)} parameter(s) of shape {strangers[:3]} that belong to no module that "
+            "the step has as an argument or reaches by name: pass the module, too"
         )
     return parameters
 
@@ -327,7 +379,7 @@ def state_name(optimizer: str, key: Any, parameter: str) -> str:
 
 
 def hyper_parameters_of(
-    optimizers: dict[str, torch.optim.Optimizer], counters: Collection[tuple[str, int, str]] = ()
+    optimizers: dict[str, Optimizer], counters: Collection[tuple[str, int, str]] = ()
 ) -> list[HyperParameter]:
     """What is read anew at each call: floats (and float tensors) of parameter groups, then numbers of state.
 
@@ -361,6 +413,11 @@ def is_number(value: Any) -> bool:
 def is_live(value: Any) -> bool:
     """Whether a value of a parameter group is read anew at each call."""
     return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
+
+
+def is_replaced(parameter: torch.Tensor) -> bool:
+    """Whether another parameter has taken the place of this one, when a step split its model."""
+    return SUCCESSOR in vars(parameter)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class NewState:
     unless: FromOutput | None = None  # true in a call that does not make it after all
 
 
-@dataclass(frozen=True)
+@dataclass
 class Captured:
     """The program of a step, its guards on numbers, and where its outputs belong."""
 
@@ -57,6 +57,7 @@ class Captured:
     def release(self) -> None:
         """Hold on to no Python state: the model is gone."""
         self.writes.clear()
+        self.carried = Carried()
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """What the user's function returns, from the program's results in order."""

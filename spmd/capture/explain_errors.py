@@ -23,7 +23,7 @@ from .._torch import (
 )
 from ..call.state import Arguments, submodules_of
 from ..source_lines import module_of, source_at, user_location, users_part
-from .unsupported import Refused
+from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
 aten = torch.ops.aten
 
@@ -40,7 +40,8 @@ def explained_errors(function: Callable[..., Any], arguments: Arguments) -> Iter
     except SpmdError:
         raise
     except Exception as error:
-        name, where = function.__qualname__, _describe_location(error.__traceback__, function, arguments)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        where = _describe_location(error.__traceback__, function, arguments)
         reason = _reason(error)
         if reason is None:
             error.add_note(f"raised while spmd traced {name}; nothing was changed\n    {where}")
@@ -99,14 +100,10 @@ _ALTERNATIVE_OF: dict[Any, str] = {
 }
 _CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
 _MEMORY = f"it takes a tensor's memory out of torch. {_ALTERNATIVES}"
-_FROM_OUTSIDE = (
-    "it uses a tensor or a module that is not among its arguments (from a closure, a global or an object that holds "
-    "it). Pass it as an argument."
-)
+_OUTSIDE = ("convert all Tensors to FakeTensors", "Mixing fake modes")
 # By a part of the message, for errors whose type alone does not tell the reason.
 _REASONS = {
-    "convert all Tensors to FakeTensors": _FROM_OUTSIDE,
-    "Mixing fake modes": _FROM_OUTSIDE,
+    **dict.fromkeys(_OUTSIDE, FROM_OUTSIDE),
     "expected to contain only concrete integers": "it takes the value of a tensor for a size, but values are not known "
     f"while tracing. {_ALTERNATIVES}",
     "Couldn't swap": "it moves or converts a module, or makes one. Do so outside of the step.",
@@ -121,6 +118,11 @@ _REASONS = {
     "data_ptr": _MEMORY,
     "storage": _MEMORY,
 }
+
+
+def is_from_outside(error: Exception) -> bool:
+    """Whether the step met a tensor that is neither an argument nor state."""
+    return isinstance(error, OutsideTensor) or any(part in str(error) for part in _OUTSIDE)
 
 
 def _reason(error: Exception) -> str | None:

@@ -101,6 +101,12 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
             f"the step changes the entries of {name}{f' at {line}' if line else ''}, which a compiled step would do "
             "only once, while it is traced. Return the value, and keep it outside of the step"
         )
+    if reads.refused:
+        raise CaptureError(
+            f"the step reads {reads.refused[0]}, which refers to state of a model from a tuple, set or deque, or to "
+            "parameters that a step has split since. Take parameters from the module, or keep them in a list that is "
+            "made after the first call"
+        )
     check_read(swap.attributes, reads)
     groups, missing = group_changes(swap.groups, carried)
     changes = [*(change for snapshot in swap.attributes for change in snapshot.changes(reads)), *reads.changes]

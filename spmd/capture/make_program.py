@@ -24,7 +24,7 @@ from .bind_outputs import bind_outputs
 from .captured import Captured
 from .constraint import constraints_on
 from .effects.carried import Carried
-from .explain_errors import explained_errors
+from .explain_errors import explained_errors, is_from_outside
 from .fakes import Fakes
 from .final_state import Incomplete
 from .functionalize import functionalize
@@ -59,14 +59,22 @@ def capture(
 
 
 def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple[Trace, fx.GraphModule]:
-    """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet."""
+    """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet.
+
+    And once more if it reads a tensor that is neither an argument nor state: it may be a constant.
+    """
+    lifts_anywhere = False
     while True:
         call.count(carried.counters)
-        trace = Trace(function, call, Fakes.of(call, carried), Reads(), carried)
+        trace = Trace(function, call, Fakes.of(call, carried), Reads(), carried, lifts_anywhere=lifts_anywhere)
         try:
             return trace, trace.graph_module()
         except Incomplete as error:
             carried = (carried | error.missing).with_names_unlike(_names(call))
+        except Exception as error:
+            if lifts_anywhere or not is_from_outside(error):
+                raise
+            lifts_anywhere = True
 
 
 def _names(call: Call) -> set[str]:

@@ -58,8 +58,9 @@ def refuse_other_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     def check(optimizer: Optimizer, *_: Any) -> None:
         if id(optimizer) not in known:
             raise Refused(
-                f"it uses an optimizer ({type(optimizer).__name__}) that is not among its arguments (from a closure, a "
-                "global or an object that holds it). Pass it as an argument."
+                f"it uses an optimizer ({type(optimizer).__name__}) that is not among its arguments, nor found with "
+                "its module by a name in the step's code (an attribute of self, a closure variable, a global). Pass it "
+                "as an argument, and the module, too."
             )
 
     def checked(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

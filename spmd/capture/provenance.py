@@ -38,6 +38,7 @@ from ..call.rng import Draws
 from ..source_lines import user_line
 from .reads import Reads
 from .recompute import Recomputed, recomputing
+from .tensor_attributes import check_outside
 from .unsupported import Refused, check_op
 
 _TORCH_OPS = {"aten", "prim", "prims"}
@@ -58,6 +59,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, module_names: dict[int, str], reads: Reads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads = reads
+        self.constants: frozenset[int] | None = None  # ids of tensors that are lifted; None: all that are found
         self.updating = 0  # depth of Optimizer.step and zero_grad calls
         self._names = module_names
         self._modules: list[str] = []
@@ -82,6 +84,8 @@ class Recorder(TorchDispatchMode):
         current = current_autograd_node()
         if current is not None:
             self._hook_upstream(current)
+        if self.constants is not None:
+            check_outside(func, args, self.constants)
         drawn = self._number(func, args, kwargs or {})
         self._differentiable = _is_differentiable(func, args)
         result = func(*args, **(kwargs or {}))

@@ -44,7 +44,7 @@ class StateSwap:
         self.groups: list[
             tuple[str, int, dict[str, Any], dict[str, Any]]
         ] = []  # (optimizer, index, group, its entries)
-        self._by_id = {id(slot.get()): fake for slot, fake in self.pairs}
+        self.by_id = {id(slot.get()): fake for slot, fake in self.pairs}
         self._step_runs = False
 
     @contextmanager
@@ -82,7 +82,7 @@ class StateSwap:
             (slot.holder, slot.key, fake) for slot, fake in self.pairs if slot.input.role in ("parameter", "buffer")
         ]
         for held in [*parameters_of(self.modules), *buffers_of(self.modules)]:
-            fake = self._by_id.get(id(held.tensor))
+            fake = self.by_id.get(id(held.tensor))
             if fake is None:
                 raise CaptureError(
                     f"{held.name} is new in a replacement that an Override made, and would not be trained: "
@@ -123,7 +123,7 @@ class StateSwap:
         for group in optimizer.param_groups:
             stack.enter_context(_restored(group))
             # A parameter without a fake is a fake already: two optimizers share the group.
-            group["params"] = [self._by_id.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [self.by_id.get(id(parameter), parameter) for parameter in group["params"]]
         self._swap_hyper_parameters(path)
         traced.use_plain_form()
         stack.enter_context(traced.watch_steps())
@@ -139,9 +139,9 @@ class StateSwap:
     def _fake_optimizer_state(self, optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, Any]:
         state = WatchedState(self._note_read)
         for parameter, values in optimizer.state.items():
-            if id(parameter) in self._by_id:
-                fakes = {k: self._by_id[id(v)] if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-                state[self._by_id[id(parameter)]] = self.fake_state[id(values)] = fakes
+            if id(parameter) in self.by_id:
+                fakes = {k: self.by_id[id(v)] if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+                state[self.by_id[id(parameter)]] = self.fake_state[id(values)] = fakes
         return state
 
     @contextmanager

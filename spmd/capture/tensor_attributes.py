@@ -1,13 +1,13 @@
-"""Tensors that modules hold as plain attributes, or in lists and dicts there: constants of the program.
+"""Tensors in plain attributes of modules and other objects, in closures and globals: constants of the program.
 
-A table of positions, say. They belong to modules among the step's arguments, but they are not registered as buffers,
-so no fake replaces them while tracing. The first op that reads one lifts it into the graph. Guards compare the
-attribute by identity. What the step itself replaces is no constant, but state (``effects/carried.py``).
+A table of positions, say, or one in a list or dict. They are no parameters or buffers, so no fake replaces them while
+tracing. The first op that reads one lifts it into the graph. Guards compare what holds it by identity. What the step
+itself replaces is no constant, but state (``effects/carried.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,16 +17,23 @@ from torch import Tensor, nn
 from passes.ir.ops import Trait, has
 
 from .._torch import BUFFERS, CHILDREN, PARAMETERS, TorchDispatchMode, tree_flatten, tree_map
-from .reads import CONTAINERS
-from .unsupported import Refused
+from .reads import CONTAINERS, Reads
+from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
 aten = torch.ops.aten
 NO_CONSTANTS = {PARAMETERS, BUFFERS, CHILDREN}
+_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)  # of tensors that the step makes
 
 
 @contextmanager
-def constant_attributes(submodules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Lift the plain tensors of these modules into the graph where an op reads them."""
+def constant_attributes(
+    submodules: Iterable[tuple[str, nn.Module]], reads: Reads, anywhere: bool
+) -> Iterator[frozenset[int] | None]:
+    """Lift the plain tensors of these modules into the graph where an op reads them; yields their ids.
+
+    With ``anywhere`` also tensors at all other sites that the step read; yields None then. Few steps have any, and
+    finding them takes time.
+    """
     constants = {
         id(leaf): (f"{name}.{key}", leaf)
         for name, module in submodules
@@ -35,39 +42,72 @@ def constant_attributes(submodules: Iterable[tuple[str, nn.Module]]) -> Iterator
         for leaf in tree_flatten(value)[0]
         if is_constant(leaf)
     }
-    if not constants:
-        yield
+    if not constants and not anywhere:
+        yield frozenset()
         return
-    with _LiftConstants(constants):
-        yield
+    with _LiftConstants(constants, reads if anywhere else None):
+        yield None if anywhere else frozenset(constants)
+
+
+def check_outside(func: Any, args: Sequence[Any], constants: frozenset[int]) -> None:
+    """Raise ``OutsideTensor`` if an op has a tensor that is neither traced nor among the ``constants``."""
+    for arg in args:
+        for value in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if _is_real(value) and id(value) not in constants and func not in _LIFTS:
+                raise OutsideTensor
+
+
+def _is_real(value: Any) -> bool:
+    """Whether a value is a tensor with data: none that is traced is of these very classes."""
+    return type(value) is Tensor or type(value) is nn.Parameter
 
 
 def is_constant(value: Any) -> bool:
-    """Whether the value of a module's plain attribute is a tensor that may be a constant."""
+    """Whether a value is a tensor that may be a constant."""
     return type(value) is Tensor and not value.requires_grad
 
 
 class _LiftConstants(TorchDispatchMode):
-    """Replaces constants, given as (name, tensor) by id, by their lifted form in the arguments of every op."""
+    """Replaces constants, given as (name, tensor) by id, by their lifted form in the arguments of every op.
 
-    def __init__(self, constants: dict[int, tuple[str, Tensor]]) -> None:
+    With ``reads``, tensors that are found at sites of it become constants, too.
+    """
+
+    def __init__(self, constants: dict[int, tuple[str, Tensor]], reads: Reads | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.constants = constants
+        self.constants, self.reads = constants, reads
+        self.of_modules = frozenset(constants)
         self.lifted: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def replace(value: Any) -> Any:
-            return self._lift(func, value) if type(value) is Tensor and id(value) in self.constants else value
+            return self._lift(func, value) if _is_real(value) and self._is_one(func, value) else value
 
         args, kwargs = tree_map(replace, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def _is_one(self, func: Any, value: Tensor) -> bool:
+        if id(value) in self.constants or self.reads is None or func in _LIFTS:
+            return id(value) in self.constants
+        name = self.reads.name_of(value) if is_constant(value) else ""
+        if not name and (value.requires_grad or has(func, Trait.MUTABLE)):
+            raise Refused(FROM_OUTSIDE)  # it would be computed for real, while the step is traced
+        if name:
+            self.constants[id(value)] = (name, value)
+            self.reads.constants.add(id(value))
+        return bool(name)
+
     def _lift(self, func: Any, value: Tensor) -> Tensor:
         if has(func, Trait.MUTABLE):
             name = self.constants[id(value)][0]
+            if id(value) in self.of_modules:
+                raise Refused(
+                    f"it may write into {name} ({func}), a plain attribute of a module. Make that a buffer, with "
+                    "register_buffer."
+                )
             raise Refused(
-                f"it may write into {name} ({func}), a plain attribute of a module. Make that a buffer, with "
-                "register_buffer."
+                f"it may write into {name} ({func}), which is no buffer of a module. Put a new tensor there instead, "
+                "or register a buffer in a module."
             )
         if id(value) not in self.lifted:
             self.lifted[id(value)] = aten.lift_fresh.default(value)

@@ -7,6 +7,7 @@ parameter groups, torch's compiling flag) is restored, also when tracing raises.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ from .._torch import (
 from ..call.call import Call
 from ..call.rng import refuse_other_generators
 from ..call.state import StateRef, submodules_of
-from ..call.tree import flatten
 from .decompositions import first_trace_table
 from .effects.carried import Carried
 from .effects.containers import ArgumentEntry, Containers
@@ -56,6 +56,7 @@ class Trace:
     carried: Carried
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
+    lifts_anywhere: bool = False  # whether tensors that are no arguments, wherever the step reads them, are constants
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
     _caches_casts: bool = True
 
@@ -83,7 +84,8 @@ class Trace:
             stack.enter_context(LengthsAsTensors())
             scalar_indices = stack.enter_context(ScalarIndices())
             self.branches = stack.enter_context(branches).found
-            stack.enter_context(constant_attributes(self._submodules()))
+            constants = constant_attributes(self._submodules(), self.reads, self.lifts_anywhere)
+            recorder.constants = stack.enter_context(constants)
             stack.enter_context(mixed_precision(self.call))
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
             result = self._call_function(fakes, swap)
@@ -93,11 +95,15 @@ class Trace:
             return self.final.traced()
 
     def _call_function(self, fakes: Fakes, swap: StateSwap) -> Any:
-        args, kwargs = self._call_arguments(fakes)
-        leaves = self.call.arguments.leaves
+        stand_ins = self._stand_ins(fakes)
+        args, kwargs = tree_unflatten(stand_ins, self.call.arguments.spec)
+        leaves, found = self.call.arguments.leaves, self.call.arguments.found
         self.reads.names.update((id(leaf.value), leaf.name) for leaf in leaves)
-        names = {id(given): leaf.name for leaf, given in zip(leaves, flatten((args, kwargs))[0], strict=True)}
-        containers = Containers.of((args, kwargs))
+        self.reads.names.update((id(each.value), each.name) for each in found)
+        self._name_instance()
+        names = {id(given): leaf.name for leaf, given in zip(leaves, stand_ins, strict=True)}
+        containers = Containers.of((args, kwargs), names)
+        self.reads.stand_ins = swap.by_id
         with (
             self.reads.watch(self.function, *[leaf.value for leaf in leaves]),
             swap.watched_optimizer_state(),
@@ -107,7 +113,8 @@ class Trace:
         self.entries = list(containers.changes(names))
         return result
 
-    def _call_arguments(self, fakes: Fakes) -> tuple[Any, Any]:
+    def _stand_ins(self, fakes: Fakes) -> list[Any]:
+        """The leaves of the arguments, with fakes."""
         tensors = iter(fakes.tensors)
         state = {slot.input.name: fake for slot, fake in zip(self.call.slots, fakes.slots, strict=True)}
 
@@ -116,9 +123,14 @@ class Trace:
                 return state[value.name]
             return next(tensors) if isinstance(value, torch.Tensor) else value
 
-        leaves = [stand_in(leaf.value) for leaf in self.call.arguments.leaves]
-        args, kwargs = tree_unflatten(leaves, self.call.arguments.spec)
-        return args, kwargs
+        return [stand_in(leaf.value) for leaf in self.call.arguments.leaves]
+
+    def _name_instance(self) -> None:
+        """Let messages call the object whose method the step is by the method's own name for it: ``self``."""
+        if isinstance(self.function, types.MethodType):
+            code = getattr(self.function.__func__, "__code__", None)
+            name = code.co_varnames[0] if code is not None else "self"
+            self.reads.names.setdefault(id(self.function.__self__), name)
 
     def _submodules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return submodules_of(self.call.arguments.modules)

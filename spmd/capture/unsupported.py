@@ -25,8 +25,19 @@ _OF_ONE_DTYPE = {
 }
 
 
+FROM_OUTSIDE = (
+    "it uses a tensor or a module that is neither among its arguments nor found by a name in its code (an attribute of "
+    "self, a closure variable, a global), or a parameter that no module holds. Pass it as an argument, and keep "
+    "parameters in modules."
+)
+
+
 class Refused(Exception):
     """The step cannot be captured. The message continues "<step> cannot be traced into one graph: ", from "it" on."""
+
+
+class OutsideTensor(Exception):
+    """The step computes with a tensor that is neither an argument nor state: it may be a constant, in another trace."""
 
 
 def check_results(leaves: Sequence[Any]) -> None:

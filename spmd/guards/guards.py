@@ -20,6 +20,7 @@ from ..capture.captured import Captured
 from ..capture.hyper_conditions import HyperGuards
 from ..capture.reads import Reads
 from .annotation_guards import AnnotationGuards
+from .found_owners import FoundOwners, holders_of
 from .kept_tensors import KeptTensors
 from .leaves import Leaves, describe, expectation
 from .module_tree import ModuleTree
@@ -35,6 +36,7 @@ class Guards:
     """The guards of one program."""
 
     leaves: Leaves
+    found: FoundOwners
     settings: tuple[Any, ...]
     tree: ModuleTree
     annotations: AnnotationGuards
@@ -54,17 +56,26 @@ class Guards:
         specs = {slot.input.name: expectation(slot.get()) for slot in slots}
         guards = cls(
             Leaves.of(arguments, [(name, specs.get(name)) for name in layout.names]),
+            FoundOwners.of(arguments),
             settings,
             ModuleTree.of(arguments),
             AnnotationGuards.of(arguments),
             ParameterGroups.of(arguments, captured.carried),
-            ReadGuards.of(reads.sites.values(), [each.value for each in reads.containers.values()]),
+            ReadGuards.of(reads, holders_of(arguments)),
             layout,
             KeptTensors.of(captured.carried),
             captured.guards,
             _describe_state(slots),
         )
-        guards.leaves.watch_owners(arguments, weakref.WeakMethod(guards._release))
+        release = weakref.WeakMethod(guards._release)
+
+        def gone(reference: Any) -> None:
+            method = release()
+            if method is not None:
+                method(reference)
+
+        guards.leaves.watch_owners(arguments, gone)
+        guards.found.watch(arguments, gone)
         return guards
 
     def _release(self, _: Any) -> None:
@@ -77,12 +88,32 @@ class Guards:
 
     def has_owners_of(self, other: Guards) -> bool:
         """Whether both are of calls with the same modules and optimizers, or with none."""
-        return self.leaves.owners() == other.leaves.owners()
+        return self._owners() == other._owners()
 
-    def admit(self, arguments: Arguments) -> list[torch.Tensor] | None:
-        """The state tensors of a call that may run the program, in the order of ``layout.names``; else None."""
-        if self.dead or not self.leaves.hold(arguments) or torch_settings() != self.settings:
+    def shares_owners_with(self, arguments: Arguments) -> bool:
+        """Whether a call has some of the same modules and optimizers, or the program has none."""
+        values = [*arguments.modules.values(), *arguments.optimizers.values()]
+        values += [arguments.leaves[k].value for k in arguments.identified]
+        owners = self._owners()
+        return not owners or any(reference() is value for reference in owners for value in values)
+
+    def _owners(self) -> list[Any]:
+        return [*self.leaves.owners(), *self.found.expected]
+
+    def admit(self, given: Arguments) -> tuple[Arguments, list[torch.Tensor]] | None:
+        """The arguments of a call, with what the step uses besides them, and the state tensors, as ``layout.names``.
+
+        None unless the call may run the program.
+        """
+        if self.dead or not self.leaves.hold(given) or torch_settings() != self.settings:
             return None
+        arguments = self.found.complete(given)
+        if arguments is None:
+            return None
+        tensors = self._state(arguments)
+        return None if tensors is None else (arguments, tensors)
+
+    def _state(self, arguments: Arguments) -> list[torch.Tensor] | None:
         if not self.tree.hold() or not self.reads.hold() or not self.groups.hold(arguments):
             return None
         if not self.kept.hold() or not self.annotations.hold():
@@ -96,7 +127,7 @@ class Guards:
 
     def difference(self, arguments: Arguments, slots: Sequence[Slot]) -> str:
         """The first difference between a call and the compiled one, in the user's words."""
-        found = self.leaves.difference(arguments)
+        found = self.leaves.difference(arguments) or self.found.difference(arguments)
         if found or self.dead:
             return found or "another model or optimizer"
         for before, now in zip(self.settings, torch_settings(), strict=True):

@@ -43,7 +43,7 @@ class TensorSpec:
 
 @dataclass
 class Leaves:
-    """The expected leaves of a call's arguments."""
+    """The expected leaves of a call's arguments; ``identified`` are compared by identity, whatever they are."""
 
     spec: TreeSpec
     names: list[str]
@@ -53,6 +53,7 @@ class Leaves:
     not_state: list[
         tuple[int, int]
     ]  # the same pairs for other arguments, which a state tensor of equal spec may replace
+    identified: set[int]
 
     @classmethod
     def of(cls, arguments: Arguments, state: Sequence[tuple[str, Any]] = ()) -> Leaves:
@@ -73,19 +74,14 @@ class Leaves:
             [_check(each) for each in expected],
             [(k, position[value.name]) for k, value in enumerate(values) if isinstance(value, StateRef)],
             not_state,
+            arguments.identified,
         )
 
-    def watch_owners(self, arguments: Arguments, release: weakref.WeakMethod[Any]) -> None:
-        """Compare modules and optimizers by identity without keeping them alive; call ``release`` when one is gone."""
-
-        def gone(reference: Any) -> None:
-            method = release()
-            if method is not None:
-                method(reference)
-
+    def watch_owners(self, arguments: Arguments, gone: Callable[[Any], None]) -> None:
+        """Compare modules and optimizers by identity without keeping them alive; call ``gone`` when one is gone."""
         for k, leaf in enumerate(arguments.leaves):
-            if isinstance(leaf.value, (nn.Module, torch.optim.Optimizer)):
-                self.expected[k] = weakref.ref(leaf.value, gone)
+            if k in self.identified or isinstance(leaf.value, (nn.Module, torch.optim.Optimizer)):
+                self.expected[k] = _reference(leaf.value, gone)
                 self.checks[k] = _is_identical(self.expected[k], type(leaf.value))
 
     def owners(self) -> list[Any]:
@@ -116,7 +112,10 @@ class Leaves:
 
     def describe(self) -> list[str]:
         """A line for each argument."""
-        return [f"{name}: {describe(value)}" for name, value in zip(self.names, self.expected, strict=True)]
+        return [
+            f"{name}: {type(value).__name__ if k in self.identified else describe(value)}"
+            for k, (name, value) in enumerate(zip(self.names, self.expected, strict=True))
+        ]
 
     def difference(self, arguments: Arguments) -> str:
         """The first leaf that is not as expected, or nothing."""
@@ -125,7 +124,7 @@ class Leaves:
         for name, expected, check, leaf in zip(self.names, self.expected, self.checks, arguments.leaves, strict=True):
             if check(leaf.value):
                 continue
-            if isinstance(expected, weakref.ref):
+            if isinstance(expected, (weakref.ref, _Strong)):
                 return f"{name} is another object"
             return f"{name}: {describe(expected)} -> {describe(expectation(leaf.value))}"
         return ""
@@ -148,8 +147,8 @@ def describe(expected: Any) -> str:
 
 def check_leaves(arguments: Arguments) -> None:
     """Raise ``CaptureError`` for an argument that cannot be compared from call to call."""
-    for leaf in arguments.leaves:
-        if isinstance(leaf.value, (torch.Tensor, nn.Module, torch.optim.Optimizer)):
+    for k, leaf in enumerate(arguments.leaves):
+        if k in arguments.identified or isinstance(leaf.value, (torch.Tensor, nn.Module, torch.optim.Optimizer)):
             continue
         try:
             hash(leaf.value)
@@ -170,5 +169,22 @@ def _check(expected: Any) -> Callable[[Any], bool]:
     return lambda value: structurally_equal(value, expected)
 
 
-def _is_identical(reference: weakref.ref[Any], kind: type) -> Callable[[Any], bool]:
+@dataclass(frozen=True, eq=False)
+class _Strong:
+    """Refers to an object of a class with ``__slots__`` that cannot be referred to weakly."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+def _reference(value: Any, gone: Callable[[Any], None]) -> Any:
+    try:
+        return weakref.ref(value, gone)
+    except TypeError:
+        return _Strong(value)
+
+
+def _is_identical(reference: Callable[[], Any], kind: type) -> Callable[[Any], bool]:
     return lambda value: reference() is value and type(value) is kind

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..capture.reads import MISSING, READERS, ReadSite, content_of, is_plain
+from ..capture.reads import MISSING, READERS, Reads, ReadSite, content_of
 from ..capture.tensor_attributes import is_constant
-from .equality import structurally_equal
+from .weak_values import WeakValues, described, matches, unchanged
 
 
 @dataclass
@@ -26,12 +26,22 @@ class ReadGuards:
     empty: list[Any]  # containers that must stay empty
     contents: list[tuple[Any, Any]]  # (container, its entries)
     names: dict[int, str]  # of values, by id
+    weak: list[tuple[ReadSite, Any]]  # sites that lead to models, each with what ``matches`` compares
 
     @classmethod
-    def of(cls, sites: Collection[ReadSite], containers: list[Any]) -> ReadGuards:
-        """The values now. Of tensors only constants of modules count: all others are refused, or are state."""
-        found = [(site, site.get()) for site in sites]
-        found = [(site, v) for site, v in found if not isinstance(v, torch.Tensor) or (site.owned and is_constant(v))]
+    def of(cls, reads: Reads, holders: Collection[Any]) -> ReadGuards:
+        """The values now. Of tensors only constants count: all others are refused, or are state.
+
+        ``holders``: objects that hold models; neither they nor models are kept alive.
+        """
+        values = WeakValues(set(map(id, holders)))
+        found = [(site, site.get()) for site in reads.sites.values()]
+        found = [(s, v) for s, v in found if not isinstance(v, torch.Tensor) or _is_guarded(s, v, reads)]
+        weak = [(site, expected) for site, value in found if (expected := values.of(value)) is not value]
+        apart = {site.address for site, _ in weak}
+        covered = {id(c) for site, v in found if site.address in apart for c in values.containers(v)}
+        found = [(site, value) for site, value in found if site.address not in apart]
+        containers = [each.value for key, each in reads.containers.items() if key not in covered]
         absent = [site for site, value in found if site.kind == "item" and value is MISSING]
         contents = [(c, content) for c in containers if (content := content_of(c)) is not None]
         return cls(
@@ -42,6 +52,7 @@ class ReadGuards:
             [c for c, content in contents if not content],
             [(c, content) for c, content in contents if content],
             {id(value): site.name for site, value in found},
+            weak,
         )
 
     def hold(self) -> bool:
@@ -52,16 +63,19 @@ class ReadGuards:
             return False
         for reader, sources, keys, values in self.bulk:
             now = list(map(reader, sources, keys, repeat(MISSING)))
-            if not all(map(is_, now, values)) and not all(map(_unchanged, now, values)):
+            if not all(map(is_, now, values)) and not all(map(unchanged, now, values)):
                 return False
-        return True
+        return all(matches(site.get(), expected) for site, expected in self.weak)
 
     def difference(self) -> str:
         """The first value that is not as it was, or nothing."""
         for site, value in zip(self.sites, self.values, strict=True):
             now = site.get()
-            if not _unchanged(now, value):
+            if not unchanged(now, value):
                 return f"{site.name}: {_shorten(value)} -> {_shorten(now)}"
+        for site, expected in self.weak:
+            if not matches(site.get(), expected):
+                return f"{site.name}: {described(expected)} -> {_shorten(site.get())}"
         for container, content in [*self.contents, *((empty, ()) for empty in self.empty)]:
             if not _has_content(container, content):
                 return f"the entries of {self.names.get(id(container), 'a container that the step reads')}"
@@ -75,16 +89,15 @@ def _bulk(kind: str, found: list[tuple[ReadSite, Any]]) -> tuple[Callable[..., A
     return READERS[kind], [site.source for site in sites], [site.key for site in sites], [value for _, value in pairs]
 
 
-def _unchanged(now: Any, value: Any) -> bool:
-    """Whether ``now`` is what ``value`` was: the very object, or of numbers and lists of them, an equal one."""
-    return now is value or (
-        (is_plain(value) or type(value) in (list, dict) or isinstance(value, tuple)) and structurally_equal(now, value)
-    )
+def _is_guarded(site: ReadSite, value: Any, reads: Reads) -> bool:
+    """Whether a tensor at a site is a constant of the program, or refers to its state."""
+    is_reference = any(each.holder is site for each in reads.references)
+    return (site.owned and is_constant(value)) or id(value) in reads.constants or is_reference
 
 
 def _has_content(container: Any, content: tuple[Any, ...]) -> bool:
     now = content_of(container) or ()
-    return len(now) == len(content) and (all(map(is_, now, content)) or all(map(_unchanged, now, content)))
+    return len(now) == len(content) and (all(map(is_, now, content)) or all(map(unchanged, now, content)))
 
 
 def _shorten(value: Any) -> str:

@@ -128,7 +128,7 @@ def commit(prepared: Prepared, units: Sequence[Sequence[str]]) -> dict[str, weak
     equal, replaced = EqualState(prepared.call), dict[str, weakref.ref[torch.Tensor]]()
     for members in _by_unit(prepared, units):
         equal.make([slot for slot, _ in members])
-        rebind(arguments, _split(members, prepared, replaced))
+        rebind(arguments, prepared.call.references, _split(members, prepared, replaced))
     equal.finish()
     return {} if any(isinstance(leaf.value, StateRef) for leaf in arguments.leaves) else replaced
 

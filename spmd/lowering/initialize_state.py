@@ -115,7 +115,7 @@ def _put_back(metas: Sequence[tuple[Slot, torch.Tensor]], call: Call) -> None:
             slot.holder[slot.key] = meta
     for meta in renewed.values():
         forget_successor(meta)
-    rebind(call.given, renewed)
+    rebind(call.given, call.references, renewed)
 
 
 def _owners(prepared: Prepared) -> list[_Owner]:
@@ -183,7 +183,7 @@ def _initialize(owner: _Owner, prepared: Prepared, scratch: torch.Tensor) -> lis
             renewed[id(meta)] = replace_parameter(meta, placed)
         else:
             slot.holder[slot.key] = placed
-    rebind(call.given, renewed)
+    rebind(call.given, call.references, renewed)
     return left
 
 

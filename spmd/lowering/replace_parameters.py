@@ -6,37 +6,38 @@ optimizers' groups and state keys are rebound, and hooks, attributes and gradien
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from .._torch import move_hooks, own_parameters, renew_notes
-from ..call.state import Arguments, parameters_of, submodules_of
+from ..call.state import SUCCESSOR, Arguments, is_replaced, parameters_of, submodules_of
 from .eager_calls import refuse_eager_calls
-
-# The attribute by which a parameter leads to the one in its place: optimizers of other steps may hold it.
-_SUCCESSOR = "_spmd_successor"
 
 
 def replace_parameter(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """The Parameter with these values that takes the place of ``old``, with its hooks and attributes."""
     new = nn.Parameter(values, requires_grad=old.requires_grad)
     for name, value in vars(old).items():
-        if name != _SUCCESSOR:
+        if name != SUCCESSOR:
             new.__dict__.setdefault(name, value)
     move_hooks(old, new)
-    vars(old)[_SUCCESSOR] = new
+    vars(old)[SUCCESSOR] = new
     return new
 
 
 def forget_successor(parameter: torch.Tensor) -> None:
     """Undo ``replace_parameter`` for the old one."""
-    vars(parameter).pop(_SUCCESSOR, None)
+    vars(parameter).pop(SUCCESSOR, None)
 
 
-def rebind(arguments: Arguments, renewed: Mapping[int, torch.Tensor]) -> None:
-    """Put new parameters, given by the id of the old one, where modules and optimizers of a call hold the old ones."""
+def rebind(arguments: Arguments, references: Iterable[Any], renewed: Mapping[int, torch.Tensor]) -> None:
+    """Put new parameters, given by the id of the old one, where modules and optimizers of a call hold the old ones.
+
+    And in the lists, dicts and attributes that the step reads, given as ``references``.
+    """
     if not renewed:
         return
     for parameter in parameters_of(arguments.modules):
@@ -51,20 +52,24 @@ def rebind(arguments: Arguments, renewed: Mapping[int, torch.Tensor]) -> None:
             refuse_eager_calls(module)
     for optimizer in arguments.optimizers.values():
         _rebind_optimizer(optimizer, renewed)
+    for reference in references:
+        new = renewed.get(id(reference.get()))
+        if new is not None:
+            reference.put(new)
 
 
 def rebind_replaced_parameters(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     """Rebind optimizers to the parameters that replaced theirs when another step split the model."""
     for optimizer in optimizers.values():
         old = [p for group in optimizer.param_groups for p in group["params"]]
-        renewed = {id(p): _newest(p) for p in old if _SUCCESSOR in vars(p)}
+        renewed = {id(p): _newest(p) for p in old if is_replaced(p)}
         if renewed:
             _rebind_optimizer(optimizer, renewed)
 
 
 def _newest(parameter: torch.Tensor) -> torch.Tensor:
-    while _SUCCESSOR in vars(parameter):
-        parameter = vars(parameter)[_SUCCESSOR]
+    while is_replaced(parameter):
+        parameter = vars(parameter)[SUCCESSOR]
     return parameter
 
 

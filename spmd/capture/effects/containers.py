@@ -5,7 +5,7 @@ The step gets copies while it is traced. Each call repeats the changes on what t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -44,9 +44,9 @@ class Containers:
     found: list[tuple[Path, Any, dict[Any, Any]]]
 
     @classmethod
-    def of(cls, arguments: Any) -> Containers:
-        """The containers of ``(args, kwargs)``."""
-        return cls([(path, each, _entries(each)) for path, each in _walk(arguments, ())])
+    def of(cls, arguments: Any, leaves: Container[int]) -> Containers:
+        """The containers of ``(args, kwargs)``; nothing is one of them whose id is among ``leaves``."""
+        return cls([(path, each, _entries(each)) for path, each in _walk(arguments, (), leaves)])
 
     def changes(self, names: dict[int, str]) -> Iterator[tuple[ArgumentEntry, Change]]:
         """Entries that are new, gone or replaced; ``names`` are those of leaves, by id."""
@@ -60,13 +60,15 @@ class Containers:
                     yield ArgumentEntry(path, key, name), Change(site, old, new, False, tree_flatten(old)[0], container)
 
 
-def _walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _walk(value: Any, path: Path, leaves: Container[int]) -> Iterator[tuple[Path, Any]]:
+    if id(value) in leaves:
+        return
     if isinstance(value, (dict, list)) or (is_dataclass(value) and not isinstance(value, type)):
         yield path, value
     elif not isinstance(value, tuple):
         return
     for key, each in _entries(value).items():
-        yield from _walk(each, (*path, key))
+        yield from _walk(each, (*path, key), leaves)
 
 
 def _entries(container: Any) -> dict[Any, Any]:

@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 
-from ..._torch import tree_flatten
+from ..._torch import FakeTensor, tree_flatten
 
 
 def is_traced(value: Any) -> bool:
     """Whether the graph computes ``value``."""
     return isinstance(value, (torch.Tensor, torch.SymFloat, torch.SymInt))
+
+
+def holds_fakes(value: Any) -> bool:
+    """Whether there is a fake or a symbolic number anywhere in nested lists, tuples and dicts."""
+    return any(isinstance(leaf, (FakeTensor, torch.SymFloat, torch.SymInt)) for leaf in tree_flatten(value)[0])
 
 
 def holds_traced(value: Any) -> bool:

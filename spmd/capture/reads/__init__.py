@@ -6,7 +6,7 @@ they are observed. ``read_sites.py``, ``snapshots.py`` and ``changes.py`` define
 
 from .changes import Change
 from .python_reads import Reads
-from .read_sites import MISSING, READERS, ReadSite, is_plain
+from .read_sites import MISSING, READERS, ReadSite, Reference, is_plain
 from .snapshots import CONTAINERS, ContainerSnapshot, containers_in, content_of
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ContainerSnapshot",
     "ReadSite",
     "Reads",
+    "Reference",
     "containers_in",
     "content_of",
     "is_plain",

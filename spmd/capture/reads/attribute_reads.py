@@ -75,7 +75,10 @@ class AttributeReads:
             elif key not in elsewhere and not key.startswith("__"):
                 fields = _fields_of(instance)
                 if fields is None or (id(fields), key) not in noted:
+                    is_field = fields is not None and key in fields and fields[key] is value
                     on_read(instance, fields, key)
+                    if is_field:
+                        return fields[key]  # type: ignore[index]  # a fake may have taken the place of state
             return value
 
         return __getattribute__

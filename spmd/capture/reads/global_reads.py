@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .foreign_code import is_foreign_module
+from ...foreign_code import is_foreign_module
 from .read_sites import MISSING
 
 

@@ -25,15 +25,16 @@ import torch
 from torch import nn
 
 from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS, tree_flatten
-from ..effects.traced import holds_traced
+from ...call.state import is_replaced
+from ...foreign_code import is_foreign_file, is_foreign_module
+from ..effects.traced import holds_fakes
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change
-from .foreign_code import is_foreign_file, is_foreign_module
 from .global_reads import GlobalReads, globals_in, names_in
 from .namespaces import Namespaces
 from .new_objects import NewObjects
-from .read_sites import MISSING, ReadSite, is_plain
-from .snapshots import CONTAINERS, ContainerSnapshot, FieldsSnapshot, content_of, items_of
+from .read_sites import MISSING, ReadSite, Reference, is_plain
+from .snapshots import CONTAINERS, ContainerSnapshot, FieldsSnapshot, containers_in, content_of, items_of
 
 # Python's own classes whose objects hold settings of the user's.
 _SETTINGS = (
@@ -65,8 +66,12 @@ class Reads:
     containers: dict[int, ContainerSnapshot] = field(default_factory=dict)
     fields: dict[int, FieldsSnapshot] = field(default_factory=dict)
     code: list[types.CodeType] = field(default_factory=list)  # the user's, that ran
+    constants: set[int] = field(default_factory=set)  # ids of tensors at sites, which the program takes for constants
     changes: list[Change] = field(default_factory=list)
     changed_containers: list[tuple[str, str]] = field(default_factory=list)  # (name, key of the site that holds it)
+    stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)  # fakes, by the id of live state
+    references: list[Reference] = field(default_factory=list)  # to state, that the step read
+    refused: list[str] = field(default_factory=list)  # names of what refers to state and cannot have fakes in it
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
     _before: dict[int, dict[str, Any]] = field(default_factory=dict)  # attributes of ``fields``, by the id of __dict__
@@ -102,15 +107,25 @@ class Reads:
         self._stack = None
         self._undo()
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of a site that holds a tensor, or a container with it; nothing if the step read none."""
+        for site in [*self.sites.values()]:
+            if any(leaf is tensor for leaf in tree_flatten(site.get())[0]):
+                return site.name
+        containers = [*self.containers.values()]
+        return next((each.name for each in containers if any(item is tensor for item in each.content or ())), "")
+
     def was_read(self, site: ReadSite, before: Any) -> bool:
         """Whether the step may have read the value ``before``: not if it had written another when it first read."""
         return self._at_read.get(site.address, self) is before
 
     def leave_out(self, addresses: Container[tuple[int, str]]) -> None:
         """Forget sites that the program takes as inputs, or that were written before they were read."""
-        for address in [address for address in self.sites if address in addresses]:
-            del self.sites[address]
-        self.containers = {k: each for k, each in self.containers.items() if not holds_traced(each.content)}
+        written = [self.sites.pop(address) for address in [*self.sites] if address in addresses]
+        apart = {id(container) for site in written for container in containers_in(site.get())}
+        self.containers = {
+            k: each for k, each in self.containers.items() if k not in apart and not holds_fakes(each.content)
+        }
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Do not look for functions that start: none of the user's does in here."""
@@ -149,6 +164,7 @@ class Reads:
         value = site.get()  # may itself be a watched read, of a site that is recorded by now
         before = self._before.get(id(holder)) if kind == "item" else None
         self._at_read[id(holder), key] = value
+        self._stand_in(Reference(name, site), value)
         # What the step itself wrote before it read there is not what it depends on.
         self.first[id(holder), key] = value if before is None else before.get(key, MISSING)
         self._follow(value, name, owned)
@@ -217,9 +233,12 @@ class Reads:
         if id(value) in self._seen or (is_plain(value) and not isinstance(value, type)):
             return
         self._seen[id(value)] = value
+        name = self.names.get(id(value), name)
         if isinstance(value, CONTAINERS):
             if value not in self._new:
                 self.containers[id(value)] = ContainerSnapshot(name, value, content_of(value), owned)
+                for key, item in items_of(value):
+                    self._stand_in(Reference(name, value, key), item)
             for key, item in items_of(value):
                 if not is_plain(item):
                     self._follow(item, f"{name}[{key!r}]", owned)
@@ -275,6 +294,24 @@ class Reads:
         assert self._stack is not None, "caches are followed while tracing"
         self._stack.callback(_forget, function, function.cache_info().misses)
         self._follow(function.__wrapped__, name)
+
+    def _stand_in(self, reference: Reference, value: Any) -> None:
+        """Put a fake in the place of state that something else than its module or optimizer holds."""
+        if not isinstance(value, torch.Tensor):
+            return
+        fake = self.stand_ins.get(id(value))
+        if is_replaced(value) or (fake is not None and not isinstance(reference.holder, (ReadSite, list, dict))):
+            self.refused.append(reference.name)
+        elif fake is not None:
+            assert self._stack is not None, "state is read while tracing"
+            reference.put(fake)
+            self._stack.callback(self._restore, reference, value, fake)
+            self.references.append(reference)
+
+    @staticmethod
+    def _restore(reference: Reference, value: torch.Tensor, fake: torch.Tensor) -> None:
+        if reference.get() is fake:
+            reference.put(value)
 
     def _take_fields(self, holder: Any, name: str) -> None:
         """Take a snapshot of the attributes that the step might change."""

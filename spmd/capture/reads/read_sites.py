@@ -70,6 +70,31 @@ class ReadSite:
             self.holder[self.key] = value
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A site, or an item of a list or dict, that holds a state tensor besides its module or optimizer."""
+
+    name: str
+    holder: Any  # a ``ReadSite``, a list or a dict
+    key: Any = None
+
+    def get(self) -> Any:
+        """What is there now; ``MISSING`` if nothing is."""
+        if isinstance(self.holder, ReadSite):
+            return self.holder.get()
+        try:
+            return self.holder[self.key]
+        except LookupError:
+            return MISSING
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put another tensor there."""
+        if isinstance(self.holder, ReadSite):
+            self.holder.put(tensor)
+        else:
+            self.holder[self.key] = tensor
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is compared as it is: a number, a string, a dtype, a class, None."""
     return value is None or value is ... or isinstance(value, _PLAIN)

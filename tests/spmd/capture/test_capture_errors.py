@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -125,19 +126,19 @@ def test_the_objects_of_a_failed_compile_can_be_trained(ranks: Ranks, style: str
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_tensor_or_a_module_from_a_closure_is_refused_with_its_line() -> None:
-    model, optimizer = CASE.build()
-    x, y = CASE.part(0, 0)
+def test_a_module_or_a_tensor_that_no_name_leads_to_is_refused_with_its_line() -> None:
+    model, _ = CASE.build()
+    hidden = weakref.ref(model)
 
-    def closes_over_tensor(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-        return F.mse_loss(model(x), y)
+    def reaches_a_module(x: Tensor) -> Tensor:
+        return hidden()(x).sum()  # type: ignore[misc]
 
-    def closes_over_module(x: Tensor) -> Tensor:
-        return model(x).sum()
+    def reaches_a_parameter(x: Tensor) -> Tensor:
+        return (x * next(iter(hidden().parameters()))).sum()  # type: ignore[union-attr]
 
-    for step, arguments in ((closes_over_tensor, (model, optimizer, x)), (closes_over_module, (x,))):
-        with pytest.raises(spmd.CaptureError, match="argument") as caught:
-            spmd.compile(step)(*arguments)
+    for step in (reaches_a_module, reaches_a_parameter):
+        with pytest.raises(spmd.CaptureError, match="neither among its arguments nor found by a name") as caught:
+            spmd.compile(step)(CASE.part(0, 0)[0])
         assert f"test_capture_errors.py:{step.__code__.co_firstlineno + 1}" in full_text(caught.value)
 
 

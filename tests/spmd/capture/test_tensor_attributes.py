@@ -49,6 +49,29 @@ def test_values_are_read_at_each_call_and_another_tensor_compiles_anew() -> None
         assert len(compiled.programs) == (1 if k < 3 else 2)
 
 
+class Tables(nn.Module):
+    """A layer whose results are multiplied by tensors in a list and in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+        self.listed, self.named = [torch.ones(4).double()], {"scale": torch.ones(4).double()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.listed[0] * self.named["scale"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_tensor_in_a_list_or_dict_compiles_anew() -> None:
+    model, x = Tables(), torch.randn(5, 4, dtype=torch.float64)
+    compiled = spmd.compile(lambda model, x: model(x))
+    for programs in (1, 2, 3):
+        torch.testing.assert_close(compiled(model, x), model(x))
+        assert len(compiled.programs) == programs
+        holder: Any = model.listed if programs == 1 else model.named
+        holder[0 if programs == 1 else "scale"] = torch.full((4,), 2.0 + programs, dtype=torch.float64)
+
+
 @pytest.mark.usefixtures("alone")
 def test_writing_a_tensor_attribute_is_refused() -> None:
     def count(model: nn.Module, x: Tensor) -> Tensor:

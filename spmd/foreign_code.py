@@ -14,7 +14,7 @@ import passes
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = ("site-packages", "dist-packages")
 _PACKAGES = {"torch", "spmd", "passes", "sympy", "mpmath", "numpy", "networkx"}  # torch traces with these
-_OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parents[2], Path(passes.__file__).parent))
+_OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parent, Path(passes.__file__).parent))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -26,6 +26,11 @@ def is_foreign_file(filename: str) -> bool:
         if site in filename:
             return filename.partition(site)[2].split(os.sep)[1] in _PACKAGES
     return filename.startswith(_PYTHON)
+
+
+def is_library_file(filename: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return any(site in filename for site in _SITE)
 
 
 def is_foreign_module(name: str) -> bool:
