@@ -61,6 +61,12 @@ class Compiled:
         self.executable.close()
         self._flats.release()
 
+    def drop(self) -> None:
+        """Let go of state and code: no later call runs the program, though its model may be trained by others."""
+        self.captured.release()
+        self.executable.close_code()
+        self._flats.release()
+
     def is_of_this_world(self) -> bool:
         """Whether the process group is still the one that the program was compiled for: another may be larger."""
         return dist.is_initialized() and self._world() is dist.group.WORLD

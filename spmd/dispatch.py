@@ -72,6 +72,7 @@ class Dispatch:
         self.programs: list[Compiled] = []
         self.compiled = 0  # programs so far, those of models that are gone included
         self.last: Compiled | None = None
+        self._used: dict[str, None] = {}  # the names of programs, that of the one last run at the end
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
         self._changes: dict[int, str] = {}  # why each program was compiled, by its id
 
@@ -147,6 +148,24 @@ class Dispatch:
                 f"{'; '.join(changes)}. Pass what changes at every call as a tensor, or leave it out",
                 stacklevel=5,
             )
+
+    def use(self, compiled: Compiled) -> None:
+        """Note that a call runs a program; of more than ``max_programs``, the one that was run longest ago goes.
+
+        Programs of models that are gone count, too, since ranks notice at different times that a model is gone.
+        """
+        if compiled is self.last or self.options.max_programs is None:
+            self.last = compiled
+            return
+        self.last, name = compiled, compiled.program.name
+        self._used.pop(name, None)
+        self._used[name] = None
+        if len(self._used) > self.options.max_programs:
+            oldest = next(iter(self._used))
+            del self._used[oldest]
+            for each in [each for each in self.programs if each.program.name == oldest]:
+                self.programs.remove(each)
+                each.drop()
 
     def _describe(self, turn: Turn) -> list[str]:
         """The call in lines, for ranks that differ to find the first difference."""

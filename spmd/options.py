@@ -31,6 +31,7 @@ class Options:
     dump: Path | None
     timeout: float | None
     keep_freed_memory: bool = False
+    max_programs: int | None = None
 
     @classmethod
     def check(
@@ -43,6 +44,7 @@ class Options:
         dump: Any,
         timeout: Any,
         keep_freed_memory: Any = False,
+        max_programs: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         return cls(
@@ -54,6 +56,7 @@ class Options:
             dump=_check_folder(dump),
             timeout=_check_timeout(timeout),
             keep_freed_memory=check_flag("keep_freed_memory", keep_freed_memory),
+            max_programs=_check_max_programs(max_programs),
         )
 
     @property
@@ -101,6 +104,14 @@ def _check_folder(given: Any) -> Path | None:
     if given is not None and not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"expected dump to be a folder's path or None, got {given!r}")
     return Path(given) if given is not None else None
+
+
+def _check_max_programs(given: Any) -> int | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+        raise TypeError(f"expected max_programs to be a number of programs or None, got {given!r}")
+    if given is not None and given < 1:
+        raise ValueError(f"expected max_programs to be 1 or more, got {given}")
+    return given
 
 
 def _check_timeout(given: Any) -> float | None:

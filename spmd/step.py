@@ -139,7 +139,7 @@ class CompiledStep:
             turn.compiled = compiled
             compiled.executable.commit.start(turn.connection)
         assert turn.tensors is not None, "a program fits the call that it was compiled for"
-        self._dispatch.last = turn.compiled
+        self._dispatch.use(turn.compiled)
         result = turn.compiled.run(turn.call.given, turn.tensors)
         if turn.connection is not None:
             turn.connection.is_in_call = False
@@ -303,6 +303,7 @@ def compile(
     dump: str | Path | None = None,
     timeout: float | None = None,
     keep_freed_memory: bool = False,
+    max_programs: int | None = None,
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
@@ -319,13 +320,14 @@ def compile(
     - ``timeout``: how many seconds a rank waits for the others to come to a call; then all raise. None: as long as the
       process group waits for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).
+    - ``max_programs``: keep at most so many programs; the one run longest ago goes. None: all, for steps of few shapes.
 
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError`` or ``RankMismatchError`` while they compile, and leave model and optimizer as
     they were.
     """
     bare = inspect.isfunction(module_override) or inspect.ismethod(module_override)
-    others = (gm_transformation, parallel_mode, passes, backend, dump, timeout, keep_freed_memory)
+    others = (gm_transformation, parallel_mode, passes, backend, dump, timeout, keep_freed_memory, max_programs)
     options = Options.check(None if bare else module_override, *others)
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:

@@ -51,9 +51,14 @@ class Executable:
 
     def close(self) -> None:
         """Drop all references to state, and the generated code: the model is gone."""
+        self.close_code()
+        if isinstance(self.function, Bound):
+            self.function.arenas.release()
+
+    def close_code(self) -> None:
+        """Drop the generated code, and keep the arenas, which other programs use."""
         if isinstance(self.function, Bound):
             self.function.close()
-            self.function.arenas.release()
 
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if not self.updates:
