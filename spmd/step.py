@@ -72,6 +72,7 @@ class CompiledStep:
         self._dumps = StepFolders(self._name)
         self._failed: Call | None = None  # the call that failed last
         self._warned: set[str] = set()  # arguments that may be tables
+        self._rows: set[str] = set()  # those that differed between ranks when a program was compiled
         self._refused: RefusedSaves | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -231,11 +232,15 @@ class CompiledStep:
         check_devices(call.device_mesh, call.slots, call.inputs, call.offloaded)
         check_initializable(call)
         call.check_offloaded()
-        compared = compare_arguments(call.arguments, call.inputs, agreement.members, agreement.all_gather_text)
+        call.keep_sizes()
+        ranks, exchange = agreement.members, agreement.all_gather_text
+        compared = compare_arguments(call.arguments, call.inputs, ranks, exchange, self._rows)
         agreement.differing = compared.differing
+        self._rows.update(compared.rows)
         for name in sorted(compared.tables.keys() - self._warned):
             warnings.warn(compared.tables[name], stacklevel=7)
         self._warned.update(compared.tables)
+        call.open_subgroups(agreement.connection)  # after an exchange: all ranks have come as far
         shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
         notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
         call.mesh = with_rates(call.mesh, self._options.pipeline)

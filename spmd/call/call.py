@@ -209,22 +209,34 @@ class Call:
         self.own_groups = dict(zip(axes, connection.groups, strict=True)) if connection else {}
         groups = self._gloo_groups()
         named = [replace(a, group=groups[k].group_name) if k in groups else a for k, a in enumerate(self.mesh.axes)]
-        self.mesh = Mesh(tuple(named), self._subgroups(connection))
+        self.mesh = Mesh(tuple(named))
 
-    def _subgroups(self, connection: Connection | None) -> tuple[Axis, ...]:
-        """The groups of ranks that keep parameters together after forward."""
+    def keep_sizes(self) -> list[int]:
+        """How many ranks keep parameters together after forward, ascending; other than one and all of them.
+
+        Raises ``PlacementError`` for a number that does not divide the ranks.
+        """
         asked = [unit.annotation.reshard_after_forward for unit in self.annotations.units]
         asked.append(self._mode.reshard_after_forward)
         sizes = {each for each in asked if each is not None and not isinstance(each, bool)}
-        over = (self.annotations.batch_axes or self._mode.batch_axes) - 1
-        axis = self.mesh.axes[over]
+        axis = self.mesh.axes[self._split_axis]
         for size in sorted(sizes):
             if axis.size > 1 and axis.size % size:
                 raise PlacementError(
                     f"reshard_after_forward={size} does not divide the {axis.size} ranks of {axis.name}: each group of "
                     "ranks that keep parameters together must have as many"
                 )
-        return tuple(self._subgroup(over, size, connection) for size in sorted(sizes) if size < axis.size)
+        return sorted(size for size in sizes if size < axis.size)
+
+    @property
+    def _split_axis(self) -> int:
+        """The number of the axis that styles split parameters over."""
+        return (self.annotations.batch_axes or self._mode.batch_axes) - 1
+
+    def open_subgroups(self, connection: Connection | None) -> None:
+        """Let ``mesh`` name the groups of ranks that keep parameters together, which all ranks open now, together."""
+        groups = [self._subgroup(self._split_axis, size, connection) for size in self.keep_sizes()]
+        self.mesh = replace(self.mesh, subgroups=tuple(groups))
 
     def _subgroup(self, k: int, size: int, connection: Connection | None) -> Axis:
         axis, group = self.mesh.axes[k], self._gloo_groups().get(k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 class Compared:
     """What all ranks found. ``tables``: by name, a sentence for each argument that looks like a table.
 
-    ``differing``: a sentence for each Python value that differs; harmless, if the programs are equal all the same.
+    ``rows``: arguments that differ between ranks, as rows of the batch do. ``differing``: a sentence for each Python
+    value that differs; harmless, if the programs are equal all the same.
     """
 
     tables: dict[str, str]
+    rows: list[str]
     differing: list[str]
 
 
@@ -35,12 +37,15 @@ def compare_arguments(
     inputs: Sequence[BatchInput],
     ranks: Sequence[int],
     all_gather_text: Callable[[str], list[str]],
+    known: Container[str] = (),
 ) -> Compared:
     """Compare the arguments of all ``ranks``, which call this together and raise together.
 
+    ``known``: arguments that were ``rows`` before; they may happen to be the same on all ranks.
+
     Raises ``RankMismatchError`` if the shapes of a tensor differ, and ``PlacementError`` for a table of one dim, of
-    floating-point numbers, that nobody named: class weights with as many entries as a rank has rows would be taken for
-    a weight of each row.
+    floating-point numbers other than 0 and 1, that nobody named: class weights with as many entries as a rank has rows
+    would be taken for a weight of each row.
     """
     own: dict[str, dict[str, Any]] = {
         "shapes": {each.name: list(each.value.shape) for each in inputs},
@@ -52,7 +57,12 @@ def compare_arguments(
         _check_shapes(each, ranks, [other["shapes"].get(each.name) for other in gathered])
     values = [(name, [other["values"].get(name) for other in gathered]) for name in own["values"]]
     differing = [_passed(name, ranks, given) for name, given in values if _differ(given)]
-    return Compared(_tables(inputs, [other["contents"] for other in gathered]), differing)
+    taken = [each for each in inputs if _is_taken_for_rows(each)]
+    rows = [each.name for each in taken if _differ([other["contents"].get(each.name) for other in gathered])]
+    new = [each for each in taken if each.name not in rows and each.name not in known]
+    return Compared(
+        _tables(new, rows[0]) if rows else {}, rows, differing
+    )  # else it is one batch for all, as in a test
 
 
 def _is_taken_for_rows(argument: BatchInput) -> bool:
@@ -99,17 +109,18 @@ def _check_shapes(argument: BatchInput, ranks: Sequence[int], shapes: list[Any])
 # Tables
 
 
-def _tables(inputs: Sequence[BatchInput], gathered: Sequence[dict[str, str]]) -> dict[str, str]:
-    """A sentence for each argument that is the same on all ranks, where another one differs."""
-    taken = [each for each in inputs if _is_taken_for_rows(each)]
-    differing = [each.name for each in taken if _differ([other.get(each.name) for other in gathered])]
-    if not differing:
-        return {}  # one batch for all, as in a test
-    found = {each.name: each for each in taken if each.name not in differing and _varies(each)}
-    for each in found.values():
-        if each.value.ndim == 1 and each.value.is_floating_point():
-            raise PlacementError(_table(each, differing[0]))
-    return {name: _table(each, differing[0]) for name, each in found.items()}
+def _tables(equal: Sequence[BatchInput], differing: str) -> dict[str, str]:
+    """A sentence for each argument that is the same on all ranks, where the one called ``differing`` is not."""
+    found = [each for each in equal if _varies(each)]
+    for each in found:
+        if each.value.ndim == 1 and each.value.is_floating_point() and not _is_binary(each):
+            raise PlacementError(_table(each, differing))
+    return {each.name: _table(each, differing) for each in found}
+
+
+def _is_binary(argument: BatchInput) -> bool:
+    """Whether a tensor has zeros and ones only: labels, or a mask, which may be the same on all ranks by chance."""
+    return bool(((argument.value == 0) | (argument.value == 1)).all())
 
 
 def _varies(argument: BatchInput) -> bool:

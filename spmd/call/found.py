@@ -16,7 +16,7 @@ import dis
 import sys
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import count
@@ -72,6 +72,15 @@ def _new_modules(found: list[Found], given: Arguments) -> list[Found]:
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
+
+
+def _strings(constants: Iterable[Any]) -> Iterator[str]:
+    """The strings among constants of code, also in tuples and sets of them."""
+    for each in constants:
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, (tuple, frozenset)):
+            yield from _strings(each)
 
 
 def _is_given(value: Any, given: Arguments) -> bool:
@@ -150,10 +159,15 @@ class _Search:
 
     def _of_function(self, path: Path, function: types.FunctionType) -> Iterator[Step]:
         """The closure variables of a function, and the globals that its code names."""
+        if hasattr(function, "__wrapped__"):  # by torch.no_grad(), say, whose own code is not the user's
+            yield path.to(_attribute, "__wrapped__"), function.__wrapped__
         if is_foreign_file(function.__code__.co_filename):
             return
         for code in _codes(function.__code__):
-            self._names.update(dict.fromkeys((*code.co_names, *(x for x in code.co_consts if isinstance(x, str)))))
+            self._names.update(dict.fromkeys((*code.co_names, *_strings(code.co_consts))))
+        for key in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, key) is not None:
+                yield path.to(_attribute, key), getattr(function, key)
         for k, variable in enumerate(function.__code__.co_freevars):
             with suppress(ValueError):  # it has no value yet
                 yield path.to(cell_of, k, variable), cell_of(function, k)

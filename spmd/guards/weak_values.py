@@ -30,15 +30,18 @@ class WeakValues:
     holders: Collection[int]
 
     def containers(self, value: Any) -> Iterator[Any]:
-        """The containers in ``value``, itself included, if there is something in it to refer to weakly."""
+        """The containers in ``value``, itself included, that lead to something to refer to weakly.
+
+        ``matches`` compares their entries. Of the others in them it sees which they are, not what they hold.
+        """
         pending, seen = [value], dict[int, Any]()
         while pending:
             each = pending.pop()
             if isinstance(each, _CONTAINERS) and id(each) not in seen:
                 seen[id(each)] = each
-                pending += each.values() if isinstance(each, dict) else each
-        if any(self._is_one(item) for each in seen.values() for item in _items(each)):
-            yield from seen.values()
+                pending += _items(each)
+                if self.of(each) is not each:
+                    yield each
 
     def of(self, value: Any, within: tuple[int, ...] = ()) -> Any:
         """What ``matches`` compares with: ``value`` where there is nothing to refer to weakly."""

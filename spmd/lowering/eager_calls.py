@@ -24,7 +24,7 @@ def _refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
     split = [name for name, value in own_parameters(module).items() if isinstance(value, DTensor)]
     if split and not any(isinstance(each, DTensor) for each in tree_flatten((args, kwargs))[0]):
         raise SpmdError(
-            f"a {type(module).__name__} was called outside of a compiled step, but each rank has only a part of its "
-            f"{' and '.join(split)}: call the model in a function that spmd.compile compiles, or inside of "
+            f"a {type(module).__name__} was called outside of a compiled step, but its {' and '.join(split)} are "
+            "DTensors, split over the ranks: call the model in a function that spmd.compile compiles, or inside of "
             "`with spmd.unshard(model):`, where all parameters are whole"
         )

@@ -52,6 +52,7 @@ class Connection:
         self._name, self._store = name, default_store()
         self.board = FailureBoard(self._store, name, members)
         self._subgroups: dict[tuple[str, int], Any] = {}
+        self._opened = 0
         self._waits = 0  # equal on all ranks, since they wait for each other in the same order
 
     @property
@@ -76,7 +77,8 @@ class Connection:
         key = group.group_name, size
         if key not in self._subgroups:
             ranks = ranks_of_part(group, size)
-            name = f"{group.group_name}/{size}/{ranks[0]}"
+            self._opened += 1  # as on all ranks, also where they failed to open one
+            name = f"{group.group_name}/{size}/{ranks[0]}/{self._opened}"
             self._subgroups[key] = new_gloo_group(name, group.rank() % size, ranks, _CONNECTING)
             set_timeout(self._subgroups[key], self.timeout)
         return self._subgroups[key]

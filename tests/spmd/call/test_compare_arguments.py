@@ -128,3 +128,25 @@ def by_row(predicted: Tensor, y: Tensor, table: Tensor) -> Tensor:
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_either_meaning_has_the_numbers_of_the_plain_step(ranks: Ranks, loss: Any, placement: Any, style: str) -> None:
     assert_agrees(ranks, 2, Weighted(loss), {"parallel_style": style, "inputs": {"table": placement}}, steps=3)
+
+
+def labels_that_happen_to_be_equal(rank: int, world: int) -> list[str]:
+    """A program for other shapes is compiled with labels that are the same on all ranks; they differed before."""
+    model, optimizer = linear()
+    step = spmd.compile(train)
+    x, y = batch(rank)
+    step(model, optimizer, x, y, torch.rand(ROWS, generator=random_generator(rank, 0), dtype=torch.float64))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(model, optimizer, x[:2], y[:2], torch.tensor([0.5, 2.0], dtype=torch.float64))
+    return [str(each.message) for each in caught]
+
+
+def test_what_once_differed_is_rows_for_good(ranks: Ranks) -> None:
+    assert ranks.run(2, labels_that_happen_to_be_equal) == [[], []]
+
+
+def test_zeros_and_ones_may_be_labels(ranks: Ranks) -> None:
+    labels = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    for error, warned, changed in ranks.run(2, on_ranks, labels, False, None):
+        assert not error and changed and len(warned) == 1

@@ -53,7 +53,7 @@ def test_an_eager_call_names_the_module_and_the_way_out(copied: Any) -> None:
         split(model)
         model = copied(model)
         for called in (model, model.first):
-            with pytest.raises(SpmdError, match=r"a Linear was called .* weight and bias: .*spmd\.unshard\(model\)"):
+            with pytest.raises(SpmdError, match=r"a Linear was called .* weight and bias are .*spmd\.unshard\(model\)"):
                 called(torch.ones(4, 3))
         with spmd.unshard(model):
             assert model(torch.ones(4, 3)).shape == (4, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -253,3 +254,21 @@ def test_so_many_ranks_keep_a_block_together() -> None:
     none, half, whole = map(peak, (True, 2, False))
     block = sum(p.numel() * 4 for p in Block(256).parameters())
     assert 2 * block < half - none < 6 * block and half < whole
+
+
+def fails_early(rank: int, world: int) -> tuple[str, float]:
+    """One rank passes what cannot be an argument; then all go on."""
+    model = Model(8, 2)
+    optimizer = make_optimizer("SGD", model.parameters())
+    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel("fully_shard", reshard_after_forward=2))
+    start = time.monotonic()
+    with pytest.raises((spmd.CaptureError, spmd.RankMismatchError)) as raised:
+        compiled(model, optimizer, torch.ones(4, 8), {1} if rank == 1 else torch.ones(4, 8))
+    seconds = time.monotonic() - start
+    assert torch.isfinite(compiled(model, optimizer, torch.ones(4, 8) + rank))
+    return str(raised.value), seconds
+
+
+def test_a_rank_that_fails_early_keeps_none_waiting_for_a_subgroup(ranks: Ranks) -> None:
+    for message, seconds in ranks.run(4, fails_early):
+        assert seconds < 20 and ("a set" in message or "since rank 1 failed" in message), message
