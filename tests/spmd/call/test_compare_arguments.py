@@ -124,8 +124,10 @@ def by_row(predicted: Tensor, y: Tensor, table: Tensor) -> Tensor:
     return (F.cross_entropy(predicted, y, reduction="none") * table).mean()
 
 
-@pytest.mark.parametrize("loss, placement", [(by_class, Replicate()), (by_row, Shard(0))])
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("loss, placement, style", [
+    (by_class, Replicate(), "fully_shard"),
+    (by_row, Shard(0), "replicate"),
+])  # fmt: skip
 def test_either_meaning_has_the_numbers_of_the_plain_step(ranks: Ranks, loss: Any, placement: Any, style: str) -> None:
     assert_agrees(ranks, 2, Weighted(loss), {"parallel_style": style, "inputs": {"table": placement}}, steps=3)
 
