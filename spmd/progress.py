@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from .environment import is_set
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Progress:
     def show(self) -> Iterator[None]:
         """Show the line for the length of the context, and leave it there."""
         console = Console(stderr=True, soft_wrap=True)
-        if not self.shown or os.environ.get("SPMD_QUIET", "0") not in ("", "0"):
+        if not self.shown or is_set("SPMD_QUIET"):
             yield
         elif console.is_terminal:
             # No thread of its own, and no streams of the user's replaced, while a step is traced.

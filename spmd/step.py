@@ -21,7 +21,7 @@ from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
 from .call.call import Call
-from .call.check_devices import check_devices
+from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
 from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
@@ -231,20 +231,25 @@ class CompiledStep:
         call.resolve()
         check_devices(call.device_mesh, call.slots, call.inputs, call.offloaded)
         check_initializable(call)
-        call.check_offloaded()
-        call.keep_sizes()
+        check_offloaded(call.slots, call.offloaded)
+        call.check_subgroups()
+        tables = self._compare_arguments(call, agreement)
+        call.open_subgroups(agreement.connection)  # after an exchange: all ranks have come as far
+        shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
+        notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
+        call.mesh = with_rates(call.mesh, self._options.pipeline)
+        return [*notes, *tables]
+
+    def _compare_arguments(self, call: Call, agreement: Agreement) -> list[str]:
+        """Compare what the ranks pass; warns, once, of each argument that may be a table, and returns the sentences."""
         ranks, exchange = agreement.members, agreement.all_gather_text
         compared = compare_arguments(call.arguments, call.inputs, ranks, exchange, self._rows)
         agreement.differing = compared.differing
         self._rows.update(compared.rows)
         for name in sorted(compared.tables.keys() - self._warned):
-            warnings.warn(compared.tables[name], stacklevel=7)
+            warnings.warn(compared.tables[name], stacklevel=8)
         self._warned.update(compared.tables)
-        call.open_subgroups(agreement.connection)  # after an exchange: all ranks have come as far
-        shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
-        notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
-        call.mesh = with_rates(call.mesh, self._options.pipeline)
-        return [*notes, *compared.tables.values()]
+        return list(compared.tables.values())
 
     def report(self) -> Report:
         """What the program last run communicates in one step, and how long it took to compile."""

@@ -33,7 +33,7 @@ ORDER = {
         __init__
     """,
     "spmd": """
-        _torch placements source_lines foreign_code interrupts
+        _torch placements source_lines environment foreign_code interrupts
         annotations/ ranks/
         call/
         rules/

@@ -132,16 +132,6 @@ class Call:
         default = self._mode.offload_policy
         return frozenset(name for name in names if self.annotations.offload_policy(name, default) is not None)
 
-    def check_offloaded(self) -> None:
-        """Raise ``PlacementError`` for state that is to live in host memory, and is on a device."""
-        for slot in self.slots:
-            where, name = slot.local().device, slot.input.of or slot.input.name
-            if name in self.offloaded and where.type not in ("cpu", "meta"):
-                raise PlacementError(
-                    f"{slot.input.name} is on {where}, but {name} has an offload policy, which keeps it in host "
-                    "memory: move the model to the CPU before the first step, as model.cpu() does"
-                )
-
     @cached_property
     def mesh(self) -> Mesh:
         """``device_mesh`` as plain data."""
@@ -211,7 +201,7 @@ class Call:
         named = [replace(a, group=groups[k].group_name) if k in groups else a for k, a in enumerate(self.mesh.axes)]
         self.mesh = Mesh(tuple(named))
 
-    def keep_sizes(self) -> list[int]:
+    def _keep_sizes(self) -> list[int]:
         """How many ranks keep parameters together after forward, ascending; other than one and all of them.
 
         Raises ``PlacementError`` for a number that does not divide the ranks.
@@ -233,9 +223,13 @@ class Call:
         """The number of the axis that styles split parameters over."""
         return (self.annotations.batch_axes or self._mode.batch_axes) - 1
 
+    def check_subgroups(self) -> None:
+        """Raise ``PlacementError`` where ``open_subgroups`` would, without waiting for other ranks."""
+        self._keep_sizes()
+
     def open_subgroups(self, connection: Connection | None) -> None:
         """Let ``mesh`` name the groups of ranks that keep parameters together, which all ranks open now, together."""
-        groups = [self._subgroup(self._split_axis, size, connection) for size in self.keep_sizes()]
+        groups = [self._subgroup(self._split_axis, size, connection) for size in self._keep_sizes()]
         self.mesh = replace(self.mesh, subgroups=tuple(groups))
 
     def _subgroup(self, k: int, size: int, connection: Connection | None) -> Axis:

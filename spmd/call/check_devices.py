@@ -42,6 +42,17 @@ def check_devices(
         raise PlacementError(f"expected all tensors of a call on one device, but it has {_listed(found)}")
 
 
+def check_offloaded(slots: Sequence[Slot], offloaded: Container[str]) -> None:
+    """Raise ``PlacementError`` for state that is to live in host memory, and is on a device."""
+    for slot in slots:
+        where, name = slot.local().device, slot.input.of or slot.input.name
+        if name in offloaded and where.type not in ("cpu", "meta"):
+            raise PlacementError(
+                f"{slot.input.name} is on {where}, but {name} has an offload policy, which keeps it in host memory: "
+                "move the model to the CPU before the first step, as model.cpu() does"
+            )
+
+
 def _listed(found: dict[torch.device, list[str]]) -> str:
     def names(given: list[str]) -> str:
         more = f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else ""

@@ -53,16 +53,18 @@ def compare_arguments(
         "values": {leaf.name: _shown(leaf) for leaf in arguments.leaves if isinstance(leaf.value, _PLAIN)},
     }
     gathered = [json.loads(text) for text in all_gather_text(json.dumps(own))]
-    for each in inputs:
-        _check_shapes(each, ranks, [other["shapes"].get(each.name) for other in gathered])
     values = [(name, [other["values"].get(name) for other in gathered]) for name in own["values"]]
     differing = [_passed(name, ranks, given) for name, given in values if _differ(given)]
+    if any(other[kind].keys() != gathered[0][kind].keys() for other in gathered for kind in ("shapes", "contents")):
+        return Compared({}, [], differing)  # on all ranks: the comparison of programs finds what some do not have
+    for each in inputs:
+        _check_shapes(each, ranks, [other["shapes"][each.name] for other in gathered])
     taken = [each for each in inputs if _is_taken_for_rows(each)]
-    rows = [each.name for each in taken if _differ([other["contents"].get(each.name) for other in gathered])]
-    new = [each for each in taken if each.name not in rows and each.name not in known]
-    return Compared(
-        _tables(new, rows[0]) if rows else {}, rows, differing
-    )  # else it is one batch for all, as in a test
+    rows = [each.name for each in taken if _differ([other["contents"][each.name] for other in gathered])]
+    if not rows:  # one batch for all, as in a test
+        return Compared({}, [], differing)
+    equal = [each for each in taken if each.name not in rows and each.name not in known]
+    return Compared(_tables(equal, rows[0]), rows, differing)
 
 
 def _is_taken_for_rows(argument: BatchInput) -> bool:
@@ -89,8 +91,8 @@ def _passed(name: str, ranks: Sequence[int], given: Sequence[Any], what: str = "
 
 def _check_shapes(argument: BatchInput, ranks: Sequence[int], shapes: list[Any]) -> None:
     """Raise ``RankMismatchError`` unless all ranks passed tensors of one shape."""
-    if not _differ(shapes) or None in shapes:
-        return  # a rank without this argument is found by the comparison of programs
+    if not _differ(shapes):
+        return
     rows = {entry.dim % max(1, argument.value.ndim) for entry in argument.placement if isinstance(entry, Shard)}
     outside = [[size for dim, size in enumerate(shape) if dim not in rows] for shape in shapes]
     if rows and not _differ(outside):

@@ -74,15 +74,6 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _strings(constants: Iterable[Any]) -> Iterator[str]:
-    """The strings among constants of code, also in tuples and sets of them."""
-    for each in constants:
-        if isinstance(each, str):
-            yield each
-        elif isinstance(each, (tuple, frozenset)):
-            yield from _strings(each)
-
-
 def _is_given(value: Any, given: Arguments) -> bool:
     return any(value is each for each in (*given.optimizers.values(), *given.scalers.values()))
 
@@ -232,6 +223,15 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield from _codes(each)
+
+
+def _strings(constants: Iterable[Any]) -> Iterator[str]:
+    """The strings among constants of code, also in tuples and sets of them."""
+    for each in constants:
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, (tuple, frozenset)):
+            yield from _strings(each)
 
 
 def _globals_in(code: types.CodeType) -> list[str]:

@@ -69,13 +69,8 @@ class Path:
 
     def get(self, leaves: Sequence[_Leaf]) -> Any:
         """What stands at the end of the path now; None if it ends early."""
-        value = self.root if self.leaf is None else leaves[self.leaf].value
-        try:
-            for access, key in self.keys:
-                value = access(value, key)
-        except (AttributeError, LookupError, StopIteration, TypeError, ValueError):
-            return None
-        return value
+        passed = [*self.walk(leaves)]
+        return passed[-1] if len(passed) > len(self.keys) else None
 
 
 @dataclass(frozen=True)

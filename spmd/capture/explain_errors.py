@@ -22,6 +22,7 @@ from .._torch import (
     UnsupportedOperatorException,
 )
 from ..call.state import Arguments, submodules_of
+from ..environment import is_set
 from ..source_lines import module_of, source_at, user_location, users_part
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
@@ -62,7 +63,7 @@ def shorten_traceback(error: Exception) -> None:
 
 
 def _shows_all() -> bool:
-    return os.environ.get("SPMD_FULL_TRACEBACK", "0") not in ("", "0")
+    return is_set("SPMD_FULL_TRACEBACK")
 
 
 @contextmanager

@@ -230,7 +230,8 @@ def _check_gathers(dtype: torch.dtype | None, style: Style, shard_optimizer: boo
 
 
 def _check_reshard(given: Any, style: Style, offload_policy: OffloadPolicy | None) -> bool | int | None:
-    if check_reshard(given) and style == "replicate" and offload_policy is None:
+    kept_together = given is not None and not isinstance(given, bool)
+    if check_reshard(given) and style == "replicate" and (offload_policy is None or kept_together):
         raise ValueError(f'expected no reshard_after_forward={given}: "replicate" gathers no parameters')
     return check_reshard(given)
 

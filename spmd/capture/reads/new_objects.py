@@ -50,5 +50,5 @@ class NewObjects:
     def _note_young(self) -> None:
         young = gc.get_objects(generation=0)
         self._ids.update(map(id, young))
-        if len(young) > _MANY and not gc.isenabled():
-            gc.collect(0)  # else this list would grow, and each look with it
+        if len(young) > _MANY:  # the collector is off, or was set to come late: each look would take longer
+            gc.collect(0)

@@ -62,7 +62,8 @@ class Trainer:
         self.back = {"owner": self, "scales": [1.0], "tensors": [torch.ones(3, dtype=torch.float64)]}
 
     def of_pairs(self, x: Tensor, y: Tensor) -> Tensor:
-        return update(sum(F.mse_loss(model(x), y) * scale[0] for model, scale in self.pairs), self.optimizer)  # type: ignore
+        losses = [F.mse_loss(model(x), y) * scale[0] for model, scale in self.pairs]
+        return update(torch.stack(losses).sum(), self.optimizer)
 
     def of_back(self, x: Tensor, y: Tensor) -> Tensor:
         difference = (self.model(x) - y) * self.back["tensors"][0] * self.back["scales"][0]  # type: ignore[index]

@@ -212,6 +212,7 @@ def test_numbers_are_those_of_the_plain_step(ranks: Ranks, case: Deep, world: in
 
 @pytest.mark.parametrize("options, words", [
     ({"parallel_style": "replicate", "reshard_after_forward": True}, "gathers no parameters"),
+    ({"reshard_after_forward": 2, "offload_policy": spmd.OffloadPolicy()}, "gathers no parameters"),
     ({"parallel_style": "fully_shard", "prefetch": (1,)}, "two numbers of units"),
     ({"parallel_style": "fully_shard", "limit_gathers": 0}, "limit_gathers to be None or a number of units"),
     ({"parallel_style": "fully_shard", "limit_gathers": True}, "limit_gathers to be None or a number of units"),
