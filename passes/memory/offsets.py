@@ -4,10 +4,13 @@ Large blocks are placed greedily by size, as in Pisarchyk and Lee, "Efficient me
 inference" (2020): the largest first, each into the smallest gap that holds it between the blocks placed already that
 live when it lives. That compares all pairs, so the small blocks, which are many and weigh little, lie in a part of
 their own, where a block takes over the offset of a dead one of its size.
+
+Gaps of an arena that is planned already are used, too, before memory of its own.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,12 +31,28 @@ class Block:
     last: int
 
 
-def pack(blocks: Sequence[Block]) -> list[int]:
-    """The offset of each block, in bytes. Depends on the blocks and their order alone."""
+@dataclass(frozen=True)
+class Packed:
+    """Blocks at their offsets in an arena."""
+
+    blocks: Sequence[Block]
+    offsets: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """The bytes of the arena."""
+        return total(self.blocks, self.offsets)
+
+
+def pack(blocks: Sequence[Block], before: Packed | None = None) -> list[int]:
+    """The offset of each block, in bytes. Depends on the blocks and their order alone.
+
+    ``before``: an arena that comes first in the same range of offsets. A large block lies in a gap of it, or behind
+    it, but not across its end.
+    """
     large = [k for k, block in enumerate(blocks) if aligned(block.size) > SMALL]
     small = [k for k, block in enumerate(blocks) if aligned(block.size) <= SMALL]
-    offsets = _by_size(blocks, large)
-    end = max((offset + aligned(blocks[k].size) for k, offset in offsets.items()), default=0)
+    offsets, end = _by_size(blocks, large, before)
     offsets |= _by_time(blocks, small, end)
     return [offsets[k] for k in range(len(blocks))]
 
@@ -56,14 +75,24 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _by_size(blocks: Sequence[Block], chosen: Sequence[int]) -> dict[int, int]:
-    """The offsets of the chosen blocks, largest first."""
-    taken: list[_Taken] = []
+def _by_size(blocks: Sequence[Block], chosen: Sequence[int], before: Packed | None) -> tuple[dict[int, int], int]:
+    """The offsets of the chosen blocks, largest first, and where they end."""
+    taken: list[_Taken] = _taken_before(before) if before else []
+    offsets: dict[int, int] = {}
     for k in sorted(chosen, key=lambda k: (-blocks[k].size, blocks[k].first, k)):
         block, size = blocks[k], aligned(blocks[k].size)
-        offset = _gap((each for each in taken if each[3] <= block.last and block.first <= each[4]), size)
-        insort(taken, (offset, offset + size, k, block.first, block.last))
-    return {number: start for start, _, number, *_ in taken}
+        offsets[k] = _gap((each for each in taken if each[3] <= block.last and block.first <= each[4]), size)
+        insort(taken, (offsets[k], offsets[k] + size, k, block.first, block.last))
+    return offsets, max((end for _, end, *_ in taken), default=0)
+
+
+def _taken_before(before: Packed) -> list[_Taken]:
+    """What is taken in an arena; its end is, at all times, so that nothing lies across it."""
+    taken = [
+        (offset, offset + aligned(block.size), -1, block.first, block.last)
+        for block, offset in zip(before.blocks, before.offsets, strict=True)
+    ]
+    return sorted([*taken, (before.size, before.size, -1, 0, sys.maxsize)])
 
 
 def _gap(taken: Iterable[_Taken], size: int) -> int:

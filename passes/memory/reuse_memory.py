@@ -19,7 +19,7 @@ from ..runtime.arena import reserve, view_at, whole
 from .buffers import Buffer, Buffers
 from .canonicalize import Canonicalize, drop_contiguous
 from .fold_layout_copies import FoldLayoutCopies
-from .offsets import Block, live_bytes, pack, total
+from .offsets import Block, Packed, live_bytes, pack
 from .update_in_place import UpdateInPlace
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ class ReuseMemory(Pass):
 
     Offsets are planned by lifetimes (``offsets.py``). A pointwise op writes over an operand that dies there. Members of
     a concatenation are computed in their parts of it. What other ranks of the host read (``Realise``) lies in an arena
-    of its own, and lives until all are known to have read it. Ops without an out variant of their own go on allocating,
+    that they can map, and lives until all are known to have read it; before and after, other values lie there. Ops without an out variant of their own go on allocating,
     and so do results, new state, and whatever may share memory with them. ``meta["computes"]`` is the op that a node
     was. Nothing may reorder the graph afterwards.
     """
@@ -44,7 +44,7 @@ class ReuseMemory(Pass):
         """Plan an arena for each device, then let nodes write into it."""
         _drop_contiguous(program.graph)
         buffers = Buffers(program.graph)
-        emitter = _Emitter(_arenas(program, buffers.all()))
+        emitter = _Emitter(_places(program, buffers.all()))
         for node, results in buffers.of.items():
             node.meta["computes"] = node.target
             if node in buffers.members:
@@ -61,47 +61,68 @@ def _drop_contiguous(graph: fx.Graph) -> None:
         drop_contiguous(node, layouts)
 
 
-_ArenaKey = tuple[torch.device, bool]  # the device of an arena, and whether other ranks read it
-_Arenas = dict[_ArenaKey, tuple[fx.Node, dict[int, int]]]  # each arena, and the offsets of blocks in it by their id
+_Places = dict[int, tuple[fx.Node, int]]  # by the id of a block: its arena, and its offset there
 
 
-def _arenas(program: Program, buffers: Sequence[Buffer]) -> _Arenas:
-    """Plan and reserve."""
-    blocks: dict[_ArenaKey, list[Buffer]] = defaultdict(list)
+def _places(program: Program, buffers: Sequence[Buffer]) -> _Places:
+    """Plan and reserve the arenas of each device."""
+    blocks: dict[torch.device, list[Buffer]] = defaultdict(list)
     for buffer in buffers:
         if buffer.parent is None:
-            blocks[_arena_key(buffer)].append(buffer)
-    return {key: _arena(program, key, each) for key, each in blocks.items()}
+            blocks[buffer.val.device].append(buffer)
+    places: _Places = {}
+    for each in blocks.values():
+        places |= _places_on(program, each)
+    return places
 
 
-def _arena_key(block: Buffer) -> _ArenaKey:
-    return block.val.device, block.shared
+def _places_on(program: Program, buffers: Sequence[Buffer]) -> _Places:
+    """Places of what other ranks read, in one arena; then of all else, in gaps of that one and in one of its own."""
+    published = [each for each in buffers if each.shared]
+    others = [each for each in buffers if not each.shared]
+    blocks = _blocks(published)
+    readable = Packed(blocks, pack(blocks))
+    offsets = [*readable.offsets, *pack(_blocks(others), readable)]
+    places: _Places = {}
+    for shared, start in ((True, 0), (False, readable.size)):
+        held = [
+            (each, offset - start)
+            for each, offset in zip([*published, *others], offsets, strict=True)
+            if (each.shared or offset < readable.size) == shared
+        ]
+        if held:
+            arena = _reserve(program, held, shared)
+            places |= {id(each): (arena, offset) for each, offset in held}
+    return places
 
 
-def _arena(program: Program, key: _ArenaKey, buffers: Sequence[Buffer]) -> tuple[fx.Node, dict[int, int]]:
-    device, shared = key
-    blocks = [Block(each.size, each.first, each.last) for each in buffers]
-    offsets = pack(blocks)
-    size = total(blocks, offsets)
-    args = (size, device, True) if shared else (size, device)
+def _reserve(program: Program, held: Sequence[tuple[Buffer, int]], shared: bool) -> fx.Node:
+    """Insert an arena that holds the blocks at their offsets."""
+    planned = Packed(_blocks([each for each, _ in held]), [offset for _, offset in held])
+    like = held[0][0].val
+    args = (planned.size, like.device, True) if shared else (planned.size, like.device)
     first = next(node for node in program.graph.nodes if node.op != "placeholder")
-    val = buffers[0].val.new_empty(size, dtype=torch.uint8)
+    val = like.new_empty(planned.size, dtype=torch.uint8)
     node = insert_before(first, reserve, *args, like=None, name="shared" if shared else "arena", val=val)
-    node.meta["live_bytes"] = live_bytes(blocks)
-    return node, {id(each): offset for each, offset in zip(buffers, offsets, strict=True)}
+    node.meta["live_bytes"] = live_bytes(planned.blocks)
+    return node
+
+
+def _blocks(buffers: Sequence[Buffer]) -> list[Block]:
+    return [Block(each.size, each.first, each.last) for each in buffers]
 
 
 @dataclass
 class _Emitter:
     """Inserts views of the arenas, and lets nodes write into them."""
 
-    arenas: _Arenas
+    places: _Places
 
     def view(self, before: fx.Node, buffer: Buffer, val: torch.Tensor, offset: int = 0) -> fx.Node:
         """A view that looks like ``val``, ``offset`` bytes into ``buffer``."""
         block, within = buffer.block()
-        arena, offsets = self.arenas[_arena_key(block)]
-        at = offsets[id(block)] + within + offset
+        arena, start = self.places[id(block)]
+        at = start + within + offset
         return _insert(before, view_at, (arena, at, list(val.shape), list(val.stride()), val.dtype), val)
 
     def write(self, node: fx.Node, results: Sequence[Buffer]) -> None:

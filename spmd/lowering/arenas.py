@@ -1,6 +1,6 @@
 """Arenas: the memory that the programs of one step compute in, one per device, reused by every call.
 
-Values that the other ranks of the host read are in an arena of their own. It is written to again in the next call only,
+Values that the other ranks of the host read are in an arena that they map. It is written to again in the next call only,
 which begins with a barrier among all ranks (``consensus.py``), so all of them have read it by then.
 
 A step runs one program at a time, and no value in an arena outlives a call, so all programs of a step share the arenas.

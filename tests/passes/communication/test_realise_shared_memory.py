@@ -110,7 +110,21 @@ def test_gradients_are_computed_in_shared_memory() -> None:
     assert {"mm.out", "sum.IntList_out"} <= {str(user.target).removeprefix("aten.") for user in written}
 
 
-def test_shared_memory_holds_nothing_else() -> None:
+def test_what_lives_before_gradients_lies_in_their_memory() -> None:
+    """Shared memory is free until the first gradient is published, and large values of forward lie there until then."""
+
+    def step(x: Any) -> Any:
+        hidden = aten.sin.default(x)
+        return (all_reduce(aten.mm.default(aten.exp.default(aten.mm.default(hidden, hidden)), x)),)
+
+    before = on_one_host(make_program(step, {}, [Role.GRADIENT], x=f64(64, 64)))
+    after = run(before, [SHARED, Canonicalize(), ReuseMemory()])
+    private, shared = after.graph.find_nodes(op="call_function", target=reserve)
+    assert shared.args[2:] == (True,) and [shared.args[0], private.args[0]] == [64 * 64 * 8] * 2
+    assert_same_bits(before, after)
+
+
+def test_small_values_stay_out_of_shared_memory() -> None:
     def chained(x: Any) -> Any:
         grown = aten.exp.default(x)
         total = all_reduce(aten.sin.default(grown))

@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.memory.offsets import ALIGNMENT, SMALL, Block, aligned, live_bytes, pack, total
+from passes.memory.offsets import ALIGNMENT, SMALL, Block, Packed, aligned, live_bytes, pack, total
 
 SIZES = st.one_of(st.integers(0, 200), st.integers(SMALL - 100, 5 * SMALL))
 BLOCKS = st.lists(
@@ -15,9 +15,8 @@ BLOCKS = st.lists(
 )
 
 
-@given(BLOCKS)
-def test_what_lives_at_the_same_time_does_not_overlap(blocks: list[Block]) -> None:
-    offsets = pack(blocks)
+def assert_apart(blocks: list[Block], offsets: list[int]) -> None:
+    """Assert that no two blocks that live at the same time overlap."""
     placed = list(zip(blocks, offsets, strict=True))
     assert all(offset >= 0 and offset % ALIGNMENT == 0 for offset in offsets)
     for k, (one, start) in enumerate(placed):
@@ -25,6 +24,25 @@ def test_what_lives_at_the_same_time_does_not_overlap(blocks: list[Block]) -> No
             together = one.first <= other.last and other.first <= one.last
             apart = start + one.size <= begin or begin + other.size <= start
             assert apart or not together
+
+
+@given(BLOCKS)
+def test_what_lives_at_the_same_time_does_not_overlap(blocks: list[Block]) -> None:
+    assert_apart(blocks, pack(blocks))
+
+
+@given(BLOCKS, BLOCKS)
+def test_gaps_of_an_arena_that_comes_before_are_used(blocks: list[Block], others: list[Block]) -> None:
+    before = Packed(blocks, pack(blocks))
+    offsets = pack(others, before)
+    assert_apart(blocks + others, [*before.offsets, *offsets])
+    for block, offset in zip(others, offsets, strict=True):
+        assert offset + block.size <= before.size or offset >= before.size
+
+
+def test_an_arena_that_is_read_late_holds_what_lives_early() -> None:
+    before = Packed([Block(64_000, 8, 9), Block(64_000, 5, 9)], [0, 64_000])
+    assert pack([Block(64_000, 0, 7), Block(64_000, 0, 4), Block(64_000, 0, 3)], before) == [0, 64_000, 128_000]
 
 
 @given(BLOCKS)
