@@ -31,9 +31,9 @@ class ReuseMemory(Pass):
 
     Offsets are planned by lifetimes (``offsets.py``). A pointwise op writes over an operand that dies there. Members of
     a concatenation are computed in their parts of it. What other ranks of the host read (``Realise``) lies in an arena
-    that they can map, and lives until all are known to have read it; before and after, other values lie there. Ops without an out variant of their own go on allocating,
-    and so do results, new state, and whatever may share memory with them. ``meta["computes"]`` is the op that a node
-    was. Nothing may reorder the graph afterwards.
+    that they can map, and lives until all are known to have read it; before and after, other values lie there. Ops
+    without an out variant of their own go on allocating, and so do results, new state, and whatever may share memory
+    with them. ``meta["computes"]`` is the op that a node was. Nothing may reorder the graph afterwards.
     """
 
     last: ClassVar[bool] = True

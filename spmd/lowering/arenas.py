@@ -1,7 +1,7 @@
 """Arenas: the memory that the programs of one step compute in, one per device, reused by every call.
 
-Values that the other ranks of the host read are in an arena that they map. It is written to again in the next call only,
-which begins with a barrier among all ranks (``consensus.py``), so all of them have read it by then.
+Values that the other ranks of the host read are in an arena that they map. What they may still read when a call ends is
+written over in the next call, which begins with a barrier among all ranks (``consensus.py``): all have read it by then.
 
 A step runs one program at a time, and no value in an arena outlives a call, so all programs of a step share the arenas.
 Each is as large as the largest program needs.
