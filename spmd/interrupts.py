@@ -1,7 +1,8 @@
-"""Interrupts while a step is compiled: Ctrl-C is held while torch's code runs.
+"""Signals that a Python handler answers, maybe by raising, where that must not happen.
 
-torch's C++ code calls Python in places that must not raise, for example to ask a symbolic number what it is while it
-parses the arguments of an op: the process ends with a segmentation fault, or is aborted (seen in 2.13).
+While a step is compiled, Ctrl-C is held as long as torch's code runs: its C++ code calls Python in places that must not
+raise, for example to ask a symbolic number what it is while it parses the arguments of an op: the process ends with a
+segmentation fault, or is aborted (seen in 2.13). And what ranks count together is not interrupted halfway.
 """
 
 from __future__ import annotations
@@ -47,6 +48,26 @@ def held_interrupts() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is interrupted:  # the step may have set another
             signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Let the handlers of signals that arrive meanwhile run after the body, which has to be short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    known = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {number: handler for number, handler in known.items() if callable(handler)}
+    arrived: list[tuple[int, FrameType | None]] = []
+    for number in handlers:
+        signal.signal(number, lambda *given: arrived.append(given))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in arrived:
+            handlers[number](number, frame)
 
 
 def _is_unsafe(frame: FrameType | None) -> bool:

@@ -12,8 +12,8 @@ import json
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from passes.runtime.local_peers import abort_local_peers, local_peers_of
 from passes.runtime.peer_connection import PeerLostError, Triple
 
 from .._torch import default_store, new_gloo_group, set_timeout, timeout_of
+from ..interrupts import deferred_signals
 from .failures import Failure, FailureBoard, StateIs
 from .members import Members
 from .patience import LateError, Patience
@@ -51,7 +52,7 @@ class Connection:
         self._world = weakref.ref(dist.group.WORLD)
         self._name, self._store = name, default_store()
         self.board = FailureBoard(self._store, name, members)
-        self._subgroups: dict[tuple[str, int], Any] = {}
+        self._subgroups: dict[tuple[int, ...], Any] = {}  # by their ranks
         self._opened = 0
         self._waits = 0  # equal on all ranks, since they wait for each other in the same order
 
@@ -74,14 +75,32 @@ class Connection:
 
     def subgroup(self, group: Any, size: int) -> Any:
         """The group of ``size`` ranks that follow each other in ``group``, this one among them; all ranks call it."""
-        key = group.group_name, size
-        if key not in self._subgroups:
-            ranks = ranks_of_part(group, size)
+        return self._group_of(tuple(ranks_of_part(group, size)))
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Any:
+        """The group of ``ranks``, this one among them; all ranks call it, each for its own."""
+        for group in self.groups:
+            if tuple(dist.get_process_group_ranks(group)) == ranks:
+                return group
+        if ranks not in self._subgroups:
             self._opened += 1  # as on all ranks, also where they failed to open one
-            name = f"{group.group_name}/{size}/{ranks[0]}/{self._opened}"
-            self._subgroups[key] = new_gloo_group(name, group.rank() % size, ranks, _CONNECTING)
-            set_timeout(self._subgroups[key], self.timeout)
-        return self._subgroups[key]
+            name = f"{self._name}/{'-'.join(map(str, ranks))}/{self._opened}"
+            self._subgroups[ranks] = new_gloo_group(name, ranks.index(dist.get_rank()), list(ranks), _CONNECTING)
+            set_timeout(self._subgroups[ranks], self.timeout)
+        return self._subgroups[ranks]
+
+    def exchange(
+        self, given: torch.Tensor, sent: list[int], received: list[int], ranks: tuple[int, ...], what: str
+    ) -> torch.Tensor:
+        """What ``ranks`` have for this one, in their order; all ranks call it, each with its own ``ranks``.
+
+        ``given``: bytes, (all of ``sent``,), of which each gets so many; ``received``: how many come from each.
+        """
+        taken = torch.empty(sum(received), dtype=torch.uint8)
+        group = self._group_of(ranks)
+        work = dist.all_to_all_single(taken, given.cpu(), received, sent, group=group, async_op=True)
+        self._patience(what).wait(partial(is_done, work))
+        return taken.to(given.device)
 
     def barrier(self) -> None:
         """Wait for all ranks in the middle of a call."""
@@ -212,8 +231,12 @@ def connect(
         return found
     longest = min(map(timeout_of, theirs))
     known.connection = None
-    meeting = _Meeting(theirs, members, longest if timeout is None else timeout, what)
-    made = meeting.connect(longest, known)
+    with ExitStack() as failures:
+        with deferred_signals():  # of the user's groups, all ranks have to call as many collectives
+            meeting = _Meeting(theirs, members, longest if timeout is None else timeout, what)
+            failures.enter_context(meeting.reporting_failure())
+            arrivals = meeting.come()
+        made = meeting.connect(arrivals, longest, known)
     try:
         made.compare(what, to_recover)
     except BaseException as error:
@@ -237,9 +260,10 @@ def report_interrupt(theirs: Sequence[Any], members: Members, what: str, error: 
         found.fail(error, StateIs.BEFORE)
         return
     known.connection = None
-    meeting = _Meeting(theirs, members, 0.0, what)
-    meeting.board.post(Failure.of(error, StateIs.BEFORE, lost=False))
-    meeting.come()
+    with deferred_signals():
+        meeting = _Meeting(theirs, members, 0.0, what)
+        meeting.board.post(Failure.of(error, StateIs.BEFORE, lost=False))
+        meeting.come()
 
 
 def _ranks_of(theirs: Sequence[Any]) -> _Ranks:
@@ -259,14 +283,24 @@ class _Meeting:
         self.board = FailureBoard(self.store, self.name, members)
         self.patience = Patience(what, self.name, members, timeout, self.store, self._check)
 
-    def connect(self, timeout: float, known: _Ranks) -> Connection:
-        """Wait for all ranks, and open their groups; ``timeout``: of collectives in these."""
+    def connect(self, arrivals: Sequence[Callable[[float], bool]], timeout: float, known: _Ranks) -> Connection:
+        """Wait for ``arrivals``, which ``come`` returned, and open groups; ``timeout``: of collectives in these."""
+        self._meet(arrivals)
+        groups = [self._open(axis, group) for axis, group in enumerate(self.theirs)]
+        for group in groups:
+            set_timeout(group, timeout)
+        return Connection(self.name, groups, self.members, timeout, known.standing)
+
+    def _meet(self, arrivals: Sequence[Callable[[float], bool]]) -> None:
+        for have_arrived in arrivals:
+            self.patience.wait(have_arrived)
+        self._check()
+
+    @contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """Let the other ranks know what the body raises."""
         try:
-            self._meet()
-            groups = [self._open(axis, group) for axis, group in enumerate(self.theirs)]
-            for group in groups:
-                set_timeout(group, timeout)
-            return Connection(self.name, groups, self.members, timeout, known.standing)
+            yield
         except BaseException as error:
             others_failed = self.board.has_any()
             self.board.post(Failure.of(error, StateIs.BEFORE, others_failed or isinstance(error, PeerLostError)))
@@ -295,11 +329,6 @@ class _Meeting:
             else self._all_came
             for group in self.theirs
         ]
-
-    def _meet(self) -> None:
-        for is_over in self.come():
-            self.patience.wait(is_over)
-        self._check()
 
     def _all_came(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

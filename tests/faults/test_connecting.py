@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import spmd
 from spmd.ranks import connection, local_ranks
@@ -16,6 +19,29 @@ from tests.harness.pool import RankError, Ranks
 
 CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="SGD")
 PROMPT = 10.0  # seconds in which the other rank raises; a loaded machine needs some of them
+
+
+def interrupted_while_it_comes(rank: int, world: int) -> float:
+    """Rank 1 is interrupted just before its part of a collective in the user's group, in which ranks meet."""
+    objects, step = CASE.build(), spmd.compile(CASE.step)
+    came: Any = connection._Meeting._came
+    if rank == 1:
+        connection._Meeting._came = lambda *given: (os.kill(os.getpid(), signal.SIGINT), came(*given))[1]  # type: ignore
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt if rank else spmd.RankFailedError):
+            step(*objects, *CASE.part(rank, 0))
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
+        connection._Meeting._came = came  # type: ignore[method-assign]
+    total = torch.tensor(1.0 + rank)
+    dist.all_reduce(total)
+    assert torch.isfinite(step(*objects, *CASE.part(rank, 1)))
+    return float(total)
+
+
+def test_an_interrupt_leaves_nothing_pending_in_the_group_of_the_user(ranks: Ranks) -> None:
+    assert ranks.run(2, interrupted_while_it_comes, timeout=60) == [3.0, 3.0]
 
 
 def dies_while_connecting(rank: int, world: int, name: str, report: Path) -> None:
