@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Memory, Output, OutputKind, Program, Report, Role, Table
+from passes import Memory, Output, OutputKind, Program, RankMismatchError, Report, Role, Table
 from passes.ir.program import is_sharded
 
 from .call.call import Call
@@ -30,6 +30,8 @@ from .ranks.equal_values import contents, digest, number
 
 _INTENT_BITS = (1 << 60) - 1
 
+Restore = Callable[[torch.Tensor, Output], torch.Tensor]
+
 
 @dataclass(kw_only=True)
 class Compiled:
@@ -43,6 +45,7 @@ class Compiled:
     report: Report
     added: dict[str, torch.Tensor]  # state that a transform added, by input name
     identity: int  # equal on all ranks that run the same program
+    uneven: dict[str, int]  # see ``Call``
     connection: Connection | None  # of the ranks that run it together
     guards: Guards
     _flats: FlatInputs = field(init=False)
@@ -93,11 +96,16 @@ class Compiled:
     def _numbers(self, arguments: Arguments) -> list[Any]:
         return [*self.guards.groups.values(arguments), *self.guards.leaves.tensors(arguments)]
 
-    def run(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Any:
+    def run(self, arguments: Arguments, tensors: list[torch.Tensor], restore: Restore | None = None) -> Any:
         """One call: gather the inputs, run, put results and new state where they belong.
 
-        ``tensors`` is the live state, as ``guards`` found it.
+        ``tensors`` is the live state, as ``guards`` found it; ``restore`` makes the results that the caller expects.
         """
+        if restore is not None and self._pool.written:
+            raise RankMismatchError(
+                f"ranks brought unequal numbers of rows of {self._pool.names[self._pool.written[0]]}, which the step "
+                "writes into: pass equal numbers of rows, or return the new rows instead of writing them"
+            )
         given = [*self.guards.leaves.tensors(arguments), *self.guards.kept.tensors()]
         contiguous = [tensor.contiguous() for tensor in given]
         state = self.guards.layout.locals(tensors)
@@ -110,7 +118,14 @@ class Compiled:
         self._store(returned, arguments, tensors)
         self._write_python_state(returned, arguments)
         self.executable.commit.finish()
-        return self.captured.result(returned)
+        return self.captured.result(returned if restore is None else self._restored(returned, restore))
+
+    def _restored(self, returned: list[Any], restore: Restore) -> list[Any]:
+        outputs = [output for output in self.program.outputs if output.kind is not OutputKind.UPDATE]
+        return [
+            restore(value, output) if output.kind is OutputKind.RESULT and isinstance(value, torch.Tensor) else value
+            for value, output in zip(returned, outputs, strict=True)
+        ]
 
     def _store(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:
         """Put new state where eager would have put it."""
@@ -176,7 +191,7 @@ class Pool:
         self._positions = [at[declared.name] for declared in compiled.program.inputs]
         outputs = compiled.captured.program.outputs
         writes = {o.name for o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_state}
-        self.written = [k for k, name in enumerate(names) if name in writes]
+        self.names, self.written = names, [k for k, name in enumerate(names) if name in writes]
 
     def inputs(self, arguments: Arguments, state: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Any]:
         """The program's inputs; ``state`` is this rank's, each tensor by itself, then the flat ones."""

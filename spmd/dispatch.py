@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -23,13 +23,22 @@ from .call.call import Call
 from .call.found import with_found
 from .call.refuse_saves import standing_of_refused
 from .call.rng import describe_seed
-from .call.state import ArgumentReader
+from .call.state import ArgumentReader, Arguments
+from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, splits_of
 from .capture.effects.carried import Carried
-from .compiled import Compiled
+from .compiled import Compiled, Restore
 from .guards.leaves import Leaves
 from .options import Options
 from .ranks.connection import Connection
-from .ranks.consensus import COMPILE, FAILED, MeshRanks, agree_on_program
+from .ranks.consensus import (
+    COMPILE,
+    FAILED,
+    MeshRanks,
+    ProgramsDifferError,
+    agree_on_program,
+    identity_of,
+    notifying,
+)
 from .ranks.failures import StateIs
 from .unsharded import check_is_sharded
 
@@ -41,11 +50,13 @@ class Turn:
     """One call of a step, as far as it has come: what the other ranks have to know should it fail.
 
     ``compiled`` is the program that fits the call, None while there is none; ``tensors`` the live state it runs on.
+    ``rows``: of the batch, where ranks brought unequal numbers of them.
     ``connection``: of the ranks that make this call together, None where there is one. ``is_distributing``: live state
     is being made equal and split.
     """
 
     call: Call | None = None
+    rows: UnequalRows | None = None
     compiled: Compiled | None = None
     tensors: list[torch.Tensor] | None = None
     connection: Connection | None = None
@@ -75,41 +86,92 @@ class Dispatch:
         self._used: dict[str, None] = {}  # the names of programs, that of the one last run at the end
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
         self._changes: dict[int, str] = {}  # why each program was compiled, by its id
+        self.rows_of_results = RowsOfResults()
+        self._known_splits: dict[tuple[tuple[str, int], ...], dict[str, Split]] = {}
+        self._compares_rows = False  # at each call, since ranks once brought unequal numbers of rows
 
     def begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the program for a call. Raises ``RankMismatchError`` on all ranks unless all choose the same."""
-        try:
-            self.fit(turn, args, kwargs)
+        """Find the program for a call. Raises ``RankMismatchError`` on all ranks unless all choose the same.
+
+        Where ranks have to compile, or differ, they may have brought unequal numbers of rows: then the batch is cut
+        anew (``call/unequal_rows.py``), and each later call begins with a comparison of rows.
+        """
+        with self._reporting_failure():
+            given = self._reader.read(args, kwargs)
+            self.fit(turn, given)
             ranks = None if turn.compiled or turn.call is None else self.ranks_of(turn.call)
-        except BaseException as error:
-            self._report_failure(error)
-            raise
-        if ranks and turn.call:
+        assert turn.call is not None
+        if ranks:
             turn.connection = ranks.connect(self.name, standing_of_refused(turn.call.given))
-        intent = turn.compiled.intent(turn.call.given) if turn.compiled and turn.call else COMPILE
+        if self._compares_rows:
+            self._agree(turn, identity_of(self.name, "compares rows"))
+            self._cut_rows(turn, given)
+            self._agree(turn)
+            return
+        try:
+            self._agree(turn)
+        except ProgramsDifferError as error:
+            if not error.can_compile or not self._cut_rows(turn, given):
+                raise
+        else:
+            if turn.compiled or not self._cut_rows(turn, given):
+                return
+        self._compares_rows = True
+        self._agree(turn)
+
+    def _agree(self, turn: Turn, intent: int | None = None) -> None:
+        """Wait until all ranks are about to do the same: by default to run the program that fits, or to compile."""
+        if turn.connection is not None:
+            turn.connection.is_in_call = False  # until all agree
+        if intent is None:
+            intent = turn.compiled.intent(turn.call.given) if turn.compiled and turn.call else COMPILE
         agree_on_program(turn.connection, self.name, intent, lambda: self._describe(turn), self.options.timeout)
 
-    def fit(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _cut_rows(self, turn: Turn, given: Arguments) -> bool:
+        """Compare the rows of all ranks, and cut the batch anew if they are unequal; returns whether they are."""
+        connection, call = turn.connection, turn.call
+        if connection is None or call is None:
+            return False
+        with notifying(connection, self.name):
+            all_gather_text = partial(connection.all_gather_text, what=self.name)
+            splits = self._splits(given, call)
+            turn.rows = find_unequal_rows(given, splits, call.mesh, connection.members.ranks, all_gather_text)
+            if turn.rows is None:
+                return False
+            given = turn.rows.cut(given, partial(connection.exchange, what=f"the rows of {self.name}"))
+        connection.is_in_call = False  # until all agree again
+        with self._reporting_failure():
+            self.fit(turn, given)
+        return True
+
+    def _splits(self, given: Arguments, call: Call) -> dict[str, Split]:
+        """How the arguments are split, found once for arguments of the same names and numbers of dims."""
+        key = tuple((leaf.name, leaf.value.ndim) for leaf in given.tensors())
+        if key not in self._known_splits:
+            self._known_splits[key] = splits_of(call)
+        return self._known_splits[key]
+
+    def fit(self, turn: Turn, given: Arguments) -> None:
         """Find the program that this rank would run; the one last run is asked first.
 
         Where there is none, find what the call uses besides its arguments, to compile one.
         """
-        mode, given = self.options.mode, self._reader.read(args, kwargs)
+        mode, uneven = self.options.mode, turn.rows.uneven if turn.rows else {}
         check_is_sharded(given.modules.values())
-        turn.call = Call(given, mode)
+        turn.call, turn.compiled = Call(given, mode, uneven), None
         last = [self.last] if self.last else []
         for compiled in [*last, *(each for each in self.programs if each is not self.last)]:
-            admits = compiled.is_of_this_world() and compiled.is_connected()
+            admits = compiled.is_of_this_world() and compiled.is_connected() and compiled.uneven == uneven
             admitted = compiled.guards.admit(given) if admits else None
             if admitted is not None:
                 arguments, turn.tensors = admitted
-                turn.call = Call(arguments, mode) if arguments is not given else turn.call
+                turn.call = Call(arguments, mode, uneven) if arguments is not given else turn.call
                 compiled.executable.commit.start(compiled.connection)
                 turn.compiled, turn.connection = compiled, compiled.connection
                 return
         arguments = with_found(self._function, given)
         check_is_sharded(arguments.modules.values())
-        turn.call = Call(arguments, mode)
+        turn.call = Call(arguments, mode, uneven)
 
     def ranks_of(self, call: Call) -> MeshRanks:
         """The ranks that a call compiles with."""
@@ -120,6 +182,14 @@ class Dispatch:
         own = [each for each in self.programs if not each.guards.dead and each.guards.shares_owners_with(call.given)]
         alive = [compiled.captured for compiled in own]
         return reduce(or_, [captured.all_carried() for captured in alive], Carried())
+
+    def restore(self, turn: Turn) -> Restore | None:
+        """What gives the rows of results to the ranks that brought those of the batch; None where all have theirs."""
+        if turn.rows is None or turn.connection is None or turn.compiled is None:
+            return None
+        exchange = partial(turn.connection.exchange, what=f"the results of {self.name}")
+        dims, rows = self.rows_of_results.of(turn.compiled.program.outputs), turn.rows
+        return lambda value, output: rows.restore(value, output, dims.get(output.name), exchange)
 
     def change(self, call: Call) -> str:
         """The first difference between a call and the one before it, in the user's words."""
@@ -176,6 +246,14 @@ class Dispatch:
             numbers = turn.compiled.describe_numbers(turn.call.given)
             return [*lines, *numbers, f"runs {turn.compiled.program.name}", describe_seed()]
         return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]
+
+    @contextmanager
+    def _reporting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._report_failure(error)
+            raise
 
     def _report_failure(self, error: BaseException) -> None:
         """Report to the other ranks, which wait for this call to begin, that it failed before it could."""

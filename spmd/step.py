@@ -141,7 +141,7 @@ class CompiledStep:
             compiled.executable.commit.start(turn.connection)
         assert turn.tensors is not None, "a program fits the call that it was compiled for"
         self._dispatch.use(turn.compiled)
-        result = turn.compiled.run(turn.call.given, turn.tensors)
+        result = turn.compiled.run(turn.call.given, turn.tensors, self._dispatch.restore(turn))
         if turn.connection is not None:
             turn.connection.is_in_call = False
         self._failed = None
@@ -190,6 +190,8 @@ class CompiledStep:
             program = transform_graph_module(program, options.gm_transformation)
             arenas = self._arenas.setdefault(call.device_mesh, Arenas(options.keep_freed_memory))
             executable = lower(program, options.backend, arenas)
+        rows = self._dispatch.rows_of_results
+        rows.of(program.outputs) if call.uneven else rows.note(program.outputs)
         report = Report.of(program, progress.seconds, program.notes)
         dump.stage(99, "lowered", program)
         dump.report(report)
@@ -211,6 +213,7 @@ class CompiledStep:
             report=report,
             added=added,
             identity=identity_of(f"{self._name} in call {call_number()}", description),
+            uneven=call.uneven,
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
         )

@@ -61,10 +61,11 @@ class Call:
 
     ``mesh`` is the plain description of ``device_mesh`` that programs carry. A property is computed when it is first
     read, and raises then what is wrong with the arguments (``CaptureError``, ``PlacementError``).
+    ``uneven``: how many rows all ranks have, of the arguments of which they have unequal parts.
     """
 
-    def __init__(self, given: Arguments, mode: Layout) -> None:
-        self.given, self._mode = given, mode
+    def __init__(self, given: Arguments, mode: Layout, uneven: Mapping[str, int] | None = None) -> None:
+        self.given, self._mode, self.uneven = given, mode, dict(uneven or {})
         self.own_groups: dict[int, Any] = {}  # gloo groups of the connection, by axis of several ranks
         self.replaced: dict[str, weakref.ref[torch.Tensor]] = {}  # parameters that were split, once they are, by name
         self.initial = InitialState()  # of optimizers, made for this call
@@ -161,7 +162,8 @@ class Call:
     def inputs(self) -> list[BatchInput]:
         """The tensor arguments that are no state, each with its placement."""
         batch_axes = self.annotations.batch_axes or self._mode.batch_axes
-        return place_inputs(self.arguments, self._mode.inputs, self._mode.input_batch_dim, batch_axes, self.mesh)
+        mode = self._mode
+        return place_inputs(self.arguments, mode.inputs, mode.input_batch_dim, batch_axes, self.mesh, self.uneven)
 
     @contextmanager
     def initial_state(self) -> Iterator[None]:

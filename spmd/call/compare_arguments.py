@@ -48,7 +48,7 @@ def compare_arguments(
     would be taken for a weight of each row.
     """
     own: dict[str, dict[str, Any]] = {
-        "shapes": {each.name: list(each.value.shape) for each in inputs},
+        "shapes": {each.name: list(each.shape if each.is_uneven else each.value.shape) for each in inputs},
         "contents": {each.name: contents(each.value) for each in inputs if _is_taken_for_rows(each)},
         "values": {leaf.name: _shown(leaf) for leaf in arguments.leaves if isinstance(leaf.value, _PLAIN)},
     }
@@ -97,8 +97,9 @@ def _check_shapes(argument: BatchInput, ranks: Sequence[int], shapes: list[Any])
     outside = [[size for dim, size in enumerate(shape) if dim not in rows] for shape in shapes]
     if rows and not _differ(outside):
         advice = (
-            "Every rank must have as many rows: drop the last batch of an epoch (drop_last=True), let a "
-            "DistributedSampler even it out, or pad it and mask the loss"
+            "Ranks may bring unequal numbers of rows, but then in the same proportions of all arguments that are "
+            "split: drop the last batch of an epoch (drop_last=True), let a DistributedSampler even it out, or pad it "
+            "and mask the loss"
         )
     else:
         advice = (

@@ -20,7 +20,7 @@ from .state import Arguments
 class BatchInput:
     """One tensor argument with its placement; ``shape`` is the global one.
 
-    ``is_named``: ``inputs`` says where it lives.
+    ``is_named``: ``inputs`` says where it lives. ``is_uneven``: ranks have unequal parts.
     """
 
     name: str
@@ -28,6 +28,7 @@ class BatchInput:
     placement: Placements
     shape: tuple[int, ...]
     is_named: bool
+    is_uneven: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,11 +42,17 @@ class BatchInput:
 
 
 def place_inputs(
-    arguments: Arguments, named: Mapping[str, Any] | None, batch_dim: int, batch_axes: int, mesh: Mesh
+    arguments: Arguments,
+    named: Mapping[str, Any] | None,
+    batch_dim: int,
+    batch_axes: int,
+    mesh: Mesh,
+    uneven: Mapping[str, int] | None = None,
 ) -> list[BatchInput]:
     """Give every tensor argument its placement: as named, else split along ``batch_dim`` over the first ``batch_axes``.
 
-    0-dim tensors are replicated. Raises ``PlacementError`` if the tensors that ``named`` leaves out differ in size
+    0-dim tensors are replicated. ``uneven``: how many rows all ranks have, of the arguments of which they have unequal
+    parts. Raises ``PlacementError`` if the tensors that ``named`` leaves out differ in size
     along ``batch_dim``, if a name fits no argument, or for a DTensor.
     """
     named = dict(named or {})
@@ -72,7 +79,11 @@ def place_inputs(
             placement = tuple(Shard(batch_dim) if k < batch_axes else Replicate() for k in range(len(mesh.axes)))
         placement = check_dims(placement, leaf.value.ndim, leaf.name)
         shape = global_shape(leaf.value.shape, placement, mesh)
-        placed.append(BatchInput(leaf.name, leaf.value, placement, shape, leaf.name in named))
+        rows = (uneven or {}).get(leaf.name)
+        if rows is not None:
+            dim = next(entry.dim for entry in placement if isinstance(entry, Shard))
+            shape = (*shape[:dim], rows, *shape[dim + 1 :])
+        placed.append(BatchInput(leaf.name, leaf.value, placement, shape, leaf.name in named, rows is not None))
     return placed
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from passes import Input, Mesh, PartitionError, Program, Role
-from passes.ir.program import Placements, is_sharded, replicated
+from passes.ir.program import Placements, is_even, is_sharded, replicated
 
 from .plan import Plan
 from .redistribute import Reason
@@ -85,6 +85,13 @@ class Context:
         split = {k for i in arguments for k, p in enumerate(self.placements[i.name]) if isinstance(p, Shard)}
         first = {0} if self.gathers_parameters else set()
         return frozenset(range(len(self.mesh.axes))) - split - first
+
+    @cached_property
+    def uneven_rows(self) -> frozenset[int]:
+        """The numbers of rows of arguments of which ranks have unequal parts."""
+        arguments = [(i, self.placements[i.name]) for i in self.program.inputs if i.role is Role.BATCH]
+        uneven = [(i, placement) for i, placement in arguments if not is_even(i.shape, placement, self.mesh)]
+        return frozenset(i.shape[p.dim] for i, placement in uneven for p in placement if isinstance(p, Shard)) - {0}
 
     @cached_property
     def complete_gradients(self) -> dict[fx.Node, str]:

@@ -68,7 +68,8 @@ class Hints:
     def of_output(self, value: Value, output: Output) -> Placements:
         """The placement of an output: that of its parameter for state, that of the update for new state.
 
-        A result stays split along the batch if all ranks have equal parts; else it is replicated.
+        A result stays split along the batch if all ranks have equal parts, or those of an uneven batch; else it is
+        replicated.
         """
         context = self.context
         if output.kind is OutputKind.UPDATE:
@@ -82,13 +83,15 @@ class Hints:
         return self._of_result(value)
 
     def _of_result(self, value: Value) -> Placements:
-        batch = (k in value.batch and self._divides(value, k) for k in range(len(value.primary)))
+        batch = (k in value.batch and self._stays(value, k) for k in range(len(value.primary)))
         return tuple(_in_order(p) if split else Replicate() for p, split in zip(value.primary, batch, strict=True))
 
-    def _divides(self, value: Value, axis: int) -> bool:
-        """Whether all ranks of an axis have equal parts of a value."""
+    def _stays(self, value: Value, axis: int) -> bool:
+        """Whether all ranks of an axis have equal parts of a value, or as many rows for each row of an uneven batch."""
         split = value.primary[axis]
-        return not isinstance(split, Shard) or value.shape[split.dim] % self.context.mesh.axes[axis].size == 0
+        if not isinstance(split, Shard) or value.shape[split.dim] % self.context.mesh.axes[axis].size == 0:
+            return True
+        return any(value.shape[split.dim] % rows == 0 for rows in self.context.uneven_rows)
 
     def _of_activation_gradient(self, node: fx.Node) -> Placements | None:
         """For the gradient of an activation, the placement of the activation."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,14 @@ _COMPARED = 20_000  # characters of a text in which the first difference is foun
 def identity_of(what: str, text: str) -> int:
     """A number for a program, the same on every rank that compiled it."""
     return int(hashlib.sha256(f"{what}\n{text}".encode()).hexdigest()[:15], 16) | 16
+
+
+class ProgramsDifferError(RankMismatchError):
+    """Raised on all ranks alike. ``can_compile``: all are in a call of one step, and none has failed."""
+
+    def __init__(self, message: str, can_compile: bool) -> None:
+        super().__init__(message)
+        self.can_compile = can_compile
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class MeshRanks:
 def agree_on_program(
     connection: Connection | None, what: str, intent: int, describe: Callable[[], list[str]], timeout: float | None
 ) -> None:
-    """Wait until all ranks start this call. Raises ``RankMismatchError`` unless all have the same ``intent``.
+    """Wait until all ranks start this call. Raises ``ProgramsDifferError`` unless all have the same ``intent``.
 
     ``intent``: the identity of the program this rank is about to run, ``COMPILE`` or ``FAILED``. ``describe`` describes
     the call in lines, of which the message shows the first that differs.
@@ -96,15 +104,23 @@ def agree_on_program(
         largest = connection.all_reduce_max((intent, -intent, _calls + 1), what, timeout)
         _count_call(largest[2])  # whatever calls each rank made before
         connection.start_call(_calls)
-        texts = [] if largest[0] == -largest[1] else connection.all_gather_text("\n".join([what, *describe()]), what)
+        differ = largest[0] != -largest[1]
+        texts = connection.all_gather_text(json.dumps([what, intent, describe()]), what) if differ else []
     if texts:
-        one, members = texts[0], connection.members.ranks
-        other = next(k for k, text in enumerate(texts) if text != one)
-        raise RankMismatchError(
-            f"expected all ranks to run the same program of {what} in one call, but rank {members[other]} "
-            f"differs from rank {members[0]}:\n{_first_difference(one, texts[other])}"
-        )
+        raise _difference(texts, what, connection.members.ranks)
     connection.is_in_call = intent > FAILED or intent == COMPILE
+
+
+def _difference(texts: Sequence[str], what: str, members: Sequence[int]) -> ProgramsDifferError:
+    """The error that names the first line that differs between what ranks describe."""
+    gathered = [json.loads(text) for text in texts]
+    other = next(k for k, each in enumerate(gathered) if each != gathered[0])
+    one, another = ("\n".join([name, *lines]) for name, _, lines in (gathered[0], gathered[other]))
+    return ProgramsDifferError(
+        f"expected all ranks to run the same program of {what} in one call, but rank {members[other]} "
+        f"differs from rank {members[0]}:\n{_first_difference(one, another)}",
+        can_compile=all(name == what and intent != FAILED for name, intent, _ in gathered),
+    )
 
 
 def call_number() -> int:

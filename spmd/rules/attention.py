@@ -1,4 +1,4 @@
-"""Scaled dot product attention, for each of torch's kernels: batch and heads may be split evenly.
+"""Scaled dot product attention, for each of torch's kernels: the batch may be split, and heads evenly.
 
 All kernels take (batch, head, time, width). They differ in the dims of the log-sum-exp that they save for backward, and
 in their other results. Each rank saves the random state of its own draws, which only its own backward reads, so the
@@ -35,7 +35,7 @@ def attention(call: OpCall) -> list[Option]:
     operands = dict.fromkeys(("query", "key", "value"), HEADS) | _mask(call)
     logsumexp = _fit(FORWARD[call.target], call.results[1])
     results = (HEADS, logsumexp, *[EQUAL] * (len(call.results) - 2))
-    return options(call, Dims(operands, results, even="*", grouped="h", broadcast=True))
+    return options(call, Dims(operands, results, even="h", filled="b", grouped="h", broadcast=True))
 
 
 @rule(*BACKWARD)
@@ -47,7 +47,7 @@ def attention_backward(call: OpCall) -> list[Option]:
     operands = {name: HEADS for name in whole if call.arg(name) is not None} | _mask(call)
     operands["logsumexp"] = _fit(BACKWARD[call.target], call.arg("logsumexp"))
     results = tuple(HEADS if info is None else aligned(info, HEADS) for info in call.results)
-    return options(call, Dims(operands, results, even="*", grouped="h", broadcast=True))
+    return options(call, Dims(operands, results, even="h", filled="b", grouped="h", broadcast=True))
 
 
 def _mask(call: OpCall) -> dict[str, str]:

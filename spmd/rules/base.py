@@ -91,6 +91,10 @@ class OpCall:
         """Whether a dim of ``size`` splits into equal parts along this axis."""
         return size % self.size == 0
 
+    def fills(self, size: int) -> bool:
+        """Whether every rank has some of a dim of ``size`` that is split along this axis."""
+        return size > 0 and -(-size // -(-size // self.size)) == self.size
+
 
 @dataclass(frozen=True)
 class LocalPart:

@@ -3,7 +3,7 @@
 Groups are convolutions of their own. A step that folds rows into them, to convolve each row by a weight of its own,
 keeps its rows split.
 
-All splits are even, because kernels reject tensors without rows.
+Channels are split evenly, and no rank is left without rows, because kernels reject tensors that are empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def convolution(call: OpCall) -> list[Option]:
     linear = (("input", "bias"), ("weight", "bias")) if bias else (("input",), ("weight",))
     operands = {"input": source, "weight": weight, "bias": _of_bias(weight)}
     onto = "bias" if bias else ""
-    dims = Dims(operands, result, reduced="i", even="*", grouped="g", onto=onto, linear=linear)
+    dims = Dims(operands, result, reduced="i", even="iog", filled="n", grouped="g", onto=onto, linear=linear)
     return options(call, dims)
 
 
@@ -38,7 +38,9 @@ def convolution_backward(call: OpCall) -> list[Option]:
     source, weight, result = labels
     operands = {"grad_output": result, "input": source, "weight": weight}
     results, linear = (source, weight, _of_bias(weight)), (("grad_output",),)
-    return options(call, Dims(operands, results, reduced="no", same="i", even="*", grouped="g", linear=linear))
+    return options(
+        call, Dims(operands, results, reduced="no", same="i", even="iog", filled="n", grouped="g", linear=linear)
+    )
 
 
 def _of_bias(weight: str) -> str:

@@ -38,7 +38,8 @@ class Dims:
     - ``operands``, ``results``: labels by argument name (an operand left out is needed whole), and per result.
     - ``reduced``: letters summed over: a result that lacks one is ``reduced_as`` when it is split.
     - ``same``: letters on which a result that lacks them does not depend.
-    - ``even``: letters whose dims must split evenly ("*": all), because the op does not support short or empty shards.
+    - ``even``: letters whose dims must split evenly.
+    - ``filled``: letters of whose dims no rank may be left without any ("*": all), since kernels reject empty tensors.
     - ``grouped``: letters whose dims may differ in size, a row of the smaller with a run of rows of the larger.
     - ``broadcast``: a dim of size 1 stands for all rows of its letter, and is then replicated.
     - ``onto``: an operand to which the op adds: where the result is partial, it must be partial too.
@@ -52,6 +53,7 @@ class Dims:
     reduced_as: Placement = field(default=P)
     same: str = ""
     even: str = ""
+    filled: str = ""
     grouped: str = ""
     broadcast: bool = False
     onto: str = ""
@@ -104,8 +106,9 @@ def split(call: OpCall, dims: Dims, letter: str) -> Option | None:
     """The option that splits all dims called ``letter``, or None if that is not correct."""
     results = _result_labels(call, dims)
     sizes = _sizes(call, dims, results, letter)
-    needs_even = dims.even == "*" or letter in dims.even
-    if not sizes or (needs_even and not all(call.even(size) for size in sizes)):
+    if not sizes or (letter in dims.even and not all(call.even(size) for size in sizes)):
+        return None
+    if (dims.filled == "*" or letter in dims.filled) and not all(call.fills(size) for size in sizes):
         return None
     placements = [
         _of_result(dims, labels, info, letter, sizes) for labels, info in zip(results, call.results, strict=True)

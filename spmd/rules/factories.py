@@ -69,10 +69,10 @@ def made_like(call: OpCall) -> list[Option]:
 
 @rule(*aten("bernoulli", "native_dropout"))
 def drawn(call: OpCall) -> list[Option]:
-    """The dims of the operand, whose values are probabilities, split evenly."""
+    """The dims of the operand, whose values are probabilities, so that no rank has none."""
     # For a tensor without elements native_dropout returns a mask of another dtype.
     names = letters(call.operands[0].ndim)
-    return options(call, Dims({next(iter(parameters(call.target))): names}, names, even="*"))
+    return options(call, Dims({next(iter(parameters(call.target))): names}, names, filled="*"))
 
 
 # Their values depend on the position.

@@ -13,4 +13,4 @@ def transform(call: OpCall) -> list[Option]:
     """All dims but the transformed ones, evenly, since some kernels reject a tensor without rows."""
     ndim = call.operands[0].ndim
     names = without(letters(ndim), *call.arg("dim"))
-    return options(call, Dims({"self": names}, names, even="*", linear=(("self",),)))
+    return options(call, Dims({"self": names}, names, filled="*", linear=(("self",),)))

@@ -54,7 +54,7 @@ def by_matrix(call: OpCall) -> list[Option]:
         front + WHOLE * ndim if info is None or info.ndim == len(front) + ndim else WHOLE * info.ndim
         for ndim, info in zip(OPS[call.target], call.results, strict=True)
     ]
-    return options(call, Dims(operands, tuple(whole), even="*"))
+    return options(call, Dims(operands, tuple(whole), filled="*"))
 
 
 @rule(*aten("_linalg_solve_ex", "linalg_lu_solve"))
@@ -67,4 +67,4 @@ def solve(call: OpCall) -> list[Option]:
     front = letters(len(shape) - MATRIX)
     operands = {name: front.ljust(info.ndim, WHOLE) for name, info in (matrices, *others)}
     results = tuple("" if info is None else front.ljust(info.ndim, WHOLE) for info in call.results)
-    return options(call, Dims(operands, results, even="*"))
+    return options(call, Dims(operands, results, filled="*"))

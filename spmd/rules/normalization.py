@@ -16,7 +16,7 @@ from .registry import rule
 def row_norm(call: OpCall) -> list[Option]:
     """Leading dims; statistics have the normalized dims with size 1."""
     names = _rows(call)
-    return options(call, Dims({"input": names}, names, even="*"))
+    return options(call, Dims({"input": names}, names, filled="*"))
 
 
 @rule(*aten("native_layer_norm_backward", "_fused_rms_norm_backward"))
@@ -26,7 +26,7 @@ def row_norm_backward(call: OpCall) -> list[Option]:
     operands = {name: names for name in ("grad_out", "input", "mean", "rstd") if call.arg(name) is not None}
     weights = WHOLE * len(call.arg("normalized_shape"))
     results = (names, *[weights] * (len(call.results) - 1))
-    return options(call, Dims(operands, results, reduced=names, even="*", linear=(("grad_out",),)))
+    return options(call, Dims(operands, results, reduced=names, filled="*", linear=(("grad_out",),)))
 
 
 def _rows(call: OpCall) -> str:
@@ -38,7 +38,7 @@ def _rows(call: OpCall) -> str:
 def group_norm(call: OpCall) -> list[Option]:
     """The batch dim."""
     names = "n" + WHOLE * (call.arg("input").ndim - 1)
-    return options(call, Dims({"input": names}, (names, "n.", "n."), even="*"))
+    return options(call, Dims({"input": names}, (names, "n.", "n."), filled="*"))
 
 
 @rule(*aten("native_group_norm_backward"))
@@ -48,7 +48,7 @@ def group_norm_backward(call: OpCall) -> list[Option]:
         return []  # the local batch size, an argument, is read from the first result
     names = "n" + WHOLE * (call.arg("input").ndim - 1)
     operands = {"grad_out": names, "input": names, "mean": "n.", "rstd": "n."}
-    dims = Dims(operands, (names, ".", "."), reduced="n", even="*", linear=(("grad_out",),))
+    dims = Dims(operands, (names, ".", "."), reduced="n", filled="*", linear=(("grad_out",),))
     return options(call, dims)
 
 
@@ -67,7 +67,7 @@ def batch_norm_no_training(call: OpCall) -> list[Option]:
 def _by_given_statistics(call: OpCall) -> list[Option]:
     names = without(letters(call.arg("input").ndim), 1)
     rest = [EQUAL] * (len(call.results) - 1)
-    return options(call, Dims({"input": names}, (names, *rest), even="*"))
+    return options(call, Dims({"input": names}, (names, *rest), filled="*"))
 
 
 @rule(*aten("native_batch_norm_backward"))
@@ -77,4 +77,4 @@ def batch_norm_backward(call: OpCall) -> list[Option]:
         return []
     names = without(letters(call.arg("input").ndim), 1)
     operands = {"grad_out": names, "input": names}
-    return options(call, Dims(operands, (names, ".", "."), reduced=names, even="*", linear=(("grad_out",),)))
+    return options(call, Dims(operands, (names, ".", "."), reduced=names, filled="*", linear=(("grad_out",),)))

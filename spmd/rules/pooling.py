@@ -43,7 +43,7 @@ def planes(call: OpCall) -> list[Option]:
     space = SPACE[call.target]
     names = letters(call.operands[0].ndim - space) + WHOLE * space
     operands = {name: names for name, value in arguments(call) for _ in infos(value)}
-    return options(call, Dims(operands, names, even="*", linear=linear(call)))
+    return options(call, Dims(operands, names, filled="*", linear=linear(call)))
 
 
 @rule(*aten("fractional_max_pool2d", "fractional_max_pool3d"))
@@ -53,7 +53,7 @@ def fractional(call: OpCall) -> list[Option]:
     front = letters(call.arg("self").ndim - space)
     names = front + WHOLE * space
     samples = front.rjust(2, WHOLE) + WHOLE  # without rows as with one row
-    return options(call, Dims({"self": names, "random_samples": samples}, names, even="*"))
+    return options(call, Dims({"self": names, "random_samples": samples}, names, filled="*"))
 
 
 def linear(call: OpCall) -> tuple[tuple[str, ...], ...]:

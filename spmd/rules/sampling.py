@@ -16,7 +16,7 @@ BACKWARD = {op: count for count in SPACE for op in aten(f"grid_sampler_{count}d_
 def sample(call: OpCall) -> list[Option]:
     """Rows, channels, and the positions of the grid, evenly. Linear in the image."""
     image, grid, result = _labels(FORWARD[call.target])
-    return options(call, Dims({"input": image, "grid": grid}, result, even="*", linear=(("input",),)))
+    return options(call, Dims({"input": image, "grid": grid}, result, filled="*", linear=(("input",),)))
 
 
 @rule(*BACKWARD)
@@ -25,7 +25,7 @@ def sample_backward(call: OpCall) -> list[Option]:
     image, grid, result = _labels(BACKWARD[call.target])
     operands = {"grad_output": result, "input": image, "grid": grid}
     reduced = result.replace("n", "")
-    return options(call, Dims(operands, (image, grid), reduced=reduced, even="*", linear=(("grad_output",),)))
+    return options(call, Dims(operands, (image, grid), reduced=reduced, filled="*", linear=(("grad_output",),)))
 
 
 def _labels(count: int) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 import spmd
@@ -29,8 +29,8 @@ def with_flag(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, flag: bool
     return loss
 
 
-def other_batch(rank: int, x: Tensor, y: Tensor) -> tuple[Any, ...]:
-    return x[rank:], y[rank:], True
+def other_shape(rank: int, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return (x.unsqueeze(1), y.unsqueeze(1), True) if rank else (x, y, True)
 
 
 def other_flag(rank: int, x: Tensor, y: Tensor) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ def mismatch(rank: int, world: int, disagree: Any, before: tuple[int, ...]) -> s
 
 
 DIFFERENCES = {
-    other_batch: ["x", "[6, 15]", "[5, 15]"],
+    other_shape: ["x", "[6, 15]", "[6, 1, 15]"],
     other_flag: ["flag", "True", "False"],
     other_dtype: ["y", "float32"],
 }
@@ -260,17 +260,20 @@ def test_a_rank_that_fails_to_compile_raises_on_all(ranks: Ranks) -> None:
 
 
 def unequal(rank: int, world: int, rows: list[int], lengths: list[int]) -> str:
+    mode = spmd.DataParallel(inputs={"x": Shard(0), "other": Shard(0)})
     with pytest.raises(spmd.RankMismatchError) as caught:
-        spmd.compile(lambda x: x.sum())(torch.ones(rows[rank], lengths[rank]))
+        spmd.compile(lambda x, other: x.sum() + other.sum(), parallel_mode=mode)(
+            torch.ones(rows[rank], lengths[rank]), torch.ones(2)
+        )
     return str(caught.value)
 
 
 @pytest.mark.parametrize("rows, lengths, sentence", [
-    ([4, 3], [9, 9], "rank 0 passed x of shape [4, 9], rank 1 [3, 9]. Every rank must have as many rows: drop"),
-    ([4, 0], [9, 9], "rank 0 passed x of shape [4, 9], rank 1 [0, 9]. Every rank must have as many rows: drop"),
+    ([4, 3], [9, 9], "rank 0 passed x of shape [4, 9], rank 1 [3, 9]. Ranks may bring unequal numbers of rows, but"),
+    ([4, 0], [9, 9], "rank 0 passed x of shape [4, 9], rank 1 [0, 9]. Ranks may bring unequal numbers of rows, but"),
     ([4, 4], [9, 7], "rank 0 passed x of shape [4, 9], rank 1 [4, 7]. Ranks that pad their own batches must pad"),
 ])  # fmt: skip
-def test_batches_of_unequal_size_are_refused(ranks: Ranks, rows: list[int], lengths: list[int], sentence: str) -> None:
+def test_shapes_that_differ_are_refused(ranks: Ranks, rows: list[int], lengths: list[int], sentence: str) -> None:
     for message in ranks.run(2, unequal, rows, lengths, timeout=15, grace=3):
         assert sentence in message
 

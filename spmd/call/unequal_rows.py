@@ -1,0 +1,218 @@
+"""Batches of which the ranks bring unequal numbers of rows, as at the end of an epoch.
+
+The global batch is what all ranks bring, in their order. Before the call it is cut anew, as ``torch.chunk`` cuts, which
+is how programs split rows; afterwards the rows of a result go to the ranks that brought those of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from passes import Mesh, Output, OutputKind, PlacementError, SpmdError
+from passes.ir.program import is_sharded
+
+from ..placements import chunk
+from .call import Call
+from .inputs import BatchInput
+from .state import Arguments
+
+Exchange = Callable[[torch.Tensor, list[int], list[int], tuple[int, ...]], torch.Tensor]
+"""From the bytes for all ranks of a group, how many are for each, and how many come from each, to those that come."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How ranks split an argument: along ``dim``, over ``axes`` of the mesh, which are numbers."""
+
+    dim: int
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, argument: BatchInput) -> Split | None:
+        """None for an argument that is not split along one dim."""
+        dims = {entry.dim for entry in argument.placement if isinstance(entry, Shard)}
+        axes = tuple(k for k, entry in enumerate(argument.placement) if isinstance(entry, Shard))
+        return cls(dims.pop(), axes) if len(dims) == 1 else None
+
+
+def splits_of(call: Call) -> dict[str, Split]:
+    """The arguments that are split, by name; none where they cannot be placed, which compiling explains."""
+    try:
+        found = {each.name: Split.of(each) for each in call.inputs}
+    except SpmdError:
+        return {}
+    return {name: split for name, split in found.items() if split is not None}
+
+
+@dataclass(frozen=True)
+class UnequalRows:
+    """A batch whose rows are cut anew.
+
+    ``brought``: by argument, the rows of each of ``ranks``, which split the batch with this one, the rank at ``index``
+    among them; ``sizes`` those of the axes that they are along. All arguments have rows in the same proportions.
+    """
+
+    splits: dict[str, Split]
+    brought: dict[str, tuple[int, ...]]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def uneven(self) -> dict[str, int]:
+        """By argument, how many rows all ranks have of it, where these are not as many on each."""
+        return {name: sum(rows) for name, rows in self.brought.items() if sum(rows) % len(self.ranks)}
+
+    def cut(self, arguments: Arguments, exchange: Exchange) -> Arguments:
+        """The arguments of this rank with its part of the batch."""
+        leaves = [
+            replace(leaf, value=self._cut(leaf.name, leaf.value, exchange)) if leaf.name in self.brought else leaf
+            for leaf in arguments.leaves
+        ]
+        return replace(arguments, leaves=leaves)
+
+    def _cut(self, name: str, tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        brought = self.brought[name]
+        moved = self._move(tensor.detach(), self.splits[name].dim, brought, self._parts(sum(brought)), exchange)
+        return moved.requires_grad_(tensor.requires_grad)
+
+    def restore(self, value: torch.Tensor, output: Output, dim: int | None, exchange: Exchange) -> torch.Tensor:
+        """The rows of a result that belong to what this rank brought; ``dim``: along which it has rows of the batch."""
+        brought = next(iter(self.brought.values()))
+        if dim is None or output.shape[dim] % sum(brought):
+            return value
+        rows = [output.shape[dim] // sum(brought) * each for each in brought]
+        if is_sharded(output.placement):
+            return self._move(value, dim, self._parts(output.shape[dim]), rows, exchange)
+        return value.narrow(dim, sum(rows[: self.index]), rows[self.index]).clone()
+
+    def _parts(self, rows: int) -> list[int]:
+        """How many rows each rank has in a program: cut along one axis after the other."""
+        parts = [rows]
+        for size in self.sizes:
+            parts = [chunk(each, size, k)[1] for each in parts for k in range(size)]
+        return parts
+
+    def _move(
+        self, tensor: torch.Tensor, dim: int, before: Sequence[int], after: Sequence[int], exchange: Exchange
+    ) -> torch.Tensor:
+        """Exchange rows, of which the ranks have so many before and after."""
+        rows = tensor.movedim(dim, 0).contiguous()
+        width = prod(rows.shape[1:]) * rows.element_size()
+        sent = [width * each for each in _overlaps(before, after, self.index)]
+        received = [width * each for each in _overlaps(after, before, self.index)]
+        flat = rows.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        moved = exchange(flat, sent, received, self.ranks)
+        return moved.view(rows.dtype).view(after[self.index], *rows.shape[1:]).movedim(0, dim).contiguous()
+
+
+class RowsOfResults:
+    """Which results have rows of the batch, as programs of even batches split them, by the names of all results.
+
+    A program of an uneven batch may have gathered rows, and cannot say it itself.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+
+    def note(self, outputs: Sequence[Output]) -> None:
+        """Remember the results of a program whose batch is even."""
+        results = [output for output in outputs if output.kind is OutputKind.RESULT]
+        split = {output.name: [p.dim for p in output.placement if isinstance(p, Shard)] for output in results}
+        self._known[_signature(outputs)] = {name: dims[0] for name, dims in split.items() if len(set(dims)) == 1}
+
+    def of(self, outputs: Sequence[Output]) -> dict[str, int]:
+        """By name, the dim along which results have rows. Raises ``PlacementError`` where that is unknown."""
+        known = self._known.get(_signature(outputs))
+        results = [output for output in outputs if output.kind is OutputKind.RESULT]
+        if known is not None:
+            return known
+        unknown = [output for output in results if output.shape and not is_sharded(output.placement)]
+        if unknown:
+            raise PlacementError(
+                f"ranks brought unequal numbers of rows, and {unknown[0].name}, of shape {list(unknown[0].shape)}, may "
+                "be rows of the batch or not: no call with equal numbers of rows has shown it yet. Make one first, pad "
+                "and mask this batch, or return numbers only"
+            )
+        return {o.name: next(p.dim for p in o.placement if isinstance(p, Shard)) for o in results if o.shape}
+
+
+def _signature(outputs: Sequence[Output]) -> tuple[tuple[str, int], ...]:
+    return tuple((output.name, len(output.shape)) for output in outputs if output.kind is OutputKind.RESULT)
+
+
+def _overlaps(own: Sequence[int], others: Sequence[int], index: int) -> list[int]:
+    """How many of the rows that ``index`` has, if ranks have ``own`` many each, each rank has if they have others."""
+    ends = list(accumulate(own))
+    start, stop = ends[index] - own[index], ends[index]
+    others_end = list(accumulate(others))
+    return [max(0, min(stop, end) - max(start, end - rows)) for rows, end in zip(others, others_end, strict=True)]
+
+
+def find_unequal_rows(
+    given: Arguments,
+    splits: dict[str, Split],
+    mesh: Mesh,
+    ranks: Sequence[int],
+    all_gather_text: Callable[[str], list[str]],
+) -> UnequalRows | None:
+    """What all ``ranks``, those of ``mesh``, bring, if they differ in the numbers of rows and in nothing else.
+
+    All call it together.
+    """
+    tensors = {leaf.name: leaf.value for leaf in given.tensors() if leaf.name in splits}
+    own = {
+        name: [split.dim, list(split.axes), str(tensors[name].dtype), list(tensors[name].shape)]
+        for name, split in splits.items()
+    }
+    gathered = [json.loads(text) for text in all_gather_text(json.dumps(own))]
+    if all(other == gathered[0] for other in gathered) or any(list(each) != list(gathered[0]) for each in gathered):
+        return None
+    if len({split.axes for split in splits.values()}) != 1:
+        return None
+    axes = next(iter(splits.values())).axes
+    coordinates = list(product(*(range(axis.size) for axis in mesh.axes)))
+    rows = {name: _rows(name, splits[name].dim, axes, coordinates, gathered) for name in splits}
+    found = {name: each for name, each in rows.items() if each is not None}
+    if len(found) < len(rows) or not _are_proportional(list(found.values())):
+        return None
+    own_place = tuple(axis.coordinate for axis in mesh.axes)
+    members = [k for k, place in enumerate(coordinates) if _same_but(axes, place, own_place)]
+    index = members.index(coordinates.index(own_place))
+    return UnequalRows(splits, found, tuple(mesh.axes[k].size for k in axes), tuple(ranks[k] for k in members), index)
+
+
+def _rows(
+    name: str, dim: int, axes: Sequence[int], coordinates: Sequence[tuple[int, ...]], gathered: Sequence[Any]
+) -> tuple[int, ...] | None:
+    """The rows of one argument on the ranks that split it; None if ranks differ in more, or where they should not."""
+    found: dict[tuple[int, ...], int] = {}
+    first = gathered[0][name]
+    for place, other in zip(coordinates, gathered, strict=True):
+        *what, shape = other[name]
+        if what != first[:-1] or _without(shape, dim) != _without(first[-1], dim):
+            return None
+        if found.setdefault(tuple(place[k] for k in axes), shape[dim]) != shape[dim]:
+            return None
+    return tuple(rows for _, rows in sorted(found.items()))
+
+
+def _without(shape: Sequence[int], dim: int) -> list[int]:
+    return [*shape[:dim], *shape[dim + 1 :]]
+
+
+def _are_proportional(rows: Sequence[tuple[int, ...]]) -> bool:
+    first = rows[0]
+    return all(a * sum(first) == b * sum(other) for other in rows for a, b in zip(other, first, strict=True))
+
+
+def _same_but(axes: Sequence[int], place: Sequence[int], other: Sequence[int]) -> bool:
+    return all(a == b for k, (a, b) in enumerate(zip(place, other, strict=True)) if k not in axes)
