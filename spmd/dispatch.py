@@ -36,7 +36,6 @@ from .ranks.consensus import (
     MeshRanks,
     ProgramsDifferError,
     agree_on_program,
-    identity_of,
     notifying,
 )
 from .ranks.failures import StateIs
@@ -88,13 +87,12 @@ class Dispatch:
         self._changes: dict[int, str] = {}  # why each program was compiled, by its id
         self.rows_of_results = RowsOfResults()
         self._known_splits: dict[tuple[tuple[str, int], ...], dict[str, Split]] = {}
-        self._compares_rows = False  # at each call, since ranks once brought unequal numbers of rows
 
     def begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the program for a call. Raises ``RankMismatchError`` on all ranks unless all choose the same.
 
         Where ranks have to compile, or differ, they may have brought unequal numbers of rows: then the batch is cut
-        anew (``call/unequal_rows.py``), and each later call begins with a comparison of rows.
+        anew (``call/unequal_rows.py``). Ranks that would run one program have equal numbers of them.
         """
         with self._reporting_failure():
             given = self._reader.read(args, kwargs)
@@ -103,11 +101,6 @@ class Dispatch:
         assert turn.call is not None
         if ranks:
             turn.connection = ranks.connect(self.name, standing_of_refused(turn.call.given))
-        if self._compares_rows:
-            self._agree(turn, identity_of(self.name, "compares rows"))
-            self._cut_rows(turn, given)
-            self._agree(turn)
-            return
         try:
             self._agree(turn)
         except ProgramsDifferError as error:
@@ -116,15 +109,11 @@ class Dispatch:
         else:
             if turn.compiled or not self._cut_rows(turn, given):
                 return
-        self._compares_rows = True
         self._agree(turn)
 
-    def _agree(self, turn: Turn, intent: int | None = None) -> None:
-        """Wait until all ranks are about to do the same: by default to run the program that fits, or to compile."""
-        if turn.connection is not None:
-            turn.connection.is_in_call = False  # until all agree
-        if intent is None:
-            intent = turn.compiled.intent(turn.call.given) if turn.compiled and turn.call else COMPILE
+    def _agree(self, turn: Turn) -> None:
+        """Wait until all ranks are about to do the same: to run the program that fits, or to compile."""
+        intent = turn.compiled.intent(turn.call.given) if turn.compiled and turn.call else COMPILE
         agree_on_program(turn.connection, self.name, intent, lambda: self._describe(turn), self.options.timeout)
 
     def _cut_rows(self, turn: Turn, given: Arguments) -> bool:

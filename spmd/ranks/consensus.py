@@ -39,7 +39,7 @@ def identity_of(what: str, text: str) -> int:
 
 
 class ProgramsDifferError(RankMismatchError):
-    """Raised on all ranks alike. ``can_compile``: all are in a call of one step, and none has failed."""
+    """Raised on all ranks. ``can_compile``: all are in a call of one step, and none has failed."""
 
     def __init__(self, message: str, can_compile: bool) -> None:
         super().__init__(message)
