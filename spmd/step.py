@@ -190,14 +190,13 @@ class CompiledStep:
             program = transform_graph_module(program, options.gm_transformation)
             arenas = self._arenas.setdefault(call.device_mesh, Arenas(options.keep_freed_memory))
             executable = lower(program, options.backend, arenas)
-        rows = self._dispatch.rows_of_results
-        rows.of(program.outputs) if call.uneven else rows.note(program.outputs)
+        self._dispatch.rows_of_results.note(program.outputs, call.uneven)
         report = Report.of(program, progress.seconds, program.notes)
         dump.stage(99, "lowered", program)
         dump.report(report)
         description = describe_for_agreement(captured, program, table_of(options.pipeline), call)
-        is_first = not self._dispatch.compiled
-        base, calls, *seeds = agreement.agree(description, [*proposed(is_first), *seed_to_initialize(call)])
+        numbers = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
+        base, calls, *seeds = agreement.agree(description, numbers)
         adopt([base, calls])
         initialize(state, *seeds)
         turn.is_distributing = True

@@ -7,7 +7,7 @@ is how programs split rows; afterwards the rows of a result go to the ranks that
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
@@ -123,8 +123,11 @@ class RowsOfResults:
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
 
-    def note(self, outputs: Sequence[Output]) -> None:
-        """Remember the results of a program whose batch is even."""
+    def note(self, outputs: Sequence[Output], uneven: Mapping[str, int]) -> None:
+        """Remember the results of a program whose batch is even; else raise as ``of`` does."""
+        if uneven:
+            self.of(outputs)
+            return
         results = [output for output in outputs if output.kind is OutputKind.RESULT]
         split = {output.name: [p.dim for p in output.placement if isinstance(p, Shard)] for output in results}
         self._known[_signature(outputs)] = {name: dims[0] for name, dims in split.items() if len(set(dims)) == 1}
