@@ -188,8 +188,7 @@ class CompiledStep:
             program = passes_package.run(local, options.pipeline, on_stage=dump.on_pass)
         with progress.stage("lower"), DisableAutocast():
             program = transform_graph_module(program, options.gm_transformation)
-            arenas = self._arenas.setdefault(call.device_mesh, Arenas(options.keep_freed_memory))
-            executable = lower(program, options.backend, arenas)
+            executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
         self._dispatch.rows_of_results.note(program.outputs, call.uneven)
         report = Report.of(program, progress.seconds, program.notes)
         dump.stage(99, "lowered", program)
@@ -216,6 +215,9 @@ class CompiledStep:
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
         )
+
+    def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
+        return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))
 
     def _capture(self, call: Call, name: str) -> tuple[Captured, Reads]:
         """Trace the step; once more if optimizer state that was made for it has to go."""
