@@ -6,6 +6,8 @@ A later process group knows nothing of that call, so its ranks ask here how the 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from passes import SpmdError
@@ -47,7 +49,7 @@ class RefusedSaves:
         ]
 
     def _refuse(self, *_: Any) -> None:
-        if self.why:
+        if self.why and not _is_readable:
             raise SpmdError(f"this state cannot be saved: {self.why}")
 
     def _loaded(self, owner: Any, *_: Any) -> None:
@@ -57,7 +59,19 @@ class RefusedSaves:
             self.standing.restore(0)
 
 
+_is_readable = False
 _all: weakref.WeakSet[RefusedSaves] = weakref.WeakSet()  # the hooks of an owner hold them
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Let ``state_dict`` return state that must not be saved: a load asks for what it is about to overwrite."""
+    global _is_readable
+    before, _is_readable = _is_readable, True
+    try:
+        yield
+    finally:
+        _is_readable = before
 
 
 def standing_of_refused(given: Arguments) -> Standing | None:

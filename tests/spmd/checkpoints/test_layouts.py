@@ -1,0 +1,52 @@
+"""A checkpoint of any layout loads into any other, bit by bit: into shards on meta, into state in use, into plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import spmd
+from tests.harness.pool import Ranks
+
+from .runs import LAYOUTS, Run, unequal
+
+
+def saved(rank: int, world: int, layout: str, folder: Path) -> None:
+    run = Run(layout)
+    run.train(rank, 0, 2)
+    spmd.save(folder / layout, step=2, **run.objects)
+    state = run.state()
+    if rank == 0:
+        torch.save(state, folder / f"{layout}.pt")
+
+
+def loaded(rank: int, world: int, layout: str, folder: Path) -> list[str]:
+    """What differs after each load, first into what was never trained, then into what has the state of another."""
+    run = Run(layout, seed=1, on_meta=True)
+    wrong = []
+    for other in LAYOUTS:
+        assert spmd.load(folder / other, **run.objects) == 2
+        wrong += [f"{other} into {layout}: {name}" for name in unequal(torch.load(folder / f"{other}.pt"), run.state())]
+    return wrong
+
+
+def test_every_layout_loads_from_every_other(ranks: Ranks, tmp_path: Path) -> None:
+    for layout, world in LAYOUTS.items():
+        ranks.run(world, saved, layout, tmp_path)
+    for layout, world in LAYOUTS.items():
+        assert ranks.run(world, loaded, layout, tmp_path) == [[]] * world
+
+
+def resumed(rank: int, world: int, layout: str, optimizer: str, folder: Path) -> list[str]:
+    """What differs between a run of four steps and one that is interrupted after two."""
+    run = Run(layout, optimizer)
+    run.train(rank, 0, 2)
+    spmd.save(folder, **run.objects)
+    expected = run.train(rank, 2, 4)
+    other = Run(layout, optimizer, seed=1)
+    other.train(rank, 7, 8)
+    assert spmd.load(folder, **other.objects) is None
+    got = other.train(rank, 2, 4)
+    assert len(other.step.programs) == 1  # as fast as before
+    return unequal({"loss": expected} | run.state(), {"loss": got} | other.state())
