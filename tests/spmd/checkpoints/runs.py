@@ -15,7 +15,7 @@ from tests.harness.oracle import random_generator
 
 
 class Net(nn.Module):
-    """Tied weights, a batch norm, dropout, and sizes that leave a rank of two, three or four a smaller or empty part."""
+    """Tied weights, a batch norm, dropout, and sizes that leave some ranks a smaller or an empty part."""
 
     def __init__(self) -> None:
         super().__init__()
