@@ -17,6 +17,7 @@ from .annotations.apply import fully_shard, replicate
 from .annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from .call.rng import rng_state, seed, set_rng_state
 from .capture.constraint import constrain
+from .checkpoints.export import export
 from .checkpoints.load import load
 from .checkpoints.save import save
 from .initialized import materialize
@@ -53,6 +54,7 @@ __all__ = [
     "compile",
     "constrain",
     "contract",
+    "export",
     "fully_shard",
     "load",
     "materialize",

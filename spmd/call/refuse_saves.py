@@ -28,6 +28,7 @@ class RefusedSaves:
         owners = _owners(given)
         self._owners = [weakref.ref(owner) for owner in owners]
         self._waiting = {id(owner) for owner in owners}
+        self._is_over = False
         self._hooks = [hook for owner in owners for hook in self._hook(owner)]
         _all.add(self)
 
@@ -38,6 +39,7 @@ class RefusedSaves:
 
     def allow(self) -> None:
         """Let state be saved again."""
+        self._is_over = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -54,8 +56,9 @@ class RefusedSaves:
 
     def _loaded(self, owner: Any, *_: Any) -> None:
         self._waiting.discard(id(owner))
-        if not self._waiting:
-            self.allow()
+        if not self._waiting and not self._is_over:
+            # The hooks stay: torch calls this one while it iterates over them.
+            self.why, self._is_over = "", True
             self.standing.restore(0)
 
 

@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 MARKER, VALUES, DATA = "checkpoint.json", "values.pt", "data-"
+INDEX = "model.safetensors.index.json"  # of Hugging Face's: which file has which tensor
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -44,7 +45,7 @@ def foreign_files(folder: Path) -> list[Path]:
     """The safetensors files that other tools wrote: ``folder`` itself, those of its index, or all in it."""
     if folder.suffix == ".safetensors":
         return [folder] if folder.is_file() else []
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
     return sorted(folder.glob("*.safetensors"))

@@ -62,7 +62,7 @@ def _load(checkpoint: Path, state: Mapping[str, Any], strict: bool, ranks: Toget
     ranks.state = StateIs.MIXED
     try:
         for targets in work.passes():
-            ranks.run(lambda targets=targets: work.stored.files.read(targets, ranks))  # type: ignore[misc]
+            work.stored.files.read(targets, ranks)
         ranks.run(work.apply)
     except BaseException:
         given = Arguments([], tree_flatten(())[1], work.objects.modules, work.objects.optimizers, {})

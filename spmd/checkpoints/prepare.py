@@ -13,23 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from passes.ir.program import is_sharded
 
-from ..call.rng import rng_state
 from ..lowering.distribute_state import as_dtensor, part_of
 from ..ranks.world import describe as describe_mesh
-from . import values
 from .objects import Objects
 from .together import Together
 from .trees import describe_leaf, divide, leaves
+from .values import check
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """``ties``: further names of tied tensors. ``values``: the file of values."""
+    """``ties``: further names of tied tensors. ``trees``: plain values, by the name of each object."""
 
     tensors: dict[str, torch.Tensor]
     ties: dict[str, str]
     trees: dict[str, Any]
-    values: bytes
 
 
 def prepare(state: Mapping[str, Any], ranks: Together) -> Prepared:
@@ -68,7 +66,8 @@ def _read(state: Mapping[str, Any]) -> Prepared:
     for name, tree in objects.trees.items():
         trees[name], found = divide(tree, name, objects.ties)
         tensors |= found
-    return Prepared(tensors | _exact_parts(objects, tensors), objects.ties, trees, values.to_bytes(trees, rng_state()))
+    check(trees)
+    return Prepared(tensors | _exact_parts(objects, tensors), objects.ties, trees)
 
 
 def _exact_parts(objects: Objects, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..call.rng import rng_state
 from .folders import DATA, MARKER, VALUES, keep_newest, remove_leftovers, target, write_whole
 from .marker import Marker, describe
 from .prepare import Prepared, prepare
 from .storage import write
 from .together import Together, together
+from .values import to_bytes
 
 
 def save(
@@ -70,13 +72,13 @@ def _save(checkpoint: Path, step: int | None, state: Mapping[str, Any], ranks: T
 
 
 def _write(folder: Path, step: int | None, prepared: Prepared, ranks: Together) -> None:
+    values = to_bytes(prepared.trees, dict(rng_state()))
     ranks.first(lambda: folder.mkdir(parents=True))
-    written = ranks.run(lambda: write(folder, prepared.tensors, ranks))
-    files = {name: length for each in written for name, length in each.items()}
+    files = write(folder, prepared.tensors, ranks)
 
     def complete() -> None:
-        write_whole(folder / VALUES, prepared.values)
-        files[VALUES] = len(prepared.values)
+        write_whole(folder / VALUES, values)
+        files[VALUES] = len(values)
         marker = Marker(step, folder.name, describe(prepared.tensors), prepared.ties, files)
         marker.check_files(folder)  # those of other hosts, too
         write_whole(folder.parent / MARKER, marker.to_bytes())

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from passes import SpmdError
-from passes.runtime.peer_connection import PeerLostError
 
 from .._torch import local_tensor, storage_id
 from .together import Together
@@ -31,18 +30,27 @@ Tensors = Mapping[str, torch.Tensor]
 FILE_BYTES = 256_000_000  # of a rank's parts in one file, which is copied to the host before it is written
 
 
-def write(folder: Path, tensors: Tensors, ranks: Together) -> dict[str, int]:
-    """Write tensors that all ranks have the same names of; returns the length of each file that this rank wrote."""
-    index = _file_numbers({name: _share(tensor, ranks.size) for name, tensor in tensors.items()}, FILE_BYTES)
-    with _communicating(ranks):
+def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | None = None) -> dict[str, int]:
+    """Write tensors that all ranks have the same names of; returns the length of each file, by name.
+
+    ``dtype``: what floating-point tensors are cast to.
+    """
+    index = file_numbers({name: _share(tensor, ranks.size) for name, tensor in tensors.items()}, FILE_BYTES)
+    ranks.communicate(lambda: _save(folder, tensors, index, ranks.group, dtype))
+    own = f"shard-{ranks.rank + 1:05d}-*"
+    written = ranks.run(lambda: {path.name: path.stat().st_size for path in sorted(folder.glob(own))})
+    return {name: length for each in written for name, length in each.items()}
+
+
+def _save(folder: Path, tensors: Tensors, index: dict[str, int], group: Any, dtype: torch.dtype | None) -> None:
+    with _quiet():
         save(
             dict(tensors),
             storage_writer=HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=index, save_distributed=True),
-            planner=SavePlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
+            planner=_SavePlanner(dtype),
+            process_group=group,
+            no_dist=group is None,
         )
-    return {path.name: path.stat().st_size for path in sorted(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))}
 
 
 def _share(tensor: torch.Tensor, size: int) -> int:
@@ -51,7 +59,7 @@ def _share(tensor: torch.Tensor, size: int) -> int:
     return local.nbytes if local is not tensor else local.nbytes // size
 
 
-def _file_numbers(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
+def file_numbers(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
     """The number of the file that each tensor goes to, from 1: a new one starts when the last has ``limit`` bytes."""
     numbers, number, total = {}, 1, 0
     for name, size in sizes.items():
@@ -61,7 +69,7 @@ def _file_numbers(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
     return numbers
 
 
-class SavePlanner(DefaultSavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     """Plans by name, and gives the writer tensors as safetensors takes them: dense, and none in memory of another.
 
     ``dtype``: what floating-point tensors are cast to when they are written, one file at a time.
@@ -100,13 +108,16 @@ class Files:
 
     def read(self, targets: Tensors, ranks: Together) -> None:
         """Read into live tensors, each rank its own parts; values are cast where dtypes differ."""
-        with _communicating(ranks):
+        ranks.communicate(lambda: self._read(targets, ranks.group))
+
+    def _read(self, targets: Tensors, group: Any) -> None:
+        with _quiet():
             load(
                 dict(targets),
                 storage_reader=self._reader,
                 planner=DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
+                process_group=group,
+                no_dist=group is None,
             )
 
 
@@ -148,14 +159,8 @@ def _check_header(path: Path) -> None:
 
 
 @contextmanager
-def _communicating(ranks: Together) -> Iterator[None]:
-    """Without torch's warning that there is one process; what the connection lost while DCP communicates says so."""
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that there is one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            yield
-        except RuntimeError as error:
-            if ranks.group is None:
-                raise
-            # What a rank raises DCP passes on as CheckpointException: this is of gloo itself.
-            raise PeerLostError(str(error)) from error
+        yield

@@ -47,7 +47,7 @@ class Together:
         return standing_of(self._connection)
 
     def run(self, work: Callable[[], Any]) -> list[Any]:
-        """Let every rank do its ``work``; returns what each returned, in order, as JSON passes it on.
+        """Let every rank do its ``work``, without communication; returns what each returned, in order, as from JSON.
 
         Raises on all ranks, with the same message, if it raised on any.
         """
@@ -55,21 +55,33 @@ class Together:
         result = None
         try:
             result = work()
-        except CheckpointException as raised:  # all ranks have it, with the causes
-            error = SpmdError("; ".join(_cause(rank, cause[0]) for rank, cause in sorted(raised.failures.items())))
         except Exception as raised:
-            if self._connection is None or isinstance(raised, PeerLostError):
+            if self._connection is None:
                 raise
             error = raised
         if self._connection is None:
-            if error is not None:
-                raise error
             return [result]
         failure = None if error is None else [type(error).__name__, str(error) or described(error)]
         texts = self._connection.all_gather_text(json.dumps([failure, result]), self.what)
         gathered = [json.loads(text) for text in texts]
         self._raise_if_any([failure for failure, _ in gathered], error)
         return [result for _, result in gathered]
+
+    def communicate(self, work: Callable[[], None]) -> None:
+        """Let every rank do its part of what DCP does together. What DCP passes on to all ranks, all raise.
+
+        Any other error is raised here alone, in the middle of an exchange, and the connection has to be closed.
+        """
+        try:
+            work()
+        except CheckpointException as raised:
+            causes = [_cause(rank, cause[0]) for rank, cause in sorted(raised.failures.items())]
+            self.agreed = SpmdError("; ".join(causes))
+            raise self.agreed from next(iter(raised.failures.values()))[0]
+        except RuntimeError as error:
+            if self._connection is None:
+                raise
+            raise PeerLostError(str(error)) from error  # of gloo, since DCP passes on what ranks raise
 
     def first(self, work: Callable[[], Any]) -> Any:
         """Let the first rank do this ``work``, and return on all ranks what it returned."""

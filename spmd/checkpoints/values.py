@@ -13,17 +13,23 @@ from passes import SpmdError
 from .trees import leaves
 
 
+def check(trees: dict[str, Any]) -> None:
+    """Raise ``TypeError`` with the name of a value that could not be loaded again."""
+    if _saved(trees) is not None:
+        return
+    wrong = [name for key, tree in trees.items() for name, leaf in leaves(tree, key) if _saved(leaf) is None]
+    raise TypeError(
+        f"{', '.join(wrong[:8]) or 'the state'} cannot be saved: a checkpoint holds tensors, numbers, strings, None, "
+        "and dicts, lists, tuples and sets of these, since loading it executes no code. Let state_dict() return such "
+        "values"
+    )
+
+
 def to_bytes(trees: dict[str, Any], rng: dict[str, Any]) -> bytes:
-    """The file. Raises ``TypeError`` with the name of a value that could not be loaded again."""
-    content = _saved({"state": trees, "rng": rng})
-    if content is None:
-        wrong = [name for key, tree in trees.items() for name, leaf in leaves(tree, key) if _saved(leaf) is None]
-        raise TypeError(
-            f"{', '.join(wrong[:8]) or 'the state'} cannot be saved: a checkpoint holds tensors, numbers, strings, "
-            "None, and dicts, lists, tuples and sets of these, since loading it executes no code. Let state_dict() "
-            "return such values"
-        )
-    return content
+    """The file of these values, which ``check`` has seen."""
+    file = io.BytesIO()
+    torch.save({"state": trees, "rng": rng}, file)
+    return file.getvalue()
 
 
 def _saved(value: Any) -> bytes | None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import spmd
 from spmd.checkpoints import folders
@@ -132,6 +133,35 @@ def test_a_rank_that_cannot_write_raises_on_all(ranks: Ranks, tmp_path: Path) ->
     message = "rank 1 raised OSError: [Errno 28] No space left on device"
     assert ranks.run(2, disk_full, tmp_path) == [(message, 1, [])] * 2
     assert not [*tmp_path.glob("step-2/data-*")]
+
+
+def lost_file(rank: int, world: int, folder: Path) -> tuple[list[str], list[str]]:
+    """What a load raises of which one rank cannot read, and a step and a save after it; what then loads otherwise."""
+    run = Run("replicate")
+    run.train(rank, 0, 1)
+    expected = run.state()
+    spmd.save(folder, **run.objects)
+    messages = []
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr(HuggingFaceStorageReader, "read_data", full)
+        with pytest.raises(spmd.SpmdError) as raised:
+            spmd.load(folder, **run.objects)
+        messages.append(str(raised.value))
+    for call in (lambda: run.train(rank, 1, 2), lambda: spmd.save(folder, **run.objects)):
+        with pytest.raises(spmd.SpmdError) as raised:
+            call()
+        messages.append(str(raised.value))
+    spmd.load(folder, **run.objects)
+    spmd.save(folder, **run.objects)
+    return messages, unequal(expected, run.state())
+
+
+def test_state_of_a_load_that_failed_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for (loading, training, saving), wrong in ranks.run(2, lost_file, tmp_path):
+        assert loading == "rank 1 raised OSError: [Errno 28] No space left on device"
+        assert "partly updated" in training and "partly updated" in saving
+        assert wrong == []
 
 
 def killed(rank: int, world: int, folder: Path) -> str:
