@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,26 +63,44 @@ def _check_arguments(folder: Any, step: Any, keep: Any, wait: Any) -> Path:
 def _save(checkpoint: Path, step: int | None, state: Mapping[str, Any], ranks: Together) -> None:
     prepared = prepare(state, ranks)
     token = ranks.first(lambda: secrets.token_hex(8))
-    folder = checkpoint / f"{DATA}{token}"
+    save = _Save(checkpoint / f"{DATA}{token}", step, prepared)
     try:
-        _write(folder, step, prepared, ranks)
+        save.write(ranks)
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            save.abandon()
         raise
 
 
-def _write(folder: Path, step: int | None, prepared: Prepared, ranks: Together) -> None:
-    values = to_bytes(prepared.trees, dict(rng_state()))
-    ranks.first(lambda: folder.mkdir(parents=True))
-    files = write(folder, prepared.tensors, ranks)
+@dataclass
+class _Save:
+    """One save: to a data ``folder`` of its own."""
 
-    def complete() -> None:
-        write_whole(folder / VALUES, values)
-        files[VALUES] = len(values)
-        marker = Marker(step, folder.name, describe(prepared.tensors), prepared.ties, files)
-        marker.check_files(folder)  # those of other hosts, too
-        write_whole(folder.parent / MARKER, marker.to_bytes())
-        remove_leftovers(folder.parent, folder.name)
+    folder: Path
+    step: int | None
+    prepared: Prepared
+    is_complete: bool = False  # or about to be
 
-    ranks.first(complete)
+    def write(self, ranks: Together) -> None:
+        """Write everything, on all ranks; the first makes it complete."""
+        values = to_bytes(self.prepared.trees, dict(rng_state()))
+        ranks.first(lambda: self.folder.mkdir(parents=True))
+        files = write(self.folder, self.prepared.tensors, ranks)
+        ranks.first(lambda: self._complete(values, files))
+
+    def _complete(self, values: bytes, files: dict[str, int]) -> None:
+        write_whole(self.folder / VALUES, values)
+        tensors, lengths = describe(self.prepared.tensors), {**files, VALUES: len(values)}
+        marker = Marker(self.step, self.folder.name, tensors, self.prepared.ties, lengths)
+        marker.check_files(self.folder)  # those of other hosts, too
+        self.is_complete = True
+        write_whole(self.folder.parent / MARKER, marker.to_bytes())
+        remove_leftovers(self.folder.parent, self.folder.name)
+
+    def abandon(self) -> None:
+        """Remove what was written, unless it may be complete: another rank can be lost right after the marker is there.
+
+        What is left over then goes with the next save.
+        """
+        if not self.is_complete:
+            shutil.rmtree(self.folder, ignore_errors=True)

@@ -27,7 +27,9 @@ from .._torch import local_tensor, storage_id
 from .together import Together
 
 Tensors = Mapping[str, torch.Tensor]
-FILE_BYTES = 256_000_000  # of a rank's parts in one file, which is copied to the host before it is written
+# Bytes of one file of a rank, which is put together in memory before it is written: a sixteenth of all that the rank
+# writes, but no less and no more than these.
+_LEAST, _MOST = 16_000_000, 256_000_000
 
 
 def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -35,7 +37,8 @@ def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | 
 
     ``dtype``: what floating-point tensors are cast to.
     """
-    index = file_numbers({name: _share(tensor, ranks.size) for name, tensor in tensors.items()}, FILE_BYTES)
+    sizes = {name: _share(tensor, ranks.size) for name, tensor in tensors.items()}
+    index = file_numbers(sizes, min(max(sum(sizes.values()) // 16, _LEAST), _MOST))
     ranks.communicate(lambda: _save(folder, tensors, index, ranks.group, dtype))
     own = f"shard-{ranks.rank + 1:05d}-*"
     written = ranks.run(lambda: {path.name: path.stat().st_size for path in sorted(folder.glob(own))})

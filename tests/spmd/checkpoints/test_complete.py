@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import spmd
-from spmd.checkpoints import folders
+from spmd.checkpoints import save as save_module
+from spmd.checkpoints import storage
 from tests.harness.pool import RankError, Ranks
 
 from .runs import Run, unequal
@@ -164,21 +165,24 @@ def test_state_of_a_load_that_failed_is_refused(ranks: Ranks, tmp_path: Path) ->
         assert wrong == []
 
 
-def killed(rank: int, world: int, folder: Path) -> str:
-    state = {"tensor": torch.ones(4), "number": 1.0}
-    spmd.save(folder, step=1, state=state)
-    if rank == 1:
-        FileSystem.create_stream = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    with pytest.raises(spmd.RankFailedError) as raised:
-        spmd.save(folder, step=2, keep=1, state={"tensor": torch.ones(4) * 2, "number": 2.0, "more": torch.ones(9)})
-    return str(raised.value)
+def killed(rank: int, world: int, moment: str, folder: Path) -> None:
+    spmd.save(folder, step=1, state={"tensor": torch.ones(4), "number": 1.0})
+
+    def end(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1 and moment == "while it writes":
+        FileSystem.create_stream = end  # type: ignore[method-assign]
+    if rank == 1 and moment == "at the end":
+        save_module.write = lambda *args: end(storage.write(*args))  # type: ignore[attr-defined]
+    spmd.save(folder, step=2, keep=1, state={"tensor": torch.ones(4) * 2, "number": 2.0, "more": torch.ones(9)})
 
 
-def test_a_rank_that_dies_within_a_save_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="exit code -9"):
-        ranks.run(2, killed, tmp_path)
-    assert folders.newest(tmp_path) == tmp_path / "step-1"
-    assert load(tmp_path) == (1, 1)
+@pytest.mark.parametrize("moment, newest", [("while it writes", 1), ("at the end", 2)])
+def test_a_rank_that_dies_within_a_save_is_named(ranks: Ranks, moment: str, newest: int, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"exit code -9[^$]*RankFailedError: .*rank 1"):
+        ranks.run(2, killed, moment, tmp_path)
+    assert load(tmp_path) == (newest, newest)
 
 
 def unlike(rank: int, world: int, folder: Path) -> list[str]:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import spmd
 from tests.harness.pool import Ranks
 
-from .runs import LAYOUTS, Run, unequal
+from .runs import LAYOUTS, Run, unequal, whole
 
 
 def saved(rank: int, world: int, layout: str, folder: Path) -> None:
@@ -65,3 +67,25 @@ def test_a_run_goes_on_with_the_same_bits(
     ranks: Ranks, layout: str, optimizer: str, is_new: bool, tmp_path: Path
 ) -> None:
     assert ranks.run(2, resumed, layout, optimizer, is_new, tmp_path) == [[], []]
+
+
+def by_torch(rank: int, world: int, folder: Path) -> list[str]:
+    """What differs after torch's own ways to save: gathered on rank 0, by DCP, and each rank's own parts."""
+    run, other = Run("fully_shard"), Run("fully_shard", seed=1, on_meta=True)
+    run.train(rank, 0, 1)
+    model, wrong = run.model, []
+    expected = {name: whole(value) for name, value in model.state_dict().items()}
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    wrong += unequal(expected if rank == 0 else {}, full)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "dcp")
+    torch.save(model.state_dict(), folder / f"{rank}.pt")
+    by_dcp = get_model_state_dict(other.model)
+    dcp.load({"model": by_dcp}, checkpoint_id=folder / "dcp")
+    for state_dict in (by_dcp, torch.load(folder / f"{rank}.pt", weights_only=False)):
+        other.model.load_state_dict(state_dict)
+        wrong += unequal(expected, {name: whole(value) for name, value in other.model.state_dict().items()})
+    return wrong
+
+
+def test_torch_saves_compiled_models_too(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, by_torch, tmp_path) == [[], []]
