@@ -25,7 +25,7 @@ def round_trip(rank: int, world: int, folder: Path) -> list[str]:
     run.train(rank, 0, 1)
     expected = {name: whole(value) for name, value in run.model.state_dict().items()}
     wrong = []
-    for limit in (1000, 1_000_000):
+    for limit in (500, 1_000_000):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(export_module, "_LEAST", limit)
             patched.setattr(storage, "_LEAST", limit)  # and each rank writes its parts to several
@@ -43,15 +43,15 @@ def round_trip(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def test_shards_become_files_and_files_shards(ranks: Ranks, tmp_path: Path) -> None:
-    earlier = tmp_path / "1000" / "model-00001-of-00009.safetensors"
+    earlier = tmp_path / "500" / "model-00001-of-00009.safetensors"
     earlier.parent.mkdir()
     earlier.touch()
     assert ranks.run(2, round_trip, tmp_path) == [[]] * 2
     assert [path.name for path in (tmp_path / "1000000").iterdir()] == ["model.safetensors"]
-    *files, index = sorted(path.name for path in (tmp_path / "1000").iterdir())
+    *files, index = sorted(path.name for path in (tmp_path / "500").iterdir())
     assert index == "model.safetensors.index.json"
     assert files == [f"model-{k:05d}-of-00003.safetensors" for k in (1, 2, 3)]
-    where = json.loads((tmp_path / "1000" / index).read_text())["weight_map"]
+    where = json.loads((tmp_path / "500" / index).read_text())["weight_map"]
     assert set(where.values()) == set(files) and "embed.weight" in where and "head.weight" not in where
 
 
