@@ -13,8 +13,12 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
+
+NOTE = "SPMD_EXAMPLE_ENDED"  # the environment variable that names the file of ``note_end_as_asked``
 
 
 def end_on_ctrl_c() -> None:
@@ -40,8 +44,24 @@ def wait_for_ctrl_c() -> None:
     os._exit(130)
 
 
+def note_end_as_asked() -> None:
+    """Let the launcher know that the ranks have saved after SIGTERM, and that all is well."""
+    if NOTE in os.environ and os.environ.get("RANK", "0") == "0":
+        Path(os.environ[NOTE]).touch()
+
+
 def main() -> int:
-    """Run torchrun; return 130 after Ctrl-C, and after a failure the exit code of the rank that failed."""
+    """Run torchrun; return 130 after Ctrl-C, and after a failure the exit code of the rank that failed.
+
+    After SIGTERM, which torchrun passes on to the ranks, return 0 if they noted that they ended as asked.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[NOTE] = str(Path(folder, "ended"))
+        return run_torchrun()
+
+
+def run_torchrun() -> int:
+    """Run it in this process; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # quiet while torch is imported; torchrun sets its own handler
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -51,6 +71,8 @@ def main() -> int:
     try:
         run.run(run.parse_args(sys.argv[1:]))
     except SignalException as stopped:
+        if stopped.sigval == signal.SIGTERM and Path(os.environ[NOTE]).exists():
+            return 0
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()

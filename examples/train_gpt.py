@@ -10,6 +10,11 @@ On four ranks, as a mesh of two (data parallel) by two (tensor parallel):
 
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --mesh 2x2 --tensor-parallel --sequence-parallel
 
+A run that is killed goes on where it last saved, also on another number of ranks (with ``--batch`` such that the global
+batch is the same); SIGTERM saves and ends it:
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save-every 20 --resume
+
 The text is the source of Python's standard library unless ``--text`` names another. Every rank draws the same global
 batch and takes its own rows of it: two ranks with a batch of 32 learn what one rank learns with a batch of 64.
 """
@@ -19,6 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -87,7 +93,13 @@ def main(arguments: list[str] | None = None) -> None:
     # Made after the first compiled call, which in "fully_shard" replaces the parameters by each rank's shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(options.steps))
-    learn(step, model, optimizer, schedule, batches(corpus.train), options, console)
+    drawn = batches(corpus.train)
+    with Checkpoints(options, model=model, optimizer=optimizer, schedule=schedule, batches=drawn) as checkpoints:
+        done = learn(step, model, optimizer, schedule, drawn, checkpoints, options, console)
+    if done < options.steps:
+        console.print(f"ended by SIGTERM after step {done}, which is saved in {options.checkpoints}", soft_wrap=True)
+        launch.note_end_as_asked()
+        return leave()
     after = held_out_bits(loss_of, model, batches(corpus.held_out), options.checks)
 
     table = text.table_bits(corpus)
@@ -97,6 +109,11 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.eager:
         console.print(step.report())
         console.print(f"the graphs of every stage: {Path(options.dump).resolve()}", soft_wrap=True)
+    leave()
+
+
+def leave() -> None:
+    """End the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -132,6 +149,60 @@ class Batches:
         pieces = self.data[starts[:, None] + self.piece].to(self.device, torch.long)
         return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the sequence of global batches, the same on all ranks."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.generator.set_state(state["generator"])
+
+
+class Checkpoints:
+    """Saves every few steps, and once more when SIGTERM asks the run to end. A context in which that is noted."""
+
+    def __init__(self, options: argparse.Namespace, **state: Any) -> None:
+        self.folder, self.every, self.state = options.checkpoints, options.save_every, state
+        self.resumes = options.resume
+        self.is_asked_to_end = False
+
+    def __enter__(self) -> Checkpoints:
+        self.before = signal.signal(signal.SIGTERM, self.ask_to_end) if self.every else None
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.every:
+            signal.signal(signal.SIGTERM, self.before)
+
+    def ask_to_end(self, *signal_and_frame: object) -> None:
+        """Note that the run is to end after the step that it is in."""
+        self.is_asked_to_end = True
+
+    def load(self) -> int:
+        """The steps that are done: those of the newest checkpoint, which is loaded, or none."""
+        try:
+            return (spmd.load(self.folder, **self.state) or 0) if self.resumes else 0
+        except FileNotFoundError:
+            return 0
+
+    def save(self, done: int) -> bool:
+        """Save if it is time, and return whether to end."""
+        if not self.every:
+            return False
+        ends = self.any_rank_is_asked()
+        if ends or done % self.every == 0:
+            spmd.save(self.folder, step=done, keep=2, **self.state)
+        return ends
+
+    def any_rank_is_asked(self) -> bool:
+        """The signal reaches ranks at different steps, but all must save after the same one."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self.is_asked_to_end
+        device = next(self.state["model"].parameters()).device
+        asked = torch.tensor(int(self.is_asked_to_end), device=device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return bool(asked)
+
 
 def learn(
     step: Callable[..., Tensor],
@@ -139,24 +210,36 @@ def learn(
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
     batches: Batches,
+    checkpoints: Checkpoints,
     options: argparse.Namespace,
     console: Console,
-) -> None:
-    """The training loop."""
-    with ProgressLine(options.steps, batches.global_batch * options.context, console) as line:
-        for done in range(1, options.steps + 1):
+) -> int:
+    """The training loop. Returns how many steps are done: all, unless the run was asked to end."""
+    start = checkpoints.load()
+    if start:
+        console.print(f"resumed after step {start}")
+    with ProgressLine(start, options.steps, batches.global_batch * options.context, console) as line:
+        for done in range(start + 1, options.steps + 1):
             x, y = batches.draw()
             loss = step(model, optimizer, x, y)
             schedule.step()
-            if done <= 2 or done % options.log_every == 0 or done == options.steps:
+            if done <= start + 2 or done % options.log_every == 0 or done == options.steps:
                 line.show(done, loss.item() / math.log(2))
+            if checkpoints.save(done):
+                return done
+    return options.steps
 
 
 class ProgressLine:
     """Progress: a bar on a terminal, a line per message elsewhere."""
 
-    def __init__(self, steps: int, tokens: int, console: Console) -> None:
-        self.steps, self.tokens, self.console = steps, tokens, console  # tokens: in one step, of all ranks
+    def __init__(self, start: int, steps: int, tokens: int, console: Console) -> None:
+        self.start, self.steps, self.tokens, self.console = (
+            start,
+            steps,
+            tokens,
+            console,
+        )  # tokens: in one step, of all ranks
         self.bar = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
@@ -169,7 +252,7 @@ class ProgressLine:
 
     def __enter__(self) -> ProgressLine:
         self.bar.start()
-        self.done, self.since = 0, time.perf_counter()
+        self.done, self.since = self.start, time.perf_counter()
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -304,6 +387,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dump", default="runs/train_gpt", metavar="FOLDER", help="where to write the graphs of every stage")
     add("--eager", action="store_true", help="run the plain step on one rank, for comparison")
     add("--checks", type=positive, metavar="N", default=8, help="batches per evaluation on held-out text")
+    add("--save-every", type=positive, metavar="N", help="save after so many steps, and on SIGTERM; None: never")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--checkpoints", default="runs/checkpoints", metavar="FOLDER", help="where they are")
     add("--log-every", type=positive, metavar="N", default=20, help="steps between messages")
     add("--prompt", default="def ", help="what the sample starts with")
     add("--sample-bytes", type=int, metavar="N", default=400, help="length of the sample, 0 for none")

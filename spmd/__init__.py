@@ -17,6 +17,9 @@ from .annotations.apply import fully_shard, replicate
 from .annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from .call.rng import rng_state, seed, set_rng_state
 from .capture.constraint import constrain
+from .checkpoints.export import export
+from .checkpoints.load import load
+from .checkpoints.save import save
 from .initialized import materialize
 from .modes.base import ParallelMode, PlannedMode
 from .modes.data_parallel import DataParallel
@@ -51,12 +54,15 @@ __all__ = [
     "compile",
     "constrain",
     "contract",
+    "export",
     "fully_shard",
+    "load",
     "materialize",
     "partition",
     "register_rule",
     "replicate",
     "rng_state",
+    "save",
     "seed",
     "set_rng_state",
     "unshard",

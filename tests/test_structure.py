@@ -44,6 +44,7 @@ ORDER = {
         lowering/
         override dump progress
         options compiled unsharded initialized
+        checkpoints/
         dispatch
         step
         cli/

@@ -6,6 +6,8 @@ A later process group knows nothing of that call, so its ranks ask here how the 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from passes import SpmdError
@@ -26,6 +28,7 @@ class RefusedSaves:
         owners = _owners(given)
         self._owners = [weakref.ref(owner) for owner in owners]
         self._waiting = {id(owner) for owner in owners}
+        self._is_over = False
         self._hooks = [hook for owner in owners for hook in self._hook(owner)]
         _all.add(self)
 
@@ -36,6 +39,7 @@ class RefusedSaves:
 
     def allow(self) -> None:
         """Let state be saved again."""
+        self._is_over = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -47,17 +51,30 @@ class RefusedSaves:
         ]
 
     def _refuse(self, *_: Any) -> None:
-        if self.why:
+        if self.why and not _is_readable:
             raise SpmdError(f"this state cannot be saved: {self.why}")
 
     def _loaded(self, owner: Any, *_: Any) -> None:
         self._waiting.discard(id(owner))
-        if not self._waiting:
-            self.allow()
+        if not self._waiting and not self._is_over:
+            # The hooks stay: torch calls this one while it iterates over them.
+            self.why, self._is_over = "", True
             self.standing.restore(0)
 
 
+_is_readable = False
 _all: weakref.WeakSet[RefusedSaves] = weakref.WeakSet()  # the hooks of an owner hold them
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Let ``state_dict`` return state that must not be saved: a load asks for what it is about to overwrite."""
+    global _is_readable
+    before, _is_readable = _is_readable, True
+    try:
+        yield
+    finally:
+        _is_readable = before
 
 
 def standing_of_refused(given: Arguments) -> Standing | None:

@@ -11,13 +11,16 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import train_gpt
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_map
 
 from tests.harness import programs
-from tests.harness.pool import Ranks
+from tests.harness.pool import RankError, Ranks
 
 pytestmark = pytest.mark.processes
 
@@ -127,7 +130,7 @@ def test_help_shows_every_option_once() -> None:
     done = run(LAUNCH, "--help")
     assert done.returncode == 0
     assert done.stdout.count("usage:") == 1
-    for option in "text width layers heads context batch steps lr mode device dtype seed dump eager".split():
+    for option in "text width layers heads context batch steps lr mode device dtype seed dump eager resume".split():
         assert f" --{option} " in done.stdout
 
 
@@ -157,6 +160,59 @@ def test_a_text_that_is_not_there_is_one_sentence_from_all_ranks(tmp_path: Path)
     assert done.returncode == 2
     assert done.stderr.count("there is no text at") == 1
     assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def run_until(rank: int, world: int, options: list[str], ended: int, end: signal.Signals, folder: Path) -> str:
+    """What is printed by a run of which the second rank gets a signal when it draws the batch of a step."""
+    draw, drawn = train_gpt.Batches.draw, []
+
+    def counts(batches: train_gpt.Batches) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn.append(batches)
+        if rank == 1 and len(drawn) == ended + 1:  # one was drawn for the evaluation
+            os.kill(os.getpid(), end)
+        return draw(batches)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(train_gpt.Batches, "draw", counts)
+        return printed_by_main(rank, world, [*options, "--checkpoints", str(folder)])
+
+
+def test_a_run_that_was_ended_or_killed_goes_on_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    more = [
+        "--batch",
+        "4",
+        "--checks",
+        "1",
+        "--mode",
+        "fully_shard",
+        "--save-every",
+        "2",
+        "--dump",
+        str(tmp_path / "d"),
+    ]
+    options = [*TINY, *more]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    first, _ = ranks.run(2, printed_by_main, [*options, "--resume", "--checkpoints", str(whole)])  # there is none yet
+    ended, _ = ranks.run(2, run_until, options, 3, signal.SIGTERM, parts)
+    assert f"ended by SIGTERM after step 3, which is saved in {parts}" in ended
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks.run(2, run_until, [*options, "--resume"], 2, signal.SIGKILL, parts)
+    assert {path.name for path in parts.iterdir()} == {"step-3", "step-4"}
+    last, _ = ranks.run(2, printed_by_main, [*options, "--resume", "--checkpoints", str(parts)])
+    assert "resumed after step 4" in last and losses(ended) + losses(last) == [*losses(first)[:3], *losses(first)[4:]]
+    assert contents(whole / "step-6") == contents(parts / "step-6")
+
+
+def contents(checkpoint: Path) -> dict[str, Any]:
+    """What each file holds, as plain numbers: nan is not among them."""
+
+    def plain(leaf: Any) -> Any:
+        return leaf.tolist() if isinstance(leaf, torch.Tensor) and not leaf.is_meta else str(leaf)
+
+    found = {path.name: torch.load(path) for path in checkpoint.glob("data-*/values.pt")}
+    found |= {path.name: load_file(path) for path in checkpoint.glob("data-*/*.safetensors")}
+    assert len(found) == 3
+    return tree_map(plain, found)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

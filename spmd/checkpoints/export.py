@@ -1,0 +1,139 @@
+"""``spmd.export``: write a model as safetensors for other tools, file by file, so that no rank holds the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from .folders import INDEX, write_whole
+from .prepare import Prepared, prepare
+from .storage import Files, file_numbers, write
+from .together import Together, together
+from .trees import leaves
+
+_LEAST, _MOST = 16_000_000, 1_000_000_000  # bytes of a file: it is put together in the memory of one rank
+
+
+def export(folder: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    """Write the parameters and persistent buffers of a model as safetensors, under their names; all ranks call it.
+
+    One file ``model.safetensors``, or, for a large model, several with an index: what ``from_pretrained`` of Hugging
+    Face's libraries reads, with the ``config.json`` of a model that has a configuration. Tied tensors are written once.
+    ``dtype``: cast floating-point tensors to it. No rank holds the whole model: each writes its parts to a temporary
+    folder beside the files, and puts some of the files together. ``spmd.load(folder, model=...)`` reads them.
+    """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"expected folder to be a path, got {folder!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {model!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"expected dtype to be a floating-point torch.dtype or None, got {dtype!r}")
+    path = Path(folder).absolute()
+    with together(f"exporting to {path}") as ranks:
+        prepared = prepare({"": model}, ranks)
+        _check_values(prepared, ranks)
+        with _temporary(path, ranks) as parts:
+            write(parts, prepared.tensors, ranks, dtype)
+            files = _assign(prepared, dtype, ranks.size)
+            ranks.run(lambda: _write_files(parts, files, prepared, dtype, ranks))
+            ranks.first(lambda: _publish(path, parts, files, model))
+
+
+def _check_values(prepared: Prepared, ranks: Together) -> None:
+    """Raise ``ValueError`` for state that is no tensor: such files do not hold it."""
+    others = [name for name, leaf in leaves(prepared.trees[""], "") if not isinstance(leaf, torch.Tensor)]
+    if others:
+        ranks.fail(ValueError(f"{', '.join(others)} is no tensor: safetensors files hold tensors only. Use spmd.save"))
+
+
+@contextmanager
+def _temporary(folder: Path, ranks: Together) -> Iterator[Path]:
+    """A folder for the parts of all ranks, which goes in the end."""
+    parts = folder / f".parts-{ranks.first(lambda: secrets.token_hex(8))}"
+    try:
+        ranks.first(lambda: parts.mkdir(parents=True))
+        yield parts
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(parts, ignore_errors=True)
+
+
+def _small(prepared: Prepared) -> dict[str, torch.Tensor]:
+    """The tensors that every rank has whole, since they are stored with the values."""
+    tree = leaves(prepared.trees[""], "")
+    return {name: leaf for name, leaf in tree if isinstance(leaf, torch.Tensor) and not leaf.is_meta}
+
+
+def _assign(prepared: Prepared, dtype: torch.dtype | None, size: int) -> list[list[str]]:
+    """The names in each file: a file has at most a quarter of a rank's share of the model, if that is not small."""
+
+    def length(tensor: torch.Tensor) -> int:
+        cast = dtype is not None and tensor.is_floating_point()
+        return tensor.numel() * (dtype.itemsize if cast and dtype is not None else tensor.element_size())
+
+    lengths = {name: length(tensor) for name, tensor in (prepared.tensors | _small(prepared)).items()}
+    limit = min(max(sum(lengths.values()) // (4 * size), _LEAST), _MOST)
+    numbers = file_numbers(lengths, limit)
+    files: list[list[str]] = [[] for _ in range(max(numbers.values(), default=1))]
+    for name, number in numbers.items():
+        files[number - 1].append(name)
+    return files
+
+
+def _write_files(
+    parts: Path, files: list[list[str]], prepared: Prepared, dtype: torch.dtype | None, ranks: Together
+) -> None:
+    """Put together the files of this rank, one after the other."""
+    stored = Files(sorted(parts.glob("shard-*.safetensors")))
+    small = _small(prepared)
+    for k in range(ranks.rank, len(files), ranks.size):
+        targets = {
+            name: torch.empty(stored.tensors[name][1], dtype=stored.tensors[name][0])
+            for name in files[k]
+            if name not in small
+        }
+        stored.read(targets, Together(ranks.what, None))
+        whole = targets | {name: _cast(small[name], dtype) for name in files[k] if name in small}
+        # without the dot in front that the empty name of the model has left
+        save_file({name[1:]: tensor for name, tensor in whole.items()}, parts / str(k), metadata={"format": "pt"})
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.clone()
+
+
+def _publish(folder: Path, parts: Path, files: list[list[str]], model: nn.Module) -> None:
+    """Move the files to their places, in place of earlier ones; the index comes last."""
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{k:05d}-of-{len(files):05d}.safetensors" for k in range(1, len(files) + 1)]
+    (folder / INDEX).unlink(missing_ok=True)
+    for old in {*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors"}:
+        old.unlink(missing_ok=True)
+    total = 0
+    for k, name in enumerate(names):
+        total += (parts / str(k)).stat().st_size
+        os.replace(parts / str(k), folder / name)
+    if len(names) > 1:
+        where = {each[1:]: name for name, members in zip(names, files, strict=True) for each in members}
+        write_whole(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}).encode())
+    _save_configuration(folder, model)
+
+
+def _save_configuration(folder: Path, model: nn.Module) -> None:
+    """Write the configurations that a model of Hugging Face's has, as its ``save_pretrained`` does."""
+    attributes: Mapping[str, Any] = vars(model)
+    for key in ("config", "generation_config"):
+        write_to = getattr(attributes.get(key), "save_pretrained", None)
+        if callable(write_to):
+            write_to(folder)

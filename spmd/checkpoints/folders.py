@@ -1,0 +1,89 @@
+"""Folders of checkpoints: which of them are complete, and which is the newest.
+
+    ckpt/step-100/checkpoint.json           what there is; written last, in one move
+    ckpt/step-100/data-<token>/*.safetensors, values.pt
+
+A folder without ``checkpoint.json`` is none. A checkpoint that is saved over another has a data folder of its own, and
+the older one goes once ``checkpoint.json`` names the new one: at every moment either is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+MARKER, VALUES, DATA = "checkpoint.json", "values.pt", "data-"
+INDEX = "model.safetensors.index.json"  # of Hugging Face's: which file has which tensor
+_STEP = re.compile(r"step-(\d+)")
+
+
+def target(folder: Path, step: int | None) -> Path:
+    """Where the checkpoint of a step lies; without ``step`` the folder itself is one."""
+    return folder if step is None else folder / f"step-{step}"
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint in a folder: the folder itself if it is one, else that of the last step; None if there is none."""
+    if (folder / MARKER).is_file():
+        return folder
+    complete = [step for step, path in steps(folder).items() if (path / MARKER).is_file()]
+    return target(folder, max(complete)) if complete else None
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """The folders of steps, complete or not, by step."""
+    found = (
+        ((_STEP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ()
+    )
+    return {int(match[1]): path for match, path in found if match}
+
+
+def foreign_files(folder: Path) -> list[Path]:
+    """The safetensors files that other tools wrote: ``folder`` itself, those of its index, or all in it."""
+    if folder.suffix == ".safetensors":
+        return [folder] if folder.is_file() else []
+    index = folder / INDEX
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def remove_leftovers(checkpoint: Path, data: str) -> None:
+    """Remove from a checkpoint the data of others: of an earlier one, and of saves that did not end."""
+    for path in checkpoint.glob(f"{DATA}*"):
+        if path.name != data:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def keep_newest(folder: Path, count: int, saved: int) -> None:
+    """Remove all but the ``count`` newest complete checkpoints up to step ``saved``, and earlier incomplete ones.
+
+    The marker goes first, so that none is half there.
+    """
+    earlier = {step: path for step, path in steps(folder).items() if step <= saved}
+    complete = sorted(step for step, path in earlier.items() if (path / MARKER).is_file())
+    for step, path in earlier.items():
+        if step not in complete[-count:]:
+            (path / MARKER).unlink(missing_ok=True)
+            for data in path.glob(f"{DATA}*"):
+                shutil.rmtree(data, ignore_errors=True)
+            if not any(path.iterdir()):  # what else the user keeps there stays
+                path.rmdir()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file such that it is there as a whole or not at all, also after a loss of power."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

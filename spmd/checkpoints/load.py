@@ -1,0 +1,135 @@
+"""``spmd.load``: read a checkpoint into live state of any layout, each rank its own parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._torch import tree_flatten
+from ..call.refuse_saves import RefusedSaves, readable
+from ..call.rng import set_rng_state
+from ..call.state import Arguments
+from ..ranks.failures import StateIs
+from .fit import check_fit
+from .folders import foreign_files, newest
+from .objects import Objects, has_state
+from .optimizers import load_optimizer
+from .stored import Stored
+from .targets import Targets
+from .together import Together, together
+from .trees import is_meta, leaves
+
+
+def load(folder: str | os.PathLike[str], *, strict: bool = True, **state: Any) -> int | None:
+    """Load the newest complete checkpoint of a folder into ``state``; all ranks call it. Returns its step, or None.
+
+    ``folder`` is what ``spmd.save`` was given, or one checkpoint in it. ``state``: by the names that it was saved with,
+    all or some of the objects. Each rank reads its parts, whatever the layout was when they were saved. A dict or list
+    of plain values gets the stored content; a tensor, the stored values; what cannot change is compared. The random
+    state of compiled steps (``spmd.set_rng_state``) is loaded, too. A model on the meta device is given its layout by
+    ``spmd.materialize`` first.
+
+    With ``strict``, names that are missing on either side, shapes and dtypes that differ, are all listed by name in
+    a ``ValueError``, before anything changes; without it, what is in both is loaded, cast where dtypes differ.
+
+    Raises ``FileNotFoundError`` if there is no complete checkpoint, and ``SpmdError`` with the name of a file that is
+    damaged. No code in the files is executed.
+    """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"expected folder to be a path, got {folder!r}")
+    path = Path(folder).absolute()
+    with together(f"loading {path}", restores_state=True) as ranks:
+        checkpoint = Path(ranks.first(lambda: str(_find(path))))
+        return _load(checkpoint, state, strict, ranks)
+
+
+def _find(folder: Path) -> Path:
+    found = newest(folder)
+    if found is None and not foreign_files(folder):
+        raise FileNotFoundError(f"there is no complete checkpoint in {folder}, and no safetensors file")
+    return found or folder
+
+
+def _load(checkpoint: Path, state: Mapping[str, Any], strict: bool, ranks: Together) -> int | None:
+    loads: list[_Load] = []
+    ranks.run(lambda: loads.append(_Load.of(checkpoint, state, strict)))
+    (work,) = loads
+    ranks.state = StateIs.MIXED
+    try:
+        for targets in work.passes():
+            work.stored.files.read(targets, ranks)
+        ranks.run(work.apply)
+    except BaseException:
+        given = Arguments([], tree_flatten(())[1], work.objects.modules, work.objects.optimizers, {})
+        RefusedSaves(given, f"loading {checkpoint} did not end", ranks.standing)
+        raise
+    ranks.state = StateIs.AFTER
+    return work.stored.step
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A load of which everything has been checked that can be without a change."""
+
+    stored: Stored
+    objects: Objects
+    targets: Targets
+
+    @classmethod
+    def of(cls, checkpoint: Path, state: Mapping[str, Any], strict: bool) -> _Load:
+        with readable():
+            objects = Objects.of(state)
+        _check_loadable(objects)
+        stored = Stored.read(checkpoint, objects)
+        check_fit(objects, stored, str(checkpoint), strict)
+        return cls(stored, objects, Targets.of(objects, stored.trees))
+
+    def passes(self) -> list[dict[str, torch.Tensor]]:
+        """The targets by the names that files have for them: one that was tied may belong to several."""
+        found: list[dict[str, torch.Tensor]] = []
+        for path, tensor in self.targets.tensors.items():
+            source = self.stored.source(path)
+            free = next((targets for targets in found if source not in targets), None)
+            if free is None:
+                found.append(free := {})
+            free[source] = tensor
+        return found
+
+    def apply(self) -> None:
+        """Let all objects load what was read: models, then optimizers, then what refers to these."""
+        loaded, given = self.targets.trees, self.objects.given
+        for name, module in self.objects.modules.items():
+            module.load_state_dict(loaded[name])
+        for name, optimizer in self.objects.optimizers.items():
+            load_optimizer(optimizer, loaded[name], self.objects.groups[name])
+        for name in given.keys() - self.objects.modules.keys() - self.objects.optimizers.keys():
+            _load_other(given[name], loaded[name])
+        if self.stored.rng is not None:
+            set_rng_state(self.stored.rng)
+
+
+def _check_loadable(objects: Objects) -> None:
+    meta = [name for tree in objects.trees.items() for name, leaf in leaves(tree[1], tree[0]) if is_meta(leaf)]
+    if meta:
+        raise ValueError(
+            f"{', '.join(meta[:8])}{', ...' * (len(meta) > 8)} on the meta device: give the model its layout by "
+            "spmd.materialize(model, parallel_mode), and make the optimizer after that"
+        )
+
+
+def _load_other(each: Any, loaded: Any) -> None:
+    if has_state(each):
+        each.load_state_dict(loaded)
+    elif isinstance(each, dict):
+        each.clear()
+        each.update(loaded)
+    elif isinstance(each, list):
+        each[:] = loaded
+    elif isinstance(each, torch.Tensor) and loaded is not each:
+        with torch.no_grad():
+            each.copy_(loaded)

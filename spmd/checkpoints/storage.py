@@ -1,0 +1,169 @@
+"""Tensors to and from safetensors files, by torch.distributed.checkpoint (DCP): each rank writes and reads its parts.
+
+DCP finds out who writes what of replicas, and which part of which file a rank needs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from passes import SpmdError
+
+from .._torch import local_tensor, storage_id
+from .together import Together
+
+Tensors = Mapping[str, torch.Tensor]
+# Bytes of one file of a rank, which is put together in memory before it is written: a sixteenth of all that the rank
+# writes, but no less and no more than these.
+_LEAST, _MOST = 16_000_000, 256_000_000
+
+
+def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | None = None) -> dict[str, int]:
+    """Write tensors that all ranks have the same names of; returns the length of each file, by name.
+
+    ``dtype``: what floating-point tensors are cast to.
+    """
+    sizes = {name: _share(tensor, ranks.size) for name, tensor in tensors.items()}
+    index = file_numbers(sizes, min(max(sum(sizes.values()) // 16, _LEAST), _MOST))
+    ranks.communicate(lambda: _save(folder, tensors, index, ranks.group, dtype))
+    own = f"shard-{ranks.rank + 1:05d}-*"
+    written = ranks.run(lambda: {path.name: path.stat().st_size for path in sorted(folder.glob(own))})
+    return {name: length for each in written for name, length in each.items()}
+
+
+def _save(folder: Path, tensors: Tensors, index: dict[str, int], group: Any, dtype: torch.dtype | None) -> None:
+    with _quiet():
+        save(
+            dict(tensors),
+            storage_writer=HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=index, save_distributed=True),
+            planner=_SavePlanner(dtype),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+def _share(tensor: torch.Tensor, size: int) -> int:
+    """About how many bytes of a tensor this rank writes."""
+    local = local_tensor(tensor)
+    return local.nbytes if local is not tensor else local.nbytes // size
+
+
+def file_numbers(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
+    """The number of the file that each tensor goes to, from 1: a new one starts when the last has ``limit`` bytes."""
+    numbers, number, total = {}, 1, 0
+    for name, size in sizes.items():
+        if total and total + size > limit:
+            number, total = number + 1, 0
+        numbers[name], total = number, total + size
+    return numbers
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans by name, and gives the writer tensors as safetensors takes them: dense, and none in memory of another.
+
+    ``dtype``: what floating-point tensors are cast to when they are written, one file at a time.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._dtype = dtype
+        self._written: set[int] = set()  # storages
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """The tensor to write."""
+        tensor: torch.Tensor = object.detach()
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        tensor, storage = tensor.contiguous(), storage_id(tensor)
+        if storage in self._written:
+            return tensor.clone()
+        self._written.add(storage)
+        return tensor
+
+
+class Files:
+    """Safetensors files to read from. ``tensors``: dtype and global shape of all tensors in them, by name.
+
+    Raises ``SpmdError`` with the name of a file that cannot be read as one.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._reader = _Reader(paths)
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            name: (each.properties.dtype, tuple(each.size))
+            for name, each in self._reader.read_metadata().state_dict_metadata.items()
+            if isinstance(each, TensorStorageMetadata)
+        }
+
+    def read(self, targets: Tensors, ranks: Together) -> None:
+        """Read into live tensors, each rank its own parts; values are cast where dtypes differ."""
+        ranks.communicate(lambda: self._read(targets, ranks.group))
+
+    def _read(self, targets: Tensors, group: Any) -> None:
+        with _quiet():
+            load(
+                dict(targets),
+                storage_reader=self._reader,
+                planner=DefaultLoadPlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads the files given, and their headers once."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        super().__init__(str(paths[0].parent) if paths else ".")
+        self.fs, self._paths = _These(paths), paths
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The names, shapes and parts of all tensors."""
+        if self._metadata is None:
+            for path in self._paths:
+                _check_header(path)
+            self._metadata = super().read_metadata()
+        self.storage_data = self._metadata.storage_data
+        return self._metadata
+
+
+class _These(FileSystem):
+    """A file system in which every folder has the files given."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = [str(path) for path in paths]
+
+    def ls(self, path: Any) -> list[str]:
+        """The files given."""
+        return self._paths
+
+
+def _check_header(path: Path) -> None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            file.keys()
+    except (SafetensorError, OSError) as error:
+        raise SpmdError(f"{path} is damaged, or no safetensors file: {error}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

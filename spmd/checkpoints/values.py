@@ -1,0 +1,52 @@
+"""The plain values of a checkpoint, in one file that ``torch.load(weights_only=True)`` reads."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from passes import SpmdError
+
+from .trees import leaves
+
+
+def check(trees: dict[str, Any]) -> None:
+    """Raise ``TypeError`` with the name of a value that could not be loaded again."""
+    if _saved(trees) is not None:
+        return
+    wrong = [name for key, tree in trees.items() for name, leaf in leaves(tree, key) if _saved(leaf) is None]
+    raise TypeError(
+        f"{', '.join(wrong[:8]) or 'the state'} cannot be saved: a checkpoint holds tensors, numbers, strings, None, "
+        "and dicts, lists, tuples and sets of these, since loading it executes no code. Let state_dict() return such "
+        "values"
+    )
+
+
+def to_bytes(trees: dict[str, Any], rng: dict[str, Any]) -> bytes:
+    """The file of these values, which ``check`` has seen."""
+    file = io.BytesIO()
+    torch.save({"state": trees, "rng": rng}, file)
+    return file.getvalue()
+
+
+def _saved(value: Any) -> bytes | None:
+    """What ``torch.save`` writes, if it can be loaded again without executing code."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception:  # pickle raises what it likes
+        return None
+    return file.getvalue()
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The trees, and the random state. Raises ``SpmdError`` for a file that is damaged."""
+    try:
+        content = torch.load(path, weights_only=True)
+        return content["state"], content["rng"]
+    except Exception as error:  # so does torch.load
+        raise SpmdError(f"{path} is damaged, or was not written by spmd.save: {error}") from error
