@@ -23,7 +23,7 @@ from .call.call import Call
 from .call.found import with_found
 from .call.refuse_saves import standing_of_refused
 from .call.rng import describe_seed
-from .call.state import ArgumentReader
+from .call.state import ArgumentReader, Arguments
 from .capture.effects.carried import Carried
 from .compiled import Compiled
 from .guards.leaves import Leaves
@@ -31,6 +31,8 @@ from .options import Options
 from .ranks.connection import Connection
 from .ranks.consensus import COMPILE, FAILED, MeshRanks, agree_on_program
 from .ranks.failures import StateIs
+from .source_lines import defined_at
+from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
 
 _MANY = 8  # programs of one step, before it warns
@@ -94,7 +96,12 @@ class Dispatch:
 
         Where there is none, find what the call uses besides its arguments, to compile one.
         """
-        mode, given = self.options.mode, self._reader.read(args, kwargs)
+        given = self._reader.read(args, kwargs)
+        with unexpected_errors("finding the program", self.name, f"\n    {defined_at(self._function)}"):
+            self._fit(turn, given)
+
+    def _fit(self, turn: Turn, given: Arguments) -> None:
+        mode = self.options.mode
         check_is_sharded(given.modules.values())
         turn.call = Call(given, mode)
         last = [self.last] if self.last else []
