@@ -24,6 +24,7 @@ from .call.found import with_found
 from .call.refuse_saves import standing_of_refused
 from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
+from .capture import Captured
 from .capture.effects.carried import Carried
 from .compiled import Compiled
 from .guards.leaves import Leaves
@@ -124,9 +125,15 @@ class Dispatch:
 
     def carried(self, call: Call) -> Carried:
         """The Python state that the programs so far write, of the models of a call: what may be inputs of the next."""
+        return reduce(or_, [captured.all_carried() for captured in self._captured(call)], Carried())
+
+    def cleared_first(self, call: Call) -> frozenset[str]:
+        """The parameters whose gradient the programs so far clear before they read it, of the models of a call."""
+        return frozenset[str]().union(*(captured.cleared_first for captured in self._captured(call)))
+
+    def _captured(self, call: Call) -> list[Captured]:
         own = [each for each in self.programs if not each.guards.dead and each.guards.shares_owners_with(call.given)]
-        alive = [compiled.captured for compiled in own]
-        return reduce(or_, [captured.all_carried() for captured in alive], Carried())
+        return [compiled.captured for compiled in own]
 
     def change(self, call: Call) -> str:
         """The first difference between a call and the one before it, in the user's words."""

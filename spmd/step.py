@@ -161,6 +161,7 @@ class CompiledStep:
         with held_interrupts(), all_or_none(self._name, turn.connection) as agreement:
             rebind_replaced_parameters(call.given.optimizers)
             change = self._dispatch.change(call)
+            call.without_gradient = self._dispatch.cleared_first(call)
             progress = Progress(self._title(change), shown=agreement.is_first_rank)
             stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress)
             with call.initial_state(), progress.show(), stages.explained("compiling"):
@@ -232,11 +233,14 @@ class CompiledStep:
         turn.is_distributing = False
 
     def _capture(self, call: Call, name: str) -> tuple[Captured, Reads]:
-        """Trace the step; once more if optimizer state that was made for it has to go."""
+        """Trace the step; once more if optimizer state that was made for it has to go, or gradients are state."""
         while True:
             with replaced(call.given.modules, self._options.overrides):
                 captured, reads = capture(self._function, call, name, self._dispatch.carried(call))
-            if not call.end_idle_state(captured.program):
+            again = call.end_idle_state(captured.program)
+            if call.without_gradient - captured.cleared_first:
+                again |= call.leave_out_gradients(call.without_gradient & captured.cleared_first)
+            if not again:
                 call.references = reads.references
                 return captured, reads
 
