@@ -11,6 +11,7 @@ from .errors import PassError
 from .ir.check import check as check_program
 from .ir.infer_shapes import fill_vals
 from .ir.program import Program
+from .unexpected_errors import REPORT, describe_op
 
 OnStage = Callable[[int, Pass, Program, float], None]  # stage number, pass, program after it, seconds it took
 
@@ -77,6 +78,9 @@ def _outcome(each: Pass, edits: int, before: int, after: int) -> str:
 
 def _failure(number: int, each: Pass, program: Program, error: Exception) -> PassError:
     reason = str(error) if isinstance(error, PassError) else f"{type(error).__name__}: {error}"
+    reason += describe_op(error.__traceback__)
+    if type(each).__module__.partition(".")[0] == __package__:  # one of ours
+        reason += f"\n{REPORT}"
     failure = PassError(f"pass {each}, stage {number:02} of {program.name}, failed: {reason}")
     for line in program.history:
         failure.add_note(f"before it: {line}")

@@ -50,11 +50,13 @@ class Compiled:
     guards: Guards
     _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
+    _cleared: list[int] = field(init=False)  # positions of parameters in the live state
     _world: weakref.ref[Any] = field(init=False)  # the process group of all ranks, when it was compiled
 
     def __post_init__(self) -> None:
         self._flats = FlatInputs(self.program.inputs, self.guards.layout.names)
         self._pool = Pool(self, self._flats.names)
+        self._cleared = [k for k, name in enumerate(self.guards.layout.names) if name in self.captured.cleared_first]
         self._world = weakref.ref(dist.group.WORLD)
         self.guards.on_release = self._release
 
@@ -110,6 +112,8 @@ class Compiled:
         contiguous = [tensor.contiguous() for tensor in given]
         state = self.guards.layout.locals(tensors)
         state = [*state, *self._flats.enter(state)]
+        for k in self._cleared:  # as the step does, so that new gradients find the memory
+            tensors[k].grad = None
         returned = self.executable(self._pool.inputs(arguments, state, contiguous))
         self._flats.leave()
         for k in self._pool.written:

@@ -25,6 +25,7 @@ from .call.refuse_saves import standing_of_refused
 from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
 from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, splits_of
+from .capture import Captured
 from .capture.effects.carried import Carried
 from .compiled import Compiled, Restore
 from .guards.leaves import Leaves
@@ -39,6 +40,8 @@ from .ranks.consensus import (
     notifying,
 )
 from .ranks.failures import StateIs
+from .source_lines import defined_at
+from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
 
 _MANY = 8  # programs of one step, before it warns
@@ -136,7 +139,7 @@ class Dispatch:
     def _splits(self, given: Arguments, call: Call) -> dict[str, Split]:
         """How the arguments are split, found once for arguments of the same names and numbers of dims."""
         key = tuple((leaf.name, leaf.value.ndim) for leaf in given.tensors())
-        if key not in self._known_splits:
+        if not self._known_splits.get(key):
             self._known_splits[key] = splits_of(call)
         return self._known_splits[key]
 
@@ -145,6 +148,10 @@ class Dispatch:
 
         Where there is none, find what the call uses besides its arguments, to compile one.
         """
+        with unexpected_errors("finding the program", self.name, f"\n    {defined_at(self._function)}"):
+            self._fit(turn, given)
+
+    def _fit(self, turn: Turn, given: Arguments) -> None:
         mode, uneven = self.options.mode, turn.rows.uneven if turn.rows else {}
         check_is_sharded(given.modules.values())
         turn.call, turn.compiled = Call(given, mode, uneven), None
@@ -168,9 +175,15 @@ class Dispatch:
 
     def carried(self, call: Call) -> Carried:
         """The Python state that the programs so far write, of the models of a call: what may be inputs of the next."""
+        return reduce(or_, [captured.all_carried() for captured in self._captured(call)], Carried())
+
+    def cleared_first(self, call: Call) -> frozenset[str]:
+        """The parameters whose gradient the programs so far clear before they read it, of the models of a call."""
+        return frozenset[str]().union(*(captured.cleared_first for captured in self._captured(call)))
+
+    def _captured(self, call: Call) -> list[Captured]:
         own = [each for each in self.programs if not each.guards.dead and each.guards.shares_owners_with(call.given)]
-        alive = [compiled.captured for compiled in own]
-        return reduce(or_, [captured.all_carried() for captured in alive], Carried())
+        return [compiled.captured for compiled in own]
 
     def restore(self, turn: Turn) -> Restore | None:
         """What gives the rows of results to the ranks that brought those of the batch; None where all have theirs."""

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import linecache
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+import passes
+
+from .foreign_code import is_foreign_file
+
+_PACKAGES = [os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, passes.__file__)]
 _BETWEEN = (contextlib.__file__, functools.__file__, "<string>")  # in the latter torch.fx has code that it generates
-_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE + os.sep)
+_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, *_PACKAGES)
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
@@ -42,7 +48,7 @@ def user_location(traceback: TracebackType | None) -> tuple[str, int] | None:
     location = None
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith(_INTERNAL) and not filename.startswith("<"):
+        if not is_foreign_file(filename):
             location = (filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return location
@@ -65,3 +71,9 @@ def module_of(traceback: TracebackType | None, names: Mapping[int, str]) -> str:
         name = names.get(id(traceback.tb_frame.f_locals.get("self")), name)
         traceback = traceback.tb_next
     return name
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """``"train.py:12"``: the line where a function is defined."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

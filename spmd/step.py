@@ -35,7 +35,7 @@ from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
-from .lowering.distribute_state import check_memory, commit, prepare
+from .lowering.distribute_state import Prepared, check_memory, commit, prepare
 from .lowering.equal_state import make_kept_equal
 from .lowering.initialize_state import check_initializable, initialize, seed_to_initialize
 from .lowering.lower import Backend, lower
@@ -49,6 +49,9 @@ from .override import replaced, transform, transform_graph_module
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
 from .ranks.standing import StateError
+from .source_lines import defined_at
+from .stages import Stages
+from .unexpected_errors import unexpected_errors
 
 # One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
 _calling = threading.RLock()
@@ -85,6 +88,10 @@ class CompiledStep:
     @property
     def _name(self) -> str:
         return str(getattr(self._function, "__name__", type(self._function).__name__))
+
+    @property
+    def _where(self) -> str:
+        return f"\n    {defined_at(self._function)}"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled method: the instance is its first argument. It has the attributes of the step: ``report()``."""
@@ -141,7 +148,8 @@ class CompiledStep:
             compiled.executable.commit.start(turn.connection)
         assert turn.tensors is not None, "a program fits the call that it was compiled for"
         self._dispatch.use(turn.compiled)
-        result = turn.compiled.run(turn.call.given, turn.tensors, self._dispatch.restore(turn))
+        with unexpected_errors("running", turn.compiled.program.name, self._where):
+            result = turn.compiled.run(turn.call.given, turn.tensors, self._dispatch.restore(turn))
         if turn.connection is not None:
             turn.connection.is_in_call = False
         self._failed = None
@@ -153,9 +161,11 @@ class CompiledStep:
         with held_interrupts(), all_or_none(self._name, turn.connection) as agreement:
             rebind_replaced_parameters(call.given.optimizers)
             change = self._dispatch.change(call)
+            call.without_gradient = self._dispatch.cleared_first(call)
             progress = Progress(self._title(change), shown=agreement.is_first_rank)
-            with call.initial_state(), progress.show():
-                compiled = self._compile(turn, call, agreement, progress)
+            stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress)
+            with call.initial_state(), progress.show(), stages.explained("compiling"):
+                compiled = self._compile(turn, call, agreement, stages)
         self._dispatch.add(compiled, change)
         warn_of_stale_references(call.replaced)
         return compiled
@@ -165,43 +175,40 @@ class CompiledStep:
         number = self._dispatch.compiled + 1
         return f"{self._name} (program {number}: {change})" if change else self._name
 
-    def _compile(self, turn: Turn, call: Call, agreement: Agreement, progress: Progress) -> Compiled:
+    def _compile(self, turn: Turn, call: Call, agreement: Agreement, stages: Stages) -> Compiled:
         """Capture, partition, transform, passes, lower. State is changed last, when all of that has gone well."""
-        options, name = self._options, f"{self._name}/program-{self._dispatch.compiled}"
+        options, name = self._options, stages.name
         dump, facts = self._dumps.dump(options.dump_folder, name), facts_of(options.pipeline)
-        notes = self._settle(call, agreement)
-        modes = torch_settings()
-        with progress.stage("capture"):
+        with stages.explained("reading the call"):
+            notes, modes = self._settle(call, agreement), torch_settings()
+        with stages.stage("capture"):
             captured, reads = self._capture(call, name)
             captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
-        with progress.stage("partition"), DisableAutocast():
+        with stages.stage("partition"), DisableAutocast():
             local = options.mode.partition(captured.program)
             if Fact.STORAGE in facts:
                 local = with_storage_facts(local, call.slots, agreement.all_gather_text)
             state = prepare(call, local.inputs)
             local, added = transform(local, options.overrides, state.locals)
             dump.stage(1, "partition", local)
-        with progress.stage("passes"), DisableAutocast():
-            program = passes_package.run(local, options.pipeline, on_stage=dump.on_pass)
-        with progress.stage("lower"), DisableAutocast():
+        with stages.stage("passes"), DisableAutocast():
+            stages.program = program = passes_package.run(local, options.pipeline, on_stage=dump.on_pass)
+        with stages.stage("lower"), DisableAutocast():
             program = transform_graph_module(program, options.gm_transformation)
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
         self._dispatch.rows_of_results.note(program.outputs, call.uneven)
-        report = Report.of(program, progress.seconds, program.notes)
+        report = Report.of(program, stages.progress.seconds, program.notes)
         dump.stage(99, "lowered", program)
         dump.report(report)
         description = describe_for_agreement(captured, program, table_of(options.pipeline), call)
         numbers = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
         base, calls, *seeds = agreement.agree(description, numbers)
         adopt([base, calls])
-        initialize(state, *seeds)
-        turn.is_distributing = True
-        call.replaced = commit(state, program.units)
-        make_kept_equal(captured.carried, call)
-        turn.is_distributing = False
+        with stages.explained("distributing state"):
+            self._distribute(turn, call, program, captured, state, seeds)
         return Compiled(
             program=program,
             captured=captured,
@@ -219,12 +226,25 @@ class CompiledStep:
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))
 
+    def _distribute(
+        self, turn: Turn, call: Call, program: Program, captured: Captured, state: Prepared, seeds: list[int]
+    ) -> None:
+        """Initialize state, make it equal on all ranks, and split it."""
+        initialize(state, *seeds)
+        turn.is_distributing = True
+        call.replaced = commit(state, program.units)
+        make_kept_equal(captured.carried, call)
+        turn.is_distributing = False
+
     def _capture(self, call: Call, name: str) -> tuple[Captured, Reads]:
-        """Trace the step; once more if optimizer state that was made for it has to go."""
+        """Trace the step; once more if optimizer state that was made for it has to go, or gradients are state."""
         while True:
             with replaced(call.given.modules, self._options.overrides):
                 captured, reads = capture(self._function, call, name, self._dispatch.carried(call))
-            if not call.end_idle_state(captured.program):
+            again = call.end_idle_state(captured.program)
+            if call.without_gradient - captured.cleared_first:
+                again |= call.leave_out_gradients(call.without_gradient & captured.cleared_first)
+            if not again:
                 call.references = reads.references
                 return captured, reads
 

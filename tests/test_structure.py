@@ -20,7 +20,7 @@ PACKAGES = ("passes", "spmd")
 # What a file imports stands in its own line or further up. Folders are named with a slash; files stand for themselves.
 ORDER = {
     "passes": """
-        _torch errors
+        _torch errors unexpected_errors
         runtime/
         ir/
         analysis/
@@ -33,7 +33,7 @@ ORDER = {
         __init__
     """,
     "spmd": """
-        _torch placements source_lines environment foreign_code interrupts
+        _torch placements source_lines environment foreign_code interrupts unexpected_errors failed_ops
         annotations/ ranks/
         call/
         rules/
@@ -42,7 +42,7 @@ ORDER = {
         partitioner/
         modes/
         lowering/
-        override dump progress
+        override dump progress stages
         options compiled unsharded initialized
         checkpoints/
         dispatch

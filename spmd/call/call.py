@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from passes import Axis, Mesh, PlacementError, Program
+from passes import Axis, Mesh, PlacementError, Program, Role
 
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored
@@ -71,6 +71,7 @@ class Call:
         self.initial = InitialState()  # of optimizers, made for this call
         self.references: list[Any] = []  # ``Reference`` to state, in what the step reads besides it
         self.notes: list[str] = []  # for the report
+        self.without_gradient = frozenset[str]()  # parameters whose gradient is no state of the call
         self._counters = frozenset[tuple[str, int, str]]()  # entries of parameter groups that the step writes
 
     @cached_property
@@ -141,7 +142,8 @@ class Call:
     @cached_property
     def slots(self) -> list[Slot]:
         """Every state tensor, in the order of the program's inputs."""
-        return on_mesh(slots_of(self.given), self.device_mesh)
+        slots = on_mesh(slots_of(self.given), self.device_mesh)
+        return [s for s in slots if s.input.role is not Role.GRADIENT or s.input.of not in self.without_gradient]
 
     @cached_property
     def arguments(self) -> Arguments:
@@ -185,6 +187,14 @@ class Call:
             self._forget()
             self.resolve()
         return found
+
+    def leave_out_gradients(self, parameters: frozenset[str]) -> bool:
+        """Take the gradients of these parameters for no state; whether that changes what state there is."""
+        before = [slot.input.name for slot in self.slots]
+        self.without_gradient = parameters
+        self._forget()
+        self.resolve()
+        return before != [slot.input.name for slot in self.slots]
 
     def resolve(self) -> None:
         """Find all facts now, while modules are the user's own: for the trace some are replaced."""

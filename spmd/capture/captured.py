@@ -48,6 +48,7 @@ class Captured:
     cleared_gradients: list[str]  # parameters whose stored gradient the step sets to None
     carried: Carried  # Python state that the program takes as inputs
     writes: list[Write]  # to Python state
+    cleared_first: frozenset[str] = frozenset()  # parameters whose gradient is cleared before it is read
 
     def all_carried(self) -> Carried:
         """What the program takes as inputs, and the other sites that it writes, which may hold tensors then."""

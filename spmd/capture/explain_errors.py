@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from passes import CaptureError, PlacementError, RankMismatchError, SpmdError
+from passes.unexpected_errors import explained
 
 from .._torch import (
     DataDependentOutputException,
@@ -23,13 +23,14 @@ from .._torch import (
 )
 from ..call.state import Arguments, submodules_of
 from ..environment import is_set
-from ..source_lines import module_of, source_at, user_location, users_part
+from ..failed_ops import describe_failed_op, is_from_users_code
+from ..source_lines import defined_at, module_of, source_at, user_location, users_part
+from ..unexpected_errors import is_users, mark_as_users
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
 aten = torch.ops.aten
 
 _FOR_USERS = (CaptureError, PlacementError, RankMismatchError)
-_USERS = "_spmd_users"  # the attribute of an error that the user's own code raised while it was traced
 
 
 @contextmanager
@@ -44,9 +45,13 @@ def explained_errors(function: Callable[..., Any], arguments: Arguments) -> Iter
         name = getattr(function, "__qualname__", type(function).__name__)
         where = _describe_location(error.__traceback__, function, arguments)
         reason = _reason(error)
+        if reason is None and not is_from_users_code(error):
+            raise explained(
+                CaptureError, f"capture of {name}", error, f"{describe_failed_op(error)}\n    {where}"
+            ) from error
         if reason is None:
             error.add_note(f"raised while spmd traced {name}; nothing was changed\n    {where}")
-            vars(error)[_USERS] = True
+            mark_as_users(error)
             raise
         if not _shows_all():
             error.__traceback__ = users_part(error.__traceback__)
@@ -58,7 +63,7 @@ def shorten_traceback(error: Exception) -> None:
 
     ``SPMD_FULL_TRACEBACK=1`` keeps all.
     """
-    if (_USERS in vars(error) or isinstance(error, _FOR_USERS)) and not _shows_all():
+    if (is_users(error) or isinstance(error, _FOR_USERS)) and not _shows_all():
         error.__traceback__ = users_part(error.__traceback__)
 
 
@@ -82,8 +87,7 @@ def _describe_location(traceback: TracebackType | None, function: Callable[..., 
     """``"train.py:12 in model.head: loss = ..."``, or the line where the function is defined."""
     location = user_location(traceback)
     if location is None:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+        return defined_at(function)
     module = module_of(traceback, {id(module): name for name, module in submodules_of(arguments.modules)})
     return f"{location[0]}:{location[1]}{f' in {module}' if module else ''}: {source_at(*location)}"
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import CaptureError
+from passes import CaptureError, SpmdError
 from passes.ir.ops import draws
 from passes.ir.origin import Origin
+from passes.unexpected_errors import REPORT
 
 from .._torch import DisableAutocast, get_proxy_mode, make_fx, use_lazy_graph_module
 from .decompositions import second_trace_table
@@ -56,6 +57,7 @@ class _SecondTrace(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, constants: Mapping[str, Any]) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # the error says where, and keeps its type
         self.constants = constants
         self.last: fx.Node | None = None
         self.draws: dict[tuple[int, int], int] = {}  # by (draw of the first trace, index among the ops it became)
@@ -67,9 +69,13 @@ class _SecondTrace(fx.Interpreter):
         origin: Origin | None = n.meta.get("origin")
         try:
             result = super().run_node(n)
+        except SpmdError:
+            raise
         except Exception as error:
             line = f"\n    {origin.source}" if origin is not None else ""
-            raise CaptureError(f"{n.target} cannot be made functional or decomposed: {error}{line}") from error
+            raise CaptureError(
+                f"{n.target} cannot be made functional or decomposed: {type(error).__name__}: {error}{line}\n{REPORT}"
+            ) from error
         added = self._added()
         if added and origin is not None:
             for node in added[:-1]:

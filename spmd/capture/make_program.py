@@ -49,6 +49,7 @@ def capture(
     program = Program(second, _inputs(call, carried, constants), [], call.mesh, name=name, annotations=call.annotations)
     guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches)
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried)
+    captured.cleared_first = trace.cleared_first
     _describe_origins(program)
     _check_memory_is_not_read(program)
     _name_placeholders(program)

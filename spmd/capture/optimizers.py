@@ -27,6 +27,9 @@ from .unsupported import Refused
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
 # Optimizers that branch on the value of a counter, except in the form that keeps counters as tensors.
 _BRANCHING = (torch.optim.RAdam, torch.optim.ASGD)
+# Optimizers whose form with counters in tensors divides by the learning rate: where that is 0, a parameter without
+# gradients so far would become 0/0. They take the form with counters as floats; ``TensorsAsFloats`` makes it traceable.
+_DIVIDES_BY_RATE = (torch.optim.Adam, torch.optim.AdamW)
 # Functions that return the number that they are given.
 _COPIES = {"clone", "detach"}
 # Optimizers that no graph can hold, each with the reason and what to do instead.
@@ -128,6 +131,8 @@ class TensorsAsFloats(TorchFunctionMode):
             is_read = self._is_float(x) and x.is_floating_point() and not any(x is w for w in written)
             return x.to(dtype) if is_read and dtype is not None and func.__name__ not in _COPIES else x
 
+        if func is Tensor.addcdiv_ and self._is_float(kwargs.get("value")):
+            return args[0].add_(args[1] / args[2] * read(kwargs["value"]))  # it takes a Python number only
         result = func(*tree_map(read, args), **tree_map(read, kwargs))
         if not others and isinstance(result, Tensor) and not result.ndim:
             self.add(result)
@@ -169,7 +174,8 @@ class TracedOptimizer:
 
     def use_plain_form(self) -> None:
         """Set the groups to one tensor at a time, and to counters as tensors where torch has that form."""
-        plain = {"foreach": False, "fused": False, "capturable": not self.in_floats}
+        divides = self.floats is not None and isinstance(self.optimizer, _DIVIDES_BY_RATE)
+        plain = {"foreach": False, "fused": False, "capturable": not (self.in_floats or divides)}
         for group in self.optimizer.param_groups:
             if self.floats is not None and group.get("fused") and isinstance(group["lr"], Tensor):
                 self.floats.add(group["lr"])  # a fused kernel reads it as a float, too

@@ -35,6 +35,7 @@ from .._torch import (
     tree_flatten,
 )
 from ..call.rng import Draws
+from ..failed_ops import note_op
 from ..source_lines import user_line
 from .reads import Reads
 from .recompute import Recomputed, recomputing
@@ -88,7 +89,11 @@ class Recorder(TorchDispatchMode):
             check_outside(func, args, self.constants)
         drawn = self._number(func, args, kwargs or {})
         self._differentiable = _is_differentiable(func, args)
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except Exception as error:
+            note_op(error, func, args, kwargs or {})
+            raise
         check_op(func, args, result)
         self._note(current, drawn)
         return result

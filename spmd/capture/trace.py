@@ -30,6 +30,7 @@ from ..call.rng import refuse_other_generators
 from ..call.state import StateRef, submodules_of
 from .decompositions import first_trace_table
 from .effects.carried import Carried
+from .effects.cleared_gradients import ClearedGradients
 from .effects.containers import ArgumentEntry, Containers
 from .fakes import Fakes
 from .final_state import FinalState
@@ -57,6 +58,7 @@ class Trace:
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
     lifts_anywhere: bool = False  # whether tensors that are no arguments, wherever the step reads them, are constants
+    cleared_first: frozenset[str] = frozenset()  # parameters whose gradient the step clears before it reads it
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
     _caches_casts: bool = True
 
@@ -83,12 +85,15 @@ class Trace:
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(LengthsAsTensors())
             scalar_indices = stack.enter_context(ScalarIndices())
+            cleared = stack.enter_context(ClearedGradients(swap.fake_of))
+            stack.enter_context(cleared.watch_zero_grad())
             self.branches = stack.enter_context(branches).found
             constants = constant_attributes(self._submodules(), self.reads, self.lifts_anywhere)
             recorder.constants = stack.enter_context(constants)
             stack.enter_context(mixed_precision(self.call))
             stack.enter_context(recorder)  # the outermost mode: no other Python code runs inside of an op
             result = self._call_function(fakes, swap)
+            self.cleared_first = frozenset(cleared.names)
             set_data.check_end()
             scalar_indices.check_end()
             self.final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)

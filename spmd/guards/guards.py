@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import global_hooks
-from ..call.state import Arguments, Slot
+from ..call.state import Arguments, Slot, gradient_name
 from ..capture.captured import Captured
 from ..capture.hyper_conditions import HyperGuards
 from ..capture.reads import Reads
@@ -46,13 +46,14 @@ class Guards:
     kept: KeptTensors
     conditions: HyperGuards
     described: dict[str, str]  # each state tensor in a message, by name
+    any_gradient: frozenset[str]  # names of gradients that a call may have or lack
     dead: bool = False
     on_release: Callable[[], None] | None = None  # releases what else holds state
 
     @classmethod
     def of(cls, arguments: Arguments, slots: Sequence[Slot], reads: Reads, captured: Captured, settings: Any) -> Guards:
         """Guards on the state as it is now. ``settings`` are ``torch_settings()`` when the step was traced."""
-        layout = StateLayout.of(arguments, slots)
+        layout = StateLayout.of(arguments, slots, captured.cleared_first)
         specs = {slot.input.name: expectation(slot.get()) for slot in slots}
         guards = cls(
             Leaves.of(arguments, [(name, specs.get(name)) for name in layout.names]),
@@ -66,6 +67,7 @@ class Guards:
             KeptTensors.of(captured.carried),
             captured.guards,
             _describe_state(slots),
+            frozenset(map(gradient_name, captured.cleared_first)),
         )
         release = weakref.WeakMethod(guards._release)
 
@@ -146,7 +148,7 @@ class Guards:
     def _state_difference(self, slots: Sequence[Slot]) -> str:
         before, now = self.described, _describe_state(slots)
         for name in {**before, **now}:
-            if before.get(name) != now.get(name):
+            if before.get(name) != now.get(name) and name not in self.any_gradient:
                 return f"{name}: {before.get(name, 'not there')} -> {now.get(name, 'not there')}"
         return ""
 

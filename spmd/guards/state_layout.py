@@ -34,6 +34,7 @@ class StateLayout:
     parameters: TensorPositions
     buffers: TensorPositions
     optimizers: list[OptimizerLayout]
+    with_gradient: list[int] | None  # the parameters whose gradients count; None for all
     gradients: TensorPositions
     hooks: list[Any]  # the user's, on parameters
     distributed: bool  # whether some state is a DTensor
@@ -41,12 +42,16 @@ class StateLayout:
     guards: Any = field(repr=False)
 
     @classmethod
-    def of(cls, arguments: Arguments, slots: Sequence[Slot]) -> StateLayout:
-        """The layout now; ``slots`` are the program's."""
+    def of(
+        cls, arguments: Arguments, slots: Sequence[Slot], cleared_first: frozenset[str] = frozenset()
+    ) -> StateLayout:
+        """The layout now; ``slots`` are the program's, ``cleared_first`` its parameters with any gradient or none."""
         modules = [module for _, module in submodules_of(arguments.modules)]
         owned, buffered = list(map(own_parameters, modules)), list(map(own_buffers, modules))
         parameters = TensorPositions(flat_values(owned))
         tensors = parameters.pick(flat_values(owned)) or []
+        names = {id(slot.get()): slot.input.name for slot in slots}
+        with_gradient = [k for k, tensor in enumerate(tensors) if names.get(id(tensor)) not in cleared_first]
         layout = cls(
             [each for each in owned if each],
             [each for each in buffered if each],
@@ -54,14 +59,14 @@ class StateLayout:
             parameters,
             TensorPositions(flat_values(buffered)),
             [OptimizerLayout.of(optimizer, tensors) for optimizer in arguments.optimizers.values()],
-            TensorPositions(list(map(_gradient, tensors))),
+            with_gradient if len(with_gradient) < len(tensors) else None,
+            TensorPositions([tensors[k].grad for k in with_gradient]),
             _hooks_of(tensors),
             any(isinstance(slot.get(), DTensor) for slot in slots),
             [],
             None,
         )
         compared, of_optimizers = layout._read(arguments) or ([], [])
-        names = {id(slot.get()): slot.input.name for slot in slots}
         layout.names = [names.get(id(tensor), "") for tensor in compared + of_optimizers]
         layout.guards = TensorGuards(compared)
         return layout
@@ -85,7 +90,8 @@ class StateLayout:
         buffers = self.buffers.pick(flat_values(self.buffer_dicts))
         if parameters is None or buffers is None or not structurally_equal(_hooks_of(parameters), self.hooks):
             return None
-        gradients = self.gradients.pick(list(map(_gradient, parameters)))
+        observed = parameters if self.with_gradient is None else [parameters[k] for k in self.with_gradient]
+        gradients = self.gradients.pick(list(map(_gradient, observed)))
         if gradients is None:
             return None
         compared, of_optimizers = [*parameters, *buffers, *gradients], []

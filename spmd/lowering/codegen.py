@@ -162,7 +162,7 @@ class _Writer:
             self.done_once.append(f"{name}data = {self._name(torch.Tensor.detach)}({name})")
 
     def _write(self, node: fx.Node) -> None:
-        line = f"{self.names[node]} = {self._call(node)}"
+        line = f"{self.names[node]} = {self._call(node)}{_comment(node)}"
         if self._is_fixed(node):
             self.fixed.add(node)
             self.done_once.append(line)
@@ -175,6 +175,7 @@ class _Writer:
             self.fixed.add(node)
             self.done_once.append(f"{self.names[node]} = {self._value(target)}")
             line = f"{self.prepared[target]}.wait()" if target in self.prepared else self._call(node)
+            line += _comment(node)
         self.each_call.append(line)
 
     def _prepare(self, node: fx.Node) -> None:
@@ -254,6 +255,11 @@ class _Writer:
         bound, given = [", ".join(self.names[node] for node in each) for each in self.arguments]
         inner = [f"def run({given}):", *(f"    {line}" for line in self.each_call), "return run"]
         return "\n".join([f"def bind({bound}):", *(f"    {line}" for line in [*self.done_once, *inner]), ""])
+
+
+def _comment(node: fx.Node) -> str:
+    """The user's line, for the traceback of an op that fails on the data of a call."""
+    return f"  # {node.meta['source']}" if node.meta.get("source") else ""
 
 
 def _into_new(out_variant: Callable[..., Any], like: torch.Tensor, *args: Any) -> Any:

@@ -31,11 +31,18 @@ def warn_of_stale_references(replaced: Replaced) -> None:
         return
     held = [name for name, tensor in alive.items() if any(_holds(holder, tensor) for holder in holders)]
     shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
+    if all(map(_is_of_optimizer, holders)):  # as where one step accumulates gradients and another one updates
+        why = "Its own step() would update nothing"
+        way_out = "Build it after the first call, or pass it to a compiled step, which finds the new ones"
+    else:
+        why = "Nothing updates those"
+        way_out = (
+            "Build what refers to parameters (a list, an optimizer, a moving average) after the first call, or pass it "
+            "to the step"
+        )
     warnings.warn(
         f"the first call has split the model: its parameters are DTensors now, but {_described(holders)} that the step "
-        f"does not take still refer{'s' * (len(holders) == 1)} to those from before ({shown}), which nothing updates. "
-        "Build what refers to parameters (a list, an optimizer, a moving average) after the first call, or pass it to "
-        "the step",
+        f"does not take still refer{'s' * (len(holders) == 1)} to those from before ({shown}). {why}. {way_out}",
         stacklevel=6,
     )
 
@@ -53,6 +60,14 @@ def _holds(holder: Any, tensor: torch.Tensor) -> bool:
     return any(each is tensor for each in values)
 
 
+def _is_of_optimizer(holder: Any) -> bool:
+    """Whether a list is that of the parameters in a group of an optimizer."""
+    return any(isinstance(each, dict) and each.get("params") is holder for each in gc.get_referrers(holder))
+
+
 def _described(holders: Sequence[Any]) -> str:
-    kinds = [f"a {type(holder).__name__} of {len(holder)}" for holder in holders[:3]]
+    kinds = [
+        "an optimizer" if _is_of_optimizer(holder) else f"a {type(holder).__name__} of {len(holder)}"
+        for holder in holders[:3]
+    ]
     return " and ".join(dict.fromkeys(kinds)) + (" and others" if len(holders) > 3 else "")

@@ -10,7 +10,7 @@ import torch
 
 import spmd
 from tests.harness.cases import MLP
-from tests.harness.oracle import all_unequal, compiled_run, plain_run
+from tests.harness.oracle import all_unequal, compiled_run, plain_run, random_generator
 from tests.harness.pool import Ranks
 
 
@@ -114,6 +114,32 @@ def test_so_do_other_schedulers(ranks: Ranks, case: MLP, style: str) -> None:
 def test_a_learning_rate_may_start_from_zero(ranks: Ranks, optimizer: str) -> None:
     for differ, _ in ranks.run(2, run, Scheduled(optimizer=optimizer, warm_up=True), "replicate"):
         assert differ == []
+
+
+@dataclass(frozen=True)
+class WarmUpOfTable(Scheduled):
+    """A table with rows that have no gradient while the learning rate is zero: 0/0 in the form with counters."""
+
+    warm_up: bool = True
+    amsgrad: bool = False
+
+    def build(self) -> tuple[Any, ...]:
+        table = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2)).double()
+        kind = torch.optim.Adam if self.amsgrad else torch.optim.AdamW
+        optimizer = kind(table.parameters(), lr=0.01, weight_decay=0.1, amsgrad=self.amsgrad)
+        optimizer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
+        return table, optimizer
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        rows = torch.randint(3 + step, (4,), generator=random_generator(rank, step))
+        return rows, torch.randn(4, 2, generator=random_generator(rank, step), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("case, style", [
+    (WarmUpOfTable(), "replicate"), (WarmUpOfTable(amsgrad=True), "fully_shard"),
+])  # fmt: skip
+def test_rows_without_gradient_survive_a_learning_rate_of_zero(ranks: Ranks, case: MLP, style: str) -> None:
+    assert ranks.run(2, run, case, style) == [([], 1)] * 2
 
 
 @pytest.mark.parametrize("optimizer", ["SGD momentum", "AdamW"])

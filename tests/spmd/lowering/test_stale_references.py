@@ -62,6 +62,12 @@ def test_what_goes_stale_is_warned_of_once(build: Callable[[nn.Module], Any]) ->
     assert "after the first call, or pass it" in message and "model.0.weight" in message
 
 
+def test_an_optimizer_of_another_step_is_called_so() -> None:
+    (message,) = messages(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "but an optimizer that the step does not take" in message
+    assert "pass it to a compiled step, which finds the new ones" in message and "Nothing updates" not in message
+
+
 @pytest.mark.parametrize(
     "build",
     [

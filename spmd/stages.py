@@ -1,0 +1,37 @@
+"""``Stages``: the stages of one compilation, each shown, timed, and explained if it fails unexpectedly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from passes import Program
+
+from .progress import Progress
+from .unexpected_errors import unexpected_errors
+
+
+@dataclass
+class Stages:
+    """``name`` is that of the program, ``where`` the line of the step; ``program``: what the last stage has made."""
+
+    name: str
+    where: str
+    progress: Progress
+    program: Program | None = None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A stage that is shown and timed."""
+        with self.progress.stage(name), self.explained(name):
+            yield
+
+    def explained(self, stage: str) -> AbstractContextManager[None]:
+        """Explain an unexpected error in a stage."""
+        return unexpected_errors(stage, self.name, self.where, self._before)
+
+    def _before(self) -> Iterator[str]:
+        """A line for each stage, and for each pass, that went well."""
+        yield from (f"{stage}, {seconds:.1f} s" for stage, seconds in self.progress.seconds.items())
+        yield from self.program.history if self.program is not None else ()
