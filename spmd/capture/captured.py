@@ -13,6 +13,7 @@ from passes import Program
 from .._torch import TreeSpec, tree_unflatten
 from .effects.carried import Carried
 from .effects.kept import Write
+from .effects.repeated import Effect
 from .hyper_conditions import HyperGuards
 from .reads import ReadSite
 
@@ -47,7 +48,7 @@ class Captured:
     new_state: list[NewState]
     cleared_gradients: list[str]  # parameters whose stored gradient the step sets to None
     carried: Carried  # Python state that the program takes as inputs
-    writes: list[Write]  # to Python state
+    writes: list[Write | Effect]  # to Python state
 
     def all_carried(self) -> Carried:
         """What the program takes as inputs, and the other sites that it writes, which may hold tensors then."""

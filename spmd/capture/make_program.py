@@ -29,7 +29,7 @@ from .fakes import Fakes
 from .final_state import Incomplete
 from .functionalize import functionalize
 from .hyper_conditions import HyperGuards
-from .reads import Reads
+from .reads import Journals, Lines, Reads
 from .trace import Trace
 
 
@@ -61,20 +61,28 @@ def capture(
 def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple[Trace, fx.GraphModule]:
     """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet.
 
-    And once more if it reads a tensor that is neither an argument nor state: it may be a constant.
+    And once more if it reads a tensor that is neither an argument nor state: it may be a constant. Containers that it
+    writes to get journals, unless it reads what they hold.
     """
     lifts_anywhere = False
+    logs, refused = list[Any](), dict[int, Lines]()
     while True:
         call.count(carried.counters)
-        trace = Trace(function, call, Fakes.of(call, carried), Reads(), carried, lifts_anywhere=lifts_anywhere)
+        reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
+        trace = Trace(function, call, Fakes.of(call, carried), reads, carried, lifts_anywhere=lifts_anywhere)
         try:
             return trace, trace.graph_module()
         except Incomplete as error:
             carried = (carried | error.missing).with_names_unlike(_names(call))
+            logs += error.logs
+            refused |= error.read
         except Exception as error:
-            if lifts_anywhere or not is_from_outside(error):
+            if reads.journals.by_id:  # it may be one of C code that reads a container of which it sees nothing
+                refused |= reads.journals.all()
+            elif lifts_anywhere or not is_from_outside(error):
                 raise
-            lifts_anywhere = True
+            else:
+                lifts_anywhere = True
 
 
 def _names(call: Call) -> set[str]:

@@ -22,6 +22,7 @@ from passes.ir.program import is_sharded
 from ..._torch import tree_flatten, tree_unflatten
 from ...ranks.world import extend_placement
 from ..reads import ReadSite
+from .lost_graph import has_lost_graph
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,10 @@ class Carried:
     def now(self) -> Carried:
         """The part of it that is there now: numbers that still are numbers, sites that still hold tensors."""
         numbers = [site for site in self.numbers if type(site.get()) in (int, float)]
-        sites = [site for site in self.sites if any(isinstance(x, torch.Tensor) for x in tree_flatten(site.get())[0])]
-        return Carried(tuple(numbers), tuple(sites), self.counters)
+        held = [(site, tree_flatten(site.get())[0]) for site in self.sites]
+        sites = [site for site, leaves in held if any(isinstance(leaf, torch.Tensor) for leaf in leaves)]
+        lost = [site for site, leaves in held if any(map(has_lost_graph, leaves))]
+        return Carried(tuple(numbers), tuple(site for site in sites if site not in lost), self.counters)
 
     def with_names_unlike(self, taken: set[str]) -> Carried:
         """The same, with a number after each name that another input has."""
