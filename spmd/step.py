@@ -172,8 +172,7 @@ class CompiledStep:
         notes = self._settle(call, agreement)
         modes = torch_settings()
         with progress.stage("capture"):
-            captured, reads = self._capture(call, name)
-            captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
+            captured, reads = self._capture(call, name, agreement)
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
@@ -215,14 +214,16 @@ class CompiledStep:
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
         )
 
-    def _capture(self, call: Call, name: str) -> tuple[Captured, Reads]:
+    def _capture(self, call: Call, name: str, agreement: Agreement) -> tuple[Captured, Reads]:
         """Trace the step; once more if optimizer state that was made for it has to go."""
+        live = self._dispatch.live_numbers(call, agreement.all_gather_text)
         while True:
             with replaced(call.given.modules, self._options.overrides):
-                captured, reads = capture(self._function, call, name, self._dispatch.carried(call))
+                captured, reads = capture(self._function, call, name, self._dispatch.carried(call), live)
             if not call.end_idle_state(captured.program):
                 call.references = reads.references
-                return captured, reads
+                self._dispatch.note_fixed(live, captured)
+                return in_rank_zero_order(captured, call, agreement.all_gather_text), reads
 
     def _settle(self, call: Call, agreement: Agreement) -> list[str]:
         """Find all facts of a call, with the mesh as programs see it; returns notes for the report."""

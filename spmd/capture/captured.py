@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Captured:
     cleared_gradients: list[str]  # parameters whose stored gradient the step sets to None
     carried: Carried  # Python state that the program takes as inputs
     writes: list[Write | Effect]  # to Python state
+    live: bool = False  # whether numbers that were to be inputs are
+    fixed: set[str] = field(default_factory=set)  # of these, those whose value the program depends on, by name
 
     def all_carried(self) -> Carried:
         """What the program takes as inputs, and the other sites that it writes, which may hold tensors then."""

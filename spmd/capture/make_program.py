@@ -28,27 +28,36 @@ from .explain_errors import explained_errors, is_from_outside
 from .fakes import Fakes
 from .final_state import Incomplete
 from .functionalize import functionalize
-from .hyper_conditions import HyperGuards
+from .hyper_conditions import HyperGuards, is_fixed
 from .reads import Journals, Lines, Reads
 from .trace import Trace
+from .values.live_numbers import computes_the_same
 
 
 def capture(
-    function: Callable[..., Any], call: Call, name: str, known: Carried | None = None
+    function: Callable[..., Any], call: Call, name: str, known: Carried | None = None, live: Carried | None = None
 ) -> tuple[Captured, Reads]:
     """Trace one call of ``function``; returns with it the plain Python state that it reads.
 
-    ``known``: Python state that other programs of the step take as inputs. Raises ``CaptureError`` if the step cannot
-    be traced; nothing is changed then.
+    ``known``: Python state that other programs of the step take as inputs. ``live``: numbers that become inputs, too,
+    if the step can be traced with them. Raises ``CaptureError`` if the step cannot be traced; nothing is changed then.
     """
+    known = (known or Carried()).now()
     with explained_errors(function, call.arguments), constraints_on(call.mesh):
-        trace, first = _traced(function, call, (known or Carried()).now())
+        found = _traced_with_live_numbers(function, call, known, live.now()) if live else None
+        trace, first = found or _traced(function, call, known)
     assert trace.final is not None
     fakes, reads, carried = trace.fakes, trace.reads, trace.carried
     second, constants = functionalize(first, fakes)
     program = Program(second, _inputs(call, carried, constants), [], call.mesh, name=name, annotations=call.annotations)
     guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches)
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried)
+    captured.live = found is not None
+    captured.fixed = {
+        name
+        for name, symbol in zip(_numbers_of(call, carried), fakes.symbols, strict=True)
+        if found and symbol is not None and is_fixed(fakes.shapes, symbol)
+    }
     _describe_origins(program)
     _check_memory_is_not_read(program)
     _name_placeholders(program)
@@ -56,6 +65,22 @@ def capture(
     second.graph.lint()
     second.recompile()
     return captured, reads
+
+
+def _traced_with_live_numbers(
+    function: Callable[..., Any], call: Call, known: Carried, live: Carried
+) -> tuple[Trace, fx.GraphModule] | None:
+    """The step with numbers as inputs; None where it does not compute with them what it does with their values.
+
+    Code can see that a symbol is no int (``isinstance``), so the graph for the values is traced, too, and compared.
+    """
+    taken = {*_names(call), *live.leaves, *(site.name for site in known.numbers)}
+    try:
+        trace, first = _traced(function, call, known | live.with_names_unlike(taken))
+    except Exception:
+        return None  # if it is the user's own error, the step raises it again
+    _, constant = _traced(function, call, known)
+    return (trace, first) if computes_the_same(first.graph, constant.graph) else None
 
 
 def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple[Trace, fx.GraphModule]:
@@ -90,9 +115,15 @@ def _names(call: Call) -> set[str]:
     return {*names, *(x.name for x in call.inputs)}
 
 
+def _numbers_of(call: Call, carried: Carried) -> list[str]:
+    """The names of all numbers that a call reads, in order."""
+    numbers = [*call.hyper_parameters, *carried.numbers, *carried.arguments(call.given)]
+    return [each.name for each in numbers]
+
+
 def _inputs(call: Call, carried: Carried, constants: Sequence[torch.Tensor]) -> list[Input]:
     numbers = [(hyper.name, hyper.get()) for hyper in call.hyper_parameters]
-    numbers += [(site.name, site.get()) for site in carried.numbers]
+    numbers += [(each.name, each.get()) for each in (*carried.numbers, *carried.arguments(call.given))]
     return [
         *[slot.input for slot in call.slots],
         *[Input(Role.HYPER_PARAMETER, name, dtype=_dtype_of(value)) for name, value in numbers],

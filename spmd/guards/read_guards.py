@@ -12,6 +12,7 @@ import torch
 
 from ..capture.reads import MISSING, READERS, Reads, ReadSite, Reference, content_of
 from ..capture.tensor_attributes import is_constant
+from .leaves import can_be_live
 from .weak_values import AnyOf, WeakValues, described, matches, unchanged
 
 
@@ -78,6 +79,11 @@ class ReadGuards:
         if not all(matches(site.get(), expected) for site, expected in self.weak):
             return False
         return all(_is_one(references) for references in self.shared)
+
+    def changed_numbers(self) -> list[tuple[ReadSite, bool]]:
+        """The sites with numbers, each with whether there is another value now."""
+        found = [(site, value, site.get()) for site, value in zip(self.sites, self.values, strict=True)]
+        return [(site, now != value) for site, value, now in found if can_be_live(value, now)]
 
     def difference(self) -> str:
         """The first value that is not as it was, or nothing."""

@@ -20,6 +20,7 @@ from passes import Input, Role
 from passes.ir.program import is_sharded
 
 from ..._torch import tree_flatten, tree_unflatten
+from ...call.state import Arguments, HyperParameter
 from ...ranks.world import extend_placement
 from ..reads import ReadSite
 from .lost_graph import has_lost_graph
@@ -43,15 +44,16 @@ class KeptTensor:
 class Carried:
     """Sites with numbers, and sites with tensors or containers of them. ``counters`` are entries of parameter groups.
 
-    A counter is (path of the optimizer, index of the group, key).
+    A counter is (path of the optimizer, index of the group, key). ``leaves`` are numbers among the arguments, by name.
     """
 
     numbers: tuple[ReadSite, ...] = ()
     sites: tuple[ReadSite, ...] = ()
     counters: frozenset[tuple[str, int, str]] = frozenset()
+    leaves: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.sites or self.counters)
+        return bool(self.numbers or self.sites or self.counters or self.leaves)
 
     def __or__(self, other: Carried) -> Carried:
         known = self.addresses
@@ -59,6 +61,7 @@ class Carried:
             (*self.numbers, *(site for site in other.numbers if site.address not in known)),
             (*self.sites, *(site for site in other.sites if site.address not in known)),
             self.counters | other.counters,
+            tuple(dict.fromkeys((*self.leaves, *other.leaves))),
         )
 
     def now(self) -> Carried:
@@ -67,7 +70,7 @@ class Carried:
         held = [(site, tree_flatten(site.get())[0]) for site in self.sites]
         sites = [site for site, leaves in held if any(isinstance(leaf, torch.Tensor) for leaf in leaves)]
         lost = [site for site, leaves in held if any(map(has_lost_graph, leaves))]
-        return Carried(tuple(numbers), tuple(site for site in sites if site not in lost), self.counters)
+        return replace(self, numbers=tuple(numbers), sites=tuple(site for site in sites if site not in lost))
 
     def with_names_unlike(self, taken: set[str]) -> Carried:
         """The same, with a number after each name that another input has."""
@@ -85,6 +88,11 @@ class Carried:
     def addresses(self) -> set[tuple[int, str]]:
         """The addresses of all sites."""
         return {site.address for site in (*self.numbers, *self.sites)}
+
+    def arguments(self, given: Arguments) -> list[HyperParameter]:
+        """The numbers among the arguments of a call."""
+        values = {leaf.name: leaf.value for leaf in given.leaves}
+        return [HyperParameter(name, values, name) for name in self.leaves]
 
     def tensors(self) -> list[KeptTensor]:
         """All tensors, in order."""
