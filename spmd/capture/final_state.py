@@ -92,7 +92,9 @@ class FinalState:
         """The traced values, in the order of the graph's outputs."""
         new_state = [entry.value for entry in self.optimizer_state]
         values = [*self.results, *self.slots, *self.gradients.values(), *self.skips, *new_state]
-        written = [leaf for write in self.writes for leaf in write.leaves if is_output(leaf)]
+        results = {id(value) for value in self.results}
+        pairs = [(write, leaf) for write in self.writes for leaf in write.leaves if is_output(leaf)]
+        written = [leaf for write, leaf in pairs if not isinstance(write, Effect) or id(leaf) not in results]
         return [*(value for value in values if is_traced(value)), *written]
 
 

@@ -43,7 +43,7 @@ from .symbolic_minmax import symbolic_min_and_max
 from .tensor_attributes import constant_attributes
 from .values.ctc_loss import LengthsAsTensors
 from .values.scalar_indices import ScalarIndices
-from .values.symbolic_text import numbers_as_text
+from .values.symbolic_text import numbers_as_text, tensors_as_text
 
 
 @dataclass
@@ -113,6 +113,8 @@ class Trace:
             self.reads.watch(self.function, *[leaf.value for leaf in leaves]),
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
+            self.reads.journals.recorded_prints(),
+            tensors_as_text(),
         ):
             result = self.function(*args, **kwargs)
         self.entries = list(containers.changes(names))

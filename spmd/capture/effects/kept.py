@@ -7,7 +7,7 @@ becomes an input (``carried.py``); flags are guarded by the value that was read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NoReturn
@@ -197,23 +197,28 @@ def _check_object(leaf: Any, explained: _Explained) -> None:
         explained.refuse(f"puts a {kind} that holds tensors in", "Keep the tensors, in a tuple, list or dict", held[0])
 
 
-def bound(writes: Iterable[Write | Effect], add: Callable[[str], Any]) -> list[Write | Effect]:
-    """The writes, with ``add(name)`` in the place of each traced leaf, in order; names are made unique."""
+def bound(
+    writes: Iterable[Write | Effect], known: Mapping[int, Any], add: Callable[[str], Any]
+) -> list[Write | Effect]:
+    """The writes, with ``add(name)`` in the place of each traced leaf, in order; names are made unique.
+
+    ``known``: outputs that there are already, by the id of the leaf, for effects to share.
+    """
     taken = set[str]()
 
-    def add_output(name: str) -> Any:
+    def output(write: Write | Effect, name: str, leaf: Any) -> Any:
+        if isinstance(write, Effect) and id(leaf) in known:
+            return known[id(leaf)]
         names = (name if k == 1 else f"{name} ({k})" for k in count(1))
         unique = next(each for each in names if each not in taken)
         taken.add(unique)
         return add(unique)
 
-    return [
-        replace(
-            write,
-            leaves=[add_output(n) if is_output(x) else x for n, x in zip(write.names(), write.leaves, strict=True)],
-        )
-        for write in writes
-    ]
+    def leaves(write: Write | Effect) -> list[Any]:
+        pairs = zip(write.names(), write.leaves, strict=True)
+        return [output(write, name, leaf) if is_output(leaf) else leaf for name, leaf in pairs]
+
+    return [replace(write, leaves=leaves(write)) for write in writes]
 
 
 def is_output(leaf: Any) -> bool:

@@ -1,10 +1,11 @@
-"""``Effect``: what each call of a program repeats on a log, or another container that the step writes to.
+"""``Effect``: what each call of a program repeats: writes to a log, or to another container, and prints.
 
 In come the writes that a trace recorded (``../reads/journals.py``).
 """
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,15 +46,19 @@ class Effect:
         if self.had_graph:
             for leaf in leaves:
                 mark(leaf)
-        args = tree_unflatten(leaves, self.spec)
-        getattr(self.target.get(), self.method)(*args)
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        getattr(self.target.get(), self.method)(*args, **kwargs)
+
+
+_PRINT = Reference("print", vars(builtins), "print")
 
 
 def effects_of(written: Iterable[Written]) -> list[Effect]:
     """What each call repeats."""
     found = []
     for each in written:
-        leaves, spec = tree_flatten(each.args)
+        leaves, spec = tree_flatten((each.args, each.kwargs))
+        target = each.journal.references[0] if each.journal is not None else _PRINT
         had_graph = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        found.append(Effect(each.journal.references[0], each.method, leaves, spec, each.line, had_graph))
+        found.append(Effect(target, each.method, leaves, spec, each.line, had_graph))
     return found

@@ -8,15 +8,18 @@ step is traced again without a journal for it.
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from ..._torch import register_pytree_node
+from ...foreign_code import is_foreign_file
 from ...source_lines import user_line
 from .read_sites import Reference
 
@@ -25,9 +28,10 @@ from .read_sites import Reference
 class Written:
     """One write: a method that the step called on a container, and the user's line."""
 
-    journal: Journal
+    journal: Journal | None  # None for a call of ``print``
     method: str
     args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     line: str
 
 
@@ -64,7 +68,7 @@ class Journal:
         line = user_line(sys._getframe(2))
         self.written_at = self.written_at or line
         if not self.read_at:
-            self.journals.written.append(Written(self, method, args, line))
+            self.journals.written.append(Written(self, method, args, {}, line))
 
     @property
     def lines(self) -> Lines:
@@ -94,6 +98,23 @@ class Journals:
     def all(self) -> dict[int, Lines]:
         """All containers that have a journal, by id."""
         return {key: journal.lines for key, journal in self.by_id.items()}
+
+    @contextmanager
+    def recorded_prints(self) -> Iterator[None]:
+        """Record what the user's code prints, for the length of the context."""
+        before = builtins.print
+
+        def record(*args: Any, **kwargs: Any) -> None:
+            if is_foreign_file(sys._getframe(1).f_code.co_filename):
+                before(*args, **kwargs)
+            else:
+                self.written.append(Written(None, "__call__", args, kwargs, user_line(sys._getframe(1))))
+
+        builtins.print = record
+        try:
+            yield
+        finally:
+            builtins.print = before
 
     def can_have(self, container: Any) -> bool:
         """Whether a container may have a journal, in another trace."""

@@ -160,3 +160,44 @@ def test_logs_are_those_of_the_plain_step(log: Log) -> None:
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_each_rank_logs_what_results_are(ranks: Ranks, style: str) -> None:
     assert ranks.run(2, logs_of, "nests", style) == [1, 1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_prints_show_the_values_of_each_call(capsys: pytest.CaptureFixture[str]) -> None:
+    def prints(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+        trainer.steps += 1
+        print("step", trainer.steps, loss.detach(), {"item": loss.item()}, sep=" | ")
+
+    batches = [part(0, k) for k in range(3)]
+    texts = []
+    for decorate in (lambda step: step, spmd.compile):
+        _, step = run(prints, decorate, batches)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].count("tensor(") == 3 and len(step.programs) == 1
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("text", [lambda loss: f"{loss}", lambda loss: f"{loss.item():.3f}", str, "%s".__mod__])
+def test_text_of_a_value_is_refused_with_its_line(text: Callable[[Tensor], str]) -> None:
+    def formats(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+        trainer.losses.append(text(loss))
+
+    with pytest.raises(spmd.CaptureError, match=r"(?s)formats the value of a tensor.*prints the value.*test_logs\.py"):
+        run(formats, spmd.compile, [part(0, 0)])
+
+
+def logs_on_one_rank(rank: int, world: int) -> list[int]:
+    """Only the first rank keeps and prints the loss, which the step returns."""
+
+    def first_only(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+        if rank == 0:
+            trainer.losses.append(loss)
+            print("loss", loss)
+
+    found, step = run(first_only, spmd.compile, [part(rank, k) for k in range(3)])
+    return [len(step.programs), len(found[1][0])]
+
+
+def test_one_rank_alone_may_log_what_all_return(ranks: Ranks) -> None:
+    (one, kept), (other, none) = ranks.run(2, logs_on_one_rank)
+    assert (one, other) == (1, 1) and kept == none + 2
