@@ -208,8 +208,8 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table, c
     inputs += [f"{x.name} = {contents(x.value)}" for x in call.inputs if all(p.is_replicate() for p in x.placement)]
     inputs += [f"{i.name} in {i.memory} memory" for i in program.inputs if i.memory is not Memory.DEVICE]
     constants = [str(constant.tolist()) for constant in captured.constants]
-    carried = [*captured.carried.numbers, *captured.carried.arguments(call.given)]
-    numbers = [f"{number.name} = {number.get()}" for number in carried]
+    numbers = [f"{number.name} = {number.get()}" for number in captured.carried.numbers]
+    numbers += [f"{number.name} = {number.get()}" for number in captured.carried.arguments(call.given)]
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]

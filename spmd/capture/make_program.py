@@ -117,13 +117,13 @@ def _names(call: Call) -> set[str]:
 
 def _numbers_of(call: Call, carried: Carried) -> list[str]:
     """The names of all numbers that a call reads, in order."""
-    numbers = [*call.hyper_parameters, *carried.numbers, *carried.arguments(call.given)]
-    return [each.name for each in numbers]
+    return [*(each.name for each in call.hyper_parameters), *(each.name for each in carried.numbers), *carried.leaves]
 
 
 def _inputs(call: Call, carried: Carried, constants: Sequence[torch.Tensor]) -> list[Input]:
     numbers = [(hyper.name, hyper.get()) for hyper in call.hyper_parameters]
-    numbers += [(each.name, each.get()) for each in (*carried.numbers, *carried.arguments(call.given))]
+    numbers += [(site.name, site.get()) for site in carried.numbers]
+    numbers += [(each.name, each.get()) for each in carried.arguments(call.given)]
     return [
         *[slot.input for slot in call.slots],
         *[Input(Role.HYPER_PARAMETER, name, dtype=_dtype_of(value)) for name, value in numbers],

@@ -37,7 +37,7 @@ class ParameterGroups:
             _flags(arguments, carried.counters),
             [(*groups[id(h.group)], h.key, h.item) for h in found if id(h.group) in groups],
             [(*entries[id(h.group)], h.key) for h in found if id(h.group) in entries],
-            [*(each.name for each in (*found, *carried.numbers)), *carried.leaves],
+            [*(each.name for each in found), *(each.name for each in carried.numbers), *carried.leaves],
             values if all(map(_is_immutable, values)) else [],
             carried,
             [type(site.get()) for site in carried.numbers],

@@ -145,7 +145,7 @@ class _List(Recording, list[Any]):
         self._journal.record("extend", values)
         list.extend(self, values)
 
-    def __iadd__(self, values: Iterable[Any]) -> Any:
+    def __iadd__(self, values: Iterable[Any]) -> Any:  # type: ignore[misc]
         self.extend(values)
         return self
 
@@ -214,7 +214,7 @@ class _Dict(Recording, dict[Any, Any]):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
         return self
 

@@ -39,8 +39,10 @@ def _same_target(node: fx.Node, other: fx.Node) -> bool:
 
 def _constant(node: fx.Node, other: fx.Node) -> bool:
     """Whether two constants are one, or equal."""
-    values = [getattr(each.graph.owning_module, str(each.target), None) for each in (node, other)]
-    return values[0] is values[1] or (all(isinstance(v, torch.Tensor) for v in values) and torch.equal(*values))
+    one, same = (getattr(each.graph.owning_module, str(each.target), None) for each in (node, other))
+    if isinstance(one, torch.Tensor) and isinstance(same, torch.Tensor):
+        return one is same or torch.equal(one, same)
+    return one is same
 
 
 def _tensor_nodes(graph: fx.Graph) -> list[fx.Node]:
