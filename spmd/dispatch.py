@@ -20,6 +20,7 @@ import torch
 
 from passes import RankMismatchError
 
+from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.found import with_found
 from .call.refuse_saves import standing_of_refused
@@ -116,6 +117,7 @@ class Dispatch:
         arguments = with_found(self._function, given)
         check_is_sharded(arguments.modules.values())
         turn.call = Call(arguments, mode)
+        turn.call.no_logs = self._reader.no_logs
 
     def ranks_of(self, call: Call) -> MeshRanks:
         """The ranks that a call compiles with."""
@@ -152,6 +154,17 @@ class Dispatch:
             numbers=tuple(site for name, (site, _) in sites.items() if name in self._live),
             leaves=tuple(sorted(self._live & names)),
         )
+
+    def note_logs(self, call: Call, found: LogsFound) -> None:
+        """Read the arguments of a call anew, where containers among them are logs, or are none after all."""
+        reader = self._reader
+        if found.are_logs:
+            reader.logs |= found.paths
+        else:
+            reader.logs -= found.paths
+            reader.no_logs |= found.paths
+        call.no_logs = reader.no_logs
+        call.read_again(with_found(self._function, reader.read(*call.given.given)))
 
     def note_fixed(self, live: Carried, captured: Captured) -> None:
         """Warn of numbers that should be live, but whose value the program depends on.

@@ -20,6 +20,7 @@ from passes import Fact, Pass, Program, RankFailedError, Report, SpmdError, fact
 from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
+from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
@@ -218,8 +219,12 @@ class CompiledStep:
         """Trace the step; once more if optimizer state that was made for it has to go."""
         live = self._dispatch.live_numbers(call, agreement.all_gather_text)
         while True:
-            with replaced(call.given.modules, self._options.overrides):
-                captured, reads = capture(self._function, call, name, self._dispatch.carried(call), live)
+            try:
+                with replaced(call.given.modules, self._options.overrides):
+                    captured, reads = capture(self._function, call, name, self._dispatch.carried(call), live)
+            except LogsFound as found:
+                self._dispatch.note_logs(call, found)
+                continue
             if not call.end_idle_state(captured.program):
                 call.references = reads.references
                 self._dispatch.note_fixed(live, captured)

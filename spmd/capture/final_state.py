@@ -14,10 +14,11 @@ import torch
 from passes import CaptureError
 
 from .._torch import own_buffers, own_parameters, storage_id
+from ..call.argument_logs import LogsFound
 from ..call.state import Slot, state_name, submodules_of
 from ..call.tree import flatten
 from .effects.carried import Carried
-from .effects.containers import ArgumentEntry
+from .effects.containers import ArgumentEntry, logs_among
 from .effects.groups import group_changes
 from .effects.kept import Write, check_effect, is_output, settle
 from .effects.lines import line_naming
@@ -102,6 +103,9 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
     """What each call writes to Python state, and to containers among its arguments."""
     if reads.journals.read():
         raise Incomplete(carried, read=reads.journals.read())
+    passed = logs_among(entries) - swap.call.no_logs
+    if passed:
+        raise LogsFound(passed, are_logs=True)
     logs = _logs(swap, carried, reads)
     if reads.refused:
         raise CaptureError(

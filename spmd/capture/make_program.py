@@ -8,7 +8,7 @@ decompose ops. The first notes the origin of each node; the second carries it ov
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from passes.ir.ops import Trait, has
 from passes.ir.origin import Origin
 
 from .._torch import rename_placeholder
+from ..call.argument_logs import Log, LogsFound
 from ..call.call import Call
 from .bind_outputs import bind_outputs
 from .captured import Captured
@@ -77,6 +78,8 @@ def _traced_with_live_numbers(
     taken = {*_names(call), *live.leaves, *(site.name for site in known.numbers)}
     try:
         trace, first = _traced(function, call, known | live.with_names_unlike(taken))
+    except LogsFound:
+        raise
     except Exception:
         return None  # if it is the user's own error, the step raises it again
     _, constant = _traced(function, call, known)
@@ -90,24 +93,36 @@ def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple
     writes to get journals, unless it reads what they hold.
     """
     lifts_anywhere = False
-    logs, refused = list[Any](), dict[int, Lines]()
+    passed = {id(leaf.value.container): leaf.value for leaf in call.given.leaves if isinstance(leaf.value, Log)}
+    logs, refused = [log.container for log in passed.values()], dict[int, Lines]()
     while True:
         call.count(carried.counters)
         reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
         trace = Trace(function, call, Fakes.of(call, carried), reads, carried, lifts_anywhere=lifts_anywhere)
         try:
             return trace, trace.graph_module()
+        except LogsFound:
+            raise
         except Incomplete as error:
             carried = (carried | error.missing).with_names_unlike(_names(call))
             logs += error.logs
             refused |= error.read
+            _check_logs(passed, refused)
         except Exception as error:
             if reads.journals.by_id:  # it may be one of C code that reads a container of which it sees nothing
                 refused |= reads.journals.all()
+                _check_logs(passed, refused)
             elif lifts_anywhere or not is_from_outside(error):
                 raise
             else:
                 lifts_anywhere = True
+
+
+def _check_logs(passed: Mapping[int, Log], refused: Collection[int]) -> None:
+    """Raise ``LogsFound`` if a log among the arguments is none."""
+    paths = [log.path for key, log in passed.items() if key in refused]
+    if paths:
+        raise LogsFound(paths, are_logs=False)
 
 
 def _names(call: Call) -> set[str]:

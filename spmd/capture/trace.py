@@ -25,6 +25,7 @@ from .._torch import (
     unchecked_distributions,
     use_lazy_graph_module,
 )
+from ..call.argument_logs import Log
 from ..call.call import Call
 from ..call.rng import refuse_other_generators
 from ..call.state import Leaf, StateRef, submodules_of
@@ -130,6 +131,10 @@ class Trace:
                 return state[leaf.value.name]
             if isinstance(leaf.value, torch.Tensor):
                 return next(tensors)
+            if isinstance(leaf.value, Log):
+                journal = self.reads.journals.by_id[id(leaf.value.container)]
+                journal.arguments.append((leaf.name, leaf.value.path))
+                return journal.stand_in
             return self._numbers.get(leaf.name, leaf.value)
 
         return list(map(stand_in, self.call.arguments.leaves))

@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from passes import CaptureError
 
 from .._torch import TreeSpec
+from ..call.argument_logs import Log
 from ..call.grad_scaler import Settings
 from ..call.state import Arguments, StateRef
 from .equality import structurally_equal
@@ -159,6 +160,8 @@ def expectation(value: Any) -> Any:
     """What a later value is compared with: a tensor's spec, a scaler's settings, or ``value`` itself."""
     if isinstance(value, torch.Tensor):
         return TensorSpec(type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad)
+    if isinstance(value, Log):
+        return Log(type(value.container)(), value.path)  # an empty one, that keeps nothing alive
     return Settings.of(value) if isinstance(value, GradScaler) else value
 
 

@@ -14,17 +14,28 @@ import torch
 
 from ..._torch import TreeSpec, tree_flatten, tree_unflatten
 from ...call.state import Arguments
-from ..reads.journals import Written
+from ..reads.journals import Journal, Written
 from ..reads.read_sites import Reference
 from .carried import leaf_name
 from .lost_graph import mark
 
 
 @dataclass(frozen=True)
+class ArgumentLog:
+    """A log among the arguments, by the name of its leaf."""
+
+    name: str
+
+    def find(self, arguments: Arguments) -> Any:
+        """That of a call."""
+        return next(leaf.value.container for leaf in arguments.leaves if leaf.name == self.name)
+
+
+@dataclass(frozen=True)
 class Effect:
     """A method that each call calls on a live container. ``leaves``: of its arguments, as those of a ``Write``."""
 
-    target: Reference
+    target: Reference | ArgumentLog
     method: str
     leaves: list[Any]
     spec: TreeSpec
@@ -47,10 +58,16 @@ class Effect:
             for leaf in leaves:
                 mark(leaf)
         args, kwargs = tree_unflatten(leaves, self.spec)
-        getattr(self.target.get(), self.method)(*args, **kwargs)
+        getattr(self.target.find(arguments), self.method)(*args, **kwargs)
 
 
 _PRINT = Reference("print", vars(builtins), "print")
+
+
+def _target(journal: Journal | None) -> Reference | ArgumentLog:
+    if journal is None:
+        return _PRINT
+    return ArgumentLog(journal.arguments[0][0]) if journal.arguments else journal.references[0]
 
 
 def effects_of(written: Iterable[Written]) -> list[Effect]:
@@ -58,7 +75,7 @@ def effects_of(written: Iterable[Written]) -> list[Effect]:
     found = []
     for each in written:
         leaves, spec = tree_flatten((each.args, each.kwargs))
-        target = each.journal.references[0] if each.journal is not None else _PRINT
+        target = _target(each.journal)
         had_graph = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         found.append(Effect(target, each.method, leaves, spec, each.line, had_graph))
     return found

@@ -53,6 +53,7 @@ class Journal:
     live: Any
     journals: Journals
     references: list[Reference] = field(default_factory=list)
+    arguments: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)  # the name and path of each that it is
     written_at: str = ""
     read_at: str = ""  # the user's line that reads what was there before; empty if none does
     is_cleared: bool = False
@@ -93,7 +94,12 @@ class Journals:
 
     def read(self) -> dict[int, Lines]:
         """The containers that were read, by id."""
-        return {key: journal.lines for key, journal in self.by_id.items() if journal.read_at}
+        found = {key: journal.lines for key, journal in self.by_id.items() if journal.read_at}
+        # An argument that the step reaches otherwise, too, may be another object in the next call.
+        twice = [
+            key for key, each in self.by_id.items() if each.arguments and len(each.arguments) + len(each.references) > 1
+        ]
+        return {key: self.by_id[key].lines for key in twice} | found
 
     def all(self) -> dict[int, Lines]:
         """All containers that have a journal, by id."""

@@ -87,6 +87,10 @@ class Reference:
         except LookupError:
             return MISSING
 
+    def find(self, arguments: Any) -> Any:
+        """What a call has there, whatever its arguments."""
+        return self.get()
+
     def put(self, value: Any) -> None:
         """Put another tensor or container there."""
         if isinstance(self.holder, ReadSite):

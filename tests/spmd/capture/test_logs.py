@@ -201,3 +201,48 @@ def logs_on_one_rank(rank: int, world: int) -> list[int]:
 def test_one_rank_alone_may_log_what_all_return(ranks: Ranks) -> None:
     (one, kept), (other, none) = ranks.run(2, logs_on_one_rank)
     assert (one, other) == (1, 1) and kept == none + 2
+
+
+def step_with_logs(model: nn.Module, optimizer: Any, x: Tensor, history: list[Any], *, logs: dict[str, Any]) -> Tensor:
+    """Takes its logs as arguments."""
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    history.append({"loss": loss, "rows": x.sum(1)})
+    logs["loss"] = loss.item()
+    return loss
+
+
+def logs_in_arguments(rank: int, world: int) -> int:
+    """Compare logs that are arguments with those of the plain step on the whole batch."""
+    kept = []
+    compiled = spmd.compile(step_with_logs)
+    for step, ranks_of_part in ((step_with_logs, range(world)), (compiled, [rank])):
+        trainer, history, logs, found = Trainer(), list[Any](["start"]), dict[str, Any](), []
+        for k in range(4):
+            x = torch.cat([part(r, k) for r in ranks_of_part])
+            step(trainer.model, trainer.optimizer, x, history, logs=logs)
+            found.append(tree_flatten((history, logs)))
+        kept.append(found)
+    assert_equal(kept[1], kept[0], rank, world)
+    return len(compiled.programs)
+
+
+def test_logs_may_be_arguments(ranks: Ranks) -> None:
+    assert ranks.run(2, logs_in_arguments) == [1, 1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_argument_that_the_step_writes_and_reads_is_no_log() -> None:
+    def step(model: nn.Module, batch: dict[str, Tensor], seen: list[Tensor]) -> Tensor:
+        batch["twice"] = batch["x"] * 2
+        seen.append(batch["twice"].sum())
+        return model(batch["twice"]).sum() + len(seen)
+
+    model, ends = nn.Linear(4, 3).double(), []
+    for each in (step, spmd.compile(step)):
+        batches = [{"x": part(0, k)} for k in range(2)]
+        seen: list[Tensor] = []
+        ends.append([[each(model, batch, seen).detach() for batch in batches], batches, seen])
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-9, atol=1e-10)
