@@ -30,7 +30,7 @@ from .ranks.equal_values import contents, digest, number
 
 _INTENT_BITS = (1 << 60) - 1
 
-Restore = Callable[[torch.Tensor, Output], torch.Tensor]
+Restore = Callable[[list[Any]], list[Any]]  # from what a program returns to what users see
 
 
 @dataclass(kw_only=True)
@@ -120,16 +120,10 @@ class Compiled:
             if contiguous[k] is not given[k]:
                 given[k].copy_(contiguous[k])
         self._store(returned, arguments, tensors)
-        self._write_python_state(returned, arguments)
+        shown = returned if restore is None else restore(returned)
+        self._write_python_state(returned, shown, arguments)
         self.executable.commit.finish()
-        return self.captured.result(returned if restore is None else self._restored(returned, restore))
-
-    def _restored(self, returned: list[Any], restore: Restore) -> list[Any]:
-        outputs = [output for output in self.program.outputs if output.kind is not OutputKind.UPDATE]
-        return [
-            restore(value, output) if output.kind is OutputKind.RESULT and isinstance(value, torch.Tensor) else value
-            for value, output in zip(returned, outputs, strict=True)
-        ]
+        return self.captured.result(shown)
 
     def _store(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:
         """Put new state where eager would have put it."""
@@ -150,15 +144,16 @@ class Compiled:
         for name in self.captured.cleared_gradients:
             live[name].grad = None
 
-    def _write_python_state(self, returned: list[Any], arguments: Arguments) -> None:
-        """Repeat what the step did to attributes, globals and parameter groups."""
+    def _write_python_state(self, returned: list[Any], shown: list[Any], arguments: Arguments) -> None:
+        """Repeat what the step did to attributes, globals, parameter groups and logs, which get what is ``shown``."""
         if not self.captured.writes:
             return
         self.executable.commit()
         outputs = [output for output in self.program.outputs if output.kind is not OutputKind.UPDATE]
 
         def current(leaf: Any, is_state: bool) -> Any:
-            value = returned[leaf.index] if isinstance(leaf, FromOutput) else leaf
+            values = returned if is_state else shown
+            value = values[leaf.index] if isinstance(leaf, FromOutput) else leaf
             if not isinstance(leaf, FromOutput) or not isinstance(value, torch.Tensor) or not is_state:
                 return value
             # Eager makes another tensor at each call, in memory of its own.
@@ -228,6 +223,7 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table, c
     inputs += [f"{i.name} in {i.memory} memory" for i in program.inputs if i.memory is not Memory.DEVICE]
     constants = [str(constant.tolist()) for constant in captured.constants]
     numbers = [f"{number.name} = {number.get()}" for number in captured.carried.numbers]
+    numbers += [f"{number.name} = {number.get()}" for number in captured.carried.arguments(call.given)]
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]

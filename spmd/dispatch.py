@@ -7,10 +7,11 @@ Ranks that would run different programs raise in the same call, all of them, sin
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -19,21 +20,24 @@ import torch
 
 from passes import RankMismatchError
 
+from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.found import with_found
 from .call.refuse_saves import standing_of_refused
 from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
-from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, splits_of
+from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, restore, splits_of
 from .capture import Captured
 from .capture.effects.carried import Carried
+from .capture.reads import ReadSite
 from .compiled import Compiled, Restore
-from .guards.leaves import Leaves
+from .guards.leaves import Leaves, can_be_live
 from .options import Options
 from .ranks.connection import Connection
 from .ranks.consensus import (
     COMPILE,
     FAILED,
+    AllGatherText,
     MeshRanks,
     ProgramsDifferError,
     agree_on_program,
@@ -87,6 +91,9 @@ class Dispatch:
         self.last: Compiled | None = None
         self._used: dict[str, None] = {}  # the names of programs, that of the one last run at the end
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
+        self._live: set[str] = set()  # names of numbers that have changed from call to call
+        self._fixed: set[str] = set()  # those that the step cannot be traced with
+        self._warned: set[str] = set()
         self._changes: dict[int, str] = {}  # why each program was compiled, by its id
         self.rows_of_results = RowsOfResults()
         self._known_splits: dict[tuple[tuple[str, int], ...], dict[str, Split]] = {}
@@ -168,6 +175,7 @@ class Dispatch:
         arguments = with_found(self._function, given)
         check_is_sharded(arguments.modules.values())
         turn.call = Call(arguments, mode, uneven)
+        turn.call.no_logs = self._reader.no_logs
 
     def ranks_of(self, call: Call) -> MeshRanks:
         """The ranks that a call compiles with."""
@@ -175,23 +183,83 @@ class Dispatch:
 
     def carried(self, call: Call) -> Carried:
         """The Python state that the programs so far write, of the models of a call: what may be inputs of the next."""
-        return reduce(or_, [captured.all_carried() for captured in self._captured(call)], Carried())
+        alive = [compiled.captured for compiled in self._own(call)]
+        found = reduce(or_, [captured.all_carried() for captured in alive], Carried())
+        return replace(found, numbers=tuple(n for n in found.numbers if n.name not in self._live), leaves=())
+
+    def live_numbers(self, call: Call, all_gather_text: AllGatherText) -> Carried:
+        """The Python numbers that have changed since the step was compiled: the next program reads them at each call.
+
+        All ranks take those that have changed on any of them. A number stays live in later programs.
+        """
+        if not self.compiled:
+            return Carried()
+        leaves: dict[str, bool] = {}
+        sites: dict[str, tuple[ReadSite, bool]] = {}
+        for each in self._own(call):
+            for name, changed in each.guards.leaves.changed_numbers(call.given).items():
+                leaves[name] = leaves.get(name, False) or changed
+            known = [(site, False) for site in each.captured.carried.numbers if site.name in self._live]
+            for site, changed in [*known, *each.guards.reads.changed_numbers()]:
+                sites[site.name] = site, changed or (site.name in sites and sites[site.name][1])
+        changed_here = [name for name, changed in leaves.items() if changed]
+        changed_here += [name for name, (_, changed) in sites.items() if changed]
+        for text in all_gather_text(json.dumps(changed_here)):
+            self._live.update(json.loads(text))
+        self._live -= self._fixed
+        names = {leaf.name for leaf in call.given.leaves if can_be_live(leaf.value, leaf.value)}
+        return Carried(
+            numbers=tuple(site for name, (site, _) in sites.items() if name in self._live),
+            leaves=tuple(sorted(self._live & names)),
+        )
+
+    def note_logs(self, call: Call, found: LogsFound) -> None:
+        """Read the arguments of a call anew, where containers among them are logs, or are none after all."""
+        reader = self._reader
+        if found.are_logs:
+            reader.logs |= found.paths
+        else:
+            reader.logs -= found.paths
+            reader.no_logs |= found.paths
+        call.no_logs = reader.no_logs
+        tensors = {leaf.name: leaf for leaf in call.given.tensors()}  # rows may have been exchanged
+        given = reader.read(*call.given.given)
+        given = replace(given, leaves=[tensors.get(leaf.name, leaf) for leaf in given.leaves])
+        call.read_again(with_found(self._function, given))
+
+    def note_fixed(self, live: Carried, captured: Captured) -> None:
+        """Warn of numbers that should be live, but whose value the program depends on.
+
+        Where the step cannot be traced with them at all, they stay constants from now on.
+        """
+        names = {*live.leaves, *(site.name for site in live.numbers)}
+        failed = set() if captured.live else names
+        found = (failed | (names & captured.fixed)) - self._fixed
+        self._fixed |= failed
+        for name in sorted(found - self._warned):
+            warnings.warn(
+                f"{self.name} compiles a program for each value of {name}, which differs from call to call: the step "
+                "needs its value, for a size, an index, text, a function of math, or since it cannot be traced with a "
+                "number that is not known. Pass a 0-dim tensor, or keep it out of the step",
+                stacklevel=7,
+            )
+        self._warned |= found
+
+    def _own(self, call: Call) -> list[Compiled]:
+        """The programs of the models of a call."""
+        return [each for each in self.programs if not each.guards.dead and each.guards.shares_owners_with(call.given)]
 
     def cleared_first(self, call: Call) -> frozenset[str]:
         """The parameters whose gradient the programs so far clear before they read it, of the models of a call."""
-        return frozenset[str]().union(*(captured.cleared_first for captured in self._captured(call)))
-
-    def _captured(self, call: Call) -> list[Captured]:
-        own = [each for each in self.programs if not each.guards.dead and each.guards.shares_owners_with(call.given)]
-        return [compiled.captured for compiled in own]
+        return frozenset[str]().union(*(compiled.captured.cleared_first for compiled in self._own(call)))
 
     def restore(self, turn: Turn) -> Restore | None:
         """What gives the rows of results to the ranks that brought those of the batch; None where all have theirs."""
         if turn.rows is None or turn.connection is None or turn.compiled is None:
             return None
         exchange = partial(turn.connection.exchange, what=f"the results of {self.name}")
-        dims, rows = self.rows_of_results.of(turn.compiled.program.outputs), turn.rows
-        return lambda value, output: rows.restore(value, output, dims.get(output.name), exchange)
+        dims = self.rows_of_results.of(turn.compiled.captured, turn.compiled.program)
+        return partial(restore, rows=turn.rows, program=turn.compiled.program, dims=dims, exchange=exchange)
 
     def change(self, call: Call) -> str:
         """The first difference between a call and the one before it, in the user's words."""

@@ -20,6 +20,7 @@ from passes import Fact, Pass, Program, RankFailedError, Report, SpmdError, fact
 from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
+from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
@@ -182,8 +183,7 @@ class CompiledStep:
         with stages.explained("reading the call"):
             notes, modes = self._settle(call, agreement), torch_settings()
         with stages.stage("capture"):
-            captured, reads = self._capture(call, name)
-            captured = in_rank_zero_order(captured, call, agreement.all_gather_text)
+            captured, reads = self._capture(call, name, agreement)
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
@@ -199,7 +199,7 @@ class CompiledStep:
         with stages.stage("lower"), DisableAutocast():
             program = transform_graph_module(program, options.gm_transformation)
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
-        self._dispatch.rows_of_results.note(program.outputs, call.uneven)
+        self._dispatch.rows_of_results.note(captured, program, call.uneven)
         report = Report.of(program, stages.progress.seconds, program.notes)
         dump.stage(99, "lowered", program)
         dump.report(report)
@@ -236,17 +236,23 @@ class CompiledStep:
         make_kept_equal(captured.carried, call)
         turn.is_distributing = False
 
-    def _capture(self, call: Call, name: str) -> tuple[Captured, Reads]:
+    def _capture(self, call: Call, name: str, agreement: Agreement) -> tuple[Captured, Reads]:
         """Trace the step; once more if optimizer state that was made for it has to go, or gradients are state."""
+        live = self._dispatch.live_numbers(call, agreement.all_gather_text)
         while True:
-            with replaced(call.given.modules, self._options.overrides):
-                captured, reads = capture(self._function, call, name, self._dispatch.carried(call))
+            try:
+                with replaced(call.given.modules, self._options.overrides):
+                    captured, reads = capture(self._function, call, name, self._dispatch.carried(call), live)
+            except LogsFound as found:
+                self._dispatch.note_logs(call, found)
+                continue
             again = call.end_idle_state(captured.program)
             if call.without_gradient - captured.cleared_first:
                 again |= call.leave_out_gradients(call.without_gradient & captured.cleared_first)
             if not again:
                 call.references = reads.references
-                return captured, reads
+                self._dispatch.note_fixed(live, captured)
+                return in_rank_zero_order(captured, call, agreement.all_gather_text), reads
 
     def _settle(self, call: Call, agreement: Agreement) -> list[str]:
         """Find all facts of a call, with the mesh as programs see it; returns notes for the report."""

@@ -72,6 +72,7 @@ class Call:
         self.references: list[Any] = []  # ``Reference`` to state, in what the step reads besides it
         self.notes: list[str] = []  # for the report
         self.without_gradient = frozenset[str]()  # parameters whose gradient is no state of the call
+        self.no_logs: set[Any] = set()  # paths of containers among the arguments that the step reads, too
         self._counters = frozenset[tuple[str, int, str]]()  # entries of parameter groups that the step writes
 
     @cached_property
@@ -195,6 +196,12 @@ class Call:
         self._forget()
         self.resolve()
         return before != [slot.input.name for slot in self.slots]
+
+    def read_again(self, given: Arguments) -> None:
+        """Take the same arguments, read anew."""
+        self.given = given
+        self._forget()
+        self.resolve()
 
     def resolve(self) -> None:
         """Find all facts now, while modules are the user's own: for the trace some are replaced."""

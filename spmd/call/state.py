@@ -25,6 +25,7 @@ from passes import CaptureError, Input, Role
 
 from .._torch import TreeSpec, own_buffers, own_parameters
 from ..ranks.world import extend_placement
+from .argument_logs import LogPath, with_logs
 from .grad_scaler import start
 from .paths import Found
 from .tree import flatten, flatten_with_path
@@ -171,6 +172,8 @@ class ArgumentReader:
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         self._positional = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
         self._has_instance = next(iter(signature.parameters), "") == "self"
+        self.logs: set[LogPath] = set()  # containers that the step writes to and does not read
+        self.no_logs: set[LogPath] = set()  # those that it reads, after all
         self._names: tuple[Any, list[str]] = (None, [])  # of the structure that was last seen
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -182,6 +185,8 @@ class ArgumentReader:
         given = (args, kwargs)
         if self._has_instance and args:
             args = (_Instance(), *args[1:])
+        if self.logs:
+            args, kwargs = with_logs((args, kwargs), self.logs)
         values, spec = flatten((args, kwargs))
         if self._names[0] != spec:
             self._names = (spec, _names(self._signature, self._signature.bind(*args, **kwargs)))

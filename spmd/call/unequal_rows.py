@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import Shard
 
-from passes import Mesh, Output, OutputKind, PlacementError, SpmdError
+from passes import Mesh, Output, OutputKind, PlacementError, Program, SpmdError
 from passes.ir.program import is_sharded
 
 from ..placements import chunk
@@ -84,10 +84,10 @@ class UnequalRows:
         moved = self._move(tensor.detach(), self.splits[name].dim, brought, self._parts(sum(brought)), exchange)
         return moved.requires_grad_(tensor.requires_grad)
 
-    def restore(self, value: torch.Tensor, output: Output, dim: int | None, exchange: Exchange) -> torch.Tensor:
+    def restore(self, value: torch.Tensor, output: Output, dim: int, exchange: Exchange) -> torch.Tensor:
         """The rows of a result that belong to what this rank brought; ``dim``: along which it has rows of the batch."""
         brought = next(iter(self.brought.values()))
-        if dim is None or output.shape[dim] % sum(brought):
+        if output.shape[dim] % sum(brought):
             return value
         rows = [output.shape[dim] // sum(brought) * each for each in brought]
         if is_sharded(output.placement):
@@ -114,6 +114,13 @@ class UnequalRows:
         return moved.view(rows.dtype).view(after[self.index], *rows.shape[1:]).movedim(0, dim).contiguous()
 
 
+class Shows(Protocol):
+    """What tells which outputs of a program users see, by index among those that are no updates."""
+
+    def shown(self) -> list[int]:
+        """Their indices."""
+
+
 class RowsOfResults:
     """Which results have rows of the batch, as programs of even batches split them, by the names of all results.
 
@@ -121,35 +128,54 @@ class RowsOfResults:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+        self._known: dict[tuple[tuple[str, int], ...], dict[int, int]] = {}
 
-    def note(self, outputs: Sequence[Output], uneven: Mapping[str, int]) -> None:
+    def note(self, captured: Shows, program: Program, uneven: Mapping[str, int]) -> None:
         """Remember the results of a program whose batch is even; else raise as ``of`` does."""
         if uneven:
-            self.of(outputs)
-            return
-        results = [output for output in outputs if output.kind is OutputKind.RESULT]
-        split = {output.name: [p.dim for p in output.placement if isinstance(p, Shard)] for output in results}
-        self._known[_signature(outputs)] = {name: dims[0] for name, dims in split.items() if len(set(dims)) == 1}
+            self.of(captured, program)
+        else:
+            shown = _shown(captured, program)
+            self._known[_signature(shown)] = _split_dims(shown)
 
-    def of(self, outputs: Sequence[Output]) -> dict[str, int]:
-        """By name, the dim along which results have rows. Raises ``PlacementError`` where that is unknown."""
-        known = self._known.get(_signature(outputs))
-        results = [output for output in outputs if output.kind is OutputKind.RESULT]
-        if known is not None:
-            return known
-        unknown = [output for output in results if output.shape and not is_sharded(output.placement)]
-        if unknown:
+    def of(self, captured: Shows, program: Program) -> dict[int, int]:
+        """By index, the dim along which results have rows. Raises ``PlacementError`` where that is unknown."""
+        shown = _shown(captured, program)
+        known = self._known.get(_signature(shown))
+        unknown = [output for output in shown.values() if output.shape and not is_sharded(output.placement)]
+        if known is None and unknown:
             raise PlacementError(
                 f"ranks brought unequal numbers of rows, and {unknown[0].name}, of shape {list(unknown[0].shape)}, may "
                 "be rows of the batch or not: no call with equal numbers of rows has shown it yet. Make one first, pad "
                 "and mask this batch, or return numbers only"
             )
-        return {o.name: next(p.dim for p in o.placement if isinstance(p, Shard)) for o in results if o.shape}
+        dims = _split_dims(shown) if known is None else known
+        return {index: dims[k] for k, index in enumerate(shown) if k in dims}
 
 
-def _signature(outputs: Sequence[Output]) -> tuple[tuple[str, int], ...]:
-    return tuple((output.name, len(output.shape)) for output in outputs if output.kind is OutputKind.RESULT)
+def _shown(captured: Shows, program: Program) -> dict[int, Output]:
+    outputs = [output for output in program.outputs if output.kind is not OutputKind.UPDATE]
+    return {index: outputs[index] for index in captured.shown()}
+
+
+def _signature(shown: Mapping[int, Output]) -> tuple[tuple[str, int], ...]:
+    return tuple((output.name, len(output.shape)) for output in shown.values())
+
+
+def _split_dims(shown: Mapping[int, Output]) -> dict[int, int]:
+    split = [{p.dim for p in output.placement if isinstance(p, Shard)} for output in shown.values()]
+    return {k: dims.pop() for k, dims in enumerate(split) if len(dims) == 1}
+
+
+def restore(
+    returned: Sequence[Any], rows: UnequalRows, program: Program, dims: Mapping[int, int], exchange: Exchange
+) -> list[Any]:
+    """What a program returns, with the rows that this rank brought; ``dims``: see ``RowsOfResults.of``."""
+    outputs = [output for output in program.outputs if output.kind is not OutputKind.UPDATE]
+    restored = list(returned)
+    for k, dim in dims.items():
+        restored[k] = rows.restore(returned[k], outputs[k], dim, exchange)
+    return restored
 
 
 def _overlaps(own: Sequence[int], others: Sequence[int], index: int) -> list[int]:

@@ -39,7 +39,9 @@ def bind_outputs(
     cleared = _bind_updates(outputs, slots, final, program.placeholders)
     _bind_written_arguments(outputs, program, written)
     new_state = [*_bind_gradients(outputs, final), *_bind_optimizer_state(outputs, final)]
-    writes = bound(final.writes, lambda name: outputs.add(Output(OutputKind.NEW, name, Role.RESULT)))
+    # A rank may log or print by itself what all ranks return: their programs are the same then.
+    known = {id(leaf): output for leaf, output in zip(final.results, results, strict=True) if is_traced(leaf)}
+    writes = bound(final.writes, known, lambda name: outputs.add(Output(OutputKind.NEW, name, Role.RESULT)))
     program.set_outputs(outputs.values, outputs.declared)
     return Captured(program, guards, constants, results, final.result_spec, new_state, cleared, carried, writes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from passes import Program
 from .._torch import TreeSpec, tree_unflatten
 from .effects.carried import Carried
 from .effects.kept import Write
+from .effects.repeated import Effect
 from .hyper_conditions import HyperGuards
 from .reads import ReadSite
 
@@ -47,13 +48,20 @@ class Captured:
     new_state: list[NewState]
     cleared_gradients: list[str]  # parameters whose stored gradient the step sets to None
     carried: Carried  # Python state that the program takes as inputs
-    writes: list[Write]  # to Python state
+    writes: list[Write | Effect]  # to Python state
+    live: bool = False  # whether numbers that were to be inputs are
+    fixed: set[str] = field(default_factory=set)  # of these, those whose value the program depends on, by name
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient is cleared before it is read
 
     def all_carried(self) -> Carried:
         """What the program takes as inputs, and the other sites that it writes, which may hold tensors then."""
         sites = [write.target for write in self.writes if isinstance(write.target, ReadSite)]
         return self.carried | Carried(sites=tuple(sites))
+
+    def shown(self) -> list[int]:
+        """The outputs that users see as results: those of results, and what logs get; by index as ``FromOutput``."""
+        effects = [leaf for write in self.writes if isinstance(write, Effect) for leaf in write.leaves]
+        return sorted({leaf.index for leaf in [*self.result_leaves, *effects] if isinstance(leaf, FromOutput)})
 
     def release(self) -> None:
         """Hold on to no Python state: the model is gone."""

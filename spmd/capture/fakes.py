@@ -39,7 +39,8 @@ class Fakes:
         shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
         mode = ShapesOnly(shape_env=shapes, static_shapes=True)
         with mode:
-            live: list[HyperParameter | ReadSite] = [*call.hyper_parameters, *carried.numbers]
+            arguments = carried.arguments(call.given)
+            live: list[HyperParameter | ReadSite] = [*call.hyper_parameters, *carried.numbers, *arguments]
             numbers = [_fake_number(shapes, each) for each in live]
             return cls(
                 mode,

@@ -5,7 +5,7 @@ Refused here: state that a compiled step could not store, or that it would chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,17 @@ import torch
 from passes import CaptureError
 
 from .._torch import own_buffers, own_parameters, storage_id
+from ..call.argument_logs import LogsFound
 from ..call.state import Slot, state_name, submodules_of
 from ..call.tree import flatten
 from .effects.carried import Carried
-from .effects.containers import ArgumentEntry
+from .effects.containers import ArgumentEntry, logs_among
 from .effects.groups import group_changes
-from .effects.kept import Write, check_read, is_output, settle
+from .effects.kept import Write, check_effect, is_output, settle
 from .effects.lines import line_naming
+from .effects.repeated import Effect, effects_of
 from .effects.traced import holds_traced, is_traced
-from .reads import Change, Reads
+from .reads import Change, Lines, Reads, containers_in
 from .swap_state import StateSwap
 from .unsupported import check_results
 
@@ -42,11 +44,14 @@ Entries = Sequence[tuple[ArgumentEntry, Change]]
 
 
 class Incomplete(Exception):
-    """The step reads and writes Python state that must be inputs: trace it again, with ``missing`` carried."""
+    """Trace the step again: it reads and writes Python state that must be inputs (``missing``), or has logs.
 
-    def __init__(self, missing: Carried) -> None:
+    ``logs``: containers that it writes to, which may need a journal. ``read``: those with one that it reads, after all.
+    """
+
+    def __init__(self, missing: Carried, logs: Sequence[Any] = (), read: Mapping[int, Lines] | None = None) -> None:
         super().__init__("the step carries Python state")
-        self.missing = missing
+        self.missing, self.logs, self.read = missing, logs, read or {}
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class FinalState:
     gradients: dict[str, Any]  # new gradients by parameter name
     skips: list[Any]  # conditions under which new state was not made after all
     optimizer_state: list[NewEntry]
-    writes: list[Write]  # to Python state
+    writes: list[Write | Effect]  # to Python state
 
     @classmethod
     def of(cls, swap: StateSwap, result: Any, carried: Carried, reads: Reads, entries: Entries) -> FinalState:
@@ -88,40 +93,68 @@ class FinalState:
         """The traced values, in the order of the graph's outputs."""
         new_state = [entry.value for entry in self.optimizer_state]
         values = [*self.results, *self.slots, *self.gradients.values(), *self.skips, *new_state]
-        written = [leaf for write in self.writes for leaf in write.leaves if is_output(leaf)]
+        results = {id(value) for value in self.results}
+        pairs = [(write, leaf) for write in self.writes for leaf in write.leaves if is_output(leaf)]
+        written = [leaf for write, leaf in pairs if not isinstance(write, Effect) or id(leaf) not in results]
         return [*(value for value in values if is_traced(value)), *written]
 
 
-def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -> list[Write]:
+def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -> list[Write | Effect]:
     """What each call writes to Python state, and to containers among its arguments."""
-    if reads.changed_containers:
-        name, key = reads.changed_containers[0]
-        line = line_naming(reads.code, key)
-        raise CaptureError(
-            f"the step changes the entries of {name}{f' at {line}' if line else ''}, which a compiled step would do "
-            "only once, while it is traced. Return the value, and keep it outside of the step"
-        )
+    if reads.journals.read():
+        raise Incomplete(carried, read=reads.journals.read())
+    passed = logs_among(entries) - swap.call.no_logs
+    if passed:
+        raise LogsFound(passed, are_logs=True)
+    logs = _logs(swap, carried, reads)
     if reads.refused:
         raise CaptureError(
             f"the step reads {reads.refused[0]}, which refers to state of a model from a tuple, set or deque, or to "
             "parameters that a step has split since. Take parameters from the module, or keep them in a list that is "
             "made after the first call"
         )
-    check_read(swap.attributes, reads)
     groups, missing = group_changes(swap.groups, carried)
     changes = [*(change for snapshot in swap.attributes for change in snapshot.changes(reads)), *reads.changes]
-    settled = settle(changes, entries, carried, reads, swap.recorder.source_of)
-    if missing or settled.missing:
-        raise Incomplete(missing | settled.missing)
+    kept = [change for change in changes if not _is_in(change, logs)]
+    settled = settle(kept, entries, carried, reads, swap.recorder.source_of)
+    if missing or settled.missing or logs:
+        raise Incomplete(missing | settled.missing, logs)
     swap.call.initial.is_seen |= bool(groups)
-    writes = [*settled.writes, *groups]
+    effects = effects_of(reads.journals.written)
+    for effect in effects:
+        check_effect(effect)
+    writes: list[Write | Effect] = [*settled.writes, *groups, *effects]
     _refuse_aliases(swap, writes)
-    settled.report_dropped()
     reads.leave_out(carried.addresses | {change.site.address for change in changes if not change.was_read})
     return writes
 
 
-def _refuse_aliases(swap: StateSwap, writes: list[Write]) -> None:
+def _logs(swap: StateSwap, carried: Carried, reads: Reads) -> list[Any]:
+    """The containers that the step writes to, which may have journals in another trace.
+
+    Raises ``CaptureError`` for one that may not, unless a module or optimizer owns it.
+    """
+    for each, key in reads.changed_containers:
+        if not reads.journals.can_have(each.value):
+            lines = reads.journals.refused.get(id(each.value), Lines())
+            line, read = lines.writes or line_naming(reads.code, key), lines.reads
+            raise CaptureError(
+                f"the step changes the entries of {each.name}{f' at {line}' if line else ''}"
+                f"{f', and reads them at {read}' if read else ''}, which a compiled step would do only once, while it "
+                "is traced. Return the value, and keep it outside of the step"
+            )
+    owned = [each.value for snapshot in swap.attributes for each in snapshot.written()]
+    inputs = {id(each) for site in carried.sites for each in containers_in(site.get())}
+    owned = [each for each in owned if reads.journals.can_have(each) and id(each) not in inputs]
+    return [*(each.value for each, _ in reads.changed_containers), *owned]
+
+
+def _is_in(change: Change, logs: list[Any]) -> bool:
+    """Whether all that a change changes is entries of ``logs``, as far as is known before they have journals."""
+    return change.after is change.before and any(each is log for each in containers_in(change.after) for log in logs)
+
+
+def _refuse_aliases(swap: StateSwap, writes: Sequence[Write | Effect]) -> None:
     """Raise ``CaptureError`` if the step keeps the memory of state under another name: both would change together."""
     memory = {storage_id(fake): slot.input.name for slot, fake in swap.pairs}
     for write in writes:
@@ -129,7 +162,7 @@ def _refuse_aliases(swap: StateSwap, writes: list[Write]) -> None:
             if isinstance(leaf, torch.Tensor) and is_output(leaf) and storage_id(leaf) in memory:
                 line = swap.recorder.source_of(leaf)
                 raise CaptureError(
-                    f"the step keeps the memory of {memory[storage_id(leaf)]} in {write.target.name}"
+                    f"the step keeps the memory of {memory[storage_id(leaf)]} in {write.name}"
                     f"{f' at {line}' if line else ''}, where later writes would show. Keep a copy, with .clone()"
                 )
 

@@ -32,6 +32,8 @@ _AS_PYTHON: dict[str, Callable[..., Any]] = {
     "Max": max,
     "Min": min,
 }
+# Functions under which other numbers have other results, as far as a warning has to know.
+_ONE_TO_ONE = {"ToFloat", "FloatPow", "PowByNatural", "FloatTrueDiv", "IntTrueDiv"}
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,13 @@ class HyperGuards:
             return True
         live = dict(zip(names, state, strict=True))
         return all(branch.holds(live) for branch in self.branches)
+
+
+def is_fixed(shapes: ShapeEnv, symbol: Any) -> bool:
+    """Whether a trace has put a condition on a symbol that one value meets: ``k == 3``, not ``k % 4 == 0``."""
+    conditions = [guard.expr for guard in shapes.guards if symbol in guard.expr.free_symbols]
+    return any(isinstance(each, sympy.Eq) and _is_plain_arithmetic(each) for each in conditions)
+
+
+def _is_plain_arithmetic(condition: Any) -> bool:
+    return {type(each).__name__ for each in condition.atoms(sympy.Function)} <= _ONE_TO_ONE

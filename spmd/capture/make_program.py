@@ -8,7 +8,7 @@ decompose ops. The first notes the origin of each node; the second carries it ov
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from passes.ir.ops import Trait, has
 from passes.ir.origin import Origin
 
 from .._torch import rename_placeholder
+from ..call.argument_logs import Log, LogsFound
 from ..call.call import Call
 from .bind_outputs import bind_outputs
 from .captured import Captured
@@ -28,21 +29,24 @@ from .explain_errors import explained_errors, is_from_outside
 from .fakes import Fakes
 from .final_state import Incomplete
 from .functionalize import functionalize
-from .hyper_conditions import HyperGuards
-from .reads import Reads
+from .hyper_conditions import HyperGuards, is_fixed
+from .reads import Journals, Lines, Reads
 from .trace import Trace
+from .values.live_numbers import computes_the_same
 
 
 def capture(
-    function: Callable[..., Any], call: Call, name: str, known: Carried | None = None
+    function: Callable[..., Any], call: Call, name: str, known: Carried | None = None, live: Carried | None = None
 ) -> tuple[Captured, Reads]:
     """Trace one call of ``function``; returns with it the plain Python state that it reads.
 
-    ``known``: Python state that other programs of the step take as inputs. Raises ``CaptureError`` if the step cannot
-    be traced; nothing is changed then.
+    ``known``: Python state that other programs of the step take as inputs. ``live``: numbers that become inputs, too,
+    if the step can be traced with them. Raises ``CaptureError`` if the step cannot be traced; nothing is changed then.
     """
+    known = (known or Carried()).now()
     with explained_errors(function, call.arguments), constraints_on(call.mesh):
-        trace, first = _traced(function, call, (known or Carried()).now())
+        found = _traced_with_live_numbers(function, call, known, live.now()) if live else None
+        trace, first = found or _traced(function, call, known)
     assert trace.final is not None
     fakes, reads, carried = trace.fakes, trace.reads, trace.carried
     second, constants = functionalize(first, fakes)
@@ -50,6 +54,12 @@ def capture(
     guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches)
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried)
     captured.cleared_first = trace.cleared_first
+    captured.live = found is not None
+    captured.fixed = {
+        name
+        for name, symbol in zip(_numbers_of(call, carried), fakes.symbols, strict=True)
+        if found and symbol is not None and is_fixed(fakes.shapes, symbol)
+    }
     _describe_origins(program)
     _check_memory_is_not_read(program)
     _name_placeholders(program)
@@ -59,23 +69,61 @@ def capture(
     return captured, reads
 
 
+def _traced_with_live_numbers(
+    function: Callable[..., Any], call: Call, known: Carried, live: Carried
+) -> tuple[Trace, fx.GraphModule] | None:
+    """The step with numbers as inputs; None where it does not compute with them what it does with their values.
+
+    Code can see that a symbol is no int (``isinstance``), so the graph for the values is traced, too, and compared.
+    """
+    taken = {*_names(call), *live.leaves, *(site.name for site in known.numbers)}
+    try:
+        trace, first = _traced(function, call, known | live.with_names_unlike(taken))
+    except LogsFound:
+        raise
+    except Exception:
+        return None  # if it is the user's own error, the step raises it again
+    _, constant = _traced(function, call, known)
+    return (trace, first) if computes_the_same(first.graph, constant.graph) else None
+
+
 def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple[Trace, fx.GraphModule]:
     """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet.
 
-    And once more if it reads a tensor that is neither an argument nor state: it may be a constant.
+    And once more if it reads a tensor that is neither an argument nor state: it may be a constant. Containers that it
+    writes to get journals, unless it reads what they hold.
     """
     lifts_anywhere = False
+    passed = {id(leaf.value.container): leaf.value for leaf in call.given.leaves if isinstance(leaf.value, Log)}
+    logs, refused = [log.container for log in passed.values()], dict[int, Lines]()
     while True:
         call.count(carried.counters)
-        trace = Trace(function, call, Fakes.of(call, carried), Reads(), carried, lifts_anywhere=lifts_anywhere)
+        reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
+        trace = Trace(function, call, Fakes.of(call, carried), reads, carried, lifts_anywhere=lifts_anywhere)
         try:
             return trace, trace.graph_module()
+        except LogsFound:
+            raise
         except Incomplete as error:
             carried = (carried | error.missing).with_names_unlike(_names(call))
+            logs += error.logs
+            refused |= error.read
+            _check_logs(passed, refused)
         except Exception as error:
-            if lifts_anywhere or not is_from_outside(error):
+            if reads.journals.by_id:  # it may be one of C code that reads a container of which it sees nothing
+                refused |= reads.journals.all()
+                _check_logs(passed, refused)
+            elif lifts_anywhere or not is_from_outside(error):
                 raise
-            lifts_anywhere = True
+            else:
+                lifts_anywhere = True
+
+
+def _check_logs(passed: Mapping[int, Log], refused: Collection[int]) -> None:
+    """Raise ``LogsFound`` if a log among the arguments is none."""
+    paths = [log.path for key, log in passed.items() if key in refused]
+    if paths:
+        raise LogsFound(paths, are_logs=False)
 
 
 def _names(call: Call) -> set[str]:
@@ -83,9 +131,15 @@ def _names(call: Call) -> set[str]:
     return {*names, *(x.name for x in call.inputs)}
 
 
+def _numbers_of(call: Call, carried: Carried) -> list[str]:
+    """The names of all numbers that a call reads, in order."""
+    return [*(each.name for each in call.hyper_parameters), *(each.name for each in carried.numbers), *carried.leaves]
+
+
 def _inputs(call: Call, carried: Carried, constants: Sequence[torch.Tensor]) -> list[Input]:
     numbers = [(hyper.name, hyper.get()) for hyper in call.hyper_parameters]
     numbers += [(site.name, site.get()) for site in carried.numbers]
+    numbers += [(each.name, each.get()) for each in carried.arguments(call.given)]
     return [
         *[slot.input for slot in call.slots],
         *[Input(Role.HYPER_PARAMETER, name, dtype=_dtype_of(value)) for name, value in numbers],

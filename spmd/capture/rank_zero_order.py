@@ -226,4 +226,6 @@ def _with_indices(captured: Captured, index: Mapping[int, int]) -> Captured:
         return FromOutput(index[value.index]) if isinstance(value, FromOutput) else value
 
     new_state = [replace(new, value=moved(new.value), unless=moved(new.unless)) for new in captured.new_state]
-    return replace(captured, result_leaves=[moved(leaf) for leaf in captured.result_leaves], new_state=new_state)
+    writes = [replace(write, leaves=[moved(leaf) for leaf in write.leaves]) for write in captured.writes]
+    leaves = [moved(leaf) for leaf in captured.result_leaves]
+    return replace(captured, result_leaves=leaves, new_state=new_state, writes=writes)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from passes.ir.ops import Trait, has
 
 from .._torch import BUFFERS, CHILDREN, PARAMETERS, TorchDispatchMode, tree_flatten, tree_map
+from .effects.lost_graph import has_lost_graph
 from .reads import CONTAINERS, Reads
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
@@ -98,6 +99,11 @@ class _LiftConstants(TorchDispatchMode):
         return bool(name)
 
     def _lift(self, func: Any, value: Tensor) -> Tensor:
+        if has_lost_graph(value):
+            raise Refused(
+                f"it computes with a tensor in {self.constants[id(value)][0]} that a call before left there with its "
+                "graph, which a compiled step does not keep. Keep tensor.detach() there."
+            )
         if has(func, Trait.MUTABLE):
             name = self.constants[id(value)][0]
             if id(value) in self.of_modules:

@@ -25,9 +25,10 @@ from .._torch import (
     unchecked_distributions,
     use_lazy_graph_module,
 )
+from ..call.argument_logs import Log
 from ..call.call import Call
 from ..call.rng import refuse_other_generators
-from ..call.state import StateRef, submodules_of
+from ..call.state import Leaf, StateRef, submodules_of
 from .decompositions import first_trace_table
 from .effects.carried import Carried
 from .effects.cleared_gradients import ClearedGradients
@@ -44,6 +45,7 @@ from .symbolic_minmax import symbolic_min_and_max
 from .tensor_attributes import constant_attributes
 from .values.ctc_loss import LengthsAsTensors
 from .values.scalar_indices import ScalarIndices
+from .values.symbolic_text import numbers_as_text, tensors_as_text
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Trace:
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient the step clears before it reads it
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
     _caches_casts: bool = True
+    _numbers: dict[str, Any] = field(default_factory=dict)  # symbols of arguments, by name
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the traced values of ``final``."""
@@ -75,7 +78,10 @@ class Trace:
         fakes = self.fakes.as_traced(flat)
         with ExitStack() as stack:
             numbers = fakes.hyper_parameters[len(self.call.hyper_parameters) :]
-            stack.enter_context(self.carried.swapped(numbers, fakes.kept))
+            count = len(self.carried.numbers)
+            self._numbers = dict(zip(self.carried.leaves, numbers[count:], strict=True))
+            stack.enter_context(self.carried.swapped(numbers[:count], fakes.kept))
+            stack.enter_context(numbers_as_text())
             swap = StateSwap(self.call, fakes, recorder)
             stack.enter_context(swap.swapped())
             stack.enter_context(_torch_settings())
@@ -113,6 +119,8 @@ class Trace:
             self.reads.watch(self.function, *[leaf.value for leaf in leaves]),
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
+            self.reads.journals.recorded_prints(),
+            tensors_as_text(),
         ):
             result = self.function(*args, **kwargs)
         self.entries = list(containers.changes(names))
@@ -123,12 +131,18 @@ class Trace:
         tensors = iter(fakes.tensors)
         state = {slot.input.name: fake for slot, fake in zip(self.call.slots, fakes.slots, strict=True)}
 
-        def stand_in(value: Any) -> Any:
-            if isinstance(value, StateRef):
-                return state[value.name]
-            return next(tensors) if isinstance(value, torch.Tensor) else value
+        def stand_in(leaf: Leaf) -> Any:
+            if isinstance(leaf.value, StateRef):
+                return state[leaf.value.name]
+            if isinstance(leaf.value, torch.Tensor):
+                return next(tensors)
+            if isinstance(leaf.value, Log):
+                journal = self.reads.journals.by_id[id(leaf.value.container)]
+                journal.arguments.append((leaf.name, leaf.value.path))
+                return journal.stand_in
+            return self._numbers.get(leaf.name, leaf.value)
 
-        return [stand_in(leaf.value) for leaf in self.call.arguments.leaves]
+        return list(map(stand_in, self.call.arguments.leaves))
 
     def _name_instance(self) -> None:
         """Let messages call the object whose method the step is by the method's own name for it: ``self``."""

@@ -56,7 +56,7 @@ class Guards:
         layout = StateLayout.of(arguments, slots, captured.cleared_first)
         specs = {slot.input.name: expectation(slot.get()) for slot in slots}
         guards = cls(
-            Leaves.of(arguments, [(name, specs.get(name)) for name in layout.names]),
+            Leaves.of(arguments, [(name, specs.get(name)) for name in layout.names], captured.carried.leaves),
             FoundOwners.of(arguments),
             settings,
             ModuleTree.of(arguments),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.amp import GradScaler
 from passes import CaptureError
 
 from .._torch import TreeSpec
+from ..call.argument_logs import Log
 from ..call.grad_scaler import Settings
 from ..call.state import Arguments, StateRef
 from .equality import structurally_equal
@@ -56,11 +58,14 @@ class Leaves:
     identified: set[int]
 
     @classmethod
-    def of(cls, arguments: Arguments, state: Sequence[tuple[str, Any]] = ()) -> Leaves:
-        """The leaves now; ``state`` is (name, spec) of each state tensor."""
+    def of(cls, arguments: Arguments, state: Sequence[tuple[str, Any]] = (), live: Collection[str] = ()) -> Leaves:
+        """The leaves now. ``state``: (name, spec) of each state tensor; ``live``: names of numbers of any value."""
         position = {name: k for k, (name, _) in enumerate(state)}
         names, values = [leaf.name for leaf in arguments.leaves], [leaf.value for leaf in arguments.leaves]
-        expected = [expectation(value) for value in values]
+        expected = [
+            AnyNumber(type(value)) if name in live else expectation(value)
+            for name, value in zip(names, values, strict=True)
+        ]
         not_state = [
             (leaf, k)
             for leaf, spec in enumerate(expected)
@@ -101,6 +106,13 @@ class Leaves:
                 return False
         return not any(arguments.leaves[leaf].value is tensors[k] for leaf, k in self.not_state)
 
+    def changed_numbers(self, arguments: Arguments) -> dict[str, bool]:
+        """The numbers among the arguments by name, each with whether it has another value now."""
+        if arguments.spec != self.spec:
+            return {}
+        pairs = zip(self.expected, arguments.leaves, strict=True)
+        return {leaf.name: leaf.value != was for was, leaf in pairs if can_be_live(was, leaf.value)}
+
     def tensor_names(self) -> list[str]:
         """The names of the tensor arguments that are no state."""
         return [name for name, spec in zip(self.names, self.expected, strict=True) if isinstance(spec, TensorSpec)]
@@ -130,10 +142,26 @@ class Leaves:
         return ""
 
 
+@dataclass(frozen=True)
+class AnyNumber:
+    """Any int, or any float: each call reads its value."""
+
+    kind: type
+
+
+def can_be_live(before: Any, now: Any) -> bool:
+    """Whether a number may be read anew at each call: an int or a float both times, and within bounds."""
+    if type(now) not in (int, float) or type(before) is not type(now):
+        return False
+    return abs(now) < 2**62 if isinstance(now, int) else math.isfinite(now)
+
+
 def expectation(value: Any) -> Any:
     """What a later value is compared with: a tensor's spec, a scaler's settings, or ``value`` itself."""
     if isinstance(value, torch.Tensor):
         return TensorSpec(type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad)
+    if isinstance(value, Log):
+        return Log(type(value.container)(), value.path)  # an empty one, that keeps nothing alive
     return Settings.of(value) if isinstance(value, GradScaler) else value
 
 
@@ -142,6 +170,8 @@ def describe(expected: Any) -> str:
     if isinstance(expected, TensorSpec):
         grad = ", requires_grad" if expected.requires_grad else ""
         return f"{str(expected.dtype).removeprefix('torch.')}{list(expected.shape)} on {expected.device}{grad}"
+    if isinstance(expected, AnyNumber):
+        return f"any {expected.kind.__name__}"
     return type(expected).__name__ if isinstance(expected, (nn.Module, torch.optim.Optimizer)) else repr(expected)
 
 
@@ -162,6 +192,8 @@ def check_leaves(arguments: Arguments) -> None:
 def _check(expected: Any) -> Callable[[Any], bool]:
     if isinstance(expected, TensorSpec):
         return expected.matches
+    if isinstance(expected, AnyNumber):
+        return lambda value: type(value) is expected.kind
     if isinstance(expected, StateRef):
         return lambda value: isinstance(value, torch.Tensor)
     if isinstance(expected, Settings):

@@ -24,6 +24,7 @@ class ParameterGroups:
     checked: list[Any]  # all values of all groups when they were compared; empty if one can change in place
     carried: Carried
     kinds: list[type]  # of the carried numbers
+    leaves: list[int]  # of the arguments, that are carried numbers
 
     @classmethod
     def of(cls, arguments: Arguments, carried: Carried) -> ParameterGroups:
@@ -36,10 +37,11 @@ class ParameterGroups:
             _flags(arguments, carried.counters),
             [(*groups[id(h.group)], h.key, h.item) for h in found if id(h.group) in groups],
             [(*entries[id(h.group)], h.key) for h in found if id(h.group) in entries],
-            [*(each.name for each in found), *(each.name for each in carried.numbers)],
+            [*(each.name for each in found), *(each.name for each in carried.numbers), *carried.leaves],
             values if all(map(_is_immutable, values)) else [],
             carried,
             [type(site.get()) for site in carried.numbers],
+            [k for name in carried.leaves for k, leaf in enumerate(arguments.leaves) if leaf.name == name],
         )
 
     def hold(self, arguments: Arguments) -> bool:
@@ -58,7 +60,8 @@ class ParameterGroups:
         if self.counters:
             states = [list(optimizer.state.values()) for optimizer in arguments.optimizers.values()]
             found += [states[k][j][key] for k, j, key in self.counters]
-        return found + [site.get() for site in self.carried.numbers]
+        found += [site.get() for site in self.carried.numbers]
+        return found + [arguments.leaves[k].value for k in self.leaves]
 
     def difference(self, arguments: Arguments) -> str:
         """The first flag that is not as it was, or nothing."""

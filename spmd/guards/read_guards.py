@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ..capture.reads import MISSING, READERS, Reads, ReadSite, content_of
+from ..capture.reads import MISSING, READERS, Reads, ReadSite, Reference, content_of
 from ..capture.tensor_attributes import is_constant
-from .weak_values import WeakValues, described, matches, unchanged
+from .leaves import can_be_live
+from .weak_values import AnyOf, WeakValues, described, matches, unchanged
 
 
 @dataclass
@@ -26,7 +27,9 @@ class ReadGuards:
     empty: list[Any]  # containers that must stay empty
     contents: list[tuple[Any, Any]]  # (container, its entries)
     names: dict[int, str]  # of values, by id
-    weak: list[tuple[ReadSite, Any]]  # sites that lead to models, each with what ``matches`` compares
+    weak: list[tuple[ReadSite, Any]]  # sites that lead to models or logs, each with what ``matches`` compares
+    holders: list[tuple[Any, list[Any]]]  # (container that holds a log, what ``matches`` compares its entries with)
+    shared: list[list[Reference]]  # the sites and entries that hold one log
 
     @classmethod
     def of(cls, reads: Reads, holders: Collection[Any]) -> ReadGuards:
@@ -37,13 +40,17 @@ class ReadGuards:
         values = WeakValues(set(map(id, holders)))
         found = [(site, site.get()) for site in reads.sites.values()]
         found = [(s, v) for s, v in found if not isinstance(v, torch.Tensor) or _is_guarded(s, v, reads)]
-        weak = [(site, expected) for site, value in found if (expected := values.of(value)) is not value]
+        logs = {key: AnyOf(type(each.live)) for key, each in reads.journals.by_id.items()}
+        weak = [(s, expected) for s, v in found if (expected := logs.get(id(v)) or values.of(v)) is not v]
         apart = {site.address for site, _ in weak}
         covered = {id(c) for site, v in found if site.address in apart for c in values.containers(v)}
         found = [(site, value) for site, value in found if site.address not in apart]
         containers = [each.value for key, each in reads.containers.items() if key not in covered]
         absent = [site for site, value in found if site.kind == "item" and value is MISSING]
         contents = [(c, content) for c in containers if (content := content_of(c)) is not None]
+        holding = [(c, [logs.get(id(v), v) for v in content]) for c, content in contents if logs]
+        holding = [(c, content) for c, content in holding if any(isinstance(v, AnyOf) for v in content)]
+        contents = [(c, content) for c, content in contents if all(c is not other for other, _ in holding)]
         return cls(
             [site for site, _ in found],
             [value for _, value in found],
@@ -53,6 +60,8 @@ class ReadGuards:
             [(c, content) for c, content in contents if content],
             {id(value): site.name for site, value in found},
             weak,
+            holding,
+            [each.references for each in reads.journals.by_id.values() if len(each.references) > 1],
         )
 
     def hold(self) -> bool:
@@ -65,7 +74,16 @@ class ReadGuards:
             now = list(map(reader, sources, keys, repeat(MISSING)))
             if not all(map(is_, now, values)) and not all(map(unchanged, now, values)):
                 return False
-        return all(matches(site.get(), expected) for site, expected in self.weak)
+        if not all(_matches(c, content) for c, content in self.holders):
+            return False
+        if not all(matches(site.get(), expected) for site, expected in self.weak):
+            return False
+        return all(_is_one(references) for references in self.shared)
+
+    def changed_numbers(self) -> list[tuple[ReadSite, bool]]:
+        """The sites with numbers, each with whether there is another value now."""
+        found = [(site, value, site.get()) for site, value in zip(self.sites, self.values, strict=True)]
+        return [(site, now != value) for site, value, now in found if can_be_live(value, now)]
 
     def difference(self) -> str:
         """The first value that is not as it was, or nothing."""
@@ -79,7 +97,23 @@ class ReadGuards:
         for container, content in [*self.contents, *((empty, ()) for empty in self.empty)]:
             if not _has_content(container, content):
                 return f"the entries of {self.names.get(id(container), 'a container that the step reads')}"
-        return ""
+        for container, content in self.holders:
+            if not _matches(container, content):
+                return "the entries of a container that holds a log"
+        return next(
+            (f"{group[0].name} is no longer {group[1].name}" for group in self.shared if not _is_one(group)), ""
+        )
+
+
+def _is_one(references: list[Reference]) -> bool:
+    """Whether all of them hold one object."""
+    first = references[0].get()
+    return all(each.get() is first for each in references)
+
+
+def _matches(container: Any, content: list[Any]) -> bool:
+    now = content_of(container) or ()
+    return len(now) == len(content) and all(map(matches, now, content))
 
 
 def _bulk(kind: str, found: list[tuple[ReadSite, Any]]) -> tuple[Callable[..., Any], list[Any], list[str], list[Any]]:

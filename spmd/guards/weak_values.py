@@ -58,8 +58,17 @@ class WeakValues:
         return isinstance(value, OWNERS) or id(value) in self.holders
 
 
+@dataclass(frozen=True)
+class AnyOf:
+    """Any container of a class: the step writes to it, and reads nothing of it."""
+
+    cls: type
+
+
 def matches(now: Any, expected: Any) -> bool:
     """Whether ``now`` is what was given to ``WeakValues.of``, or equal to it where it is no object of the user's."""
+    if isinstance(expected, AnyOf):
+        return type(now) is expected.cls
     if isinstance(expected, weakref.ref):
         return now is not None and expected() is now
     if not isinstance(expected, _Entries):
@@ -81,6 +90,8 @@ def described(expected: Any) -> str:
     """An expected value in a message."""
     if isinstance(expected, weakref.ref):
         return f"another {type(expected()).__name__}" if expected() is not None else "an object that is gone"
+    if isinstance(expected, AnyOf):
+        return f"a {expected.cls.__name__}"
     return f"another {expected.cls.__name__}" if isinstance(expected, _Entries) else repr(expected)
 
 

@@ -55,6 +55,13 @@ class Snapshot:
                 held = self.leaves[key] if key in self.leaves else tree_flatten(before)[0]
                 yield Change(site, before, after, reads.was_read(site, before), held, self.owner, grew)
 
+    def written(self) -> Iterator[ContainerSnapshot]:
+        """The containers that got entries, or other ones by key, at attributes that are what they were."""
+        fields = vars(self.owner)
+        for key, containers in self.containers.items():
+            if fields.get(key) is self.before[key]:
+                yield from (each for each in containers if each.changed() and (each.is_keyed() or each.grew()))
+
     def restore(self) -> None:
         """Put every attribute back."""
         fields = vars(self.owner)

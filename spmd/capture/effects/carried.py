@@ -20,8 +20,10 @@ from passes import Input, Role
 from passes.ir.program import is_sharded
 
 from ..._torch import tree_flatten, tree_unflatten
+from ...call.state import Arguments, HyperParameter
 from ...ranks.world import extend_placement
 from ..reads import ReadSite
+from .lost_graph import has_lost_graph
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,16 @@ class KeptTensor:
 class Carried:
     """Sites with numbers, and sites with tensors or containers of them. ``counters`` are entries of parameter groups.
 
-    A counter is (path of the optimizer, index of the group, key).
+    A counter is (path of the optimizer, index of the group, key). ``leaves`` are numbers among the arguments, by name.
     """
 
     numbers: tuple[ReadSite, ...] = ()
     sites: tuple[ReadSite, ...] = ()
     counters: frozenset[tuple[str, int, str]] = frozenset()
+    leaves: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.sites or self.counters)
+        return bool(self.numbers or self.sites or self.counters or self.leaves)
 
     def __or__(self, other: Carried) -> Carried:
         known = self.addresses
@@ -58,13 +61,16 @@ class Carried:
             (*self.numbers, *(site for site in other.numbers if site.address not in known)),
             (*self.sites, *(site for site in other.sites if site.address not in known)),
             self.counters | other.counters,
+            tuple(dict.fromkeys((*self.leaves, *other.leaves))),
         )
 
     def now(self) -> Carried:
         """The part of it that is there now: numbers that still are numbers, sites that still hold tensors."""
         numbers = [site for site in self.numbers if type(site.get()) in (int, float)]
-        sites = [site for site in self.sites if any(isinstance(x, torch.Tensor) for x in tree_flatten(site.get())[0])]
-        return Carried(tuple(numbers), tuple(sites), self.counters)
+        held = [(site, tree_flatten(site.get())[0]) for site in self.sites]
+        sites = [site for site, leaves in held if any(isinstance(leaf, torch.Tensor) for leaf in leaves)]
+        lost = [site for site, leaves in held if any(map(has_lost_graph, leaves))]
+        return replace(self, numbers=tuple(numbers), sites=tuple(site for site in sites if site not in lost))
 
     def with_names_unlike(self, taken: set[str]) -> Carried:
         """The same, with a number after each name that another input has."""
@@ -82,6 +88,11 @@ class Carried:
     def addresses(self) -> set[tuple[int, str]]:
         """The addresses of all sites."""
         return {site.address for site in (*self.numbers, *self.sites)}
+
+    def arguments(self, given: Arguments) -> list[HyperParameter]:
+        """The numbers among the arguments of a call."""
+        values = {leaf.name: leaf.value for leaf in given.leaves}
+        return [HyperParameter(name, values, name) for name in self.leaves]
 
     def tensors(self) -> list[KeptTensor]:
         """All tensors, in order."""

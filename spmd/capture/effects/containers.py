@@ -5,7 +5,7 @@ The step gets copies while it is traced. Each call repeats the changes on what t
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -58,6 +58,11 @@ class Containers:
                     name = names.get(id(old)) or ".".join(map(str, (*path[1:], key)))
                     site = ReadSite("item", container, key, name)
                     yield ArgumentEntry(path, key, name), Change(site, old, new, False, tree_flatten(old)[0], container)
+
+
+def logs_among(entries: Iterable[tuple[ArgumentEntry, Change]]) -> set[Path]:
+    """The paths of lists that grew, and of dicts that got new entries: they may be logs."""
+    return {entry.path for entry, change in entries if change.before is MISSING and type(change.owner) in (list, dict)}
 
 
 def _walk(value: Any, path: Path, leaves: Container[int]) -> Iterator[tuple[Path, Any]]:

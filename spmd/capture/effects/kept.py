@@ -7,9 +7,7 @@ becomes an input (``carried.py``); flags are guarded by the value that was read.
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NoReturn
@@ -20,15 +18,14 @@ from passes import CaptureError
 
 from ..._torch import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
 from ...call.state import Arguments
-from ..reads import Change, Reads, ReadSite
-from .attributes import Snapshot
+from ..reads import Change, Lines, Reads, ReadSite, containers_in
 from .carried import Carried, leaf_name
 from .containers import ArgumentEntry
 from .lines import line_naming
+from .lost_graph import has_lost_graph, mark
+from .repeated import Effect
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
-# Attributes that a step gave a tensor with its graph, which no later call can have: by owner and key, what is there.
-_dropped: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,25 @@ class Write:
     leaves: list[Any]
     spec: TreeSpec
     in_place: bool  # into the container that is there
+    had_graph: bool = False  # of some tensor, which no later call may compute with
+
+    @property
+    def name(self) -> str:
+        """The name of the target in the user's words."""
+        return self.target.name
 
     def names(self) -> list[str]:
         """A name for each leaf."""
         total = len(self.leaves)
-        return [leaf_name(self.target.name, k, total) for k in range(total)]
+        return [leaf_name(self.name, k, total) for k in range(total)]
 
     def apply(self, arguments: Arguments, current: Callable[[Any], Any]) -> None:
         """Write the values of a call; ``current`` gives that of a leaf."""
-        value = tree_unflatten([current(leaf) for leaf in self.leaves], self.spec)
+        leaves = [current(leaf) for leaf in self.leaves]
+        if self.had_graph:
+            for leaf in leaves:
+                mark(leaf)
+        value = tree_unflatten(leaves, self.spec)
         if isinstance(self.target, GroupEntry):
             arguments.optimizers[self.target.path].param_groups[self.target.index][self.target.key] = value
         elif isinstance(self.target, ArgumentEntry):
@@ -80,25 +87,10 @@ def _fill(container: Any, value: Any) -> None:
 
 @dataclass
 class Settled:
-    """``writes`` of each call, and what the program must take as inputs besides what it has.
-
-    ``dropped``: tensors with their graph, which no later call can have, and the step itself never reads.
-    """
+    """``writes`` of each call, and what the program must take as inputs besides what it has."""
 
     writes: list[Write]
     missing: Carried
-    dropped: list[Change]
-
-    def report_dropped(self) -> None:
-        """Warn of what is dropped, and remember it, for programs that read it."""
-        for change in (each for each in self.dropped if each.site.owned):
-            _dropped.setdefault(change.owner, {})[change.site.key] = change.before
-        if self.dropped:
-            warnings.warn(
-                f"the step leaves tensors with their graph in {', '.join(each.site.name for each in self.dropped)}, "
-                "which a compiled step does not keep. Return the tensor, or keep tensor.detach() there",
-                stacklevel=2,
-            )
 
 
 def settle(
@@ -112,7 +104,7 @@ def settle(
 
     ``entries`` are those of containers among the arguments.
     """
-    settled = Settled([], Carried(), [])
+    settled = Settled([], Carried())
     known = {site.address: site for site in (*carried.numbers, *carried.sites)}
     for change in changes:
         change = replace(change, site=known.get(change.site.address, change.site))
@@ -122,30 +114,11 @@ def settle(
             if more:
                 settled.missing |= more
                 continue
-        write = _write(change, explained)
-        if write is not None:
-            settled.writes.append(write)
-        else:
-            settled.dropped.append(change)
+        settled.writes.append(_write(change, explained))
     for entry, change in entries:
         write = _write(change, _Explained(change, reads, source_of))
-        if write is not None:
-            settled.writes.append(replace(write, target=entry, in_place=False))
-        else:
-            settled.dropped.append(change)
+        settled.writes.append(replace(write, target=entry, in_place=False))
     return settled
-
-
-def check_read(snapshots: Iterable[Snapshot], reads: Reads) -> None:
-    """Raise ``CaptureError`` if the step reads an attribute that another call gave a tensor with its graph."""
-    for snapshot in snapshots:
-        for key, value in _dropped.get(snapshot.owner, {}).items():
-            site = ReadSite("item", vars(snapshot.owner), key, f"{snapshot.name}.{key}")
-            if reads.was_read(site, value):
-                raise CaptureError(
-                    f"the step reads {site.name}, where a call before left a tensor with its graph, at "
-                    f"{line_naming(reads.code, key)}. Keep self.{key}.detach() there"
-                )
 
 
 @dataclass(frozen=True)
@@ -156,26 +129,29 @@ class _Explained:
     reads: Reads
     source_of: Callable[[torch.Tensor], str]
 
-    def refuse(self, what: str, alternative: str, tensor: Any = None) -> NoReturn:
+    def refuse(self, what: str, alternative: str, tensor: Any = None, line: str = "") -> NoReturn:
         """Raise ``CaptureError``: the step ``what`` <the site> at its line, and the ``alternative``."""
         site = self.change.site
-        line = self.source_of(tensor) if isinstance(tensor, FakeTensor) else ""
-        line = line_naming(self.reads.code, site.key) or line
+        found = self.source_of(tensor) if isinstance(tensor, FakeTensor) else ""
+        line = line or line_naming(self.reads.code, site.key) or found
         raise CaptureError(f"the step {what} {site.name}{f' at {line}' if line else ''}. {alternative}")
 
 
 def _to_carry(change: Change, explained: _Explained) -> Carried:
     """What must be an input, since the step read the value before it wrote another."""
     if change.grew:
+        refused = explained.reads.journals.refused
+        lines = next((refused[id(each)] for each in containers_in(change.after) if id(each) in refused), Lines())
         explained.refuse(
             "appends to",
-            "A list that grows at every call is no state of a program: return the value, and append it outside of the "
-            "step",
+            f"{f'It reads the list, too, at {lines.reads}. ' if lines.reads else ''}A list that grows at every call is "
+            "no state of a program: return the value, and append it outside of the step",
+            line=lines.writes,
         )
     tensors = [leaf for leaf in change.held if isinstance(leaf, torch.Tensor)]
     if any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
         explained.refuse("replaces parameters in", "Write into them, under torch.no_grad(), with copy_(value)")
-    if any(tensor.requires_grad for tensor in tensors):
+    if any(tensor.requires_grad or has_lost_graph(tensor) for tensor in tensors):
         explained.refuse("reads a tensor with its graph in", "Keep tensor.detach() there")
     if tensors:
         return Carried(sites=(change.site,))
@@ -184,47 +160,65 @@ def _to_carry(change: Change, explained: _Explained) -> Carried:
     return Carried()
 
 
-def _write(change: Change, explained: _Explained) -> Write | None:
-    """What to write back; None for a tensor with its graph that the step itself never reads."""
+def _write(change: Change, explained: _Explained) -> Write:
+    """What to write back. A tensor with its graph becomes one without, where the step itself never reads it."""
     leaves, spec = tree_flatten(change.after)
     leaves = [bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves]
     for leaf in leaves:
         _check_object(leaf, explained)
     graphs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor) and leaf.requires_grad]
-    if graphs and (change.was_read or change.owner is None):
+    if graphs and change.was_read:
         explained.refuse("keeps a tensor with its graph in", "Keep tensor.detach() there", graphs[0])
-    if graphs:
-        return None
-    return Write(change.site, leaves, spec, change.after is change.before)
+    return Write(change.site, leaves, spec, change.after is change.before, bool(graphs))
+
+
+def check_effect(effect: Effect) -> None:
+    """Raise ``CaptureError``, at the user's line, if a call cannot repeat an effect."""
+    held = [leaf for leaf in effect.leaves if _held_by(leaf)]
+    if held:
+        raise CaptureError(
+            f"the step puts a {type(held[0]).__name__} that holds tensors in {effect.name} at {effect.line}. Keep the "
+            "tensors, in a tuple, list or dict"
+        )
+
+
+def _held_by(leaf: Any) -> list[FakeTensor]:
+    """The traced tensors that an object has as attributes."""
+    if isinstance(leaf, (torch.Tensor, torch.nn.Module)):
+        return []
+    values = list(getattr(leaf, "__dict__", {}).values())
+    return [each for each in tree_flatten(values)[0] if isinstance(each, FakeTensor)]
 
 
 def _check_object(leaf: Any, explained: _Explained) -> None:
-    values = (
-        list(getattr(leaf, "__dict__", {}).values()) if not isinstance(leaf, (torch.Tensor, torch.nn.Module)) else []
-    )
-    held = [each for each in tree_flatten(values)[0] if isinstance(each, FakeTensor)]
+    held = _held_by(leaf)
     if held:
         kind = type(leaf).__name__
         explained.refuse(f"puts a {kind} that holds tensors in", "Keep the tensors, in a tuple, list or dict", held[0])
 
 
-def bound(writes: Iterable[Write], add: Callable[[str], Any]) -> list[Write]:
-    """The writes, with ``add(name)`` in the place of each traced leaf, in order; names are made unique."""
+def bound(
+    writes: Iterable[Write | Effect], known: Mapping[int, Any], add: Callable[[str], Any]
+) -> list[Write | Effect]:
+    """The writes, with ``add(name)`` in the place of each traced leaf, in order; names are made unique.
+
+    ``known``: outputs that there are already, by the id of the leaf, for effects to share.
+    """
     taken = set[str]()
 
-    def add_output(name: str) -> Any:
+    def output(write: Write | Effect, name: str, leaf: Any) -> Any:
+        if isinstance(write, Effect) and id(leaf) in known:
+            return known[id(leaf)]
         names = (name if k == 1 else f"{name} ({k})" for k in count(1))
         unique = next(each for each in names if each not in taken)
         taken.add(unique)
         return add(unique)
 
-    return [
-        replace(
-            write,
-            leaves=[add_output(n) if is_output(x) else x for n, x in zip(write.names(), write.leaves, strict=True)],
-        )
-        for write in writes
-    ]
+    def leaves(write: Write | Effect) -> list[Any]:
+        pairs = zip(write.names(), write.leaves, strict=True)
+        return [output(write, name, leaf) if is_output(leaf) else leaf for name, leaf in pairs]
+
+    return [replace(write, leaves=leaves(write)) for write in writes]
 
 
 def is_output(leaf: Any) -> bool:

@@ -5,6 +5,7 @@ they are observed. ``read_sites.py``, ``snapshots.py`` and ``changes.py`` define
 """
 
 from .changes import Change
+from .journals import Journals, Lines
 from .python_reads import Reads
 from .read_sites import MISSING, READERS, ReadSite, Reference, is_plain
 from .snapshots import CONTAINERS, ContainerSnapshot, containers_in, content_of
@@ -15,6 +16,8 @@ __all__ = [
     "READERS",
     "Change",
     "ContainerSnapshot",
+    "Journals",
+    "Lines",
     "ReadSite",
     "Reads",
     "Reference",

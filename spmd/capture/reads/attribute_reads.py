@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Container
 from contextlib import ExitStack
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ..._torch import BUFFERS, CHILDREN, MODULE_NOTES, PARAMETERS, RNN_NOTES
+from .snapshots import CONTAINERS
 
 # Attributes that other guards compare as a whole: state, the tree of modules, ``training`` of every module.
 GUARDED_ELSEWHERE: dict[type, set[str]] = {
@@ -79,6 +81,8 @@ class AttributeReads:
                     on_read(instance, fields, key)
                     if is_field:
                         return fields[key]  # type: ignore[index]  # a fake may have taken the place of state
+                    if isinstance(value, CONTAINERS) and _is_held(type(instance), key, value):
+                        return original(instance, key)
             return value
 
         return __getattribute__
@@ -90,6 +94,12 @@ class AttributeReads:
             return
         if not any(key in fields.get(state, ()) for state in (PARAMETERS, BUFFERS, CHILDREN)):
             self._on_missing(instance, fields, key)
+
+
+def _is_held(cls: type, key: str, value: Any) -> bool:
+    """Whether ``value`` is an entry of a class itself, or in one of its slots."""
+    entry = next((vars(base)[key] for base in cls.__mro__ if key in vars(base)), None)
+    return entry is value or isinstance(entry, types.MemberDescriptorType)
 
 
 def _fields_of(instance: Any) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from ..effects.traced import holds_fakes
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change
 from .global_reads import GlobalReads, globals_in, names_in
+from .journals import Journals, Recording
 from .namespaces import Namespaces
 from .new_objects import NewObjects
 from .read_sites import MISSING, ReadSite, Reference, is_plain
@@ -68,9 +69,10 @@ class Reads:
     code: list[types.CodeType] = field(default_factory=list)  # the user's, that ran
     constants: set[int] = field(default_factory=set)  # ids of tensors at sites, which the program takes for constants
     changes: list[Change] = field(default_factory=list)
-    changed_containers: list[tuple[str, str]] = field(default_factory=list)  # (name, key of the site that holds it)
+    changed_containers: list[tuple[ContainerSnapshot, str]] = field(default_factory=list)  # with the key of the site
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)  # fakes, by the id of live state
     references: list[Reference] = field(default_factory=list)  # to state, that the step read
+    journals: Journals = field(default_factory=Journals)  # of containers that the step writes to and does not read
     refused: list[str] = field(default_factory=list)  # names of what refers to state and cannot have fakes in it
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
@@ -145,7 +147,7 @@ class Reads:
                 changes.setdefault(site.address, self._change(site, before, site.get()))
         changed = [each for each in self.containers.values() if not each.owned and each.changed()]
         holders = {id(site.get()): site.key for site in [*self.sites.values()]}
-        self.changed_containers = [(each.name, holders.get(id(each.value), "")) for each in changed]
+        self.changed_containers = [(each, holders.get(id(each.value), "")) for each in changed]
         self.changes = list(changes.values())
         for change in self.changes:
             change.site.put(change.before)
@@ -232,6 +234,8 @@ class Reads:
     def _follow(self, value: Any, name: str, owned: bool = False) -> None:
         if id(value) in self._seen or (is_plain(value) and not isinstance(value, type)):
             return
+        if id(value) in self.journals.by_id or isinstance(value, Recording):
+            return  # the step sees nothing of what it holds
         self._seen[id(value)] = value
         name = self.names.get(id(value), name)
         if isinstance(value, CONTAINERS):
@@ -296,21 +300,31 @@ class Reads:
         self._follow(function.__wrapped__, name)
 
     def _stand_in(self, reference: Reference, value: Any) -> None:
-        """Put a fake in the place of state that something else than its module or optimizer holds."""
+        """Put a fake in the place of state that something else than its module or optimizer holds.
+
+        And what records in the place of a container that has a journal.
+        """
+        journal = self.journals.by_id.get(id(value))
+        if journal is not None:
+            self._replace(reference, value, journal.stand_in)
+            journal.references.append(reference)
         if not isinstance(value, torch.Tensor):
             return
         fake = self.stand_ins.get(id(value))
         if is_replaced(value) or (fake is not None and not isinstance(reference.holder, (ReadSite, list, dict))):
             self.refused.append(reference.name)
         elif fake is not None:
-            assert self._stack is not None, "state is read while tracing"
-            reference.put(fake)
-            self._stack.callback(self._restore, reference, value, fake)
+            self._replace(reference, value, fake)
             self.references.append(reference)
 
+    def _replace(self, reference: Reference, value: Any, stand_in: Any) -> None:
+        assert self._stack is not None, "state is read while tracing"
+        reference.put(stand_in)
+        self._stack.callback(self._restore, reference, value, stand_in)
+
     @staticmethod
-    def _restore(reference: Reference, value: torch.Tensor, fake: torch.Tensor) -> None:
-        if reference.get() is fake:
+    def _restore(reference: Reference, value: Any, stand_in: Any) -> None:
+        if reference.get() is stand_in:
             reference.put(value)
 
     def _take_fields(self, holder: Any, name: str) -> None:

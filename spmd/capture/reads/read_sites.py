@@ -72,7 +72,7 @@ class ReadSite:
 
 @dataclass(frozen=True)
 class Reference:
-    """A site, or an item of a list or dict, that holds a state tensor besides its module or optimizer."""
+    """A site, or an item of a list or dict, that holds a container, or a state tensor besides its module."""
 
     name: str
     holder: Any  # a ``ReadSite``, a list or a dict
@@ -87,12 +87,16 @@ class Reference:
         except LookupError:
             return MISSING
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Put another tensor there."""
+    def find(self, arguments: Any) -> Any:
+        """What a call has there, whatever its arguments."""
+        return self.get()
+
+    def put(self, value: Any) -> None:
+        """Put another tensor or container there."""
         if isinstance(self.holder, ReadSite):
-            self.holder.put(tensor)
+            self.holder.put(value)
         else:
-            self.holder[self.key] = tensor
+            self.holder[self.key] = value
 
 
 def is_plain(value: Any) -> bool:

@@ -27,6 +27,10 @@ class ContainerSnapshot:
         before = self.content
         return before is not None and (now is None or len(now) != len(before) or not all(map(is_, now, before)))
 
+    def is_keyed(self) -> bool:
+        """Whether entries are written by key, or push others out."""
+        return isinstance(self.value, (dict, collections.deque))
+
     def grew(self) -> bool:
         """Whether something was added to a list, a deque or a set."""
         now = content_of(self.value)

@@ -340,7 +340,7 @@ class Odd(Trainer):
         return nn.utils.clip_grad_norm_(self.fixed, 1.0)
 
     def keeps_a_graph(self, x: Tensor) -> None:
-        self.last = self.model(x).sum()
+        self.last = self.model(x).sum() + getattr(self, "last", 0)
 
 
 ODD = {

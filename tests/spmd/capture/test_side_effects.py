@@ -61,12 +61,12 @@ class Remembers(nn.Module):
         self.calls += 1
         self.last = self.linear(x)
         self.all.append(self.last)
-        return self.last
+        return self.all[0]
 
 
-def test_a_list_that_grows_is_refused_and_nothing_is_changed() -> None:
+def test_a_list_that_is_read_while_it_grows_is_refused_and_nothing_is_changed() -> None:
     model = Remembers()
-    words = r"appends to model\.all at test_side_effects\.py:\d+: self\.all\.append.*append it outside"
+    words = r"appends to model\.all at test_side_effects\.py:\d+: self\.all\.append.*return self\.all\[0\].*outside"
     with pytest.raises(spmd.CaptureError, match=words):
         spmd.compile(CASE.step)(model, torch.optim.SGD(model.parameters()), *CASE.part(0, 0))
     assert model.last is None and model.all == [] and model.calls == 0

@@ -443,16 +443,16 @@ def test_a_trained_model_is_released() -> None:
 
 
 def test_the_eighth_program_warns_and_names_what_changes() -> None:
-    compiled = spmd.compile(lambda x, step_number: x + step_number)
+    compiled = spmd.compile(lambda x, step_number: x + int(step_number))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for k in range(7):
-            compiled(torch.ones(3), k)
-    with pytest.warns(UserWarning, match=r"8 programs.*step_number: 6 -> 7.*as a tensor"):
-        compiled(torch.ones(3), 7)
+            compiled(torch.ones(3), str(k))
+    with pytest.warns(UserWarning, match=r"8 programs.*step_number: '6' -> '7'.*as a tensor"):
+        compiled(torch.ones(3), "7")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compiled(torch.ones(3), 8)
+        compiled(torch.ones(3), "8")
 
 
 def test_nothing_stays_patched() -> None:
@@ -505,21 +505,21 @@ LOG: list[Any] = []
 COUNT = 0
 
 
-def test_lists_outside_of_modules_that_the_step_changes_are_refused_with_their_line() -> None:
+def test_lists_that_the_step_appends_to_and_reads_are_refused_with_their_lines() -> None:
     seen: list[Tensor] = []
 
     def logging(model: nn.Module, x: Tensor) -> Tensor:
         last: Tensor = model(x)
         seen.append(last)
-        return last.sum()
+        return last.sum() * len(seen)
 
     def logging_globally(model: nn.Module, x: Tensor) -> Tensor:
         LOG.append(model(x))
-        return x.sum()
+        return x.sum() + LOG[0]
 
     for step, words in (
-        (logging, r"variable seen .*: seen\.append"),
-        (logging_globally, r"global LOG .*: LOG\.append"),
+        (logging, r"variable seen .*: seen\.append.*reads them at .*len\(seen\)"),
+        (logging_globally, r"global LOG .*: LOG\.append.*reads them at .*LOG\[0\]"),
     ):
         with pytest.raises(spmd.CaptureError, match=rf"entries of the .*{words}.*Return the value"):
             spmd.compile(step)(nn.Linear(3, 4), torch.ones(2, 3))

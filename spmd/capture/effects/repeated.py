@@ -1,0 +1,81 @@
+"""``Effect``: what each call of a program repeats: writes to a log, or to another container, and prints.
+
+In come the writes that a trace recorded (``../reads/journals.py``).
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..._torch import TreeSpec, tree_flatten, tree_unflatten
+from ...call.state import Arguments
+from ..reads.journals import Journal, Written
+from ..reads.read_sites import Reference
+from .carried import leaf_name
+from .lost_graph import mark
+
+
+@dataclass(frozen=True)
+class ArgumentLog:
+    """A log among the arguments, by the name of its leaf."""
+
+    name: str
+
+    def find(self, arguments: Arguments) -> Any:
+        """That of a call."""
+        return next(leaf.value.container for leaf in arguments.leaves if leaf.name == self.name)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A method that each call calls on a live container. ``leaves``: of its arguments, as those of a ``Write``."""
+
+    target: Reference | ArgumentLog
+    method: str
+    leaves: list[Any]
+    spec: TreeSpec
+    line: str
+    had_graph: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the container in the user's words."""
+        return self.target.name
+
+    def names(self) -> list[str]:
+        """A name for each leaf."""
+        return [leaf_name(self.name, k, len(self.leaves)) for k in range(len(self.leaves))]
+
+    def apply(self, arguments: Arguments, current: Callable[[Any], Any]) -> None:
+        """Write the values of a call; ``current`` gives that of a leaf."""
+        leaves = [current(leaf) for leaf in self.leaves]
+        if self.had_graph:
+            for leaf in leaves:
+                mark(leaf)
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        getattr(self.target.find(arguments), self.method)(*args, **kwargs)
+
+
+_PRINT = Reference("print", vars(builtins), "print")
+
+
+def _target(journal: Journal | None) -> Reference | ArgumentLog:
+    if journal is None:
+        return _PRINT
+    return ArgumentLog(journal.arguments[0][0]) if journal.arguments else journal.references[0]
+
+
+def effects_of(written: Iterable[Written]) -> list[Effect]:
+    """What each call repeats."""
+    found = []
+    for each in written:
+        leaves, spec = tree_flatten((each.args, each.kwargs))
+        target = _target(each.journal)
+        had_graph = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        found.append(Effect(target, each.method, leaves, spec, each.line, had_graph))
+    return found

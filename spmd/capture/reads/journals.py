@@ -1,0 +1,282 @@
+"""Journals: lists, dicts and deques that a step writes to and does not read, such as logs.
+
+While a step is traced, a recording subclass stands in for each of them, wherever the step reaches it. It has none of
+the entries that were there before: it records what is written, in order, and each call repeats that on the live
+container. What the step wrote itself it may read again. If it reads anything else, the container is no log, and the
+step is traced again without a journal for it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..._torch import register_pytree_node
+from ...foreign_code import is_foreign_file
+from ...source_lines import user_line
+from .read_sites import Reference
+
+
+@dataclass(frozen=True)
+class Written:
+    """One write: a method that the step called on a container, and the user's line."""
+
+    journal: Journal | None  # None for a call of ``print``
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    line: str
+
+
+class Lines(NamedTuple):
+    """The user's lines that write to a container, and that read it; empty if they are not known."""
+
+    writes: str = ""
+    reads: str = ""
+
+
+class _Missing:
+    """Stands in a recording list for the entries that were there before: no op takes it for a tensor."""
+
+
+@dataclass
+class Journal:
+    """One live container with what stands in for it; ``references`` are where the step came to it."""
+
+    live: Any
+    journals: Journals
+    references: list[Reference] = field(default_factory=list)
+    arguments: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)  # the name and path of each that it is
+    written_at: str = ""
+    read_at: str = ""  # the user's line that reads what was there before; empty if none does
+    is_cleared: bool = False
+    has_unknown_keys: bool = False  # a number that each call reads is a key
+    stand_in: Any = None
+
+    def __post_init__(self) -> None:
+        self.stand_in = _CLASSES[type(self.live)]()
+        self.stand_in._journal = self
+
+    def record(self, method: str, *args: Any) -> None:
+        """Note a write, with the user's line."""
+        line = user_line(sys._getframe(2))
+        self.written_at = self.written_at or line
+        if not self.read_at:
+            self.journals.written.append(Written(self, method, args, {}, line))
+
+    @property
+    def lines(self) -> Lines:
+        """The first lines that write and read."""
+        return Lines(self.written_at, self.read_at)
+
+    def read(self) -> None:
+        """The step reads what was there before: show it, and record nothing any more."""
+        if self.read_at or (self.is_cleared and not self.has_unknown_keys):
+            return
+        self.read_at = user_line(sys._getframe(1)) or "a line of torch"
+        self.stand_in._show(self.live)
+
+
+class Journals:
+    """The journals of one trace, by the id of the live container, and what was written to all of them, in order."""
+
+    def __init__(self, containers: Iterable[Any] = (), refused: Mapping[int, Lines] | None = None) -> None:
+        self.by_id = {id(each): Journal(each, self) for each in containers}
+        self.refused = refused or {}  # containers that the step reads, too, by id
+        self.written: list[Written] = []
+
+    def read(self) -> dict[int, Lines]:
+        """The containers that were read, by id."""
+        found = {key: journal.lines for key, journal in self.by_id.items() if journal.read_at}
+        # An argument that the step reaches otherwise, too, may be another object in the next call.
+        twice = [
+            key for key, each in self.by_id.items() if each.arguments and len(each.arguments) + len(each.references) > 1
+        ]
+        return {key: self.by_id[key].lines for key in twice} | found
+
+    def all(self) -> dict[int, Lines]:
+        """All containers that have a journal, by id."""
+        return {key: journal.lines for key, journal in self.by_id.items()}
+
+    @contextmanager
+    def recorded_prints(self) -> Iterator[None]:
+        """Record what the user's code prints, for the length of the context."""
+        before = builtins.print
+
+        def record(*args: Any, **kwargs: Any) -> None:
+            if is_foreign_file(sys._getframe(1).f_code.co_filename):
+                before(*args, **kwargs)
+            else:
+                self.written.append(Written(None, "__call__", args, kwargs, user_line(sys._getframe(1))))
+
+        builtins.print = record
+        try:
+            yield
+        finally:
+            builtins.print = before
+
+    def can_have(self, container: Any) -> bool:
+        """Whether a container may have a journal, in another trace."""
+        return type(container) in _CLASSES and not {id(container)} & {*self.refused, *self.by_id}
+
+
+class Recording:
+    """What the recording classes have in common."""
+
+    _journal: Journal
+
+
+class _List(Recording, list[Any]):
+    """A list that records."""
+
+    def __init__(self) -> None:
+        list.append(self, _Missing())
+
+    def _show(self, live: list[Any]) -> None:
+        list.__setitem__(self, slice(0, 1), live)
+
+    def append(self, value: Any) -> None:
+        self._journal.record("append", value)
+        list.append(self, value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        values = list(values)
+        self._journal.record("extend", values)
+        list.extend(self, values)
+
+    def __iadd__(self, values: Iterable[Any]) -> Any:  # type: ignore[misc]
+        self.extend(values)
+        return self
+
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        self._journal.read()
+        return other + list(self)
+
+    def clear(self) -> None:
+        self._journal.record("clear")
+        self._journal.is_cleared = True
+        list.clear(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        own = list.__len__(self) - (not self._journal.is_cleared)
+        if not isinstance(key, int) or not -own <= key < 0:
+            self._journal.read()
+        return list.__getitem__(self, key)
+
+
+class _Deque(Recording, deque[Any]):
+    """A deque that records; how many entries it may hold only the live one knows."""
+
+    def __init__(self) -> None:
+        deque.append(self, _Missing())
+
+    def _show(self, live: deque[Any]) -> None:
+        own = list(deque.__iter__(self))[1:]
+        deque.clear(self)
+        deque.extend(self, deque([*live, *own], live.maxlen))
+
+    @property
+    def maxlen(self) -> int | None:
+        maxlen: int | None = self._journal.live.maxlen
+        return maxlen
+
+    def append(self, value: Any) -> None:
+        self._journal.record("append", value)
+        deque.append(self, value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        values = list(values)
+        self._journal.record("extend", values)
+        deque.extend(self, values)
+
+    def __iadd__(self, values: Iterable[Any]) -> Any:
+        self.extend(values)
+        return self
+
+
+class _Dict(Recording, dict[Any, Any]):
+    """A dict that records."""
+
+    def _show(self, live: dict[Any, Any]) -> None:
+        own = {key: dict.__getitem__(self, key) for key in dict.keys(self)}
+        dict.clear(self)
+        dict.update(self, {**live, **own})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._journal.record("__setitem__", key, value)
+        if isinstance(key, torch.SymInt):
+            self._journal.has_unknown_keys = True
+        else:
+            dict.__setitem__(self, key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def clear(self) -> None:
+        self._journal.record("clear")
+        self._journal.is_cleared = True
+        dict.clear(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._look(key)
+        return dict.__getitem__(self, key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._look(key)
+        return dict.get(self, key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._look(key)
+        return dict.__contains__(self, key)
+
+    def _look(self, key: Any) -> None:
+        """The step asks for an entry: of those that it wrote itself it may have any."""
+        if self._journal.has_unknown_keys or not dict.__contains__(self, key):
+            self._journal.read()
+
+
+_CLASSES: dict[type, Callable[[], Any]] = {list: _List, dict: _Dict, deque: _Deque}
+_KEPT = {
+    *("__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__class_getitem__", "__dir__"),
+    *("__getattribute__", "__setattr__", "__delattr__", "__hash__", "__doc__", "__dict__", "__weakref__"),
+    *("__slots__", "__module__", "__orig_bases__", "__parameters__", "maxlen"),
+}
+
+
+def _reading(base: type, name: str) -> Callable[..., Any]:
+    method = getattr(base, name)
+
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._journal.read()
+        return method(self, *args, **kwargs)
+
+    return read
+
+
+def _flatten(recording: Any) -> tuple[list[Any], None]:
+    """Whoever looks for the entries of nested containers reads them."""
+    recording._journal.read()
+    return [], None
+
+
+def _unflatten(values: Iterable[Any], context: None) -> Any:
+    raise AssertionError("what is read is not kept in a journal")
+
+
+for _base, _cls in ((list, _List), (dict, _Dict), (deque, _Deque)):
+    for _name in dir(_base):
+        if _name not in vars(_cls) and _name not in _KEPT:
+            setattr(_cls, _name, _reading(_base, _name))
+    register_pytree_node(_cls, _flatten, _unflatten)

@@ -1,0 +1,248 @@
+"""Logs: what a step appends to lists and writes to dicts, and does not read, is there after each call as in eager."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+import spmd
+from tests.harness.oracle import random_generator
+from tests.harness.pool import Ranks
+
+FLOAT = torch.float64
+HISTORY: list[Any] = []
+
+
+@dataclass
+class Logger:
+    """Keeps what it is given, in the ways that loggers do."""
+
+    rows: list[Any] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
+    window: deque[Any] = field(default_factory=lambda: deque(maxlen=2))
+
+    def log(self, name: str, value: Any) -> None:
+        self.rows.append((name, value))
+        self.last[name] = value
+        self.window.append(value)
+
+
+class Trainer:
+    """Has a model with a list of its own, lists and dicts, a counter and a logger."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 3).double()
+        self.model.seen = []
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.losses: list[Any] = []
+        self.history: dict[str, Any] = {"loss": [], "steps": 0}
+        self.logger, self.steps, self.loss = Logger(), 0, None
+
+    def kept(self) -> dict[str, Any]:
+        """All that is logged, and the numbers of the model."""
+        logger = (self.logger.rows, self.logger.last, list(self.logger.window))
+        own = {"losses": self.losses, "history": self.history, "loss": self.loss, "steps": self.steps}
+        return {**own, "logger": logger, "seen": self.model.seen, "global": list(HISTORY), "model": list(self.state())}
+
+    def state(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self.model.parameters()]
+
+
+Log = Callable[[Trainer, Tensor, Tensor], Any]
+
+
+def appends(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+    trainer.losses.append(loss)
+    trainer.losses += [loss.detach() * 2, "text"]
+    trainer.losses.extend((x.sum(1), 3))
+
+
+def nests(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+    entry: dict[str, Any] = {"n": 3, "loss": loss}
+    trainer.history["loss"].append((entry, [loss.detach()]))
+    entry["rows"] = x.sum(1)  # after it was appended
+    HISTORY.append(entry)
+
+
+def writes_entries(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+    trainer.history["last"] = loss
+    trainer.history.update(rows=x.sum(1).detach(), text="now")
+    trainer.loss = loss
+    trainer.model.seen.append(loss)
+
+
+def calls_a_logger(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+    trainer.logger.log("loss", loss)
+    trainer.logger.log("norm", trainer.model.weight.norm().item())
+
+
+def counts(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+    trainer.steps += 1
+    trainer.losses.append((trainer.steps, loss.detach()))
+    trainer.history[trainer.steps] = loss.detach()
+
+
+def reads_its_own(trainer: Trainer, x: Tensor, loss: Tensor) -> Tensor:
+    trainer.history["now"] = loss.detach() * 2
+    trainer.losses.append(loss.detach())
+    return trainer.history["now"] + trainer.losses[-1]
+
+
+LOGS: list[Log] = [appends, nests, writes_entries, calls_a_logger, counts, reads_its_own]
+
+
+def run(log: Log, decorate: Callable[[Any], Any], batches: list[Tensor]) -> tuple[list[Any], Any]:
+    """What is kept after each call, and the step."""
+    HISTORY.clear()
+    trainer, found = Trainer(), []
+
+    def step(x: Tensor) -> Any:
+        loss = trainer.model(x).square().mean()
+        loss.backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        return loss, log(trainer, x, loss)
+
+    made = decorate(step)
+    for k, x in enumerate(batches):
+        made(x)
+        found.append(tree_flatten(trainer.kept()))
+        if k == 2:  # as a loop does at the start of an epoch
+            trainer.losses, trainer.history["loss"] = [], []
+    return found, made
+
+
+def assert_equal(got: list[Any], want: list[Any], rank: int = 0, world: int = 1) -> None:
+    for (leaves, spec), (expected, expected_spec) in zip(got, want, strict=True):
+        assert spec == expected_spec
+        for have, value in zip(leaves, expected, strict=True):
+            assert type(have) is type(value)
+            if not isinstance(value, Tensor):
+                assert have == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+                continue
+            assert not have.requires_grad and have.grad_fn is None
+            value = value.chunk(world)[rank] if value.ndim and value.shape != have.shape else value
+            torch.testing.assert_close(have, value.detach(), rtol=1e-9, atol=1e-10)
+
+
+def part(rank: int, k: int) -> Tensor:
+    return torch.randn(4, 4, generator=random_generator(rank, k), dtype=FLOAT) + rank
+
+
+def logs_of(rank: int, world: int, name: str, style: str) -> int:
+    """Compare with the plain step on the whole batch; returns the number of programs."""
+    log = next(each for each in LOGS if each.__name__ == name)
+    whole = [torch.cat([part(r, k) for r in range(world)]) for k in range(5)]
+    want, _ = run(log, lambda step: step, whole)
+    mode = spmd.DataParallel(style)
+    got, step = run(log, lambda step: spmd.compile(step, parallel_mode=mode), [part(rank, k) for k in range(5)])
+    for (leaves, _), (expected, _) in zip(got, want, strict=True):
+        count = len(leaves) - 2 if style == "fully_shard" else len(leaves)  # parameters are split
+        del leaves[count:], expected[count:]
+    assert_equal(got, want, rank, world)
+    return len(step.programs)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("log", LOGS)
+def test_logs_are_those_of_the_plain_step(log: Log) -> None:
+    assert logs_of(0, 1, log.__name__, "replicate") == 1
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_each_rank_logs_what_results_are(ranks: Ranks, style: str) -> None:
+    assert ranks.run(2, logs_of, "nests", style) == [1, 1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_prints_show_the_values_of_each_call(capsys: pytest.CaptureFixture[str]) -> None:
+    def prints(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+        trainer.steps += 1
+        print("step", trainer.steps, loss.detach(), {"item": loss.item()}, sep=" | ")
+
+    batches = [part(0, k) for k in range(3)]
+    texts = []
+    for decorate in (lambda step: step, spmd.compile):
+        _, step = run(prints, decorate, batches)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].count("tensor(") == 3 and len(step.programs) == 1
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("text", [lambda loss: f"{loss}", lambda loss: f"{loss.item():.3f}", str, "%s".__mod__])
+def test_text_of_a_value_is_refused_with_its_line(text: Callable[[Tensor], str]) -> None:
+    def formats(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+        trainer.losses.append(text(loss))
+
+    with pytest.raises(spmd.CaptureError, match=r"(?s)formats the value of a tensor.*prints the value.*test_logs\.py"):
+        run(formats, spmd.compile, [part(0, 0)])
+
+
+def logs_on_one_rank(rank: int, world: int) -> list[int]:
+    """Only the first rank keeps and prints the loss, which the step returns."""
+
+    def first_only(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+        if rank == 0:
+            trainer.losses.append(loss)
+            print("loss", loss)
+
+    found, step = run(first_only, spmd.compile, [part(rank, k) for k in range(3)])
+    return [len(step.programs), len(found[1][0])]
+
+
+def test_one_rank_alone_may_log_what_all_return(ranks: Ranks) -> None:
+    (one, kept), (other, none) = ranks.run(2, logs_on_one_rank)
+    assert (one, other) == (1, 1) and kept == none + 2
+
+
+def step_with_logs(model: nn.Module, optimizer: Any, x: Tensor, history: list[Any], *, logs: dict[str, Any]) -> Tensor:
+    """Takes its logs as arguments."""
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    history.append({"loss": loss, "rows": x.sum(1)})
+    logs["loss"] = loss.item()
+    return loss
+
+
+def logs_in_arguments(rank: int, world: int) -> int:
+    """Compare logs that are arguments with those of the plain step on the whole batch."""
+    kept = []
+    compiled = spmd.compile(step_with_logs)
+    for step, ranks_of_part in ((step_with_logs, range(world)), (compiled, [rank])):
+        trainer, history, logs, found = Trainer(), list[Any](["start"]), dict[str, Any](), []
+        for k in range(4):
+            x = torch.cat([part(r, k) for r in ranks_of_part])
+            step(trainer.model, trainer.optimizer, x, history, logs=logs)
+            found.append(tree_flatten((history, logs)))
+        kept.append(found)
+    assert_equal(kept[1], kept[0], rank, world)
+    return len(compiled.programs)
+
+
+def test_logs_may_be_arguments(ranks: Ranks) -> None:
+    assert ranks.run(2, logs_in_arguments) == [1, 1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_argument_that_the_step_writes_and_reads_is_no_log() -> None:
+    def step(model: nn.Module, batch: dict[str, Tensor], seen: list[Tensor]) -> Tensor:
+        batch["twice"] = batch["x"] * 2
+        seen.append(batch["twice"].sum())
+        return model(batch["twice"]).sum() + len(seen)
+
+    model, ends = nn.Linear(4, 3).double(), []
+    for each in (step, spmd.compile(step)):
+        batches = [{"x": part(0, k)} for k in range(2)]
+        seen: list[Tensor] = []
+        ends.append([[each(model, batch, seen).detach() for batch in batches], batches, seen])
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-9, atol=1e-10)
