@@ -25,7 +25,10 @@ def recover(call: Call, ranks: MeshRanks, what: str) -> None:
     """
     carried = standing_of_refused(call.given)
     if not ranks.groups:
-        (carried or standing_of(None)).check()
+        standing = carried or standing_of(None)
+        if standing.partly:
+            why = f"{what} cannot recover: its state is partly updated ({standing.partly}), and there is no other rank"
+            raise StateError(f"{why}. Load a checkpoint into model and optimizer", standing)
         return
     connection = _connection(ranks, what, carried)
     whole = [(each.updates, rank) for rank, each in enumerate(connection.standings) if not each.partly]

@@ -108,6 +108,8 @@ def test_state_that_fails_on_its_way_to_the_ranks_is_not_trained_on(monkeypatch:
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(spmd.SpmdError, match="distributing state of step/program-0 raised KeyError"):
         step(*objects, *CASE.part(0, 0))
+    with pytest.raises(spmd.SpmdError, match=r"(?s)cannot recover: .* no other rank\. Load a checkpoint"):
+        step.recover()
     for each, state in zip(objects, saved, strict=True):
         each.load_state_dict(state)
     result = step(*objects, *CASE.part(0, 0))
