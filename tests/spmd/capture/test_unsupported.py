@@ -69,7 +69,7 @@ def takes_numpy(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return x.numpy().sum()
 
 
-@bad("formats a tensor")
+@bad("formats the value of a tensor")
 def prints_a_tensor(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return f"{model(x).sum():.3f}"
 
