@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks import checkpoints
 from benchmarks.peers.models import SMOKE, build
 from benchmarks.peers.network import NoNetworkError, connect, left_over
 from benchmarks.peers.race import Result, compare
@@ -19,6 +20,7 @@ from benchmarks.peers.systems import System, eager
 from benchmarks.peers.table import speedup, table
 from benchmarks.peers.team import SystemFailedError
 from tests.harness import programs
+from tests.harness.pool import Ranks
 
 pytestmark = pytest.mark.processes
 
@@ -32,6 +34,17 @@ def test_calls_measures_the_overhead_of_a_call(tmp_path: Path) -> None:
     assert "an empty loop over the same 16 tensors" in found
     assert found["the checks of a call"] < found["a call"]
     assert all(name in run.stdout for name in found)
+
+
+def checkpoints_main(rank: int, world: int, out: Path) -> None:
+    checkpoints.main(["--width", "8", "--layers", "1", "--rounds", "1", "--json", str(out)])
+
+
+def test_checkpoints_are_measured_beside_dcp(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, checkpoints_main, tmp_path / "out")
+    found = json.loads((tmp_path / "out").read_text())
+    assert list(found) == ["spmd.save", "DCP save", "spmd.load", "DCP load", "spmd.export"]
+    assert all(seconds > 0 for seconds, _ in found.values())
 
 
 def test_compiler_measures_all_stages(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .folders import INDEX, write_whole
+from .folders import INDEX, path_of, write_whole
 from .prepare import Prepared, prepare
 from .storage import Files, file_numbers, write
 from .together import Together, together
@@ -32,13 +32,11 @@ def export(folder: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dty
     ``dtype``: cast floating-point tensors to it. No rank holds the whole model: each writes its parts to a temporary
     folder beside the files, and puts some of the files together. ``spmd.load(folder, model=...)`` reads them.
     """
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"expected folder to be a path, got {folder!r}")
+    path = path_of(folder)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {model!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"expected dtype to be a floating-point torch.dtype or None, got {dtype!r}")
-    path = Path(folder).absolute()
     with together(f"exporting to {path}") as ranks:
         prepared = prepare({"": model}, ranks)
         _check_values(prepared, ranks)

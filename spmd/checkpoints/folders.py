@@ -14,10 +14,20 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 MARKER, VALUES, DATA = "checkpoint.json", "values.pt", "data-"
 INDEX = "model.safetensors.index.json"  # of Hugging Face's: which file has which tensor
 _STEP = re.compile(r"step-(\d+)")
+
+
+def path_of(folder: Any) -> Path:
+    """The folder that a user gave. Raises ``TypeError`` or ``ValueError`` for what is no path of a file system."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"expected folder to be a path, got {folder!r}")
+    if "://" in str(folder):
+        raise ValueError(f"expected folder to be a path of a file system that all ranks see, got {str(folder)!r}")
+    return Path(folder).absolute()
 
 
 def target(folder: Path, step: int | None) -> Path:

@@ -16,7 +16,7 @@ from ..call.rng import set_rng_state
 from ..call.state import Arguments
 from ..ranks.failures import StateIs
 from .fit import check_fit
-from .folders import foreign_files, newest
+from .folders import foreign_files, newest, path_of
 from .objects import Objects, has_state
 from .optimizers import load_optimizer
 from .stored import Stored
@@ -40,9 +40,7 @@ def load(folder: str | os.PathLike[str], *, strict: bool = True, **state: Any) -
     Raises ``FileNotFoundError`` if there is no complete checkpoint, and ``SpmdError`` with the name of a file that is
     damaged. No code in the files is executed.
     """
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"expected folder to be a path, got {folder!r}")
-    path = Path(folder).absolute()
+    path = path_of(folder)
     with together(f"loading {path}", restores_state=True) as ranks:
         checkpoint = Path(ranks.first(lambda: str(_find(path))))
         return _load(checkpoint, state, strict, ranks)
@@ -59,14 +57,15 @@ def _load(checkpoint: Path, state: Mapping[str, Any], strict: bool, ranks: Toget
     loads: list[_Load] = []
     ranks.run(lambda: loads.append(_Load.of(checkpoint, state, strict)))
     (work,) = loads
-    ranks.state = StateIs.MIXED
+    trained = Arguments([], tree_flatten(())[1], work.objects.modules, work.objects.optimizers, {})
+    ranks.state = StateIs.MIXED if trained.modules or trained.optimizers else StateIs.BEFORE
     try:
         for targets in work.passes():
             work.stored.files.read(targets, ranks)
         ranks.run(work.apply)
     except BaseException:
-        given = Arguments([], tree_flatten(())[1], work.objects.modules, work.objects.optimizers, {})
-        RefusedSaves(given, f"loading {checkpoint} did not end", ranks.standing)
+        if ranks.state is StateIs.MIXED:
+            RefusedSaves(trained, f"loading {checkpoint} did not end", ranks.standing)
         raise
     ranks.state = StateIs.AFTER
     return work.stored.step
@@ -107,8 +106,9 @@ class _Load:
             module.load_state_dict(loaded[name])
         for name, optimizer in self.objects.optimizers.items():
             load_optimizer(optimizer, loaded[name], self.objects.groups[name])
-        for name in given.keys() - self.objects.modules.keys() - self.objects.optimizers.keys():
-            _load_other(given[name], loaded[name])
+        for name, each in given.items():
+            if name not in self.objects.modules and name not in self.objects.optimizers:
+                _load_other(each, loaded[name])
         if self.stored.rng is not None:
             set_rng_state(self.stored.rng)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..call.rng import rng_state
-from .folders import DATA, MARKER, VALUES, keep_newest, remove_leftovers, target, write_whole
+from .folders import DATA, MARKER, VALUES, keep_newest, path_of, remove_leftovers, target, write_whole
 from .marker import Marker, describe
 from .prepare import Prepared, prepare
 from .storage import write
@@ -37,7 +37,8 @@ def save(
     write, all ranks raise the same error. Raises ``TypeError`` or ``ValueError`` for what cannot be saved, also where
     a plain value, or a tensor that is not split, differs between ranks.
     """
-    path = _check_arguments(folder, step, keep, wait)
+    path = path_of(folder)
+    _check_arguments(step, keep, wait)
     checkpoint = target(path, step)
     with together(f"saving {checkpoint}") as ranks:
         _save(checkpoint, step, state, ranks)
@@ -45,9 +46,7 @@ def save(
             ranks.first(lambda: keep_newest(path, keep, step))
 
 
-def _check_arguments(folder: Any, step: Any, keep: Any, wait: Any) -> Path:
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"expected folder to be a path, got {folder!r}")
+def _check_arguments(step: Any, keep: Any, wait: Any) -> None:
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise TypeError(f"expected {name} to be an int or None, got {value!r}")
@@ -57,7 +56,6 @@ def _check_arguments(folder: Any, step: Any, keep: Any, wait: Any) -> Path:
         raise ValueError("keep counts the checkpoints of steps in the folder: give the step, too")
     if wait is not True:
         raise ValueError(f"expected wait=True, got {wait!r}: saving in the background is not implemented")
-    return Path(folder).absolute()
 
 
 def _save(checkpoint: Path, step: int | None, state: Mapping[str, Any], ranks: Together) -> None:

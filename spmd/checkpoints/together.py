@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from passes import SpmdError
 from passes.runtime.peer_connection import PeerLostError
 
+from .._torch import get_proxy_mode
 from ..ranks.connection import Connection, connect
 from ..ranks.consensus import MeshRanks, notify, standing_of
 from ..ranks.failures import StateIs, described
@@ -113,6 +114,8 @@ def together(what: str, *, restores_state: bool = False) -> Iterator[Together]:
 
     ``restores_state``: state that a failed call left partly updated is no hindrance.
     """
+    if get_proxy_mode() is not None:
+        raise SpmdError(f"{what} was called for inside of a compiled step: do so between its calls")
     ranks, connection = MeshRanks.of(None, None), None
     if ranks.groups:
         connection = connect(ranks.groups, ranks.members, ranks.timeout, what, to_recover=restores_state)

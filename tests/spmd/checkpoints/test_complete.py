@@ -96,6 +96,29 @@ def _end_at(moment: int) -> None:
         setattr(owner, name, counted(getattr(owner, name)))
 
 
+def test_a_load_that_fails_halfway_blocks_training_until_one_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
+    model = torch.nn.Linear(2, 3)
+    step = spmd.compile(lambda model, x: model(x).sum())
+    step(model, torch.ones(4, 2))
+    spmd.save(tmp_path, model=model, state={"tensor": torch.ones(4)})
+    with monkeypatch.context() as patched:
+        patched.setattr(HuggingFaceStorageReader, "read_data", full)
+        with pytest.raises(spmd.SpmdError, match="No space left"):
+            spmd.load(tmp_path, state={})
+        step(model, torch.ones(4, 2))  # which has nothing to do with it
+        with pytest.raises(spmd.SpmdError, match="No space left"):
+            spmd.load(tmp_path, model=model)
+    with pytest.raises(spmd.SpmdError, match="partly updated"):
+        step(model, torch.ones(4, 2))
+    with pytest.raises(spmd.SpmdError, match="cannot be saved"):
+        spmd.save(tmp_path, model=model)
+    spmd.load(tmp_path, model=model)
+    step(model, torch.ones(4, 2))
+    spmd.save(tmp_path, model=model)
+
+
 @pytest.mark.parametrize("name", ["checkpoint.json", "values.pt", "safetensors"])
 def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     save(tmp_path, 1)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor, Shard
 
 import spmd
 from tests.harness.pool import Ranks
 
-from .runs import LAYOUTS, Run, unequal, whole
+from .runs import LAYOUTS, Run, part, unequal, whole
 
 COMPILED = ("replicate", "fully_shard", "shard_optimizer", "annotated")  # the others are as materialized
 
@@ -74,6 +77,29 @@ def test_a_run_goes_on_with_the_same_bits(
     assert ranks.run(2, resumed, layout, optimizer, is_new, tmp_path) == [[], []]
 
 
+def elsewhere(rank: int, world: int, folder: Path, steps: int) -> dict[str, Any]:
+    """Go on, or start, for so many steps of a global batch of twelve rows; the state then."""
+    run = Run("fully_shard", "SGD", seed=rank)
+    if folder.exists():
+        done = spmd.load(folder, **run.objects)
+        assert done is not None
+    else:
+        spmd.seed(0, invariant=True)
+        done = 0
+    for k in range(done, done + steps):
+        rows = [torch.cat(each).chunk(world)[rank] for each in zip(part(0, k), part(1, k), strict=True)]
+        run.step(run.model, run.optimizers, *rows)
+    spmd.save(folder, step=done + steps, **run.objects)
+    return run.state()
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(1, elsewhere, tmp_path / "one", 3)[0]
+    for world in (4, 2, 3):
+        got = ranks.run(world, elsewhere, tmp_path / "several", 1)[0]
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+
+
 def by_torch(rank: int, world: int, folder: Path) -> list[str]:
     """What differs after torch's own ways to save: gathered on rank 0, by DCP, and each rank's own parts."""
     run, other = Run("fully_shard"), Run("fully_shard", seed=1, on_meta=True)
@@ -94,3 +120,51 @@ def by_torch(rank: int, world: int, folder: Path) -> list[str]:
 
 def test_torch_saves_compiled_models_too(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, by_torch, tmp_path) == [[], []]
+
+
+def rounded(rank: int, world: int, folder: Path) -> list[torch.Tensor]:
+    """The rows that this rank updates of parameters that are gathered in fewer bits."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 4 * world)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    options = spmd.DataParallel("replicate", shard_optimizer=True, gather_dtype=torch.bfloat16)
+
+    @spmd.compile(parallel_mode=options)
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for k in range(2):
+        step(model, optimizer, torch.randn(4, 3, generator=torch.Generator().manual_seed(7 * rank + k)))
+    spmd.save(folder, model=model, optimizer=optimizer)
+    assert not torch.equal(model.weight, model.weight.bfloat16().float())
+    return [parameter.detach()[4 * rank : 4 * rank + 4].clone() for parameter in model.parameters()]
+
+
+def test_each_row_is_saved_by_the_rank_that_has_it_exactly(ranks: Ranks, tmp_path: Path) -> None:
+    parts = ranks.run(2, rounded, tmp_path)
+    model = torch.nn.Linear(3, 8)
+    spmd.load(tmp_path, model=model)
+    expected = [torch.cat(each) for each in zip(*parts, strict=True)]
+    assert unequal(dict(zip("wb", expected, strict=True)), {"w": model.weight.data, "b": model.bias.data}) == []
+
+
+def many(rank: int, world: int, folder: Path) -> bool:
+    """Whether thousands of tensors come back where a process may open few files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[1]), limits[1]))
+    try:
+        parts, mesh = [torch.full((2,), k + rank / 2) for k in range(3000)], spmd.world()
+        state = [DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for part in parts]
+        spmd.save(folder, state=state)
+        for part in parts:
+            part.zero_()
+        spmd.load(folder, state=state)
+        return all(each.to_local().tolist() == [k + rank / 2] * 2 for k, each in enumerate(state))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_thousands_of_tensors_need_few_open_files(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, many, tmp_path) == [True, True]

@@ -185,6 +185,24 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
     }
 
 
+def test_a_folder_is_one_of_a_file_system(tmp_path: Path) -> None:
+    for call in (spmd.save, spmd.load, lambda folder: spmd.export(folder, nn.Linear(2, 3))):
+        with pytest.raises(TypeError, match="expected folder to be a path, got 3"):
+            call(3)
+        with pytest.raises(ValueError, match="a path of a file system"):
+            call("s3://bucket/run")
+
+
+def test_a_step_does_not_save(tmp_path: Path) -> None:
+    @spmd.compile
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        spmd.save(tmp_path, model=model)
+        return model(x).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(spmd.SpmdError, match="inside of a compiled step: do so between its calls"):
+        step(nn.Linear(2, 3), torch.ones(4, 2))
+
+
 @pytest.mark.parametrize("case", refusals())
 def test_what_cannot_be_saved_is_refused(case: str, tmp_path: Path) -> None:
     given, kind, sentence = refusals()[case]
