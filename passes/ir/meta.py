@@ -48,6 +48,7 @@ class Key:
 
 _CAPTURE, _PARTITIONER = "spmd/capture", "spmd/partitioner"
 _PRINTER = "passes/ir/printer.py"
+_ERRORS = "passes/unexpected_errors.py"
 _MEMORY = "passes/memory"
 _MERGE_EQUAL = "passes/cleanup/merge_equal.py"
 
@@ -66,7 +67,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the path of the module whose forward was running, or whose backward this is",
         (_CAPTURE, _PARTITIONER, "passes/communication"),
-        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", _MEMORY),
+        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", _MEMORY, _ERRORS),
         Relation.HELPER,
     ),
     # The work that the node does.
@@ -75,7 +76,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the user's line: file, number and text",
         (_CAPTURE,),
-        (_CAPTURE, _PRINTER, _PARTITIONER),
+        (_CAPTURE, _PRINTER, _PARTITIONER, _ERRORS, "spmd/lowering/codegen.py"),
         Relation.STEP,
     ),
     Key(

@@ -9,6 +9,7 @@ text of each model's program, captured and final.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 
 import passes
 import spmd
+from spmd.call.state import ArgumentReader
 from spmd.dispatch import Turn
 from spmd.ranks.consensus import Agreement
 from tests.harness.fake import fake_world
@@ -46,7 +48,8 @@ def texts_of(name: str, shallow: bool) -> list[str]:
     case, step = Training(entry, momentum=0.0), spmd.compile(Training.step)
     torch.manual_seed(0)
     turn = Turn()
-    step._dispatch.fit(turn, (*case.build(), *case.part(0, 0)), {})
+    given = ArgumentReader(inspect.signature(Training.step)).read((*case.build(), *case.part(0, 0)), {})
+    step._dispatch.fit(turn, given)
     compiled = step._compile_on_all_ranks(turn, turn.call)
     return [passes.print_program(compiled.captured.program), passes.print_program(compiled.program)]
 
