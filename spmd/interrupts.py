@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import torch
@@ -66,8 +66,9 @@ def deferred_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number, frame in arrived:
-            handlers[number](number, frame)
+        with ExitStack() as answers:  # all of them, also if some raise
+            for number, frame in reversed(arrived):
+                answers.callback(handlers[number], number, frame)
 
 
 def _is_unsafe(frame: FrameType | None) -> bool:

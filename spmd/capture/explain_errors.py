@@ -21,6 +21,7 @@ from .._torch import (
     GuardOnDataDependentSymNode,
     UnsupportedOperatorException,
 )
+from ..call.argument_logs import LogsFound
 from ..call.state import Arguments, submodules_of
 from ..environment import is_set
 from ..failed_ops import describe_failed_op, is_from_users_code
@@ -39,7 +40,7 @@ def explained_errors(function: Callable[..., Any], arguments: Arguments) -> Iter
     try:
         with nullcontext() if _shows_all() else _without_log():
             yield
-    except SpmdError:
+    except (SpmdError, LogsFound):
         raise
     except Exception as error:
         name = getattr(function, "__qualname__", type(function).__name__)

@@ -38,6 +38,7 @@ from .final_state import FinalState
 from .mixed_precision import mixed_precision
 from .provenance import Recorder
 from .reads import Change, Reads
+from .reads.clocks import refused_clocks
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
 from .swap_state import StateSwap
@@ -120,6 +121,7 @@ class Trace:
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
             self.reads.journals.recorded_prints(),
+            refused_clocks(),
             tensors_as_text(),
         ):
             result = self.function(*args, **kwargs)

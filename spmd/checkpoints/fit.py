@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .objects import Objects, has_state
-from .optimizers import check_groups
+from .optimizers import are_reordered, check_groups
 from .stored import Stored
 
 _SHOWN = 20
@@ -37,7 +37,9 @@ def _check(name: str, objects: Objects, stored: Stored, strict: bool) -> list[st
         return _check_model(name, objects, stored, strict)
     if isinstance(each, Optimizer):
         return _check_optimizer(name, objects.groups[name], trees[name], strict)
-    if has_state(each) or isinstance(each, (dict, list)):
+    if has_state(each):
+        return _check_scheduler(name, each, objects, trees)
+    if isinstance(each, (dict, list)):
         return []
     if isinstance(each, torch.Tensor) and isinstance(trees[name], torch.Tensor):
         return _differences(name, each, trees[name], strict)
@@ -46,6 +48,17 @@ def _check(name: str, objects: Objects, stored: Stored, strict: bool) -> list[st
             f"{name}: {trees[name]!r} in the checkpoint, {each!r} here, which cannot change: keep such values in a dict"
         ]
     return []
+
+
+def _check_scheduler(name: str, each: Any, objects: Objects, trees: Mapping[str, Any]) -> list[str]:
+    """A scheduler has lists with an entry for each group of its optimizer, in their order."""
+    owner = next((key for key, other in objects.optimizers.items() if other is getattr(each, "optimizer", None)), None)
+    if owner is None or owner not in trees or not are_reordered(trees[owner], objects.groups[owner]):
+        return []
+    return [
+        f"{name}: the groups of {owner} were in another order, or divided otherwise, when it was saved; make them as "
+        f"they were, or leave {name} out and make it anew"
+    ]
 
 
 def _check_model(name: str, objects: Objects, stored: Stored, strict: bool) -> list[str]:

@@ -36,11 +36,19 @@ def target(folder: Path, step: int | None) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint in a folder: the folder itself if it is one, else that of the last step; None if there is none."""
+    """The checkpoint in a folder: the folder itself if it is one, else that of the last step; None if there is none.
+
+    Raises ``ValueError`` for a folder that is one and has those of steps, too: which is newer is not known.
+    """
+    complete = {step: path for step, path in steps(folder).items() if (path / MARKER).is_file()}
     if (folder / MARKER).is_file():
+        if complete:
+            raise ValueError(
+                f"{folder} is a checkpoint, and has those of steps {sorted(complete)}, too: load one of them by its "
+                f"folder, such as {complete[max(complete)]}, or remove {folder / MARKER}"
+            )
         return folder
-    complete = [step for step, path in steps(folder).items() if (path / MARKER).is_file()]
-    return target(folder, max(complete)) if complete else None
+    return complete[max(complete)] if complete else None
 
 
 def steps(folder: Path) -> dict[int, Path]:

@@ -105,6 +105,11 @@ def check_groups(tree: dict[str, Any], names: list[list[str]], path: str) -> lis
     return wrong
 
 
+def are_reordered(tree: dict[str, Any], names: list[list[str]]) -> bool:
+    """Whether the groups of a tree have other parameters than those with these ``names``, one by one."""
+    return [set(group["params"]) for group in tree["param_groups"]] != [set(own) for own in names]
+
+
 def _groups_of(tree: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
     """The groups in which some of these parameters were saved."""
     wanted = set(names)

@@ -193,7 +193,7 @@ def _check(expected: Any) -> Callable[[Any], bool]:
     if isinstance(expected, TensorSpec):
         return expected.matches
     if isinstance(expected, AnyNumber):
-        return lambda value: type(value) is expected.kind
+        return lambda value: type(value) is expected.kind and can_be_live(value, value)
     if isinstance(expected, StateRef):
         return lambda value: isinstance(value, torch.Tensor)
     if isinstance(expected, Settings):

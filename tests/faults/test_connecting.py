@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import spmd
+from spmd.interrupts import deferred_signals
 from spmd.ranks import connection, local_ranks
 from tests.harness.cases import MLP
 from tests.harness.pool import RankError, Ranks
@@ -42,6 +43,22 @@ def interrupted_while_it_comes(rank: int, world: int) -> float:
 
 def test_an_interrupt_leaves_nothing_pending_in_the_group_of_the_user(ranks: Ranks) -> None:
     assert ranks.run(2, interrupted_while_it_comes, timeout=60) == [3.0, 3.0]
+
+
+def test_all_handlers_answer_deferred_signals() -> None:
+    """Also where the first one raises."""
+    answered: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, _: answered.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), deferred_signals():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert answered == [signal.SIGTERM]
 
 
 def dies_while_connecting(rank: int, world: int, name: str, report: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from passes import CaptureError
+
 from ..._torch import TreeSpec, tree_flatten, tree_unflatten
 from ...call.state import Arguments
 from ..reads.journals import Journal, Written
@@ -74,6 +76,11 @@ def effects_of(written: Iterable[Written]) -> list[Effect]:
     """What each call repeats."""
     found = []
     for each in written:
+        if each.changed():
+            raise CaptureError(
+                f"what is printed is changed later in the step, and would be shown as it is in the end: print a clone\n"
+                f"    {each.line}"
+            )
         leaves, spec = tree_flatten((each.args, each.kwargs))
         target = _target(each.journal)
         had_graph = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)

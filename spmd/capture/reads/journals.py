@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._torch import register_pytree_node
+from ..._torch import register_pytree_node, tree_flatten, tree_unflatten, version_of
 from ...foreign_code import is_foreign_file
 from ...source_lines import user_line
 from .read_sites import Reference
@@ -33,6 +34,11 @@ class Written:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     line: str
+    versions: tuple[tuple[torch.Tensor, int], ...] = ()  # of tensors that are shown as they were at the write
+
+    def changed(self) -> bool:
+        """Whether the step wrote into such a tensor afterwards."""
+        return any(version_of(tensor) != version for tensor, version in self.versions)
 
 
 class Lines(NamedTuple):
@@ -81,6 +87,7 @@ class Journal:
         if self.read_at or (self.is_cleared and not self.has_unknown_keys):
             return
         self.read_at = user_line(sys._getframe(1)) or "a line of torch"
+        self.journals.shown(self.live)
         self.stand_in._show(self.live)
 
 
@@ -91,6 +98,7 @@ class Journals:
         self.by_id = {id(each): Journal(each, self) for each in containers}
         self.refused = refused or {}  # containers that the step reads, too, by id
         self.written: list[Written] = []
+        self.shown: Callable[[Any], None] = lambda live: None  # called before the step sees what a container holds
 
     def read(self) -> dict[int, Lines]:
         """The containers that were read, by id."""
@@ -108,13 +116,16 @@ class Journals:
     @contextmanager
     def recorded_prints(self) -> Iterator[None]:
         """Record what the user's code prints, for the length of the context."""
-        before = builtins.print
+        before, thread = builtins.print, threading.get_ident()
 
         def record(*args: Any, **kwargs: Any) -> None:
-            if is_foreign_file(sys._getframe(1).f_code.co_filename):
+            if threading.get_ident() != thread or is_foreign_file(sys._getframe(1).f_code.co_filename):
                 before(*args, **kwargs)
-            else:
-                self.written.append(Written(None, "__call__", args, kwargs, user_line(sys._getframe(1))))
+                return
+            leaves, spec = tree_flatten((args, kwargs))  # lists and dicts as they are now
+            args, kwargs = tree_unflatten(leaves, spec)
+            versions = tuple((leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self.written.append(Written(None, "__call__", args, kwargs, user_line(sys._getframe(1)), versions))
 
         builtins.print = record
         try:

@@ -85,6 +85,7 @@ class Reads:
         self._namespaces = Namespaces(self._note_entry)
         self._attributes = AttributeReads(self.sites, self._note_attribute, self._note_missing, self._note_vars)
         self._globals = GlobalReads(self._note_globals)
+        self.journals.shown = self._follow_shown
 
     @contextmanager
     def watch(self, *roots: Any) -> Iterator[None]:
@@ -230,6 +231,16 @@ class Reads:
         return self.names.get(id(instance), type(instance).__name__)
 
     # Follow values to what the step may read through them
+
+    def _follow_shown(self, container: Any) -> None:
+        """Follow what a container with a journal holds: the step sees that after all, and may change it."""
+        for key, item in items_of(container):
+            name = f"{self._name(container)}[{key!r}]"
+            if id(item) in self.journals.by_id:
+                self.containers.setdefault(id(item), ContainerSnapshot(name, item, content_of(item), False))
+                self._follow_shown(item)
+            elif not is_plain(item):
+                self._follow(item, name)
 
     def _follow(self, value: Any, name: str, owned: bool = False) -> None:
         if id(value) in self._seen or (is_plain(value) and not isinstance(value, type)):

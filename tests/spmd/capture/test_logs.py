@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,3 +249,96 @@ def test_an_argument_that_the_step_writes_and_reads_is_no_log() -> None:
         seen: list[Tensor] = []
         ends.append([[each(model, batch, seen).detach() for batch in batches], batches, seen])
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-9, atol=1e-10)
+
+
+def trained(model: Any, optimizer: Any, x: Any) -> Any:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def objects() -> tuple[Any, Any, Any]:
+    model = torch.nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_printed_is_what_it_was_then(capsys: pytest.CaptureFixture[str]) -> None:
+    """A list shows the entries that it had; a tensor that changes later is refused."""
+
+    @spmd.compile
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        numbers = [1]
+        print(numbers)
+        numbers.append(2)
+        print(numbers)
+        return trained(model, optimizer, x)
+
+    @spmd.compile
+    def sums(model: Any, optimizer: Any, x: Any) -> Any:
+        total = torch.zeros(())
+        print("total", total)
+        total += x.sum()
+        return trained(model, optimizer, x) + total
+
+    given = objects()
+    step(*given)
+    capsys.readouterr()
+    step(*given)
+    assert capsys.readouterr().out == "[1]\n[1, 2]\n"
+    with pytest.raises(spmd.CaptureError, match=r"print a clone\n.*print\("):
+        sums(*given)
+
+
+@pytest.mark.usefixtures("alone")
+def test_prints_of_other_threads_are_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    given, done = objects(), threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.01):
+            print("beat")
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    step = spmd.compile(trained)
+    step(*given)
+    done.set()
+    thread.join()
+    assert "beat" in capsys.readouterr().out
+    step(*given)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("alone")
+def test_clocks_are_refused() -> None:
+    @spmd.compile
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        start = time.perf_counter()
+        return trained(model, optimizer, x), time.perf_counter() - start
+
+    with pytest.raises(spmd.CaptureError, match=r"asks time.perf_counter\(\)"):
+        step(*objects())
+
+
+GLOBAL_LOGS: dict[str, Any] = {}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_refused_step_leaves_logs_as_they_were() -> None:
+    """The step reads the outer dict, and so may change what it holds."""
+    GLOBAL_LOGS.update(losses=[], counts={"k": 0})
+
+    @spmd.compile
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss = trained(model, optimizer, x)
+        GLOBAL_LOGS["losses"].append(loss)
+        GLOBAL_LOGS["counts"]["k"] += 1
+        GLOBAL_LOGS["last"] = loss
+        return loss
+
+    with suppress(spmd.CaptureError):
+        step(*objects())
+        return  # supported after all
+    assert GLOBAL_LOGS == {"losses": [], "counts": {"k": 0}}
