@@ -62,7 +62,7 @@ def measure(parameters: int, rounds: int) -> dict[str, float]:
 
     def checks() -> None:
         turn = Turn()
-        step._dispatch.fit(turn, (model, optimizer, x), {})
+        step._dispatch.fit(turn, step._dispatch.read((model, optimizer, x), {}))
         assert turn.compiled is not None
 
     return {

@@ -140,7 +140,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     x = torch.zeros(1, setting.time, dtype=torch.int64)
     step = spmd.compile(parallel_mode=mode(setting))(train_step)
     turn = Turn()
-    step._dispatch.fit(turn, (model, optimizer, x, x), {})
+    step._dispatch.fit(turn, step._dispatch.read((model, optimizer, x, x), {}))
     before, stopwatch = resident(), Stopwatch()
     watch_stages(stopwatch)
     start = time.perf_counter()

@@ -105,7 +105,7 @@ class Dispatch:
         anew (``call/unequal_rows.py``). Ranks that would run one program have equal numbers of them.
         """
         with self._reporting_failure():
-            given = self._reader.read(args, kwargs)
+            given = self.read(args, kwargs)
             self.fit(turn, given)
             ranks = None if turn.compiled or turn.call is None else self.ranks_of(turn.call)
         assert turn.call is not None
@@ -149,6 +149,10 @@ class Dispatch:
         if not self._known_splits.get(key):
             self._known_splits[key] = splits_of(call)
         return self._known_splits[key]
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a call. Raises ``TypeError`` as the function itself would."""
+        return self._reader.read(args, kwargs)
 
     def fit(self, turn: Turn, given: Arguments) -> None:
         """Find the program that this rank would run; the one last run is asked first.

@@ -9,7 +9,6 @@ text of each model's program, captured and final.
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from dataclasses import replace
@@ -19,7 +18,6 @@ import torch
 
 import passes
 import spmd
-from spmd.call.state import ArgumentReader
 from spmd.dispatch import Turn
 from spmd.ranks.consensus import Agreement
 from tests.harness.fake import fake_world
@@ -48,8 +46,7 @@ def texts_of(name: str, shallow: bool) -> list[str]:
     case, step = Training(entry, momentum=0.0), spmd.compile(Training.step)
     torch.manual_seed(0)
     turn = Turn()
-    given = ArgumentReader(inspect.signature(Training.step)).read((*case.build(), *case.part(0, 0)), {})
-    step._dispatch.fit(turn, given)
+    step._dispatch.fit(turn, step._dispatch.read((*case.build(), *case.part(0, 0)), {}))
     compiled = step._compile_on_all_ranks(turn, turn.call)
     return [passes.print_program(compiled.captured.program), passes.print_program(compiled.program)]
 

@@ -60,7 +60,7 @@ def test_all_frames_and_torch_s_log_are_there_if_asked_for(monkeypatch: pytest.M
 
 def test_an_error_of_ours_ends_at_the_user_s_line() -> None:
     text = shown(formats, nn.Linear(4, 3))
-    assert "it formats the value of a tensor, which is not known while tracing" in text
+    assert "it formats the value of a tensor as text, which is not known while tracing" in text
     assert {file for file, _ in frames(text)} == {"test_tracebacks.py"}
 
 
