@@ -239,8 +239,11 @@ def _without(shape: Sequence[int], dim: int) -> list[int]:
 
 
 def _are_proportional(rows: Sequence[tuple[int, ...]]) -> bool:
+    """Whether each rank has the same share of all arguments; of one without any row there are no shares."""
     first = rows[0]
-    return all(a * sum(first) == b * sum(other) for other in rows for a, b in zip(other, first, strict=True))
+    return all(map(sum, rows)) and all(
+        a * sum(first) == b * sum(other) for other in rows for a, b in zip(other, first, strict=True)
+    )
 
 
 def _same_but(axes: Sequence[int], place: Sequence[int], other: Sequence[int]) -> bool:

@@ -25,16 +25,19 @@ PROMPT = 10.0  # seconds in which the other rank raises; a loaded machine needs 
 def interrupted_while_it_comes(rank: int, world: int) -> float:
     """Rank 1 is interrupted just before its part of a collective in the user's group, in which ranks meet."""
     objects, step = CASE.build(), spmd.compile(CASE.step)
-    came: Any = connection._Meeting._came
+    meeting: Any = connection._Meeting
+    came, check = meeting._came, meeting._check
     if rank == 1:
-        connection._Meeting._came = lambda *given: (os.kill(os.getpid(), signal.SIGINT), came(*given))[1]  # type: ignore
+        meeting._came = lambda *given: (os.kill(os.getpid(), signal.SIGINT), came(*given))[1]
+    else:  # sees the failure: a rank that is about to open a group already would wait for it to time out
+        meeting._check = lambda *given: (time.sleep(0.5), check(*given))[1]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt if rank else spmd.RankFailedError):
             step(*objects, *CASE.part(rank, 0))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
-        connection._Meeting._came = came  # type: ignore[method-assign]
+        meeting._came, meeting._check = came, check
     total = torch.tensor(1.0 + rank)
     dist.all_reduce(total)
     assert torch.isfinite(step(*objects, *CASE.part(rank, 1)))

@@ -277,7 +277,7 @@ def _reading(base: type, name: str) -> Callable[..., Any]:
 
 
 def _flatten(recording: Any) -> tuple[list[Any], None]:
-    """Whoever looks for the entries of nested containers reads them."""
+    """Read what was there before: torch looks for the entries of nested containers."""
     recording._journal.read()
     return [], None
 

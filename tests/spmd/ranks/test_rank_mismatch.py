@@ -259,11 +259,11 @@ def test_a_rank_that_fails_to_compile_raises_on_all(ranks: Ranks) -> None:
     ranks.run(2, one_fails, timeout=15, grace=3)
 
 
-def unequal(rank: int, world: int, rows: list[int], lengths: list[int]) -> str:
+def unequal(rank: int, world: int, rows: list[int], lengths: list[int], others: int) -> str:
     mode = spmd.DataParallel(inputs={"x": Shard(0), "other": Shard(0)})
     with pytest.raises(spmd.RankMismatchError) as caught:
         spmd.compile(lambda x, other: x.sum() + other.sum(), parallel_mode=mode)(
-            torch.ones(rows[rank], lengths[rank]), torch.ones(2)
+            torch.ones(rows[rank], lengths[rank]), torch.ones(others)
         )
     return str(caught.value)
 
@@ -274,8 +274,9 @@ def unequal(rank: int, world: int, rows: list[int], lengths: list[int]) -> str:
     ([4, 4], [9, 7], "rank 0 passed x of shape [4, 9], rank 1 [4, 7]. Ranks that pad their own batches must pad"),
 ])  # fmt: skip
 def test_shapes_that_differ_are_refused(ranks: Ranks, rows: list[int], lengths: list[int], sentence: str) -> None:
-    for message in ranks.run(2, unequal, rows, lengths, timeout=15, grace=3):
-        assert sentence in message
+    for others in (2, 0):  # rows of the other argument
+        for message in ranks.run(2, unequal, rows, lengths, others, timeout=15, grace=3):
+            assert sentence in message
 
 
 def interrupted(rank: int, world: int) -> str:
