@@ -369,16 +369,16 @@ def timeout_of(group: Any) -> float:
     return seconds
 
 
-def new_gloo_group(name: str, rank: int, ranks: list[int], timeout: float) -> Any:
+def new_gloo_group(name: str, rank: int, ranks: list[int], store: Any, timeout: float) -> Any:
     """A gloo group of the ``ranks`` of the world, of which this one is the ``rank``-th; all of them call it.
+
+    Once all have written their addresses to ``store``, they get ``timeout`` seconds to connect.
 
     The public ``new_group`` numbers groups by how many each rank has made, and so waits for ever where one rank has
     failed to make another; here the caller names the group. 2.11 to 2.15.
     """
     seconds = timedelta(seconds=timeout)
-    group, _ = _new_process_group_helper(
-        len(ranks), rank, ranks, "gloo", default_store(), GroupName(name), timeout=seconds
-    )
+    group, _ = _new_process_group_helper(len(ranks), rank, ranks, "gloo", store, GroupName(name), timeout=seconds)
     _world.pg_group_ranks[group] = {each: k for k, each in enumerate(ranks)}
     return group
 

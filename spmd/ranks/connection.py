@@ -2,7 +2,8 @@
 
 They are not the user's groups, so that a call that fails can close them at once: that is how its peers learn of it,
 wherever they wait, and nothing is left pending in a group that anybody else uses. The next call connects anew. Only to
-meet for the first time, ranks use the user's groups, with one all_reduce along each axis.
+meet for the first time, ranks use the user's groups, with two collectives along each axis: when they have come, and
+when they have written the addresses at which the others reach them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from .failures import Failure, FailureBoard, StateIs
 from .members import Members
 from .patience import LateError, Patience
 from .standing import WAY_OUT, Standing, StateError, check_equal
+from .watched_store import WatchedStore
 from .world import ranks_of_part
 
-_CONNECTING = 60.0  # seconds for ranks that have all come to open their connections
+_CONNECTING = 20.0  # seconds for ranks that know the addresses of all others to connect to them
 
 
 class Connection:
@@ -85,8 +87,11 @@ class Connection:
         if ranks not in self._subgroups:
             self._opened += 1  # as on all ranks, also where they failed to open one
             name = f"{self._name}/{'-'.join(map(str, ranks))}/{self._opened}"
-            self._subgroups[ranks] = new_gloo_group(name, ranks.index(dist.get_rank()), list(ranks), _CONNECTING)
-            set_timeout(self._subgroups[ranks], self.timeout)
+            patience = Patience("open a group", name, self.members, self.timeout, self._store, self._check)
+            store = WatchedStore(self._store, patience.wait_for_keys)
+            group = new_gloo_group(name, ranks.index(dist.get_rank()), list(ranks), store, _CONNECTING)
+            set_timeout(group, self.timeout)
+            self._subgroups[ranks] = group
         return self._subgroups[ranks]
 
     def exchange(
@@ -235,6 +240,7 @@ def connect(
         with deferred_signals():  # of the user's groups, all ranks have to call as many collectives
             meeting = _Meeting(theirs, members, longest if timeout is None else timeout, what)
             failures.enter_context(meeting.reporting_failure())
+            failures.callback(meeting.leave)
             arrivals = meeting.come()
         made = meeting.connect(arrivals, longest, known)
     try:
@@ -264,6 +270,7 @@ def report_interrupt(theirs: Sequence[Any], members: Members, what: str, error: 
         meeting = _Meeting(theirs, members, 0.0, what)
         meeting.board.post(Failure.of(error, StateIs.BEFORE, lost=False))
         meeting.come()
+        meeting.leave()
 
 
 def _ranks_of(theirs: Sequence[Any]) -> _Ranks:
@@ -282,6 +289,7 @@ class _Meeting:
         self.name, self.store = _next_name([group.size() for group in theirs], members), default_store()
         self.board = FailureBoard(self.store, self.name, members)
         self.patience = Patience(what, self.name, members, timeout, self.store, self._check)
+        self._awaited: list[Any] = []  # groups of the user whose second collective this rank has not begun yet
 
     def connect(self, arrivals: Sequence[Callable[[float], bool]], timeout: float, known: _Ranks) -> Connection:
         """Wait for ``arrivals``, which ``come`` returned, and open groups; ``timeout``: of collectives in these."""
@@ -322,31 +330,43 @@ class _Meeting:
         A rank that gives up has come, too, so that what the others began in the user's groups does not stay pending.
         """
         self.store.set(self._came(dist.get_rank()), "")
-        return [
-            # gloo notices at once when a rank has ended
-            partial(is_done, dist.all_reduce(torch.zeros(1), group=group, async_op=True))
-            if has_gloo(group)
-            else self._all_came
-            for group in self.theirs
-        ]
+        self._awaited = [group for group in self.theirs if has_gloo(group)]
+        return [_all_reduce_in(group) if has_gloo(group) else self._all_came for group in self.theirs]
+
+    def leave(self) -> None:
+        """Begin what ``connect`` has not begun in the user's groups, since it failed."""
+        with deferred_signals():
+            while self._awaited:
+                _all_reduce_in(self._awaited.pop())
 
     def _all_came(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        keys = [self._came(member) for member in self.members.ranks]
-        while not (came := self.store.check(keys)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return bool(came)
+        return self.patience.are_there([self._came(member) for member in self.members.ranks], seconds)
 
     def _came(self, member: int) -> str:
         return f"{self.name}/came/{member}"
 
     def _open(self, axis: int, group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
-        return new_gloo_group(f"{self.name}/{axis}/{ranks[0]}", group.rank(), ranks, _CONNECTING)
+        store = WatchedStore(self.store, partial(self._wait_for_addresses, group))
+        return new_gloo_group(f"{self.name}/{axis}/{ranks[0]}", group.rank(), ranks, store, _CONNECTING)
+
+    def _wait_for_addresses(self, group: Any, keys: list[str]) -> None:
+        """Wait for ``keys``, which the ranks of ``group`` write; this rank has written its own."""
+        if group in self._awaited:
+            with deferred_signals():
+                self._awaited.remove(group)
+                all_have_written = _all_reduce_in(group)
+            self.patience.wait(all_have_written)
+        self.patience.wait_for_keys(keys)
 
     def _check(self) -> None:
         if self.board.has_any():
             raise PeerLostError("another rank failed")
+
+
+def _all_reduce_in(group: Any) -> Callable[[float], bool]:
+    """Begin a collective in a group of the user; returns what waits for it. gloo notices when a rank has ended."""
+    return partial(is_done, dist.all_reduce(torch.zeros(1), group=group, async_op=True))
 
 
 def _next_name(sizes: list[int], members: Members) -> str:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from .members import Members
 
 _SLICE = 1.0  # seconds
+_POLL = 0.01  # seconds between two looks into the store
 _FIRST, _AGAIN = 10.0, 60.0  # seconds after which rank 0, or the first rank that waits, says who is missing
 _log = logging.getLogger("spmd")
 
@@ -68,6 +69,17 @@ class Patience:
                 self._log_missing(waited)
             if is_over(min(_SLICE, self.seconds - waited)):
                 return
+
+    def wait_for_keys(self, keys: list[str]) -> None:
+        """Wait until all ``keys`` of the store are there."""
+        self.wait(lambda seconds: self.are_there(keys, seconds))
+
+    def are_there(self, keys: list[str], seconds: float) -> bool:
+        """Wait so many seconds at most; returns whether all ``keys`` are there."""
+        deadline = time.monotonic() + seconds
+        while not (found := self.store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        return bool(found)
 
     def _log_missing(self, waited: float) -> None:
         """Log who is missing, on the first rank that waits."""

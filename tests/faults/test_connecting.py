@@ -26,18 +26,16 @@ def interrupted_while_it_comes(rank: int, world: int) -> float:
     """Rank 1 is interrupted just before its part of a collective in the user's group, in which ranks meet."""
     objects, step = CASE.build(), spmd.compile(CASE.step)
     meeting: Any = connection._Meeting
-    came, check = meeting._came, meeting._check
+    came = meeting._came
     if rank == 1:
         meeting._came = lambda *given: (os.kill(os.getpid(), signal.SIGINT), came(*given))[1]
-    else:  # sees the failure: a rank that is about to open a group already would wait for it to time out
-        meeting._check = lambda *given: (time.sleep(0.5), check(*given))[1]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt if rank else spmd.RankFailedError):
             step(*objects, *CASE.part(rank, 0))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
-        meeting._came, meeting._check = came, check
+        meeting._came = came
     total = torch.tensor(1.0 + rank)
     dist.all_reduce(total)
     assert torch.isfinite(step(*objects, *CASE.part(rank, 1)))
@@ -64,11 +62,34 @@ def test_all_handlers_answer_deferred_signals() -> None:
     assert answered == [signal.SIGTERM]
 
 
+def fails_while_the_other_opens_its_group(rank: int, world: int) -> tuple[float, float]:
+    objects, step = CASE.build(), spmd.compile(CASE.step)
+    meeting: Any = connection._Meeting
+    opens, start = meeting._open, time.time()
+    if rank == 1:
+        meeting._open = lambda *_: (time.sleep(1), {}["no such key"])
+    try:
+        with pytest.raises(KeyError if rank else spmd.RankFailedError, match="no such key"):
+            step(*objects, *CASE.part(rank, 0))
+    finally:
+        meeting._open = opens
+    seconds = time.time() - start
+    total = torch.tensor(1.0 + rank)
+    dist.all_reduce(total)
+    assert torch.isfinite(step(*objects, *CASE.part(rank, 1)))
+    return seconds, float(total)
+
+
+def test_a_rank_that_fails_while_another_opens_its_group_is_named(ranks: Ranks) -> None:
+    for seconds, total in ranks.run(2, fails_while_the_other_opens_its_group, timeout=60):
+        assert seconds < PROMPT and total == 3.0
+
+
 def dies_while_connecting(rank: int, world: int, name: str, report: Path) -> None:
     """Rank 1 dies in the function ``name``. What the other raises, and after how many seconds."""
     if rank == 1:
         owner: Any = local_ranks if name == "_connect" else connection._Meeting
-        setattr(owner, name, lambda *_: os._exit(7))
+        setattr(owner, name, lambda *_: (time.sleep(1), os._exit(7)))  # the other waits for it by then
     objects, step = CASE.build(), spmd.compile(CASE.step)
     start = time.time()
     try:
@@ -77,7 +98,7 @@ def dies_while_connecting(rank: int, world: int, name: str, report: Path) -> Non
         report.write_text(f"{time.time() - start}\n{error}")
 
 
-@pytest.mark.parametrize("name", ["_meet", "_connect"])
+@pytest.mark.parametrize("name", ["_came", "_meet", "_open", "_connect"])
 def test_a_rank_that_dies_while_ranks_connect_is_named(ranks: Ranks, tmp_path: Path, name: str) -> None:
     with pytest.raises(RankError, match="rank 1 of 2 failed first: the process died with exit code 7"):
         ranks.run(2, dies_while_connecting, name, tmp_path / "report", timeout=60, grace=40)
