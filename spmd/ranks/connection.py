@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

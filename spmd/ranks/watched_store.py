@@ -6,10 +6,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 
-class WatchedStore(dist.Store):
+class WatchedStore(Store):
     """``store``, but before a wait for keys, ``wait_for(keys)`` is called, which may raise.
 
     gloo waits in C++, deaf to all else, until every rank of a new group has written its address; with this store it
