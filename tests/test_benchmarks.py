@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import checkpoints
+from benchmarks.peers import memory
 from benchmarks.peers.models import SMOKE, build
 from benchmarks.peers.network import NoNetworkError, connect, left_over
 from benchmarks.peers.race import Result, compare
@@ -20,6 +22,7 @@ from benchmarks.peers.systems import System, eager
 from benchmarks.peers.table import speedup, table
 from benchmarks.peers.team import SystemFailedError
 from tests.harness import programs
+from tests.harness.fake import fake_world
 from tests.harness.pool import Ranks
 
 pytestmark = pytest.mark.processes
@@ -71,6 +74,20 @@ def test_peers_measures_all_systems(tmp_path: Path) -> None:
         by_messages = each["family"] != "no communication" and not name.startswith("spmd")  # which shares memory
         assert (each["received_bytes"] > 0) == by_messages, name
     assert found["DDP"]["received_bytes"] == pytest.approx(parameters, rel=0.1)  # of two ranks, each gradient once
+
+
+@pytest.mark.usefixtures("alone")
+def test_buckets_of_ddp_beside_gradients_count_as_memory() -> None:
+    def used() -> int:
+        return memory.peak(lambda: None, torch.device("cpu"))
+
+    with fake_world(1):
+        model = torch.nn.Linear(2000, 1000)
+        before = used()
+        replica = DistributedDataParallel(model)
+        assert used() - before == pytest.approx(4 * 2_001_000, rel=0.1)
+        del replica
+        assert used() == pytest.approx(before, rel=0.1)
 
 
 def test_a_system_with_other_losses_fails() -> None:

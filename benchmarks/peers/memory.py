@@ -2,8 +2,8 @@
 
 Other memory of the process (the interpreter, graphs, compilers' caches) is left out: it depends neither on the width of
 the model nor on the batch. On CUDA the allocator records the peak. On the CPU the first part are the storages that
-Python objects refer to (without DDP's buckets beside the gradients, which belong to C++ unless they are views); the
-second is the rise of the resident set, so that the buffers of the communication backend count, too.
+Python objects refer to, and DDP's buckets, which belong to C++ unless gradients are views of them; the second is the
+rise of the resident set, so that the buffers of the communication backend count, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from passes.runtime.local_peers import mapped_addresses
 
@@ -24,7 +25,7 @@ def peak(run: Callable[[], object], device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         run()
         return int(torch.cuda.max_memory_allocated(device))
-    alive = _tensors()
+    alive = _tensors() + _buckets()
     ctypes.CDLL(None).malloc_trim(0)  # free pages would hide what a step allocates
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
     before = _status("VmRSS")
@@ -48,6 +49,18 @@ def _tensors() -> int:
         total += max(0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def _buckets() -> int:
+    """Bytes of the buckets beside the gradients of DDP modules."""
+    modules = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    return sum(
+        parameter.nbytes
+        for module in modules
+        if not module.gradient_as_bucket_view
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    )
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int] | None:
