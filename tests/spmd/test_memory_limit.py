@@ -14,7 +14,7 @@ from tests.harness.cases import Block
 from tests.harness.memory import allocate_without_holes
 from tests.harness.pool import Ranks
 
-WIDTH, BLOCKS, RANKS = 1024, 16, 4
+WIDTH, BLOCKS, RANKS = 1536, 7, 4
 WHOLE = 4 * BLOCKS * (8 * WIDTH * WIDTH + 5 * WIDTH)  # bytes of all parameters
 LIMIT = WHOLE * 9 // 10  # beyond what the process has when it begins
 MODE = spmd.DataParallel("fully_shard", reshard_after_forward=True, prefetch=(0, 0))  # one unit at a time

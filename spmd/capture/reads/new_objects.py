@@ -14,7 +14,7 @@ _NEVER_NEW = (
     *(dict, tuple, frozenset),
     *(types.FunctionType, types.BuiltinFunctionType, types.CellType, weakref.ref),
 )
-_MANY = 20_000
+_MANY = 2_000
 
 
 class NewObjects:
