@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterator
 
@@ -65,14 +66,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew", action="store_true", help="write golden text anew, for review as a diff")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tests, and skip what needs a CUDA device where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what is exhaustive, mark the quick tests, and skip what needs a CUDA device where there is none."""
+    if not config.getoption("--exhaustive"):
+        config.hook.pytest_deselected(items=[item for item in items if _is_exhaustive(item)])
+        items[:] = [item for item in items if not _is_exhaustive(item)]
     for item in items:
         assert isinstance(item, pytest.Function)
         if "ranks" not in item.fixturenames and not {"slow", "processes"} & set(item.keywords):
             item.add_marker("quick")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _is_exhaustive(item: pytest.Item) -> bool:
+    """Whether an item is marked so, or has another value of a parameter than that whose turn it is."""
+    if item.get_closest_marker("exhaustive"):
+        return True
+    if (marker := item.get_closest_marker("in_turn")) is None:
+        return False
+    assert isinstance(item, pytest.Function)
+    positions, counts = {}, {}
+    for names, values, *_ in (mark.args for mark in item.iter_markers("parametrize")):
+        given = [item.callspec.params[name] for name in names.split(", ")]
+        rows = [value if len(given) > 1 else (value,) for value in values]
+        counts[names] = len(rows)
+        positions[names] = next(k for k, row in enumerate(rows) if all(map(operator.is_, row, given)))
+    (name,) = marker.args
+    turn = sum(position for names, position in positions.items() if names != name)
+    return positions[name] != turn % counts[name]
 
 
 def pytest_collection_finish() -> None:

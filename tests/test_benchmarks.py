@@ -59,12 +59,16 @@ def test_compiler_measures_all_stages(tmp_path: Path) -> None:
     assert all(name in run.stdout for name in ("capture: trace", "total per layer", "GB, peak"))
 
 
-def test_peers_measures_all_systems(tmp_path: Path) -> None:
-    run = programs.run(["-m", "benchmarks.peers", "--smoke", "--json", tmp_path / "out"])
+@pytest.mark.parametrize("systems", [
+    ["no communication, eager", "DDP", "FSDP2 per block, fused AdamW", "spmd, replicate", "spmd, fully_shard"],
+    pytest.param(["*"], marks=pytest.mark.exhaustive),
+], ids=["some", "all"])  # fmt: skip
+def test_peers_measures_systems(systems: list[str], tmp_path: Path) -> None:
+    run = programs.run(["-m", "benchmarks.peers", "--smoke", "--systems", *systems, "--json", tmp_path / "out"])
     assert run.returncode == 0, run.stdout + run.stderr
     (race,) = json.loads((tmp_path / "out").read_text())["races"]
     found = {each["system"]: each for each in race["systems"]}
-    assert {"no communication, eager", "DDP", "FSDP2 per block, fused AdamW", "spmd, replicate"} <= found.keys()
+    assert {"DDP", "FSDP2 per block, fused AdamW", "spmd, replicate"} <= found.keys()
     assert not any(each["failed"] for each in found.values())
     assert all(name in run.stdout for name in found)
     parameters = sum(each.nbytes for each in build(SMOKE, torch.device("cpu")).parameters())

@@ -127,7 +127,7 @@ def test_an_optimizer_in_parts_is_asked_for() -> None:
 
 
 def test_help_shows_every_option_once() -> None:
-    done = run(LAUNCH, "--help")
+    done = run([EXAMPLE], "--help")
     assert done.returncode == 0
     assert done.stdout.count("usage:") == 1
     for option in "text width layers heads context batch steps lr mode device dtype seed dump eager resume".split():

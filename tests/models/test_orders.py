@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 # In every run thirty that compile fast, most with one layer, and ModernBert, which iterates over a set in full;
 # `--exhaustive` takes all, with all layers.
 USUAL = (
-    "ModernBert Bert DistilBert Albert FNet SqueezeBert GPT2 OPT Gemma2 Falcon Mpt GPTNeoX Bloom Mistral Llama "
-    "Nemotron Qwen3 Phi3 Olmo2 GPTNeo BioGpt Glm NanoChat CLIP ViT DeiT ViTMSN PoolFormer TextNet PatchTSMixer"
+    "ModernBert Bert DistilBert Albert FNet SqueezeBert GPT2 OPT Electra Falcon Mpt GPTNeoX Bloom Mistral Llama "
+    "Nemotron Qwen3 Phi3 Olmo2 GPTNeo BioGpt Glm NanoChat IJepa ViT DeiT ViTMSN VideoMAE TextNet PatchTSMixer"
 ).split()
 SEEDS = ("1", "3")  # for which {"full_attention", "sliding_attention"} has two orders
 

@@ -136,6 +136,7 @@ CASES = [
 
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
+@pytest.mark.in_turn("style")
 def test_gradients_are_those_of_the_plain_step(ranks: Ranks, case: Case, style: str) -> None:
     assert_agrees(ranks, 2, case, style)
 

@@ -141,6 +141,7 @@ CASES: list[Case] = [State(), PerClass(), GradientOfRows(), SetData(), Records()
 
 @pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
+@pytest.mark.in_turn("style, world")
 def test_results_are_true(ranks: Ranks, case: Case, style: str, world: int) -> None:
     assert_agrees(ranks, world, case, style)
 

@@ -84,12 +84,9 @@ def run_with_a_batch_over_both_axes(rank: int, world: int, case: Case, params: M
 
 # Every two options meet.
 @pytest.mark.parametrize("case, optimizer, passes", [
-    (EVEN, "SGD", None),
     (EVEN, "AdamW", ()),
-    (UNEVEN, "SGD", ()),
     (UNEVEN, "AdamW", None),
     (replace(EVEN, blocks=2), "SGD", None),
-    (replace(EVEN, blocks=2), "AdamW", ()),
 ], ids=lambda each: f"{each.blocks} x {each.sizes}" if isinstance(each, Blocks) else str(each))  # fmt: skip
 def test_megatron(ranks: Ranks, case: Blocks, optimizer: str, passes: Any) -> None:
     assert ranks.run(4, run_on_two_axes, replace(case, optimizer=optimizer), MEGATRON, BATCH, passes) == [[]] * 4
@@ -103,6 +100,7 @@ def test_megatron(ranks: Ranks, case: Blocks, optimizer: str, passes: Any) -> No
     {"*up*": {"dp": Shard(0), "tp": Shard(0)}, "*down.weight": {"dp": Shard(0), "tp": Shard(1)}},
 ], ids=["one dim twice", "both dims", "both dims and biases", "as the batch", "megatron, split twice"])  # fmt: skip
 @pytest.mark.parametrize("case", EITHER, ids=["even", "uneven"])
+@pytest.mark.in_turn("case")
 def test_parameters_split_over_both_axes(ranks: Ranks, case: Blocks, params: dict[str, Any]) -> None:
     assert ranks.run(4, run_on_two_axes, case, params, BATCH, None) == [[]] * 4
 
@@ -119,7 +117,6 @@ def test_inputs_that_are_not_named_are_split_over_the_first_axis(ranks: Ranks) -
 @pytest.mark.parametrize("case, dim, world", [
     (EVEN, 0, 2),
     (EVEN, 1, 3),
-    (EVEN, -1, 2),
     (UNEVEN, 0, 3),
     (UNEVEN, 1, 2),
     (UNEVEN, -1, 3),
@@ -136,6 +133,7 @@ def test_parameters_split_over_the_axis_of_the_batch(ranks: Ranks, case: Blocks,
     {"*": {"dp": Shard(0), "tp": Shard(0)}},
 ], ids=["replicated", "split over dp", "split over tp", "split over both"])  # fmt: skip
 @pytest.mark.parametrize("case", EITHER, ids=["even", "uneven"])
+@pytest.mark.in_turn("case")
 def test_a_batch_split_over_both_axes(ranks: Ranks, case: Blocks, params: dict[str, Any]) -> None:
     assert ranks.run(4, run_with_a_batch_over_both_axes, case, params) == [[]] * 4
 

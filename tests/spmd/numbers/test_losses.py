@@ -150,5 +150,6 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)
+@pytest.mark.in_turn("style, world")
 def test_the_loss_is_that_of_the_global_batch(ranks: Ranks, case: Case, world: int, style: str) -> None:
     assert_agrees(ranks, world, case, style)

@@ -60,5 +60,6 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("world, optimizer", [(2, "SGD"), (4, "SGD momentum"), (2, "AdamW")])
 @pytest.mark.parametrize("style", PEERS)
+@pytest.mark.in_turn("style")
 def test_the_same_as_ddp_and_fsdp2(ranks: Ranks, world: int, style: str, optimizer: str) -> None:
     ranks.run(world, run, style, optimizer)
