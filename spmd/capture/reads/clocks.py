@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,23 +15,31 @@ from passes import CaptureError
 from ...foreign_code import is_foreign_file
 from ...source_lines import user_line
 
-_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+_NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+_CLOCKS: dict[Any, str] = {getattr(time, name): name for each in _NAMES for name in (each, f"{each}_ns")}
 
 
 @contextmanager
 def refused_clocks() -> Iterator[None]:
     """Let the clocks of ``time`` raise ``CaptureError`` in the user's code, for the length of the context."""
-    clocks = {name: getattr(time, name) for each in _CLOCKS for name in (each, f"{each}_ns")}
-    for name, clock in clocks.items():
-        setattr(time, name, _refusing(name, clock, threading.get_ident()))
+    for clock, name in _CLOCKS.items():
+        setattr(time, name, refusing(clock))
     try:
         yield
     finally:
-        for name, clock in clocks.items():
+        for clock, name in _CLOCKS.items():
             setattr(time, name, clock)
 
 
-def _refusing(name: str, clock: Callable[[], Any], thread: int) -> Callable[[], Any]:
+def is_clock(value: Any) -> bool:
+    """Whether ``value`` is a clock of ``time``, as ``from time import perf_counter`` puts into a namespace."""
+    return isinstance(value, types.BuiltinFunctionType) and value in _CLOCKS
+
+
+def refusing(clock: Callable[[], Any]) -> Callable[[], Any]:
+    """What stands in the place of ``clock`` while this thread traces."""
+    name, thread = _CLOCKS[clock], threading.get_ident()
+
     def ask() -> Any:
         caller = sys._getframe(1)
         if threading.get_ident() != thread or is_foreign_file(caller.f_code.co_filename):

@@ -30,6 +30,7 @@ from ...foreign_code import is_foreign_file, is_foreign_module
 from ..effects.traced import holds_fakes
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change
+from .clocks import is_clock, refusing
 from .global_reads import GlobalReads, globals_in, names_in
 from .journals import Journals, Recording
 from .namespaces import Namespaces
@@ -313,8 +314,10 @@ class Reads:
     def _stand_in(self, reference: Reference, value: Any) -> None:
         """Put a fake in the place of state that something else than its module or optimizer holds.
 
-        And what records in the place of a container that has a journal.
+        And what records in the place of a container that has a journal, and what refuses in that of a clock.
         """
+        if is_clock(value):
+            self._replace(reference, value, refusing(value))
         journal = self.journals.by_id.get(id(value))
         if journal is not None:
             self._replace(reference, value, journal.stand_in)

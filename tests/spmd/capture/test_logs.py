@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -318,8 +319,14 @@ def test_clocks_are_refused() -> None:
         start = time.perf_counter()
         return trained(model, optimizer, x), time.perf_counter() - start
 
-    with pytest.raises(spmd.CaptureError, match=r"asks time.perf_counter\(\)"):
-        step(*objects())
+    @spmd.compile
+    def by_its_name(model: Any, optimizer: Any, x: Any) -> Any:
+        return trained(model, optimizer, x), monotonic()
+
+    for each, name in ((step, "perf_counter"), (by_its_name, "monotonic")):
+        with pytest.raises(spmd.CaptureError, match=rf"asks time.{name}\(\)"):
+            each(*objects())
+    assert monotonic is time.monotonic
 
 
 GLOBAL_LOGS: dict[str, Any] = {}
