@@ -12,6 +12,7 @@ over floor             ms beyond the fastest step without communication
 speedup                over the fastest peer that distributes parameters the same way
 peak MB                tensors, and the buffers of the communication backend
 MB received            counted by the kernel on one rank's connections
+first 4, s             seconds of the first four steps, compiling included; ``--cold`` gives Inductor an empty cache
 
 The second table divides a step into compute, ops that copy, CPU time of the backend's threads, and idle time.
 ``--smoke`` runs a tiny model without torch.compile.
@@ -81,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="by default 2, or the number of GPUs")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--smoke", action="store_true", help="one tiny model on loopback, without torch.compile")
+    parser.add_argument("--cold", action="store_true", help="let torch.compile find nothing in its cache")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     if platform.system() != "Linux":
@@ -135,6 +137,7 @@ def run_race(options: argparse.Namespace, network: Network, workload: Workload, 
             ranks=options.ranks,
             device=options.device,
             folder=Path(stores),
+            cold=options.cold,
             report=lambda what: status.update(f"{title}: {what}"),
         )
     CONSOLE.print(table(title, results, counts_wire=options.device == "cpu"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .models import Workload
 from .network import Network
-from .rank import Lap, RankSpec
+from .rank import FirstSteps, Lap, RankSpec
 from .systems import REFERENCE, System
 from .team import SystemFailedError, Team, teams
 
@@ -36,6 +36,7 @@ class Result:
 
     system: System
     losses: list[float] = field(default_factory=list)
+    first: float = 0.0  # seconds of the first steps, compiling included, of the slowest rank
     seconds: list[float] = field(default_factory=list)  # per step, by round, of the slowest rank
     received: float = 0.0  # bytes per rank and step
     transport: list[float] = field(default_factory=list)  # CPU seconds of the backend's threads, likewise
@@ -59,13 +60,17 @@ def race(
     ranks: int,
     device: str,
     folder: Path,
+    cold: bool,
     report: Callable[[str], None],
 ) -> list[Result]:
-    """Run a race; returns a result for each system. ``folder`` is for the file stores of the process groups."""
+    """Run a race; returns a result for each system. ``folder`` is for the file stores of the process groups.
+
+    ``cold``: Inductor finds nothing in its cache.
+    """
 
     def specs(system: System, parts: int) -> list[RankSpec]:
-        store = str(folder / f"store-{system.name}")
-        return [RankSpec(system, workload, network, rank, ranks, parts, device, store) for rank in range(parts)]
+        store, cache = str(folder / f"store-{system.name}"), str(folder / f"cache-{system.name}") if cold else ""
+        return [RankSpec(system, workload, network, rank, ranks, parts, device, store, cache) for rank in range(parts)]
 
     everyone = {REFERENCE.name: specs(REFERENCE, 1)} | {system.name: specs(system, ranks) for system in systems}
     with teams(everyone) as started:
@@ -104,12 +109,13 @@ def attempt(result: Result, task: Callable[[Result, Team], None], started: dict[
         started[result.system.name].end()
 
 
-def prepare(result: Result, team: Team, pace: Pace, reference: list[float]) -> None:
+def prepare(result: Result, team: Team, pace: Pace, reference: FirstSteps) -> None:
     """Build and compile a system, and compare its first losses."""
-    each = team.order("prepare", pace.first)  # [rank][step]: the mean of the rank, or that of all
-    result.losses = [statistics.fmean(losses) for losses in zip(*each, strict=True)]
+    ranks: list[FirstSteps] = team.order("prepare", pace.first)  # losses: the mean of the rank, or that of all
+    result.losses = [statistics.fmean(losses) for losses in zip(*(each.losses for each in ranks), strict=True)]
+    result.first = max(each.seconds for each in ranks)
     if result.system.communicates:  # else every rank trains a model of its own
-        compare(result.losses, reference)
+        compare(result.losses, reference.losses)
 
 
 def compare(losses: Sequence[float], reference: Sequence[float]) -> None:

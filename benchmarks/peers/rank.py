@@ -39,6 +39,15 @@ class RankSpec:
     parts: int
     device: str
     store: str  # the file store of the process group
+    cache: str = ""  # the folder of Inductor's cache; empty for the one that it has by default
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """The losses of the first steps, and the seconds that they took, compiling included."""
+
+    losses: list[float]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,11 @@ class RankProcess:
         on_gpu = spec.device == "cuda"
         self.device = torch.device("cuda", spec.rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
 
-    def prepare(self, steps: int) -> list[float]:
-        """Join the group, build the system and run the first ``steps``, in which it compiles; returns their losses."""
+    def prepare(self, steps: int) -> FirstSteps:
+        """Join the group, build the system and run the first ``steps``, in which it compiles."""
         spec = self.spec
+        if spec.cache:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = spec.cache
         if spec.system.needs_compiler and self.device.type == "cpu" and not _has_compiler():
             raise RuntimeError("torch.compile needs a C++ compiler on the CPU, and there is none: set CXX")
         spec.network.enter(spec.rank)
@@ -89,7 +100,9 @@ class RankProcess:
             self._join()
         self.step = spec.system.make(build(spec.workload, self.device))
         self.batches = RandomBatches(spec.workload, spec.ranks, spec.rank % spec.parts, spec.parts, self.device)
-        return [self._step().item() for _ in range(steps)]
+        start = time.perf_counter()
+        losses = [self._step().item() for _ in range(steps)]
+        return FirstSteps(losses, time.perf_counter() - start)
 
     def lap(self, steps: int) -> Lap:
         """Measure ``steps`` steps, which all ranks start together."""

@@ -29,7 +29,7 @@ def table(title: str, results: Sequence[Result], *, counts_wire: bool) -> Table:
     """A table with a row for each system and a section for each family."""
     shown = Table(title=title, title_justify="left")
     shown.add_column("system")
-    for heading in ("ms/step", "min - max", "over floor", "speedup", "peak MB", "MB received"):
+    for heading in ("ms/step", "min - max", "over floor", "speedup", "peak MB", "MB received", "first 4, s"):
         shown.add_column(heading, justify="right")
     floor = best_peer(results, FLOOR)
     for number, result in enumerate(results):
@@ -64,7 +64,7 @@ def _parts(result: Result) -> dict[str, float]:
 
 def _cells(result: Result, results: Sequence[Result], floor: float, counts_wire: bool) -> list[str]:
     if result.failed:
-        return ["see below", *[""] * 5]
+        return ["see below", *[""] * 6]
     over_peer = speedup(result, results)
     return [
         f"{1e3 * result.median:.1f}",
@@ -73,6 +73,7 @@ def _cells(result: Result, results: Sequence[Result], floor: float, counts_wire:
         f"{over_peer:.2f}x" if over_peer and result.system.family != FLOOR else "",
         f"{result.peak / 1e6:.1f}",
         f"{result.received / 1e6:.2f}" if counts_wire else "",
+        f"{result.first:.1f}",
     ]
 
 
@@ -88,6 +89,7 @@ def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
             "seconds": each.seconds,
             "peak_bytes": each.peak,
             "received_bytes": each.received,
+            "first_seconds": each.first,
             "parts": {} if each.failed else _parts(each),
             "losses": each.losses,
         }
