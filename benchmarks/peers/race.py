@@ -7,6 +7,7 @@ affects all of them equally, and no system's memory counts for another.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,8 @@ def race(
     """
 
     def specs(system: System, parts: int) -> list[RankSpec]:
-        store, cache = str(folder / f"store-{system.name}"), str(folder / f"cache-{system.name}") if cold else ""
+        name = re.sub(r"\W+", "-", system.name)  # compilers take no commas in paths
+        store, cache = str(folder / f"store-{name}"), str(folder / f"cache-{name}") if cold else ""
         return [RankSpec(system, workload, network, rank, ranks, parts, device, store, cache) for rank in range(parts)]
 
     everyone = {REFERENCE.name: specs(REFERENCE, 1)} | {system.name: specs(system, ranks) for system in systems}
