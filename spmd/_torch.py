@@ -75,6 +75,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Compute with real tensors within a trace. 2.11 to 2.15.
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
+# How DCP's safetensors reader finds where the part of a tensor in a file begins. 2.11 to 2.15.
+from torch.distributed.checkpoint import _hf_utils
+
 # Modes that see every call of a torch function, above autograd. 2.11 to 2.15.
 from torch.overrides import TorchFunctionMode
 
@@ -388,11 +391,18 @@ def set_timeout(group: Any, timeout: float) -> None:
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=min(timeout, 1e8)))
 
 
+DCP_PARTS, DCP_OFFSETS = _hf_utils.CUSTOM_METADATA_KEY, _hf_utils.SAVED_OFFSETS_KEY
+DCP_VERSION = {_hf_utils.DCP_VERSION_KEY: str(_hf_utils.HF_DCP_VERSION)}
+
+
 __all__ = [
     "ACCUMULATION_HOOKS",
     "BUFFERS",
     "CHILDREN",
     "COLLECTIVE_NAMESPACES",
+    "DCP_OFFSETS",
+    "DCP_PARTS",
+    "DCP_VERSION",
     "GRADIENT_HOOKS",
     "HOOK_DICTS",
     "MODULE_NOTES",
