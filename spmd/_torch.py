@@ -386,6 +386,15 @@ def new_gloo_group(name: str, rank: int, ranks: list[int], timeout: float) -> An
     return group
 
 
+def unregistered_gloo_group(name: str, rank: int, size: int, timeout: float) -> Any:
+    """A gloo group that ``destroy_process_group`` does not end; all ranks call it. Its constructor is not documented.
+
+    2.11 to 2.15.
+    """
+    store = distributed.PrefixStore(name, default_store())  # type: ignore[attr-defined]
+    return distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=min(timeout, 1e8)))
+
+
 def set_timeout(group: Any, timeout: float) -> None:
     """Set after how many seconds a collective of a gloo group times out. In public from 2.13 on only."""
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=min(timeout, 1e8)))
@@ -481,6 +490,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unchecked_distributions",
+    "unregistered_gloo_group",
     "use_lazy_graph_module",
     "version_of",
 ]
