@@ -75,6 +75,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Compute with real tensors within a trace. 2.11 to 2.15.
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
+# How DCP's safetensors reader finds where the part of a tensor in a file begins. 2.11 to 2.15.
+from torch.distributed.checkpoint import _hf_utils
+
 # Modes that see every call of a torch function, above autograd. 2.11 to 2.15.
 from torch.overrides import TorchFunctionMode
 
@@ -383,9 +386,22 @@ def new_gloo_group(name: str, rank: int, ranks: list[int], store: Any, timeout: 
     return group
 
 
+def unregistered_gloo_group(name: str, rank: int, size: int, timeout: float) -> Any:
+    """A gloo group that ``destroy_process_group`` does not end; all ranks call it. Its constructor is not documented.
+
+    2.11 to 2.15.
+    """
+    store = distributed.PrefixStore(name, default_store())  # type: ignore[attr-defined]
+    return distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=min(timeout, 1e8)))
+
+
 def set_timeout(group: Any, timeout: float) -> None:
     """Set after how many seconds a collective of a gloo group times out. In public from 2.13 on only."""
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=min(timeout, 1e8)))
+
+
+DCP_PARTS, DCP_OFFSETS = _hf_utils.CUSTOM_METADATA_KEY, _hf_utils.SAVED_OFFSETS_KEY
+DCP_VERSION = {_hf_utils.DCP_VERSION_KEY: str(_hf_utils.HF_DCP_VERSION)}
 
 
 __all__ = [
@@ -393,6 +409,9 @@ __all__ = [
     "BUFFERS",
     "CHILDREN",
     "COLLECTIVE_NAMESPACES",
+    "DCP_OFFSETS",
+    "DCP_PARTS",
+    "DCP_VERSION",
     "GRADIENT_HOOKS",
     "HOOK_DICTS",
     "MODULE_NOTES",
@@ -471,6 +490,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unchecked_distributions",
+    "unregistered_gloo_group",
     "use_lazy_graph_module",
     "version_of",
 ]

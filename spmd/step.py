@@ -36,6 +36,7 @@ from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
+from .lowering.background_reads import READS
 from .lowering.distribute_state import Prepared, check_memory, commit, prepare
 from .lowering.equal_state import make_kept_equal
 from .lowering.initialize_state import check_initializable, initialize, seed_to_initialize
@@ -159,6 +160,7 @@ class CompiledStep:
         return result
 
     def _compile_on_all_ranks(self, turn: Turn, call: Call) -> Compiled:
+        READS.wait_for_all()  # state may move, and what else refers to it counts
         with held_interrupts(), all_or_none(self._name, turn.connection) as agreement:
             rebind_replaced_parameters(call.given.optimizers)
             change = self._dispatch.change(call)
@@ -308,6 +310,7 @@ class CompiledStep:
         """
         with _calling:
             if self._failed is not None:
+                READS.wait_for_all()
                 recover(self._failed, self._dispatch.ranks_of(self._failed), self._name)
             self._allow_saves()
             self._failed = None

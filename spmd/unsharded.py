@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from passes import SpmdError
 
 from ._torch import get_proxy_mode, local_tensor, own_buffers, own_parameters, storage_id
+from .lowering.background_reads import READS
 from .lowering.distribute_state import as_dtensor, part_of
 from .ranks.world import describe
 
@@ -77,6 +78,7 @@ def unshard(
     named = list(module.named_modules()) if recurse else [("", module)]
     modules = [each for _, each in named]
     _check(modules)
+    READS.wait_for_all()
     entries = _entries(named)
     groups = _groups(entries)
     has_whole = not rank0_only or not any(map(dist.get_rank, groups))

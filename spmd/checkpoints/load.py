@@ -15,6 +15,7 @@ from ..call.refuse_saves import RefusedSaves, readable
 from ..call.rng import set_rng_state
 from ..call.state import Arguments
 from ..ranks.failures import StateIs
+from .background import wait_for_last
 from .fit import check_fit
 from .folders import foreign_files, newest, path_of
 from .objects import Objects, has_state
@@ -41,6 +42,7 @@ def load(folder: str | os.PathLike[str], *, strict: bool = True, **state: Any) -
     damaged. No code in the files is executed.
     """
     path = path_of(folder)
+    wait_for_last()
     with together(f"loading {path}", restores_state=True) as ranks:
         checkpoint = Path(ranks.first(lambda: str(_find(path))))
         return _load(checkpoint, state, strict, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from passes.ir.program import is_sharded
 
+from .._torch import local_tensor
+from ..lowering.background_reads import span_of
+from ..lowering.codegen import bound_spans
 from ..lowering.distribute_state import as_dtensor, part_of
 from ..ranks.world import describe as describe_mesh
 from .objects import Objects
@@ -23,27 +27,48 @@ from .values import check
 
 @dataclass(frozen=True)
 class Prepared:
-    """``ties``: further names of tied tensors. ``trees``: plain values, by the name of each object."""
+    """``ties``: further names of tied tensors. ``trees``: plain values, by the name of each object.
+
+    ``trained``: the names of parameters and optimizer state. ``live``: those of them that programs are bound to, which
+    a save in the background reads where they lie. Buffers are not among them: eager code writes to those, too.
+    """
 
     tensors: dict[str, torch.Tensor]
     ties: dict[str, str]
     trees: dict[str, Any]
+    trained: frozenset[str] = frozenset()
+    live: frozenset[str] = frozenset()
 
 
-def prepare(state: Mapping[str, Any], ranks: Together) -> Prepared:
+def prepare(state: Mapping[str, Any], ranks: Together, *, compares_trained: bool = True) -> Prepared:
     """Read the state of this rank, and compare it with that of the others. Nothing is written yet.
 
-    Raises ``ValueError`` on all ranks if something that is not split differs between them: one copy is stored.
+    ``compares_trained``: False leaves it to the caller to compare the values of trained tensors. Raises ``ValueError``
+    on all ranks if something that is not split differs between them: one copy is stored.
     """
     found: list[Prepared] = []
     lines: list[str] = []
 
     def read() -> str:
         found.append(_read(state))
-        lines.extend(_lines(found[0]) if ranks.size > 1 else ())
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        left_out = frozenset() if compares_trained else found[0].trained
+        lines.extend(_lines(found[0], left_out) if ranks.size > 1 else ())
+        return _digest(lines)
 
-    digests = ranks.run(read)
+    _compare(ranks.run(read), lines, ranks)
+    return found[0]
+
+
+def compare(lines: list[str], ranks: Together) -> None:
+    """Raise ``ValueError`` on all ranks unless these lines are the same on all."""
+    _compare(ranks.run(lambda: _digest(lines)), lines, ranks)
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _compare(digests: list[str], lines: list[str], ranks: Together) -> None:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         texts = ranks.run(lambda: lines if ranks.rank in (0, other) else None)
@@ -56,7 +81,6 @@ def prepare(state: Mapping[str, Any], ranks: Together) -> Prepared:
                 "tensor, its checksum). One value is stored for all ranks: give what is equal on all, or a DTensor"
             )
         )
-    return found[0]
 
 
 def _read(state: Mapping[str, Any]) -> Prepared:
@@ -67,7 +91,25 @@ def _read(state: Mapping[str, Any]) -> Prepared:
         trees[name], found = divide(tree, name, objects.ties)
         tensors |= found
     check(trees)
-    return Prepared(tensors | _exact_parts(objects, tensors), objects.ties, trees)
+    tensors |= _exact_parts(objects, tensors)
+    of_optimizers = tuple(f"{name}." for name in objects.optimizers)
+    trained = [name for name in tensors if name in objects.parameters or name.startswith(of_optimizers)]
+    return Prepared(tensors, objects.ties, trees, frozenset(trained), _live({name: tensors[name] for name in trained}))
+
+
+def _live(trained: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """The tensors on the CPU that lie in state that programs are bound to."""
+    spans = bound_spans()
+    starts = [start for start, _ in spans]
+
+    def is_live(local: torch.Tensor) -> bool:
+        if local.device.type != "cpu" or local.is_inference() or not local.is_contiguous() or not local.numel():
+            return False
+        start, end = span_of(local)
+        k = bisect_right(starts, start) - 1
+        return k >= 0 and end <= spans[k][1]
+
+    return frozenset(name for name, tensor in trained.items() if is_live(local_tensor(tensor)))
 
 
 def _exact_parts(objects: Objects, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -91,9 +133,17 @@ def _part_like(whole: torch.Tensor, other: DTensor) -> DTensor:
     return as_dtensor(part_of(whole, placements, describe_mesh(mesh)), placements, mesh, whole.shape, whole.stride())
 
 
-def _lines(prepared: Prepared) -> list[str]:
-    """What must be equal on all ranks, a line each."""
-    lines = [f"{name} = {describe_leaf(tensor)}" for name, tensor in prepared.tensors.items()]
+def _lines(prepared: Prepared, left_out: frozenset[str]) -> list[str]:
+    """What must be equal on all ranks, a line each; without the values of those ``left_out``."""
+    lines = [
+        f"{name} = {tensor.dtype}{list(tensor.shape)}" if name in left_out else line_of(name, tensor)
+        for name, tensor in prepared.tensors.items()
+    ]
     for key, tree in prepared.trees.items():
-        lines += [f"{name} = {describe_leaf(leaf)}" for name, leaf in leaves(tree, key)]
+        lines += [line_of(name, leaf) for name, leaf in leaves(tree, key)]
     return lines
+
+
+def line_of(name: str, leaf: Any) -> str:
+    """The text of a leaf by which ranks compare it."""
+    return f"{name} = {describe_leaf(leaf)}"

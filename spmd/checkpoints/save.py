@@ -5,23 +5,33 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._torch import local_tensor
 from ..call.rng import rng_state
+from ..lowering.background_reads import READS, Read
+from . import background
+from .background import Handle
 from .folders import DATA, MARKER, VALUES, keep_newest, path_of, remove_leftovers, target, write_whole
 from .marker import Marker, describe
-from .prepare import Prepared, prepare
-from .storage import write
+from .prepare import Prepared, compare, line_of, prepare
+from .storage import File, plan_files, write
 from .together import Together, together
 from .values import to_bytes
 
 
 def save(
     folder: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None, wait: bool = True, **state: Any
-) -> None:
+) -> Handle:
     """Save models, optimizers and whatever else has state to a folder that all ranks see; all ranks call it.
 
     ``state``: by name, models, optimizers, schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``,
@@ -31,7 +41,12 @@ def save(
 
     - ``step``: write ``folder/step-<step>``; without it, ``folder`` itself is the checkpoint, in place of an older one.
     - ``keep``: afterwards remove all but so many of the newest steps.
-    - ``wait``: must be True: the call returns when the checkpoint is complete.
+    - ``wait``: False returns at once, and a thread writes while training goes on. Parameters and optimizer state of
+      compiled steps, on the CPU, are not copied: who writes to them first waits until they have been read. All else is
+      copied before the call returns.
+
+    Returns a handle with ``done()``, ``wait()`` and ``error``. A save that fails in the background is logged, and its
+    error raised by ``wait()``, or else by the next save, which waits for the one before it in any case.
 
     A checkpoint is complete, or it is not there: until the end, ``spmd.load`` takes the one before. If a rank cannot
     write, all ranks raise the same error. Raises ``TypeError`` or ``ValueError`` for what cannot be saved, also where
@@ -40,10 +55,19 @@ def save(
     path = path_of(folder)
     _check_arguments(step, keep, wait)
     checkpoint = target(path, step)
+    handle = Handle(checkpoint)
     with together(f"saving {checkpoint}") as ranks:
-        _save(checkpoint, step, state, ranks)
-        if keep is not None and step is not None:
-            ranks.first(lambda: keep_newest(path, keep, step))
+        before = background.last()
+        ranks.run(lambda: before.end_before_the_next() if before is not None else None)
+        save = _prepare(checkpoint, step, keep, state, ranks, wait)
+        try:
+            save.write(ranks) if wait else save.start(handle, ranks, state)
+        except BaseException:
+            save.abandon(ranks)
+            raise
+    if wait:
+        handle.end()
+    return handle
 
 
 def _check_arguments(step: Any, keep: Any, wait: Any) -> None:
@@ -54,20 +78,16 @@ def _check_arguments(step: Any, keep: Any, wait: Any) -> None:
             raise ValueError(f"expected {name} to be at least {least}, got {value}")
     if keep is not None and step is None:
         raise ValueError("keep counts the checkpoints of steps in the folder: give the step, too")
-    if wait is not True:
-        raise ValueError(f"expected wait=True, got {wait!r}: saving in the background is not implemented")
+    if not isinstance(wait, bool):
+        raise TypeError(f"expected wait to be True or False, got {wait!r}")
 
 
-def _save(checkpoint: Path, step: int | None, state: Mapping[str, Any], ranks: Together) -> None:
-    prepared = prepare(state, ranks)
+def _prepare(
+    checkpoint: Path, step: int | None, keep: int | None, state: Mapping[str, Any], ranks: Together, wait: bool
+) -> _Save:
+    prepared = prepare(state, ranks, compares_trained=wait)
     token = ranks.first(lambda: secrets.token_hex(8))
-    save = _Save(checkpoint / f"{DATA}{token}", step, prepared)
-    try:
-        save.write(ranks)
-    except BaseException:
-        if ranks.rank == 0:
-            save.abandon()
-        raise
+    return _Save(checkpoint / f"{DATA}{token}", step, keep, prepared)
 
 
 @dataclass
@@ -76,29 +96,112 @@ class _Save:
 
     folder: Path
     step: int | None
+    keep: int | None
     prepared: Prepared
+    values: bytes = b""
+    tensors: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # dtype and shape of all, by name
     is_complete: bool = False  # or about to be
 
     def write(self, ranks: Together) -> None:
         """Write everything, on all ranks; the first makes it complete."""
-        values = to_bytes(self.prepared.trees, dict(rng_state()))
-        ranks.first(lambda: self.folder.mkdir(parents=True))
+        self._begin(ranks)
         files = write(self.folder, self.prepared.tensors, ranks)
-        ranks.first(lambda: self._complete(values, files))
+        self._finish(files, ranks)
 
-    def _complete(self, values: bytes, files: dict[str, int]) -> None:
-        write_whole(self.folder / VALUES, values)
-        tensors, lengths = describe(self.prepared.tensors), {**files, VALUES: len(values)}
-        marker = Marker(self.step, self.folder.name, tensors, self.prepared.ties, lengths)
+    def start(self, handle: Handle, ranks: Together, state: Mapping[str, Any]) -> None:
+        """Let a thread of each rank do so, which reads live state."""
+        group = background.group_for(self.folder.name, ranks)
+        self._begin(ranks)
+        files = plan_files(self.folder, self.prepared.tensors, ranks)
+        work = _Background(self, [])
+        reads: list[Read] = []
+        ranks.run(lambda: reads.extend(work.reads(files, ranks.size)))
+        self.prepared = Prepared({}, self.prepared.ties, {})  # the thread lets go of what it has read
+        files.clear()
+        READS.start(reads, _hooks(state))
+        background.start(handle, ranks, group, work.finish)
+
+    def _begin(self, ranks: Together) -> None:
+        self.values = to_bytes(self.prepared.trees, dict(rng_state()))
+        self.tensors = describe(self.prepared.tensors)
+        ranks.first(lambda: self.folder.mkdir(parents=True))
+
+    def _finish(self, files: dict[str, int], ranks: Together) -> None:
+        keep, step, checkpoint = self.keep, self.step, self.folder.parent
+        ranks.first(lambda: self._complete(files))
+        if keep is not None and step is not None:
+            ranks.first(lambda: keep_newest(checkpoint.parent, keep, step))
+
+    def _complete(self, files: dict[str, int]) -> None:
+        write_whole(self.folder / VALUES, self.values)
+        lengths = {**files, VALUES: len(self.values)}
+        marker = Marker(self.step, self.folder.name, self.tensors, self.prepared.ties, lengths)
         marker.check_files(self.folder)  # those of other hosts, too
         self.is_complete = True
         write_whole(self.folder.parent / MARKER, marker.to_bytes())
         remove_leftovers(self.folder.parent, self.folder.name)
 
-    def abandon(self) -> None:
+    def abandon(self, ranks: Together) -> None:
         """Remove what was written, unless it may be complete: another rank can be lost right after the marker is there.
 
         What is left over then goes with the next save.
         """
-        if not self.is_complete:
+        if not self.is_complete and ranks.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass
+class _Background:
+    """The work of a rank's thread. ``lines``: what must be equal on all ranks, and is found out by reading it."""
+
+    save: _Save
+    lines: list[str]
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    def reads(self, files: list[File], ranks: int) -> Iterator[Read]:
+        """What is to be read, in order: files, then what is compared with other ranks. Copies what may change.
+
+        Each file is read at once, and so is each tensor that is compared.
+        """
+        live = self.save.prepared.live
+        for file in files:
+            tensors = file.tensors()
+            held = {name: tensor if name in live else tensor.clone() for name, tensor in tensors.items()}
+            yield Read({name: held[name] for name in held if name in live}, partial(self._write, file, held))
+        for name in self.save.prepared.trained if ranks > 1 else ():
+            tensor = self.save.prepared.tensors[name]
+            if isinstance(tensor, DTensor):
+                continue
+            if name in live:
+                yield Read({name: local_tensor(tensor)}, partial(self._compare, name, tensor))
+            else:
+                self._compare(name, tensor)
+
+    def finish(self, ranks: Together) -> None:
+        """Read, write, compare, and make it complete, on all ranks."""
+        try:
+            written = ranks.run(self._read)
+            compare(sorted(self.lines), ranks)
+            self.save._finish({name: length for each in written for name, length in each.items()}, ranks)
+        except BaseException:
+            self.save.abandon(ranks)
+            raise
+
+    def _read(self) -> dict[str, int]:
+        READS.run()
+        return self.lengths
+
+    def _write(self, file: File, tensors: dict[str, torch.Tensor]) -> None:
+        name, length = file.write(tensors)
+        self.lengths[name] = length
+
+    def _compare(self, name: str, tensor: torch.Tensor) -> None:
+        self.lines.append(line_of(name, tensor))
+
+
+def _hooks(state: Mapping[str, Any]) -> Iterator[Any]:
+    """Hooks by which eager optimizers, and models that load state, wait for what is read."""
+    yield register_optimizer_step_pre_hook(READS.wait_for_all)  # an optimizer's own hooks are guarded
+    for each in state.values():
+        if isinstance(each, nn.Module):
+            yield each.register_load_state_dict_pre_hook(READS.wait_for_all)

@@ -1,35 +1,78 @@
 """Tensors to and from safetensors files, by torch.distributed.checkpoint (DCP): each rank writes and reads its parts.
 
-DCP finds out who writes what of replicas, and which part of which file a rank needs.
+DCP finds out who writes what of replicas, and which part of which file a rank needs. ``plan_files`` asks it which files
+this rank writes, without writing any: a save in the background writes them later.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
 from passes import SpmdError
 
-from .._torch import local_tensor, storage_id
+from .._torch import DCP_OFFSETS, DCP_PARTS, DCP_VERSION, local_tensor, storage_id
 from .together import Together
 
 Tensors = Mapping[str, torch.Tensor]
-# Bytes of one file of a rank, which is put together in memory before it is written: a sixteenth of all that the rank
-# writes, but no less and no more than these.
-_LEAST, _MOST = 16_000_000, 256_000_000
+# Bytes of one file of a rank: a sixteenth of all that the rank writes, but no less and no more than these. What is not
+# on the CPU, or is cast, is put together in memory a file at a time; and an update waits for a file that is written.
+_LEAST, _MOST = 48_000_000, 256_000_000
+
+
+@dataclass
+class File:
+    """A file that this rank is to write: ``items`` of the plan, which ``planner`` finds the tensors of."""
+
+    path: Path
+    items: list[WriteItem]
+    planner: SavePlanner
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's parts of tensors, by name."""
+        found = ((str(item.index.fqn), self.planner.resolve_data(item)) for item in self.items)
+        return {name: tensor for name, tensor in found if isinstance(tensor, torch.Tensor)}  # we plan nothing else
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+        """Write what ``tensors`` returned to the disk; returns name and length."""
+        chunks = {str(item.index.fqn): item.tensor_data.chunk for item in self.items if item.tensor_data is not None}
+        offsets = {name: {DCP_OFFSETS: list(chunk.offsets)} for name, chunk in chunks.items()}
+        metadata = {DCP_PARTS: json.dumps(offsets), **DCP_VERSION, "format": "pt"}
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, self.path, metadata)
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+        return self.path.name, self.path.stat().st_size
+
+
+def plan_files(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | None = None) -> list[File]:
+    """The files that this rank is to write of tensors that all ranks have the same names of; it writes nothing.
+
+    ``dtype``: what floating-point tensors are cast to.
+    """
+    sizes = {name: _share(tensor, ranks.size) for name, tensor in tensors.items()}
+    limit = min(max(sum(sizes.values()) // 16, _LEAST), _MOST)
+    writer = _Writer(folder, ranks.rank, file_numbers(sizes, limit))
+    ranks.communicate(lambda: _plan(tensors, writer, ranks.group, dtype))
+    return writer.files
 
 
 def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -37,23 +80,65 @@ def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | 
 
     ``dtype``: what floating-point tensors are cast to.
     """
-    sizes = {name: _share(tensor, ranks.size) for name, tensor in tensors.items()}
-    index = file_numbers(sizes, min(max(sum(sizes.values()) // 16, _LEAST), _MOST))
-    ranks.communicate(lambda: _save(folder, tensors, index, ranks.group, dtype))
-    own = f"shard-{ranks.rank + 1:05d}-*"
-    written = ranks.run(lambda: {path.name: path.stat().st_size for path in sorted(folder.glob(own))})
+    files = plan_files(folder, tensors, ranks, dtype)
+    written = ranks.run(lambda: dict(file.write(file.tensors()) for file in files))
     return {name: length for each in written for name, length in each.items()}
 
 
-def _save(folder: Path, tensors: Tensors, index: dict[str, int], group: Any, dtype: torch.dtype | None) -> None:
+def _plan(tensors: Tensors, writer: _Writer, group: Any, dtype: torch.dtype | None) -> None:
     with _quiet():
         save(
             dict(tensors),
-            storage_writer=HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=index, save_distributed=True),
+            storage_writer=writer,
             planner=_SavePlanner(dtype),
             process_group=group,
             no_dist=group is None,
         )
+
+
+class _Writer(StorageWriter):
+    """Takes the plan that DCP made for this rank, and leaves the writing to its caller.
+
+    ``numbers``: of the file that each tensor goes to.
+    """
+
+    def __init__(self, folder: Path, rank: int, numbers: Mapping[str, int]) -> None:
+        self.files: list[File] = []
+        self._folder, self._rank, self._numbers = folder, rank, numbers
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing to reset."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Divide what this rank is to write into files."""
+        files: dict[int, list[WriteItem]] = {}
+        for item in plan.items:
+            files.setdefault(self._numbers[str(item.index.fqn)], []).append(item)
+        for number, items in sorted(files.items()):
+            path = self._folder / f"shard-{self._rank + 1:05d}-{number:05d}.safetensors"
+            self.files.append(File(path, items, planner))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing to finish: the marker is ours."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Any folder."""
+        return True
 
 
 def _share(tensor: torch.Tensor, size: int) -> int:

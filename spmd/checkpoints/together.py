@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -27,11 +28,17 @@ from ..ranks.standing import Standing
 _KINDS = {kind.__name__: kind for kind in (TypeError, ValueError, FileNotFoundError, PermissionError, SpmdError)}
 
 
+Exchange = Callable[[str], list[str]]  # from this rank's text to those of all ranks
+
+
 class Together:
     """The ranks of the world while they are at ``what``. ``state``: what becomes of state if they do not end it."""
 
-    def __init__(self, what: str, connection: Connection | None) -> None:
+    def __init__(self, what: str, connection: Connection | None, exchange: Exchange | None = None) -> None:
+        """``exchange``: how the ranks communicate, if not in the connection."""
         self.what, self._connection = what, connection
+        if connection is not None:
+            self._exchange = exchange or partial(connection.all_gather_text, what=what)
         self.rank = dist.get_rank() if connection is not None else 0
         self.size = len(connection.members.ranks) if connection is not None else 1
         self.state = StateIs.BEFORE
@@ -41,6 +48,11 @@ class Together:
     def group(self) -> Any:
         """The gloo group of all ranks; None where there is one rank only."""
         return self._connection.groups[0] if self._connection is not None else None
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that ranks may be apart."""
+        return self._connection.timeout if self._connection is not None else 0.0
 
     @property
     def standing(self) -> Standing:
@@ -63,10 +75,14 @@ class Together:
         if self._connection is None:
             return [result]
         failure = None if error is None else [type(error).__name__, str(error) or described(error)]
-        texts = self._connection.all_gather_text(json.dumps([failure, result]), self.what)
+        texts = self._exchange(json.dumps([failure, result]))
         gathered = [json.loads(text) for text in texts]
         self._raise_if_any([failure for failure, _ in gathered], error)
         return [result for _, result in gathered]
+
+    def aside(self, exchange: Exchange) -> Together:
+        """The same ranks, which communicate by ``exchange`` while others use the connection."""
+        return Together(self.what, self._connection, exchange)
 
     def communicate(self, work: Callable[[], None]) -> None:
         """Let every rank do its part of what DCP does together. What DCP passes on to all ranks, all raise.

@@ -41,6 +41,7 @@ from passes.runtime.message_collectives import OUT_VARIANTS
 from passes.runtime.shared_memory_collectives import PERSISTENT
 
 from .arenas import Arenas
+from .background_reads import READS, Span, span_of
 from .bindings import direct
 
 aten = torch.ops.aten
@@ -85,6 +86,10 @@ class Bound:
         self._addresses: list[int] | None = None
         self._run: Callable[..., Any] | None = None
 
+    def state(self) -> list[torch.Tensor]:
+        """The state that it is bound to."""
+        return self._state
+
     def __call__(self, *inputs: Any) -> Any:
         """What the graph returns."""
         state = [inputs[k] for k in self._fixed]
@@ -105,6 +110,16 @@ def release_all() -> None:
     """Let every program bind anew at its next call: the views that they hold keep storages alive."""
     for each in _all:
         each.release()
+
+
+def bound_spans() -> list[Span]:
+    """The memory of the state that programs are bound to, in order, none within another."""
+    found = sorted({span_of(tensor) for each in _all for tensor in each.state() if tensor.numel()})
+    spans: list[Span] = []
+    for start, end in found:
+        if not spans or end > spans[-1][1]:
+            spans.append((start, end))
+    return spans
 
 
 def is_fixed(node: fx.Node, role: Role) -> bool:
@@ -138,11 +153,13 @@ class _Writer:
     def function(self) -> tuple[Callable[..., Callable[..., Any]], str]:
         """``bind(*fixed inputs) -> run``, with ``run(*other inputs)``; and the name of its file in ``linecache``."""
         dying = _last_uses(self.program.graph)
-        first = first_write(self.program) if self.commit else None
+        writes = writes_to_inputs(self.program)
+        first = next(iter(writes), None) if self.commit else None
         self._detach()
         for node in self.program.graph.nodes:
             if node is first:
                 self.each_call.append(f"{self._name(self.commit)}()")
+            self._wait_for_reads(writes.get(node, ()))
             if node.op not in ("placeholder", "output"):
                 self._write(node)
             dead = [self.names[each] for each in dying.get(node, ()) if each not in self.fixed]
@@ -160,6 +177,12 @@ class _Writer:
         for node, name in self.given_names.items():
             self.names[node] = f"{name}data"
             self.done_once.append(f"{name}data = {self._name(torch.Tensor.detach)}({name})")
+
+    def _wait_for_reads(self, inputs: Iterable[fx.Node]) -> None:
+        """State that a save reads in the background is not written before that."""
+        state = [self.given_names[node] for node in inputs if node in self.given_names]
+        if state:
+            self.each_call.append(f"if {self._name(READS)}.is_active: {self._name(READS)}.wait({', '.join(state)})")
 
     def _write(self, node: fx.Node) -> None:
         line = f"{self.names[node]} = {self._call(node)}{_comment(node)}"
@@ -268,14 +291,24 @@ def _into_new(out_variant: Callable[..., Any], like: torch.Tensor, *args: Any) -
 
 def first_write(program: Program) -> Any:
     """The first node that writes to an input; None if none does."""
+    return next(iter(writes_to_inputs(program)), None)
+
+
+def writes_to_inputs(program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that write to inputs, in order, and the inputs that each writes to."""
     found = storages(program.graph)
-    inputs = frozenset[fx.Node]().union(*(found[node] for node in program.placeholders))
+    inputs: dict[fx.Node, list[fx.Node]] = {}  # by storage
+    for node in program.placeholders:
+        for storage in found[node]:
+            inputs.setdefault(storage, []).append(node)
+    writes: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if mutates(node):
             targets = written(node) or node.all_input_nodes
-            if any(found[each] & inputs for each in targets):
-                return node
-    return None
+            touched = [each for target in targets for storage in found[target] for each in inputs.get(storage, ())]
+            if touched:
+                writes[node] = list(dict.fromkeys(touched))
+    return writes
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:

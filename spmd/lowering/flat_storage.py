@@ -22,6 +22,7 @@ from passes import Input
 
 from .._torch import storage_use_count
 from ..call.initial_state import is_zeros_on_demand
+from .background_reads import READS
 from .codegen import release_all
 
 _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
@@ -125,6 +126,7 @@ class FlatInputs:
         self._copied_in = []
 
     def _renew(self, flat: _Flat, members: list[torch.Tensor]) -> torch.Tensor:
+        READS.wait_for_all()
         release_all()
         existing = flat_tensor_of(members)
         if existing is not None:

@@ -12,6 +12,7 @@ from passes import OutputKind, Part, PassError, Program
 
 from .._torch import DisableAutocast
 from .arenas import Arenas
+from .background_reads import READS
 from .codegen import Bound
 from .commit import Commit
 
@@ -44,6 +45,8 @@ class Executable:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run on this rank's inputs, in the order of ``Program.inputs``; updates them in place."""
+        if not isinstance(self.function, Bound):
+            READS.wait_for_all()  # only our own code waits where it writes
         with torch.no_grad(), DisableAutocast():
             outputs = self.function(*inputs)
             self._write(outputs, inputs)
@@ -64,6 +67,8 @@ class Executable:
         if not self.updates:
             return
         self.commit()
+        if READS.is_active:
+            READS.wait(*(ref.of(inputs) for _, ref in self.updates))
         # An update may be another input (buffers that are swapped): copy those before anything is written.
         storages = {_storage(x) for x in inputs if isinstance(x, torch.Tensor)}
         values = [outputs[k].clone() if _storage(outputs[k]) in storages else outputs[k] for k, _ in self.updates]

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import spmd
@@ -144,7 +143,7 @@ def disk_full(rank: int, world: int, folder: Path) -> tuple[str, int | None, lis
     spmd.save(folder, step=1, **run.objects)
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr(FileSystem, "create_stream", full)
+            patched.setattr(storage, "save_file", full)
         with pytest.raises(spmd.SpmdError) as raised:
             spmd.save(folder, step=2, keep=1, **run.objects)
     run.train(rank, 1, 2)
@@ -154,7 +153,7 @@ def disk_full(rank: int, world: int, folder: Path) -> tuple[str, int | None, lis
 
 
 def test_a_rank_that_cannot_write_raises_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    message = "rank 1 raised OSError: [Errno 28] No space left on device"
+    message = f"saving {tmp_path}/step-2 failed: OSError: [Errno 28] No space left on device (on rank 1)"
     assert ranks.run(2, disk_full, tmp_path) == [(message, 1, [])] * 2
     assert not [*tmp_path.glob("step-2/data-*")]
 
@@ -195,7 +194,7 @@ def killed(rank: int, world: int, moment: str, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1 and moment == "while it writes":
-        FileSystem.create_stream = end  # type: ignore[method-assign]
+        storage.save_file = end
     if rank == 1 and moment == "at the end":
         save_module.write = lambda *args: end(storage.write(*args))  # type: ignore[attr-defined]
     spmd.save(folder, step=2, keep=1, state={"tensor": torch.ones(4) * 2, "number": 2.0, "more": torch.ones(9)})
