@@ -116,7 +116,14 @@ KEYS: tuple[Key, ...] = (
         tuple,
         "how the ranks hold the global value: a torch ``Placement`` for each axis of the mesh",
         (_PARTITIONER,),
-        (_MERGE_EQUAL, "passes/cleanup/fold_views.py", _PARTITIONER),
+        (_MERGE_EQUAL, "passes/cleanup/fold_views.py", _PARTITIONER, "spmd/verification"),
+    ),
+    Key(
+        "captured",
+        str,
+        "the name of the node of the captured program whose value this rank has a part of, by its placement",
+        (_PARTITIONER,),
+        ("spmd/verification",),
     ),
     Key(
         "uneven",

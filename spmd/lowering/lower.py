@@ -45,8 +45,11 @@ class Executable:
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run on this rank's inputs, in the order of ``Program.inputs``; updates them in place."""
         with torch.no_grad(), DisableAutocast():
-            outputs = self.function(*inputs)
-            self._write(outputs, inputs)
+            return self.finish(self.function(*inputs), inputs)
+
+    def finish(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Write the updates among what the function returned into ``inputs``; returns the rest."""
+        self._write(outputs, inputs)
         return [outputs[k] for k in self.returned]
 
     def close(self) -> None:
