@@ -1,4 +1,4 @@
-"""One simulated rank: copies of the user's objects, the step compiled for them, and its part of the batch."""
+"""The first simulated rank: copies of the user's objects, the step compiled for them, and its part of the batch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Mesh, Program
 from passes.ir.program import Placements
 
+from .._torch import DisableAutocast
 from ..call.call import Call
 from ..call.found import with_found
 from ..call.state import Arguments
@@ -25,6 +26,7 @@ from ..ranks.simulated import Simulated, standing_for
 from ..ranks.world import describe
 from ..step import CompiledStep
 from .copies import Copy, Subject, on_copies
+from .stages import RankPrograms, after_each, transforms
 from .wholes import part_of
 
 Held = tuple[Any, tuple[int, ...], Placements]  # a local value, the global shape, the placement
@@ -40,7 +42,7 @@ class _Part:
 
 
 class SimulatedRank:
-    """Compiles and ends the calls of one rank; what is in between, all ranks do together."""
+    """Compiles and ends calls as a real rank does; what is in between, all ranks do together."""
 
     def __init__(self, subject: Subject, copied: Copy, number: int, mesh: DeviceMesh) -> None:
         self.number, self._copied = number, copied
@@ -49,6 +51,7 @@ class SimulatedRank:
         self._mode = mode
         self._parts: dict[str, _Part] = {}
         self._rows: UnequalRows | None = None
+        self._programs: dict[int, tuple[Compiled, RankPrograms]] = {}
         self.turn: Turn | None = None
         self.running: Running | None = None
         with self.active():
@@ -108,6 +111,26 @@ class SimulatedRank:
         """The final program of that call."""
         return self.compiled.program
 
+    @property
+    def inputs(self) -> list[Any]:
+        """The inputs of that call."""
+        assert self.running is not None
+        return self.running.inputs
+
+    @property
+    def programs(self) -> RankPrograms:
+        """The programs of that call after each stage."""
+        compiled, options = self.compiled, self.step.options
+        if id(compiled) not in self._programs:
+            partitioned = compiled.partitioned
+            if transforms(options):
+                with self.active(), DisableAutocast():
+                    partitioned = options.mode.partition(compiled.captured.program)
+            after, _ = after_each(compiled.partitioned, options.pipeline)
+            made = RankPrograms(partitioned, compiled.partitioned, after, compiled.program)
+            self._programs[id(compiled)] = compiled, made
+        return self._programs[id(compiled)][1]
+
     def prepare(self) -> list[Any]:
         """Compile, if need be, and gather the inputs of the next call."""
         with self.active():
@@ -123,7 +146,7 @@ class SimulatedRank:
         with self.active():
             with torch.no_grad():
                 returned = executable.finish(outputs, self.running.inputs)
-            self._shown = self.compiled.finish(self.running, returned)
+            self.compiled.finish(self.running, returned)
         return returned
 
     def state(self) -> dict[str, Held]:

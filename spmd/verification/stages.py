@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import passes
-from passes import OutputKind, Pass, Program
+from passes import Pass, Program
 
 from .._torch import DisableAutocast
+from ..options import Options
 from ..override import Override
 from .lockstep import Watch, run_in_lockstep
-from .rank import SimulatedRank
 
 Values = dict[str, Any]  # by the names of inputs and outputs
 
@@ -29,39 +29,50 @@ class Stage:
     exact: bool = False
 
 
-def stages_of(ranks: Sequence[SimulatedRank]) -> list[Stage]:
-    """All stages of the program that ranks run, in order; passes that found nothing to do are left out."""
-    compiled, options = [rank.compiled for rank in ranks], ranks[0].step.options
-    found = []
-    if any(type(override).transform is not Override.transform for override in options.overrides):
-        partitioned = []
-        for rank, each in zip(ranks, compiled, strict=True):
-            with rank.active(), DisableAutocast():
-                partitioned.append(rank.step.options.mode.partition(each.captured.program))
-        found.append(Stage("partition", partitioned))
-        found.append(Stage("Override.transform", [each.partitioned for each in compiled]))
-    else:
-        found.append(Stage("partition", [each.partitioned for each in compiled]))
-    found += stages_after([each.partitioned for each in compiled], options.pipeline)
+@dataclass
+class RankPrograms:
+    """The programs of one rank: as partitioned, after transforms of the graph, after each pass, and the final one.
+
+    ``after``: None for a pass that found nothing to do.
+    """
+
+    partitioned: Program
+    transformed: Program
+    after: list[Program | None]
+    final: Program
+
+
+def after_each(program: Program, pipeline: Sequence[Pass]) -> tuple[list[Program | None], Program]:
+    """The program after each pass of a pipeline, None after one that found nothing to do; and after all."""
+    after: list[Program | None] = []
+
+    def keep(number: int, each: Pass, program: Program, seconds: float) -> None:
+        after.append(None if program.history[-1].endswith("nothing to do") else program.copy())
+
+    with DisableAutocast():
+        final = passes.run(program, pipeline, on_stage=keep, check=False)
+    return after, final
+
+
+def stages_of(programs: Sequence[RankPrograms], options: Options) -> list[Stage]:
+    """All stages that changed something, in order."""
+    found = [Stage("partition", [each.partitioned for each in programs])]
+    if transforms(options):
+        found.append(Stage("Override.transform", [each.transformed for each in programs]))
+    before = [each.transformed for each in programs]
+    for k, each in enumerate(options.pipeline):
+        now = [of_rank.after[k] for of_rank in programs]
+        if any(program is not None for program in now):
+            before = [program or last for program, last in zip(now, before, strict=True)]
+            found.append(Stage(type(each).__name__, before, exact=each.numerics == "exact"))
     if options.gm_transformation is not None:
-        found.append(Stage("gm_transformation", [each.program for each in compiled]))
+        found.append(Stage("gm_transformation", [each.final for each in programs]))
     return found
 
 
-def stages_after(partitioned: Sequence[Program], pipeline: Sequence[Pass]) -> list[Stage]:
-    """The stages of a pipeline; passes that found nothing to do on any rank are left out."""
-    each_rank: list[list[Program]] = []
-    for program in partitioned:
-        after: list[Program] = []
-        with DisableAutocast():
-            passes.run(program, pipeline, on_stage=lambda *stage, kept=after: kept.append(stage[2].copy()), check=False)
-        each_rank.append(after)
-    together = zip(*each_rank, strict=True)
-    return [
-        Stage(type(each).__name__, programs, exact=each.numerics == "exact")
-        for each, programs in zip(pipeline, together, strict=True)
-        if not all(program.history[-1].endswith("nothing to do") for program in programs)
-    ]
+def transforms(options: Options) -> bool:
+    """Whether an override edits the graph after partition."""
+    return any(type(override).transform is not Override.transform for override in options.overrides)
 
 
 def run_stage(programs: Sequence[Program], inputs: Sequence[Values], watch: Watch | None = None) -> list[Values]:
@@ -109,8 +120,3 @@ def _each_input(program: Program, values: Values) -> Iterator[Any]:
         else:
             value = values[declared.name]
             yield value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def results_of(program: Program) -> list[str]:
-    """The names of what a program returns to the user or makes."""
-    return [output.name for output in program.outputs if output.kind is not OutputKind.UPDATE]

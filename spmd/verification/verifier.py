@@ -19,6 +19,7 @@ from ..call.state import hyper_parameters_of, slots_of
 from ..step import calling
 from .copies import Copy, Subject, has_single_precision
 from .lockstep import LockstepError, run_in_lockstep
+from .peer import Peer
 from .rank import SimulatedRank
 from .stages import Values, by_name, kept, stages_of
 from .tracer import Guilty, Tracer
@@ -50,16 +51,16 @@ def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh 
         raise ValueError(f"expected world to be {_MOST} ranks or fewer, got {world}: fewer ranks run the same passes")
     with calling, random_state_kept():
         subject = Subject.of(step, args, kwargs)
-        plain = _PlainStep.of(subject)
+        plain = PlainStep.of(subject)
         with simulated_world(world, mesh, subject.device_type) as device_mesh, plain.dtypes():
-            ranks = [
-                SimulatedRank(subject, subject.copied(plain.in_double), number, device_mesh) for number in range(world)
-            ]
-            return _Verification(subject, plain, ranks, steps).run()
+            wholes = kept(plain.state())
+            first = SimulatedRank(subject, subject.copied(plain.in_double), 0, device_mesh)
+            peers = [Peer(first, number, wholes) for number in range(1, world)]
+            return _Verification(subject, plain, first, peers, steps).run()
 
 
 @dataclass
-class _PlainStep:
+class PlainStep:
     """The step as it is written, on copies of the whole batch."""
 
     subject: Subject
@@ -67,7 +68,7 @@ class _PlainStep:
     in_double: bool
 
     @classmethod
-    def of(cls, subject: Subject) -> _PlainStep:
+    def of(cls, subject: Subject) -> PlainStep:
         """In float64 where the step can run so."""
         if has_single_precision(subject):
             trial = cls(subject, subject.copied(in_double=True), in_double=True)
@@ -104,12 +105,18 @@ class _PlainStep:
 @dataclass
 class _Verification:
     subject: Subject
-    plain: _PlainStep
-    ranks: list[SimulatedRank]
+    plain: PlainStep
+    first: SimulatedRank
+    peers: list[Peer]
     steps: int
     compared: int = 0
     notes: list[str] = field(default_factory=list)
     traced: list[Program] = field(default_factory=list)  # whose stages were compared
+
+    @property
+    def ranks(self) -> list[SimulatedRank | Peer]:
+        """All ranks in order."""
+        return [self.first, *self.peers]
 
     def run(self) -> Verdict:
         for number in range(self.steps):
@@ -119,7 +126,7 @@ class _Verification:
         return self._verdict()
 
     def _step(self, number: int) -> Verdict | None:
-        inputs = self._prepare()
+        inputs = [rank.prepare() for rank in self.ranks]
         before = [kept(by_name(rank.program, given)) for rank, given in zip(self.ranks, inputs, strict=True)]
         try:
             outputs = run_in_lockstep([rank.program for rank in self.ranks], inputs)
@@ -129,7 +136,7 @@ class _Verification:
         found = None
         if self._is_comparable():
             found = self._compare_results(self.plain.run(), returned) or self._compare_state()
-        program = self.ranks[0].program
+        program = self.first.program
         is_new = all(program is not other for other in self.traced)
         self.traced.append(program)
         if found is None and not is_new and self._is_comparable():
@@ -138,7 +145,7 @@ class _Verification:
 
     def _is_comparable(self) -> bool:
         """Whether the plain step computes the same: it draws other numbers, and knows no policies of modules."""
-        rank = self.ranks[0]
+        rank = self.first
         assert rank.turn is not None and rank.turn.call is not None
         call = rank.turn.call
         policies = [call.mp_policy, *(unit.mp_policy for unit in call.annotations.units)]
@@ -149,9 +156,10 @@ class _Verification:
         self, before: list[Values], number: int, what: str = "", wrong: Difference | None = None
     ) -> Verdict | None:
         """The verdict on the first stage that is wrong; on the step as a whole where none is; None if all is right."""
-        compiled = [rank.compiled for rank in self.ranks]
-        tracer = Tracer(compiled[0].captured.program, [each.partitioned for each in compiled], before, self.rounding)
-        guilty = tracer.first_guilty(stages_of(self.ranks))
+        programs = [rank.programs for rank in self.ranks]
+        captured = self.first.compiled.captured.program
+        tracer = Tracer(captured, [each.transformed for each in programs], before, self.rounding)
+        guilty = tracer.first_guilty(stages_of(programs, self.first.step.options))
         if guilty is None and wrong is None:
             return None
         if guilty is None:
@@ -159,20 +167,12 @@ class _Verification:
             guilty = Guilty("capture", what, wrong)
         return self._verdict(after=number, **described(guilty, what))
 
-    def _prepare(self) -> list[list[Any]]:
-        """The inputs of all ranks, which draw from the same random state, as ranks that agree on a seed do."""
-        inputs = []
-        for rank in self.ranks[1:]:
-            with random_state_kept():
-                inputs.append(rank.prepare())
-        return [self.ranks[0].prepare(), *inputs]
-
     @property
     def rounding(self) -> float:
-        return rounding_of(_dtypes(self.ranks[0].compiled.partitioned))
+        return rounding_of(_dtypes(self.first.compiled.partitioned))
 
     def _compare_results(self, expected: Any, returned: list[list[Any]]) -> tuple[str, Difference] | None:
-        compiled = self.ranks[0].compiled
+        compiled = self.first.compiled
         outputs = [output for output in compiled.program.outputs if output.kind is not OutputKind.UPDATE]
         meshes = [rank.program.mesh for rank in self.ranks]
         wholes = []
@@ -188,7 +188,8 @@ class _Verification:
         return self._first_difference(wanted, actual)
 
     def _compare_state(self) -> tuple[str, Difference] | None:
-        expected, held = self.plain.state(), [rank.state() for rank in self.ranks]
+        expected, firsts = self.plain.state(), self.first.state()
+        held = [firsts, *(peer.state(firsts) for peer in self.peers)]
         actual: dict[str, Any] = {}
         for name, (_, shape, placement) in held[0].items():
             try:
@@ -214,7 +215,7 @@ class _Verification:
 
     def _verdict(self, **found: Any) -> Verdict:
         name = getattr(self.subject.function, "__name__", "step")
-        world = str(self.ranks[0].mesh)
+        world = str(self.first.mesh)
         return Verdict(name, world, self.steps, self.compared, notes=tuple(self.notes), **found)
 
 
