@@ -59,7 +59,7 @@ KEYS: tuple[Key, ...] = (
         Phase,
         "the part of the step: forward, backward, update",
         (_CAPTURE, _PARTITIONER, "passes/analysis/list_ops.py", "passes/communication"),
-        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", "passes/update", _MEMORY),
+        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", "passes/update", _MEMORY, "spmd/verification"),
         Relation.HELPER,
     ),
     Key(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..annotations.contract import copy_annotations
 from ..annotations.resolve import Ignored
@@ -86,6 +87,7 @@ class Subject:
         memo: dict[int, Any] = {}
         args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
         given = with_found(self.function, self.read(self.args, self.kwargs))
+        _copy_attributes(given.optimizers.values(), memo)
         modules = {each for module in given.modules.values() for each in module.modules()}
         ignored = self.options.mode.ignored
         modules |= set(ignored.modules if ignored is not None else ())
@@ -127,6 +129,18 @@ class Copy:
         if isinstance(made, DataParallel):
             made.batch_axes = made.batch_axes_on(mesh)
         return made
+
+
+def _copy_attributes(optimizers: Iterable[Optimizer], memo: dict[int, Any]) -> None:
+    """Copy what optimizers have as attributes of their own, too: torch's copies lack these.
+
+    Functions are left out: schedulers put one there that steps the original.
+    """
+    for optimizer in optimizers:
+        made = memo.get(id(optimizer))
+        for key, value in vars(optimizer).items() if made is not None else ():
+            if key not in vars(made) and not isinstance(value, (types.FunctionType, types.MethodType)):
+                setattr(made, key, copy.deepcopy(value, memo))
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from passes import Mesh, Program, SpmdError
 from passes.ir.collectives import c10d, group_of, is_collective, is_shared, is_wait
 from passes.ir.schemas import argument, schema
 
-from .._torch import DisableAutocast, tree_flatten
+from .._torch import DisableAutocast, storage_id, tree_flatten
 from .collectives import COPIES_FIRST, SEMANTICS
 
 Watch = Callable[[Sequence[fx.Node], Sequence[Any]], None]  # the node of each rank, and its value there
@@ -125,7 +125,7 @@ class _Lockstep:
 
     def _wait(self, values: Sequence[Any]) -> None:
         """Finish what writes into the storage of ``values``; nothing, if that was waited for."""
-        storages = [{_storage(x) for x in _tensors(value) if x.numel()} for value in values]
+        storages = [{storage_id(x) for x in _tensors(value)} for value in values]
         for each in [p for p in self.pending if _writes_to(p, storages)]:
             self.pending.remove(each)
             self._finish(each)
@@ -265,8 +265,9 @@ def _share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _writes_to(pending: _Pending, storages: Sequence[set[int]]) -> bool:
+    """By storage, as torch does it, and not by address: results of two collectives may lie in the same memory."""
     written = zip(pending.results, storages, strict=True)
-    return any(_storage(x) in waited for results, waited in written for x in results if x.numel())
+    return any(storage_id(x) in waited for results, waited in written for x in results)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

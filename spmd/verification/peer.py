@@ -104,7 +104,10 @@ class Peer:
         """This rank's part of a value that it has not had so far."""
         whole = self._wholes.get(declared.name)
         if whole is not None:
-            return part_of(whole, declared.placement, self.mesh).clone(memory_format=torch.contiguous_format)
+            part = part_of(whole, declared.placement, self.mesh)
+            if part.shape != theirs.shape:
+                return part.clone(memory_format=torch.contiguous_format)
+            return torch.empty_strided(part.shape, theirs.stride(), dtype=part.dtype, device=part.device).copy_(part)
         if theirs.numel() and bool((theirs == theirs.reshape(-1)[0]).all()):  # what an optimizer begins with
             shape = local_shape(declared.shape, declared.placement, self.mesh)
             return theirs.new_full(shape, theirs.reshape(-1)[0].item())

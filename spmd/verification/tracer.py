@@ -28,6 +28,8 @@ from .lockstep import LockstepError
 from .stages import Stage, Values, kept, run_stage
 from .wholes import Difference, UnequalReplicasError, difference, put_together
 
+aten = torch.ops.aten
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
 _UNINITIALIZED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _ENOUGH = 64  # drawn elements that are not equal by chance
 
@@ -78,11 +80,11 @@ class Tracer:
     def _whole_inputs(self) -> Values:
         placed = {declared.name: declared for declared in self.partitioned[0].inputs}
         wholes = {}
-        for declared in self.captured.inputs:
+        for node, declared in zip(self.captured.placeholders, self.captured.inputs, strict=True):
             parts = [values[declared.name] for values in self.inputs]
             placement = placed[declared.name].placement
             whole = put_together(parts, declared.shape, placement, self.meshes, self.rounding)
-            wholes[declared.name] = whole.detach().clone() if isinstance(whole, Tensor) else whole
+            wholes[declared.name] = _laid_out(whole, node.meta.get("val"))
         return wholes
 
     def _collect_draws(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
@@ -200,6 +202,10 @@ class _Captured(fx.Interpreter):
         super().__init__(program.graph_module, garbage_collect_values=True)
         self.drawn, self.values = drawn, values
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Views as reshapes: kernels may choose other strides than their fakes did."""
+        return super().call_function(aten.reshape.default if target in _VIEWS else target, args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node."""
         if n.name in self.drawn:
@@ -211,6 +217,13 @@ class _Captured(fx.Interpreter):
         if isinstance(value, Tensor) and n.name not in self.drawn and not _is_uninitialized(n):
             self.values[n.name] = value
         return value
+
+
+def _laid_out(value: Any, val: Any) -> Any:
+    """A copy with the strides of a fake tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(val.shape, val.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _has_several(node: fx.Node) -> bool:

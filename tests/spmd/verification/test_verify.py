@@ -33,7 +33,6 @@ def arguments(rows: int = 8, optimizer: str = "Adam", dtype: torch.dtype = torch
 
 TENSOR = {"*.0.weight": {"tp": Shard(0)}, "*.0.bias": {"tp": Shard(0)}}
 CLEAN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "replicate": ({}, {}, {"world": 2}),
     "fully_shard, odd rows, three ranks": ({"parallel_style": "fully_shard"}, {"rows": 7}, {"world": 3}),
     "hybrid": ({"parallel_style": "fully_shard"}, {"optimizer": "SGD"}, {"mesh": {"replicate": 2, "shard": 2}}),
     "tensor parallel": ({"params": TENSOR}, {}, {"mesh": {"dp": 2, "tp": 2}}),
@@ -62,3 +61,70 @@ def test_nothing_of_the_users_changes() -> None:
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
     assert torch.equal(torch.get_rng_state(), state) and dist.group.WORLD is world
     assert step.programs == ()
+
+
+class Halved(torch.optim.SGD):
+    """An optimizer with an attribute of its own, which torch's copies of it lack."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.factor = 0.5
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * self.factor)
+
+
+def test_copies_of_optimizers_are_whole_and_a_scheduler_steps_nothing_of_the_users() -> None:
+    model, _, x, y = arguments()
+    optimizer = Halved(model.parameters(), 0.1)
+    torch.optim.lr_scheduler.LinearLR(optimizer)  # puts a function into the optimizer
+    before = copy.deepcopy(model.state_dict())
+    assert spmd.verify(spmd.compile(train_step), model, optimizer, x, y, steps=1, world=2)
+    assert all(torch.equal(one, other) for one, other in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model, self.optimizer, *_ = arguments()
+
+    @spmd.compile
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        return train_step(self.model, self.optimizer, x, y)
+
+
+def test_a_method_and_a_step_that_was_called_before() -> None:
+    trainer, (*_, x, y) = Trainer(), arguments()
+    trainer.step(x, y)
+    weight = trainer.model[0].weight.clone()
+    assert spmd.verify(trainer.step, x, y, steps=1, world=2)
+    assert torch.equal(trainer.model[0].weight, weight)
+    trainer.step(x, y)
+    assert len(trainer.step.programs) == 1  # the process group is the one that it was
+
+
+MODEL = nn.Linear(2, 2)
+
+
+def on_a_global(optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = MODEL(x).sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    step, given = spmd.compile(train_step), arguments()
+    with pytest.raises(TypeError, match=r"spmd\.compile"):
+        spmd.verify(train_step, *given)
+    with pytest.raises(ValueError, match="MODEL by name"):
+        spmd.verify(spmd.compile(on_a_global), torch.optim.SGD(MODEL.parameters()), torch.randn(4, 2))
+    for options, says in (({"world": 17}, "16 ranks"), ({"steps": 0}, "1 or more"), ({"mesh": {"dp": 3}}, "3 ranks")):
+        with pytest.raises(ValueError, match=says):
+            spmd.verify(step, *given, **options)
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="meta device"):
+        spmd.verify(step, model, given[1], *given[2:])
