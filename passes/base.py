@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from .ir.program import Program
 
@@ -49,7 +49,8 @@ class Pass(ABC):
         """Edit ``program`` and return the number of edits."""
 
     def __str__(self) -> str:
-        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))  # type: ignore[arg-type]
+        declared: tuple[Any, ...] = fields(self) if is_dataclass(self) else ()  # a pass without options need not be one
+        options = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in declared)
         return f"{type(self).__name__}({options})" if options else type(self).__name__
 
 

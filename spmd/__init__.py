@@ -31,6 +31,8 @@ from .ranks.world import world
 from .rules import register_rule
 from .step import CompiledStep, compile
 from .unsharded import unshard
+from .verification.verdict import Verdict
+from .verification.verifier import verify
 
 __all__ = [
     "CaptureError",
@@ -51,6 +53,7 @@ __all__ = [
     "RankMismatchError",
     "Report",
     "SpmdError",
+    "Verdict",
     "compile",
     "constrain",
     "contract",
@@ -66,5 +69,6 @@ __all__ = [
     "seed",
     "set_rng_state",
     "unshard",
+    "verify",
     "world",
 ]

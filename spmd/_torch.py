@@ -87,6 +87,9 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 # Groups that are made without all ranks of the world, under a name that we choose. 2.11 to 2.15.
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
 
+# The process groups by the names that collectives have for them, to set them aside for a while. 2.11 to 2.15.
+from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
+
 # A store that stores nothing, for a world of one; the import registers the backend "fake". 2.11 to 2.15.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -404,6 +407,34 @@ DCP_PARTS, DCP_OFFSETS = _hf_utils.CUSTOM_METADATA_KEY, _hf_utils.SAVED_OFFSETS_
 DCP_VERSION = {_hf_utils.DCP_VERSION_KEY: str(_hf_utils.HF_DCP_VERSION)}
 
 
+_GROUP_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+
+
+@contextmanager
+def process_groups_set_aside() -> Iterator[None]:
+    """Let there be no process group in the body, whose own ones are destroyed at its end.
+
+    torch has one world a process, in tables by group and a registry by name; both are emptied and restored. 2.11 to
+    2.15.
+    """
+    tables = [getattr(_world, name) for name in _GROUP_TABLES]
+    kept, default, count = [dict(table) for table in tables], _world.default_pg, _world.group_count
+    for table in tables:
+        table.clear()
+    _unregister_all_process_groups()
+    _world.default_pg, _world.group_count = None, 0
+    try:
+        yield
+    finally:
+        if _world.default_pg is not None:
+            distributed.destroy_process_group()
+        for table, rows in zip(tables, kept, strict=True):
+            table.update(rows)
+        _world.default_pg, _world.group_count = default, count
+        for group, name in _world.pg_names.items():
+            _register_process_group(name, group)
+
+
 __all__ = [
     "ACCUMULATION_HOOKS",
     "BUFFERS",
@@ -472,6 +503,7 @@ __all__ = [
     "own_buffers",
     "own_children",
     "own_parameters",
+    "process_groups_set_aside",
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
     "register_pytree_node",

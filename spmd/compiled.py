@@ -108,17 +108,26 @@ class Compiled:
                 f"ranks brought unequal numbers of rows of {self._pool.names[self._pool.written[0]]}, which the step "
                 "writes into: pass equal numbers of rows, or return the new rows instead of writing them"
             )
+        running = self.start(arguments, tensors)
+        return self.finish(running, self.executable(running.inputs), restore)
+
+    def start(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Running:
+        """Gather the inputs of a call; ``run`` has the rest."""
         given = [*self.guards.leaves.tensors(arguments), *self.guards.kept.tensors()]
         contiguous = [tensor.contiguous() for tensor in given]
         state = self.guards.layout.locals(tensors)
         state = [*state, *self._flats.enter(state)]
         for k in self._cleared:  # as the step does, so that new gradients find the memory
             tensors[k].grad = None
-        returned = self.executable(self._pool.inputs(arguments, state, contiguous))
+        return Running(arguments, tensors, given, contiguous, self._pool.inputs(arguments, state, contiguous))
+
+    def finish(self, running: Running, returned: list[Any], restore: Restore | None = None) -> Any:
+        """Put what the executable ``returned`` where it belongs, and return what the step does."""
+        arguments, tensors = running.arguments, running.tensors
         self._flats.leave()
         for k in self._pool.written:
-            if contiguous[k] is not given[k]:
-                given[k].copy_(contiguous[k])
+            if running.contiguous[k] is not running.given[k]:
+                running.given[k].copy_(running.contiguous[k])
         self._store(returned, arguments, tensors)
         shown = returned if restore is None else restore(returned)
         self._write_python_state(returned, shown, arguments)
@@ -167,6 +176,20 @@ class Compiled:
             return local
         stride = torch.empty(output.shape, device="meta").stride()
         return as_dtensor(local, output.placement, self.device_mesh, output.shape, stride)
+
+
+@dataclass
+class Running:
+    """A call between its two halves: ``inputs`` are the program's, the rest is what its end has to write to.
+
+    ``given``: the tensors among the arguments, and ``contiguous`` what the program reads for each.
+    """
+
+    arguments: Arguments
+    tensors: list[torch.Tensor]
+    given: list[torch.Tensor]
+    contiguous: list[torch.Tensor]
+    inputs: list[Any]
 
 
 class Pool:

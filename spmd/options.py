@@ -17,6 +17,7 @@ from .lowering.lower import Backend
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
 from .override import Override
+from .ranks.simulated import simulated
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,11 @@ class Options:
 
     @property
     def dump_folder(self) -> Path | None:
-        """Where to write dumps: the user's folder, else that of the environment variable ``SPMD_DUMP``."""
-        folder = self.dump or os.environ.get("SPMD_DUMP")
+        """Where to write dumps: the user's folder, else that of the environment variable ``SPMD_DUMP``.
+
+        Simulated ranks write none.
+        """
+        folder = self.dump or (None if simulated() else os.environ.get("SPMD_DUMP"))
         return Path(folder) if folder else None
 
 

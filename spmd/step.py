@@ -26,6 +26,8 @@ from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
 from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
+from .call.state import Arguments
+from .call.unequal_rows import UnequalRows
 from .capture import Captured, capture, in_rank_zero_order
 from .capture.explain_errors import shorten_traceback
 from .capture.reads import Reads
@@ -56,7 +58,7 @@ from .stages import Stages
 from .unexpected_errors import unexpected_errors
 
 # One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
-_calling = threading.RLock()
+calling = threading.RLock()
 
 
 class CompiledStep:
@@ -82,6 +84,16 @@ class CompiledStep:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The step as the user wrote it."""
+        return self._function
+
+    @property
+    def options(self) -> Options:
+        """What the step was compiled with."""
+        return self._options
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
         """A step of the same options: a mesh has no copies. The function of a step that a model holds is the copy's."""
@@ -117,7 +129,7 @@ class CompiledStep:
         if get_proxy_mode() is not None:
             return self._function(*args, **kwargs)
         try:
-            with _calling:
+            with calling:
                 result = self._step(args, kwargs)
         except Exception as error:
             shorten_traceback(error)
@@ -143,21 +155,41 @@ class CompiledStep:
     def _run(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._dispatch.begin(turn, args, kwargs)
         assert turn.call is not None, "a call that has begun was read"
-        if turn.compiled is None:
-            compiled = self._compile_on_all_ranks(turn, turn.call)
-            turn.tensors = compiled.guards.layout.read(turn.call.given)
-            turn.compiled = compiled
-            compiled.executable.commit.start(turn.connection)
+        compiled = self._ready(turn)
         assert turn.tensors is not None, "a program fits the call that it was compiled for"
-        self._dispatch.use(turn.compiled)
-        with unexpected_errors("running", turn.compiled.program.name, self._where):
-            result = turn.compiled.run(turn.call.given, turn.tensors, self._dispatch.restore(turn))
+        with unexpected_errors("running", compiled.program.name, self._where):
+            result = compiled.run(turn.call.given, turn.tensors, self._dispatch.restore(turn))
         if turn.connection is not None:
             turn.connection.is_in_call = False
         self._failed = None
         if self._refused is not None and not self._refused.why:
             self._allow_saves()
         return result
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a call, by name. Raises ``TypeError`` as the function itself would."""
+        return self._dispatch.read(args, kwargs)
+
+    def prepare(self, given: Arguments, rows: UnequalRows | None = None) -> Turn:
+        """All of a call but to run its program, on a simulated rank, which has no others to agree with.
+
+        ``given``: this rank's part of the batch; ``rows``: where the ranks have unequal parts.
+        """
+        turn = Turn(rows=rows)
+        self._dispatch.fit(turn, given)
+        self._ready(turn)
+        return turn
+
+    def _ready(self, turn: Turn) -> Compiled:
+        """The program that a call runs, compiled where none fits; ``turn.tensors`` is the live state from then on."""
+        assert turn.call is not None
+        if turn.compiled is None:
+            compiled = self._compile_on_all_ranks(turn, turn.call)
+            turn.tensors = compiled.guards.layout.read(turn.call.given)
+            turn.compiled = compiled
+            compiled.executable.commit.start(turn.connection)
+        self._dispatch.use(turn.compiled)
+        return turn.compiled
 
     def _compile_on_all_ranks(self, turn: Turn, call: Call) -> Compiled:
         READS.wait_for_all()  # state may move, and what else refers to it counts
@@ -308,7 +340,7 @@ class CompiledStep:
         failed call if there is such a rank, else as after it. Where state is split over ranks and not whole, load a
         checkpoint instead. Raises ``SpmdError`` where it is not possible, with the reason.
         """
-        with _calling:
+        with calling:
             if self._failed is not None:
                 READS.wait_for_all()
                 recover(self._failed, self._dispatch.ranks_of(self._failed), self._name)

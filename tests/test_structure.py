@@ -47,6 +47,7 @@ ORDER = {
         checkpoints/
         dispatch
         step
+        verification/
         cli/
         __init__ __main__
     """,

@@ -59,7 +59,7 @@ KEYS: tuple[Key, ...] = (
         Phase,
         "the part of the step: forward, backward, update",
         (_CAPTURE, _PARTITIONER, "passes/analysis/list_ops.py", "passes/communication"),
-        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", "passes/update", _MEMORY),
+        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", "passes/update", _MEMORY, "spmd/verification"),
         Relation.HELPER,
     ),
     Key(
@@ -116,7 +116,14 @@ KEYS: tuple[Key, ...] = (
         tuple,
         "how the ranks hold the global value: a torch ``Placement`` for each axis of the mesh",
         (_PARTITIONER,),
-        (_MERGE_EQUAL, "passes/cleanup/fold_views.py", _PARTITIONER),
+        (_MERGE_EQUAL, "passes/cleanup/fold_views.py", _PARTITIONER, "spmd/verification"),
+    ),
+    Key(
+        "captured",
+        str,
+        "the name of the node of the captured program whose value this rank has a part of, by its placement",
+        (_PARTITIONER,),
+        ("spmd/verification",),
     ),
     Key(
         "uneven",

@@ -78,6 +78,28 @@ def note(modules: Sequence[nn.Module], annotation: Annotation) -> None:
         _annotations[module] = numbered
 
 
+def copy_annotations(copies: Mapping[nn.Module, nn.Module]) -> None:
+    """Let the copy of each module carry what the module carries: units stay units."""
+    found: dict[Annotation, Annotation] = {}
+    for module, made in copies.items():
+        annotation = _annotations.get(module)
+        if annotation is None:
+            continue
+        if annotation not in found:
+            of_copies = replace(annotation, names=weakref.WeakKeyDictionary(), ignored=weakref.WeakKeyDictionary())
+            found[annotation] = of_copies
+            for each in annotation.modules:  # in their order
+                if each in copies:
+                    _set(of_copies.names, copies[each], annotation.names[each])
+                    if each in annotation.ignored:
+                        _set(of_copies.ignored, copies[each], annotation.ignored[each])
+        _annotations[made] = found[annotation]
+
+
+def _set(table: Any, module: nn.Module, value: Any) -> None:
+    table[module] = value
+
+
 def applications() -> int:
     """How many annotations there were so far in this process."""
     return _applications

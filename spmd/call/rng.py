@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,17 @@ def set_rng_state(state: Mapping[str, int | bool]) -> None:
     if not isinstance(state, Mapping) or set(state) != expected or not all(isinstance(v, int) for v in state.values()):
         raise ValueError(f"expected a dict as spmd.rng_state() returns it, with {sorted(expected)}, got {state!r}")
     _replace_state(_State(int(state["seed"]), int(state["calls"]), bool(state["invariant"]), chosen=True, settled=True))
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore, after the body, the state that random ops of compiled steps and of torch's default generator read."""
+    ours, torchs = replace(_state), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        _replace_state(ours)
+        torch.default_generator.set_state(torchs)
 
 
 def next_call() -> int:

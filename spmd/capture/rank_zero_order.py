@@ -37,7 +37,7 @@ def in_rank_zero_order(captured: Captured, call: Call, all_gather_text: AllGathe
     text = _text(captured)
     if len(set(all_gather_text(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return captured
-    keys, is_first = _keys(captured), not any(call.device_mesh.get_coordinate() or ())
+    keys, is_first = _keys(captured), not any(axis.coordinate for axis in call.mesh.axes)
     order = _Order.read(all_gather_text(_Order.of(captured, keys).write() if is_first else "")[0])
     matched = _match(order, captured, keys)
     if matched is None:

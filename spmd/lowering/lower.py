@@ -48,8 +48,11 @@ class Executable:
         if not isinstance(self.function, Bound):
             READS.wait_for_all()  # only our own code waits where it writes
         with torch.no_grad(), DisableAutocast():
-            outputs = self.function(*inputs)
-            self._write(outputs, inputs)
+            return self.finish(self.function(*inputs), inputs)
+
+    def finish(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Write the updates among what the function returned into ``inputs``; returns the rest."""
+        self._write(outputs, inputs)
         return [outputs[k] for k in self.returned]
 
     def close(self) -> None:

@@ -121,13 +121,18 @@ class DataParallel(PlannedMode):
         self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype)
         self.gather_dtype = _check_dtype("gather_dtype", gather_dtype)
         _check_gathers(gather_dtype, parallel_style, shard_optimizer)
-        names = () if self.mesh is None else (self.mesh.mesh_dim_names or ())
-        self.batch_axes = 2 if names[:2] == _HYBRID else 1
+        self.batch_axes = self.batch_axes_on(self.mesh)
         self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style, offload_policy)
         self.prefetch, self.limit_gathers = _check_prefetch(prefetch), _check_limit(limit_gathers)
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.mp_policy, self.offload_policy = check_policy(mp_policy), check_offload_policy(offload_policy)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
+
+    @staticmethod
+    def batch_axes_on(mesh: DeviceMesh | None) -> int:
+        """How many axes of ``mesh`` split the batch."""
+        names = () if mesh is None else (mesh.mesh_dim_names or ())
+        return 2 if names[:2] == _HYBRID else 1
 
     def plan(self, program: Program) -> Plan:
         """Parameters by annotation or style; optimizer state as its parameter is updated; buffers replicated."""

@@ -80,6 +80,7 @@ class _Walk:
                 )
         outputs = self._outputs()
         self._erase_unused()
+        self._note_captured()
         self.diagnostics.rounded(self.emitter.graph)
         program = replace(
             self.program,
@@ -217,6 +218,13 @@ class _Walk:
                 outputs.append(output)
         self.emitter.graph.output(tuple(returned))
         return outputs
+
+    def _note_captured(self) -> None:
+        """Note, in each node that holds a global value, the captured node that computes it."""
+        for node in self.program.graph.nodes:
+            value = self.values.get(node)
+            for holder in value.nodes.values() if isinstance(value, Value) else ():
+                holder.meta.setdefault("captured", node.name)
 
     def _erase_unused(self) -> None:
         """Drop nodes that were emitted only for a whole value that no node reads in the end."""

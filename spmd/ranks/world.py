@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import passes
 from passes.ir.program import Placements
 
 from .._torch import FakeStore, root_mesh
+from .simulated import simulated
 
 _Meshes = weakref.WeakValueDictionary[str, DeviceMesh]  # by kind of device
 # By process group. A mesh holds its groups, so it is held by programs, by state and by the user, and not here.
@@ -52,16 +54,30 @@ def as_mesh(given: Any) -> DeviceMesh | None:
 
 def describe(mesh: DeviceMesh) -> passes.Mesh:
     """Describe a mesh as the plain data that programs carry."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this rank ({dist.get_rank()}) is not part of the mesh {mesh}")
+    coordinate, stands_for = coordinate_on(mesh), simulated()
     names = axis_names(mesh)
     groups = [mesh.get_group(k) for k in range(mesh.ndim)]
+    backends = [stands_for.backend if stands_for else _backend(group, mesh.device_type) for group in groups]
     axes = [
-        passes.Axis(name, mesh.size(k), group.group_name, coordinate[k], _backend(group, mesh.device_type))
-        for k, (name, group) in enumerate(zip(names, groups, strict=True))
+        passes.Axis(name, mesh.size(k), group.group_name, coordinate[k], backend)
+        for k, (name, group, backend) in enumerate(zip(names, groups, backends, strict=True))
     ]
+    if stands_for and stands_for.shared:
+        axes = [replace(axis, shared=axis.size > 1) for axis in axes]
     return passes.Mesh(tuple(axes))
+
+
+def coordinate_on(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The position of this rank along each axis. Raises ``ValueError`` where it is no rank of ``mesh``."""
+    stands_for = simulated()
+    if stands_for is None:
+        coordinate, rank = mesh.get_coordinate(), dist.get_rank()
+    else:
+        rank = stands_for.rank
+        coordinate = next(iter((mesh.mesh == rank).nonzero().tolist()), None)
+    if coordinate is None:
+        raise ValueError(f"this rank ({rank}) is not part of the mesh {mesh}")
+    return tuple(coordinate)
 
 
 def ranks_of_part(group: Any, size: int) -> list[int]:

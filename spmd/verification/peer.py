@@ -1,0 +1,158 @@
+"""The other ranks: they take the captured program of the first one, partition it for their place, and run the passes.
+
+Capturing takes most of the time of compiling, and gives the same on all ranks. A peer holds its state as plain tensors
+by name; what is no tensor of its own (numbers, seeds, constants) it has from the first rank, as ranks agree on these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes import Axis, Input, Mesh, OutputKind, Program, Role, SpmdError
+from passes.ir.program import is_sharded
+
+from .._torch import DisableAutocast
+from ..compiled import Compiled
+from ..override import transform, transform_graph_module
+from ..placements import local_shape
+from ..ranks.simulated import Simulated, standing_for
+from .rank import Held, SimulatedRank
+from .stages import RankPrograms, Values, after_each, by_name, transforms
+from .wholes import part_of
+
+
+def programs_of(rank: SimulatedRank, compiled: Compiled, mesh: Mesh, state: list[Tensor]) -> RankPrograms:
+    """Partition a captured program for the rank that ``mesh`` describes, which has this ``state``; run the passes."""
+    options = rank.step.options
+    with DisableAutocast():
+        local = options.mode.partition(replace(compiled.captured.program, mesh=mesh))
+        local = replace(local, stored=compiled.partitioned.stored, fixed=compiled.partitioned.fixed)
+        partitioned = local
+        if transforms(options):
+            partitioned = local.copy()
+            local, _ = transform(local, options.overrides, lambda: state)
+        after, final = after_each(local, options.pipeline)
+        return RankPrograms(partitioned, local, after, transform_graph_module(final, options.gm_transformation))
+
+
+def mesh_of(mesh: Mesh, coordinates: tuple[int, ...]) -> Mesh:
+    """``mesh`` as the rank at these coordinates sees it."""
+    axes = tuple(replace(axis, coordinate=k) for axis, k in zip(mesh.axes, coordinates, strict=True))
+    by_axis = {axis.name: axis.coordinate for axis in axes}
+
+    def moved(part: Axis) -> Axis:
+        return replace(part, coordinate=by_axis[part.name.rpartition("/")[0]] % part.size)
+
+    return Mesh(axes, tuple(map(moved, mesh.subgroups)))
+
+
+class Peer:
+    """Any rank but the first. ``wholes``: the state and the batch as they were before the first call, by name."""
+
+    def __init__(self, first: SimulatedRank, number: int, wholes: Values) -> None:
+        self.first, self.number, self._wholes = first, number, wholes
+        sizes = [axis.size for axis in first.mesh.axes]
+        self._coordinates = tuple(int(k) for k in torch.unravel_index(torch.tensor(number), sizes))
+        self.mesh = mesh_of(first.mesh, self._coordinates)
+        self._state: Values = {}
+        self._programs: dict[int, tuple[Compiled, RankPrograms]] = {}
+        self._inputs: list[Any] = []
+
+    @property
+    def programs(self) -> RankPrograms:
+        """Those of the call that was prepared last."""
+        return self._programs[id(self.first.compiled)][1]
+
+    @property
+    def program(self) -> Program:
+        """The final one."""
+        return self.programs.final
+
+    def prepare(self) -> list[Any]:
+        """The inputs of the call that the first rank has prepared."""
+        compiled, theirs = self.first.compiled, by_name(self.first.program, self.first.inputs)
+        declared = {each.name: each for each in compiled.partitioned.inputs}
+        self._wholes = {name: self._wholes[name] for name in self._wholes.keys() - self._state.keys()}
+        for name, each in declared.items():
+            if name in compiled.guards.kept.names:
+                _check_replicated(each)
+            elif name not in self._state and _is_own(each):
+                self._state[name] = self._first_value(each, theirs[name])
+        if id(compiled) not in self._programs:
+            state = [self._state[each.name] for each in compiled.captured.program.inputs if each.role.is_state]
+            mesh = mesh_of(compiled.captured.program.mesh, self._coordinates)
+            with standing_for(Simulated(self.number)):
+                self._programs[id(compiled)] = compiled, programs_of(self.first, compiled, mesh, state)
+        self._inputs = list(self._gather(theirs))
+        return self._inputs
+
+    def _gather(self, theirs: Values) -> list[Any]:
+        given = []
+        for declared in self.program.inputs:
+            if declared.parts:
+                parts = sorted(declared.parts, key=lambda part: part.offset)
+                given.append(torch.cat([self._state[part.input.name].reshape(-1) for part in parts]))
+            else:
+                given.append(self._state[declared.name] if declared.name in self._state else theirs[declared.name])
+        return given
+
+    def _first_value(self, declared: Input, theirs: Any) -> Any:
+        """This rank's part of a value that it has not had so far."""
+        whole = self._wholes.get(declared.name)
+        if whole is not None:
+            part = part_of(whole, declared.placement, self.mesh)
+            if part.shape != theirs.shape:
+                return part.clone(memory_format=torch.contiguous_format)
+            return torch.empty_strided(part.shape, theirs.stride(), dtype=part.dtype, device=part.device).copy_(part)
+        if theirs.numel() and bool((theirs == theirs.reshape(-1)[0]).all()):  # what an optimizer begins with
+            shape = local_shape(declared.shape, declared.placement, self.mesh)
+            return theirs.new_full(shape, theirs.reshape(-1)[0].item())
+        raise SpmdError(
+            f"{declared.name} came about while the step was compiled, and has no values that all simulated ranks "
+            "know: run the step once before it is verified, or initialize the state"
+        )
+
+    def finish(self, outputs: tuple[Any, ...]) -> list[Any]:
+        """Keep new state; returns results and new state."""
+        self._state |= {
+            name: value for name, value in by_name(self.program, self._inputs).items() if name in self._state
+        }
+        returned = []
+        for output, value in zip(self.program.outputs, outputs, strict=True):
+            if output.kind is OutputKind.UPDATE:
+                self._state[output.name] = _separate(value)
+            else:
+                returned.append(value)
+                if output.kind is OutputKind.NEW and output.role is not Role.RESULT:
+                    self._state[output.name] = _separate(value)
+        return returned
+
+    def state(self, firsts: dict[str, Held]) -> dict[str, Held]:
+        """What ``SimulatedRank.state`` has, of this rank."""
+        self._state = {name: value for name, value in self._state.items() if name in firsts}
+        return {
+            name: (self._state.get(name, value) if isinstance(value, Tensor) else value, shape, placement)
+            for name, (value, shape, placement) in firsts.items()
+        }
+
+
+def _is_own(declared: Input) -> bool:
+    """Whether ranks have values of their own of an input."""
+    return declared.role.is_state or declared.role in (Role.BATCH, Role.ARGUMENT)
+
+
+def _check_replicated(declared: Input) -> None:
+    """Raise ``SpmdError`` for a tensor that the step keeps in Python state, of which each rank has a part."""
+    if is_sharded(declared.placement):
+        raise SpmdError(
+            f"{declared.name} is kept by the step from call to call, and split over the ranks: simulated ranks have "
+            "only one of it. Pass it as an argument and return the new one to verify the step"
+        )
+
+
+def _separate(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

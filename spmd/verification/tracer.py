@@ -1,0 +1,249 @@
+"""Find the guilty stage: run the program after each one, and compare it with the captured program, node by node.
+
+The captured program runs on the whole inputs, on one rank. A stage is guilty if its results are not those of the
+captured program under their placements, or if it is exact and changes a bit of those of the stage before it. The first
+wrong node of a guilty stage is the first whose value, put together from the ranks, is not that of its captured node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial
+
+from passes import Mesh, Output, Program, Role
+from passes.ir.collectives import is_collective
+from passes.ir.ops import draws
+from passes.ir.schemas import schema
+from passes.runtime.random import draw
+
+from .._torch import DisableAutocast, OpOverload
+from .lockstep import LockstepError
+from .stages import Stage, Values, kept, run_stage
+from .wholes import Difference, UnequalReplicasError, difference, put_together
+
+aten = torch.ops.aten
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_UNINITIALIZED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_ENOUGH = 64  # drawn elements that are not equal by chance
+
+
+@dataclass(frozen=True)
+class Guilty:
+    """A stage that is wrong; ``what``: the first result or state that is; ``node``: the first node, if it is known."""
+
+    stage: str
+    what: str
+    difference: Difference
+    node: fx.Node | None = None
+
+
+@dataclass
+class Tracer:
+    """Compares the stages of one program. ``inputs``: of each rank, by name, as they were before the call."""
+
+    captured: Program
+    partitioned: Sequence[Program]
+    inputs: Sequence[Values]
+    rounding: float
+    values: dict[str, Any] = field(default_factory=dict)  # of the captured program's nodes, once it ran
+    _drawn: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def meshes(self) -> list[Mesh]:
+        """The mesh as each rank sees it."""
+        return [program.mesh for program in self.partitioned]
+
+    @property
+    def draws(self) -> bool:
+        """Whether the program has random ops."""
+        return any(declared.role is Role.SEED for declared in self.partitioned[0].inputs)
+
+    @cached_property
+    def expected(self) -> Values:
+        """What the captured program computes; its random ops draw what those of the ranks drew."""
+        wholes = self._whole_inputs()
+        if self.draws:
+            run_stage(self.partitioned, self.inputs, self._collect_draws)
+        given = [wholes[declared.name] for declared in self.captured.inputs]
+        runs = _Captured(self.captured, self._drawn, self.values)
+        with torch.no_grad(), DisableAutocast():
+            returned = runs.run(*given, enable_io_processing=False)
+        return {output.name: value for output, value in zip(self.captured.outputs, returned, strict=True)}
+
+    def _whole_inputs(self) -> Values:
+        placed = {declared.name: declared for declared in self.partitioned[0].inputs}
+        wholes = {}
+        for node, declared in zip(self.captured.placeholders, self.captured.inputs, strict=True):
+            parts = [values[declared.name] for values in self.inputs]
+            placement = placed[declared.name].placement
+            whole = put_together(parts, declared.shape, placement, self.meshes, self.rounding)
+            wholes[declared.name] = _laid_out(whole, node.meta.get("val"))
+        return wholes
+
+    def _collect_draws(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+        name = nodes[0].meta.get("captured")
+        source = nodes[0].args[0] if nodes[0].args else None
+        is_drawn = nodes[0].target is draw or (isinstance(source, fx.Node) and source.target is draw)
+        if name is None or not is_drawn or "placement" not in nodes[0].meta:
+            return
+        self._drawn[name] = self._together(nodes, values)
+        self._check_shards_differ(nodes, values)
+
+    def _check_shards_differ(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+        """Raise unless ranks that have different parts of a tensor drew different numbers."""
+        placement = nodes[0].meta["placement"]
+        owners = {
+            tuple(a.coordinate for a, p in zip(m.axes, placement, strict=True) if p.is_shard()): k
+            for k, m in enumerate(self.meshes)
+        }
+        for one, other in combinations(owners.values(), 2):
+            a, b = values[one], values[other]
+            if a.numel() >= _ENOUGH and a.unique().numel() > 1 and a.shape == b.shape and torch.equal(a, b):
+                says = f"ranks {one} and {other} have different parts of it, but drew the same numbers"
+                raise _WrongNode(nodes[0], Difference("different numbers", "equal numbers", says))
+
+    def _together(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> Any:
+        captured = self._captured_nodes[nodes[0].meta["captured"]]
+        try:
+            return put_together(
+                values, captured.meta["val"].shape, nodes[0].meta["placement"], self.meshes, self.rounding
+            )
+        except UnequalReplicasError as error:
+            raise _WrongNode(nodes[0], error.difference) from None
+
+    @cached_property
+    def _captured_nodes(self) -> Mapping[str, fx.Node]:
+        return {node.name: node for node in self.captured.graph.nodes}
+
+    def first_guilty(self, stages: Sequence[Stage]) -> Guilty | None:
+        """The first stage that is wrong, None if all are right."""
+        try:
+            before: list[Values] | None = None
+            expected = self.expected
+        except _WrongNode as wrong:
+            return Guilty("partition", str(wrong.node), wrong.difference, wrong.node)
+        for stage in stages:
+            found = self._guilty(stage, expected, before)
+            if isinstance(found, Guilty):
+                return found
+            before = found
+        return None
+
+    def _guilty(self, stage: Stage, expected: Values, before: list[Values] | None) -> Guilty | list[Values]:
+        watched = self.draws and before is None  # what a random op reads is not in what the captured one gives
+        try:
+            after = run_stage(stage.programs, self.inputs, self._compare if watched else None)
+        except LockstepError as error:
+            wrong = Difference("", "", str(error))
+            return Guilty(stage.name, str(error.node), wrong, error.node)
+        except _WrongNode as wrong_node:
+            return Guilty(stage.name, str(wrong_node.node), wrong_node.difference, wrong_node.node)
+        found = self._wrong_output(expected, after)
+        if found is None and stage.exact and before is not None:
+            found = _changed_bits(before, after)
+        if found is None:
+            return [kept(values) for values in after]
+        what, wrong = found
+        node = self._first_wrong_node(stage)
+        return Guilty(stage.name, what, wrong if node is None else node[1], None if node is None else node[0])
+
+    def _wrong_output(self, expected: Values, after: Sequence[Values]) -> tuple[str, Difference] | None:
+        placed: dict[str, Output] = {output.name: output for output in self.partitioned[0].outputs}
+        for name, value in expected.items():
+            try:
+                parts = [values[name] for values in after]
+                whole = put_together(parts, placed[name].shape, placed[name].placement, self.meshes, self.rounding)
+            except UnequalReplicasError as error:
+                return name, error.difference
+            found = difference(value, whole, self.rounding)
+            if found is not None:
+                return name, found
+        return None
+
+    def _first_wrong_node(self, stage: Stage) -> tuple[fx.Node, Difference] | None:
+        try:
+            run_stage(stage.programs, self.inputs, self._compare)
+        except _WrongNode as wrong:
+            return wrong.node, wrong.difference
+        except LockstepError as error:
+            return error.node, Difference("", "", str(error))
+        return None
+
+    def _compare(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+        """Raise ``_WrongNode`` where the value of a node is not that of its captured node."""
+        node = nodes[0]
+        name, placement = node.meta.get("captured"), node.meta.get("placement")
+        if name not in self.values or placement is None or is_collective(node):
+            return
+        if not all(isinstance(value, Tensor) for value in values) or any(_is_unknown(entry) for entry in placement):
+            return
+        found = difference(self.values[name], self._together(nodes, values), self.rounding)
+        if found is not None:
+            raise _WrongNode(node, found)
+
+
+class _WrongNode(Exception):
+    def __init__(self, node: fx.Node, wrong: Difference) -> None:
+        super().__init__(wrong.says)
+        self.node, self.difference = node, wrong
+
+
+class _Captured(fx.Interpreter):
+    """Runs the captured program, with what the ranks drew; keeps the value of each node."""
+
+    def __init__(self, program: Program, drawn: Mapping[str, Any], values: dict[str, Any]) -> None:
+        super().__init__(program.graph_module, garbage_collect_values=True)
+        self.drawn, self.values = drawn, values
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Views as reshapes: kernels may choose other strides than their fakes did."""
+        return super().call_function(aten.reshape.default if target in _VIEWS else target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node."""
+        if n.name in self.drawn:
+            value = self.drawn[n.name]
+        elif isinstance(n.target, OpOverload) and draws(n.target, n.args, n.kwargs):
+            value = None if _has_several(n) else super().run_node(n)
+        else:
+            value = super().run_node(n)
+        if isinstance(value, Tensor) and n.name not in self.drawn and not _is_uninitialized(n):
+            self.values[n.name] = value
+        return value
+
+
+def _laid_out(value: Any, val: Any) -> Any:
+    """A copy with the strides of a fake tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(val.shape, val.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _has_several(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def _is_uninitialized(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and schema(node.target).name in _UNINITIALIZED
+
+
+def _is_unknown(entry: Any) -> bool:
+    """Whether parts under this placement cannot be put together by a sum."""
+    return isinstance(entry, Partial) and entry.reduce_op != "sum"
+
+
+def _changed_bits(before: Sequence[Values], after: Sequence[Values]) -> tuple[str, Difference] | None:
+    for rank, (one, other) in enumerate(zip(before, after, strict=True)):
+        for name in one.keys() & other.keys():
+            found = difference(one[name], other[name], 0.0)
+            if found is not None:
+                says = f"on rank {rank}, the stage is exact, but {found.says}"
+                return name, Difference(found.expected, found.actual, says)
+    return None

@@ -1,0 +1,245 @@
+"""``verify``: the plain step on the whole batch, and the compiled one on simulated ranks, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes import OutputKind, Program, Role
+
+from .._torch import tree_flatten_with_path
+from ..call.found import with_found
+from ..call.rng import random_state_kept
+from ..call.state import hyper_parameters_of, slots_of
+from ..step import calling
+from .copies import Copy, Subject, has_single_precision
+from .lockstep import LockstepError, run_in_lockstep
+from .peer import Peer
+from .rank import SimulatedRank
+from .stages import Values, by_name, kept, stages_of
+from .tracer import Guilty, Tracer
+from .verdict import Verdict
+from .wholes import Difference, UnequalReplicasError, difference, put_together, rounding_of
+from .world import AnyMesh, check_mesh, simulated_world
+
+_MOST = 16  # ranks
+
+
+def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh = None, **kwargs: Any) -> Verdict:
+    """Compare a compiled step with the plain one, in this process: no cluster, no GPU, no other process is needed.
+
+    ``step`` is what ``spmd.compile`` made, and the other arguments are those of one call with the whole batch. The
+    plain step runs on copies of them, ``steps`` times; the compiled one on ``world`` simulated ranks, each with its
+    part of the batch. After every step all is compared: what the step returns, parameters, buffers, gradients,
+    optimizer state. Nothing of yours changes.
+
+    ``mesh``: a dict from the names of axes to their sizes, ``{"dp": 2, "tp": 2}``; by default one axis, ``dp``.
+
+    A model of float32 is verified in float64, where that is possible: then what differs is wrong, and no rounding.
+
+    Raises ``TypeError`` or ``ValueError`` for what cannot be verified, and what compiling the step raises.
+    """
+    check_mesh(mesh, world)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"expected steps to be 1 or more, got {steps!r}")
+    if world > _MOST:
+        raise ValueError(f"expected world to be {_MOST} ranks or fewer, got {world}: fewer ranks run the same passes")
+    with calling, random_state_kept():
+        subject = Subject.of(step, args, kwargs)
+        plain = PlainStep.of(subject)
+        with simulated_world(world, mesh, subject.device_type) as device_mesh, plain.dtypes():
+            wholes = kept(plain.state())
+            first = SimulatedRank(subject, subject.copied(plain.in_double), 0, device_mesh)
+            peers = [Peer(first, number, wholes) for number in range(1, world)]
+            return _Verification(subject, plain, first, peers, steps).run()
+
+
+@dataclass
+class PlainStep:
+    """The step as it is written, on copies of the whole batch."""
+
+    subject: Subject
+    copied: Copy
+    in_double: bool
+
+    @classmethod
+    def of(cls, subject: Subject) -> PlainStep:
+        """In float64 where the step can run so."""
+        if has_single_precision(subject):
+            trial = cls(subject, subject.copied(in_double=True), in_double=True)
+            try:
+                with random_state_kept(), trial.dtypes():
+                    trial.run()
+                return cls(subject, subject.copied(in_double=True), in_double=True)
+            except (RuntimeError, TypeError, ValueError):  # it names a dtype itself
+                pass
+        return cls(subject, subject.copied(in_double=False), in_double=False)
+
+    @contextmanager
+    def dtypes(self) -> Iterator[None]:
+        """Let what the step makes have the dtype that it computes in."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if self.in_double else before)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def run(self) -> Any:
+        """One step; returns its result."""
+        return self.subject.function(*self.copied.args, **self.copied.kwargs)
+
+    def state(self) -> dict[str, Any]:
+        """Its state by name, as ``SimulatedRank.state``."""
+        given = with_found(self.subject.function, self.subject.read(self.copied.args, self.copied.kwargs))
+        found: dict[str, Any] = {slot.input.name: slot.get().detach() for slot in slots_of(given)}
+        found |= {hyper.name: hyper.get() for hyper in hyper_parameters_of(given.optimizers)}
+        return found | {leaf.name: leaf.value for leaf in given.tensors()}
+
+
+@dataclass
+class _Verification:
+    subject: Subject
+    plain: PlainStep
+    first: SimulatedRank
+    peers: list[Peer]
+    steps: int
+    compared: int = 0
+    notes: list[str] = field(default_factory=list)
+    traced: list[Program] = field(default_factory=list)  # whose stages were compared
+
+    @property
+    def ranks(self) -> list[SimulatedRank | Peer]:
+        """All ranks in order."""
+        return [self.first, *self.peers]
+
+    def run(self) -> Verdict:
+        for number in range(self.steps):
+            found = self._step(number)
+            if found is not None:
+                return found
+        return self._verdict()
+
+    def _step(self, number: int) -> Verdict | None:
+        inputs = [rank.prepare() for rank in self.ranks]
+        before = [kept(by_name(rank.program, given)) for rank, given in zip(self.ranks, inputs, strict=True)]
+        try:
+            outputs = run_in_lockstep([rank.program for rank in self.ranks], inputs)
+            returned = [rank.finish(each) for rank, each in zip(self.ranks, outputs, strict=True)]
+        except LockstepError as error:
+            return self._blame(before, number, str(error.node), Difference("", "", str(error)))
+        found = None
+        if self._is_comparable():
+            found = self._compare_results(self.plain.run(), returned) or self._compare_state()
+        program = self.first.program
+        is_new = all(program is not other for other in self.traced)
+        self.traced.append(program)
+        if found is None and not is_new and self._is_comparable():
+            return None
+        return self._blame(before, number, *(found or ("", None)))
+
+    def _is_comparable(self) -> bool:
+        """Whether the plain step computes the same: it draws other numbers, and knows no policies of modules."""
+        rank = self.first
+        assert rank.turn is not None and rank.turn.call is not None
+        call = rank.turn.call
+        policies = [call.mp_policy, *(unit.mp_policy for unit in call.annotations.units)]
+        draws = any(declared.role is Role.SEED for declared in rank.program.inputs)
+        return not draws and all(policy is None for policy in policies)
+
+    def _blame(
+        self, before: list[Values], number: int, what: str = "", wrong: Difference | None = None
+    ) -> Verdict | None:
+        """The verdict on the first stage that is wrong; on the step as a whole where none is; None if all is right."""
+        programs = [rank.programs for rank in self.ranks]
+        captured = self.first.compiled.captured.program
+        tracer = Tracer(captured, [each.transformed for each in programs], before, self.rounding)
+        guilty = tracer.first_guilty(stages_of(programs, self.first.step.options))
+        if guilty is None and wrong is None:
+            return None
+        if guilty is None:
+            assert wrong is not None
+            guilty = Guilty("capture", what, wrong)
+        return self._verdict(after=number, **described(guilty, what))
+
+    @property
+    def rounding(self) -> float:
+        return rounding_of(_dtypes(self.first.compiled.partitioned))
+
+    def _compare_results(self, expected: Any, returned: list[list[Any]]) -> tuple[str, Difference] | None:
+        compiled = self.first.compiled
+        outputs = [output for output in compiled.program.outputs if output.kind is not OutputKind.UPDATE]
+        meshes = [rank.program.mesh for rank in self.ranks]
+        wholes = []
+        for output, parts in zip(outputs, zip(*returned, strict=True), strict=True):
+            try:
+                wholes.append(put_together(parts, output.shape, output.placement, meshes, self.rounding))
+            except UnequalReplicasError as error:
+                return output.name, error.difference
+        actual = _leaves(compiled.captured.result(wholes))
+        wanted = _leaves(expected)
+        if list(actual) != list(wanted):
+            return "result", Difference(list(wanted), list(actual), "the result has another structure")
+        return self._first_difference(wanted, actual)
+
+    def _compare_state(self) -> tuple[str, Difference] | None:
+        expected, firsts = self.plain.state(), self.first.state()
+        held = [firsts, *(peer.state(firsts) for peer in self.peers)]
+        actual: dict[str, Any] = {}
+        for name, (_, shape, placement) in held[0].items():
+            try:
+                parts = [each[name][0] for each in held]
+                meshes = [rank.mesh for rank in self.ranks]
+                actual[name] = put_together(parts, shape, placement, meshes, self.rounding)
+            except UnequalReplicasError as error:
+                return name, error.difference
+        names = list(expected) if set(expected) == set(actual) else []
+        if not names and expected:
+            missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
+            says = f"state is missing: {missing}" if missing else f"state should not be there: {extra}"
+            return (missing or extra)[0], Difference(missing, extra, says)
+        return self._first_difference(expected, {name: actual[name] for name in names})
+
+    def _first_difference(self, expected: dict[str, Any], actual: dict[str, Any]) -> tuple[str, Difference] | None:
+        for name, value in expected.items():
+            self.compared += 1
+            found = difference(value, actual[name], self.rounding)
+            if found is not None:
+                return name, found
+        return None
+
+    def _verdict(self, **found: Any) -> Verdict:
+        name = getattr(self.subject.function, "__name__", "step")
+        world = str(self.first.mesh)
+        return Verdict(name, world, self.steps, self.compared, notes=tuple(self.notes), **found)
+
+
+def described(guilty: Guilty, what: str = "") -> dict[str, Any]:
+    """A guilty stage in the fields of a verdict."""
+    node, wrong = guilty.node, guilty.difference
+    meta = node.meta if node is not None else {}
+    return {
+        "what": what or guilty.what,
+        "says": wrong.says,
+        "stage": guilty.stage,
+        "node": str(node or ""),
+        "line": str(meta.get("source", "")),
+        "placement": " ".join(map(str, meta.get("placement", ()))),
+        "expected": wrong.expected,
+        "actual": wrong.actual,
+    }
+
+
+def _dtypes(program: Program) -> list[torch.dtype]:
+    """The dtypes that values of forward and backward pass through."""
+    vals = [node.meta.get("val") for node in program.graph.nodes if str(node.meta.get("phase", "")) != "update"]
+    return [val.dtype for val in vals if isinstance(val, Tensor) and val.ndim]
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {f"result{''.join(map(str, path))}": value for path, value in tree_flatten_with_path(tree)[0]}

@@ -1,0 +1,130 @@
+"""``spmd.verify``: clean steps agree, and nothing of the user's changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+import spmd
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def arguments(rows: int = 8, optimizer: str = "Adam", dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.LayerNorm(12), nn.Linear(12, 3)).to(dtype)
+    x, y = torch.randn(rows, 6, dtype=dtype), torch.randn(rows, 3, dtype=dtype)
+    return model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.1), x, y
+
+
+TENSOR = {"*.0.weight": {"tp": Shard(0)}, "*.0.bias": {"tp": Shard(0)}}
+CLEAN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "fully_shard, odd rows, three ranks": ({"parallel_style": "fully_shard"}, {"rows": 7}, {"world": 3}),
+    "hybrid": ({"parallel_style": "fully_shard"}, {"optimizer": "SGD"}, {"mesh": {"replicate": 2, "shard": 2}}),
+    "tensor parallel": ({"params": TENSOR}, {}, {"mesh": {"dp": 2, "tp": 2}}),
+    "kept by two ranks": ({"parallel_style": "fully_shard", "reshard_after_forward": 2}, {}, {}),
+    "ZeRO 1, float32": ({"shard_optimizer": True}, {"dtype": torch.float32}, {"world": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_step_agrees(name: str) -> None:
+    mode, given, options = CLEAN[name]
+    step = spmd.compile(train_step, parallel_mode=spmd.DataParallel(**mode))
+    verdict = spmd.verify(step, *arguments(**given), steps=2, **options)
+    assert verdict, verdict
+    assert verdict.compared >= 20
+
+
+def test_nothing_of_the_users_changes() -> None:
+    step = spmd.compile(train_step, parallel_mode=spmd.DataParallel("fully_shard"))
+    given = arguments()
+    before = copy.deepcopy((given[0].state_dict(), given[1].state_dict(), given[2:]))
+    state, world = torch.get_rng_state(), dist.group.WORLD
+    assert spmd.verify(step, *given, steps=1, world=2)
+    after = (given[0].state_dict(), given[1].state_dict(), given[2:])
+    for one, other in zip(tree_leaves(before), tree_leaves(after), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+    assert torch.equal(torch.get_rng_state(), state) and dist.group.WORLD is world
+    assert step.programs == ()
+
+
+class Halved(torch.optim.SGD):
+    """An optimizer with an attribute of its own, which torch's copies of it lack."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.factor = 0.5
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * self.factor)
+
+
+def test_copies_of_optimizers_are_whole_and_a_scheduler_steps_nothing_of_the_users() -> None:
+    model, _, x, y = arguments()
+    optimizer = Halved(model.parameters(), 0.1)
+    torch.optim.lr_scheduler.LinearLR(optimizer)  # puts a function into the optimizer
+    before = copy.deepcopy(model.state_dict())
+    assert spmd.verify(spmd.compile(train_step), model, optimizer, x, y, steps=1, world=2)
+    assert all(torch.equal(one, other) for one, other in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model, self.optimizer, *_ = arguments()
+
+    @spmd.compile
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        return train_step(self.model, self.optimizer, x, y)
+
+
+def test_a_method_and_a_step_that_was_called_before() -> None:
+    trainer, (*_, x, y) = Trainer(), arguments()
+    trainer.step(x, y)
+    weight = trainer.model[0].weight.clone()
+    assert spmd.verify(trainer.step, x, y, steps=1, world=2)
+    assert torch.equal(trainer.model[0].weight, weight)
+    trainer.step(x, y)
+    assert len(trainer.step.programs) == 1  # the process group is the one that it was
+
+
+MODEL = nn.Linear(2, 2)
+
+
+def on_a_global(optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = MODEL(x).sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    step, given = spmd.compile(train_step), arguments()
+    with pytest.raises(TypeError, match=r"spmd\.compile"):
+        spmd.verify(train_step, *given)
+    with pytest.raises(ValueError, match="MODEL by name"):
+        spmd.verify(spmd.compile(on_a_global), torch.optim.SGD(MODEL.parameters()), torch.randn(4, 2))
+    for options, says in (({"world": 17}, "16 ranks"), ({"steps": 0}, "1 or more"), ({"mesh": {"dp": 3}}, "3 ranks")):
+        with pytest.raises(ValueError, match=says):
+            spmd.verify(step, *given, **options)
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="meta device"):
+        spmd.verify(step, model, given[1], *given[2:])
