@@ -389,18 +389,19 @@ def new_gloo_group(name: str, rank: int, ranks: list[int], store: Any, timeout: 
     return group
 
 
-def unregistered_gloo_group(name: str, rank: int, size: int, timeout: float) -> Any:
+def unregistered_gloo_group(name: str, rank: int, size: int, store: Any, timeout: float) -> Any:
     """A gloo group that ``destroy_process_group`` does not end; all ranks call it. Its constructor is not documented.
 
-    2.11 to 2.15.
+    As of ``new_gloo_group``, ranks connect within ``timeout`` seconds. 2.11 to 2.15.
     """
-    store = distributed.PrefixStore(name, default_store())  # type: ignore[attr-defined]
-    return distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=min(timeout, 1e8)))
+    prefixed = distributed.PrefixStore(name, store)  # type: ignore[attr-defined]
+    return distributed.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=timeout))
 
 
 def set_timeout(group: Any, timeout: float) -> None:
     """Set after how many seconds a collective of a gloo group times out. In public from 2.13 on only."""
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=min(timeout, 1e8)))
+    backend = group if isinstance(group, distributed.ProcessGroupGloo) else group._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=min(timeout, 1e8)))
 
 
 DCP_PARTS, DCP_OFFSETS = _hf_utils.CUSTOM_METADATA_KEY, _hf_utils.SAVED_OFFSETS_KEY

@@ -20,8 +20,9 @@ from passes import RankFailedError, SpmdError
 from passes.runtime.gloo import is_done
 from passes.runtime.peer_connection import PeerLostError
 
-from .._torch import unregistered_gloo_group
+from .._torch import set_timeout, unregistered_gloo_group
 from ..lowering.background_reads import READS
+from ..ranks.connection import CONNECTING
 from .together import Together
 
 _log = logging.getLogger("spmd")
@@ -74,7 +75,10 @@ class Group:
 
     def __init__(self, name: str, ranks: Together) -> None:
         self._size, self._seconds, self._world = ranks.size, ranks.timeout, weakref.ref(dist.group.WORLD)
-        self._group = unregistered_gloo_group(f"spmd/save/{name}", ranks.rank, ranks.size, ranks.timeout)
+        name = f"spmd/save/{name}"
+        with ranks.watched_store(name) as store:
+            self._group = unregistered_gloo_group(name, ranks.rank, ranks.size, store, CONNECTING)
+        set_timeout(self._group, ranks.timeout)
         self.is_open = True
 
     def is_usable(self) -> bool:

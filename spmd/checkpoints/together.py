@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -48,6 +48,11 @@ class Together:
     def group(self) -> Any:
         """The gloo group of all ranks; None where there is one rank only."""
         return self._connection.groups[0] if self._connection is not None else None
+
+    def watched_store(self, name: str) -> AbstractContextManager[Any]:
+        """As that of the connection: a store in which each rank opens one gloo group."""
+        assert self._connection is not None, "there are several ranks"
+        return self._connection.watched_store(name)
 
     @property
     def timeout(self) -> float:

@@ -35,7 +35,7 @@ from .standing import WAY_OUT, Standing, StateError, check_equal
 from .watched_store import WatchedStore
 from .world import ranks_of_part
 
-_CONNECTING = 20.0  # seconds for ranks that know the addresses of all others to connect to them
+CONNECTING = 20.0  # seconds for ranks that know the addresses of all others to connect to them
 
 
 class Connection:
@@ -86,12 +86,33 @@ class Connection:
         if ranks not in self._subgroups:
             self._opened += 1  # as on all ranks, also where they failed to open one
             name = f"{self._name}/{'-'.join(map(str, ranks))}/{self._opened}"
-            patience = Patience("open a group", name, self.members, self.timeout, self._store, self._check)
-            store = WatchedStore(self._store, patience.wait_for_keys)
-            group = new_gloo_group(name, ranks.index(dist.get_rank()), list(ranks), store, _CONNECTING)
+            with self.watched_store(name) as store:
+                group = new_gloo_group(name, ranks.index(dist.get_rank()), list(ranks), store, CONNECTING)
             set_timeout(group, self.timeout)
             self._subgroups[ranks] = group
         return self._subgroups[ranks]
+
+    @contextmanager
+    def watched_store(self, name: str) -> Iterator[Any]:
+        """A store in which each rank opens one gloo group; all ranks call it. ``name``: equal on all, and used once.
+
+        Where a rank waits for the addresses of others it meets all ranks, and so learns of one that fails, or ends.
+        """
+        patience = Patience("open a group", name, self.members, self.timeout, self._store, self._check)
+        is_met = False
+
+        def meet() -> None:
+            nonlocal is_met
+            if not is_met:
+                is_met = True
+                self.all_reduce_max((0, 0, 0), "open a group")
+
+        def wait_for(keys: list[str]) -> None:
+            meet()
+            patience.wait_for_keys(keys)
+
+        yield WatchedStore(self._store, wait_for)
+        meet()  # a group of one has waited for nobody
 
     def exchange(
         self, given: torch.Tensor, sent: list[int], received: list[int], ranks: tuple[int, ...], what: str
@@ -347,7 +368,7 @@ class _Meeting:
     def _open(self, axis: int, group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
         store = WatchedStore(self.store, partial(self._wait_for_addresses, group))
-        return new_gloo_group(f"{self.name}/{axis}/{ranks[0]}", group.rank(), ranks, store, _CONNECTING)
+        return new_gloo_group(f"{self.name}/{axis}/{ranks[0]}", group.rank(), ranks, store, CONNECTING)
 
     def _wait_for_addresses(self, group: Any, keys: list[str]) -> None:
         """Wait for ``keys``, which the ranks of ``group`` write; this rank has written its own."""

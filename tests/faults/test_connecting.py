@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import spmd
+from passes.runtime.peer_connection import PeerLostError
 from spmd.interrupts import deferred_signals
 from spmd.ranks import connection, local_ranks
 from tests.harness.cases import MLP
@@ -83,6 +84,28 @@ def fails_while_the_other_opens_its_group(rank: int, world: int) -> tuple[float,
 def test_a_rank_that_fails_while_another_opens_its_group_is_named(ranks: Ranks) -> None:
     for seconds, total in ranks.run(2, fails_while_the_other_opens_its_group, timeout=60):
         assert seconds < PROMPT and total == 3.0
+
+
+def loses_another_while_it_opens_a_group(rank: int, world: int, report: Path) -> None:
+    """The last rank dies before it has opened its group, which is another one."""
+    objects, step = CASE.build(), spmd.compile(CASE.step)
+    step(*objects, *CASE.part(rank, 0))
+    (known,) = connection._known.values()
+    assert known.connection is not None
+    if rank == 2:
+        time.sleep(1)
+        os._exit(7)
+    start = time.time()
+    try:
+        known.connection._group_of((0, 1))
+    except PeerLostError:
+        (report / str(rank)).write_text(str(time.time() - start))
+
+
+def test_a_rank_that_dies_before_it_opens_its_subgroup_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 2 of 3 failed first: the process died with exit code 7"):
+        ranks.run(3, loses_another_while_it_opens_a_group, tmp_path, timeout=60, grace=40)
+    assert all(float((tmp_path / rank).read_text()) < PROMPT for rank in ("0", "1"))
 
 
 def dies_while_connecting(rank: int, world: int, name: str, report: Path) -> None:
