@@ -94,16 +94,20 @@ def _write_files(
     """Put together the files of this rank, one after the other."""
     stored = Files(sorted(parts.glob("shard-*.safetensors")))
     small = _small(prepared)
-    for k in range(ranks.rank, len(files), ranks.size):
+
+    def write_file(number: int) -> None:  # and let go of its tensors before the next
         targets = {
             name: torch.empty(stored.tensors[name][1], dtype=stored.tensors[name][0])
-            for name in files[k]
+            for name in files[number]
             if name not in small
         }
         stored.read(targets, Together(ranks.what, None))
-        whole = targets | {name: _cast(small[name], dtype) for name in files[k] if name in small}
+        whole = targets | {name: _cast(small[name], dtype) for name in files[number] if name in small}
         # without the dot in front that the empty name of the model has left
-        save_file({name[1:]: tensor for name, tensor in whole.items()}, parts / str(k), metadata={"format": "pt"})
+        save_file({name[1:]: tensor for name, tensor in whole.items()}, parts / str(number), metadata={"format": "pt"})
+
+    for number in range(ranks.rank, len(files), ranks.size):
+        write_file(number)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch import local_tensor
 from ..call.rng import rng_state
+from ..interrupts import deferred_signals
 from ..lowering.background_reads import READS, Read
 from . import background
 from .background import Handle
@@ -118,8 +119,9 @@ class _Save:
         ranks.run(lambda: reads.extend(work.reads(files, ranks.size)))
         self.prepared = Prepared({}, self.prepared.ties, {})  # the thread lets go of what it has read
         files.clear()
-        READS.start(reads, _hooks(state))
-        background.start(handle, ranks, group, work.finish)
+        with deferred_signals():  # or nobody would end what was started
+            READS.start(reads, _hooks(state))
+            background.start(handle, ranks, group, work.finish)
 
     def _begin(self, ranks: Together) -> None:
         self.values = to_bytes(self.prepared.trees, dict(rng_state()))
@@ -166,7 +168,7 @@ class _Background:
         live = self.save.prepared.live
         for file in files:
             tensors = file.tensors()
-            held = {name: tensor if name in live else tensor.clone() for name, tensor in tensors.items()}
+            held = {name: tensor if name in live else _copy(tensor) for name, tensor in tensors.items()}
             yield Read({name: held[name] for name in held if name in live}, partial(self._write, file, held))
         for name in self.save.prepared.trained if ranks > 1 else ():
             tensor = self.save.prepared.tensors[name]
@@ -197,6 +199,11 @@ class _Background:
 
     def _compare(self, name: str, tensor: torch.Tensor) -> None:
         self.lines.append(line_of(name, tensor))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; from another device in the stream of the caller, which threads do not share."""
+    return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
 
 
 def _hooks(state: Mapping[str, Any]) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -390,11 +391,15 @@ def _all_reduce_in(group: Any) -> Callable[[float], bool]:
 
 
 def _next_name(sizes: list[int], members: Members) -> str:
-    """The name of the attempt that begins now, equal on all ranks, and used once in a process group."""
+    """The name of the attempt that begins now, equal on all ranks, and used once in a process group.
+
+    ``torchrun --max-restarts`` starts all ranks anew with the store of those before, and with failures in it.
+    """
     mesh = hashlib.sha256(repr([sizes, list(members.ranks)]).encode()).hexdigest()[:8]
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     attempts = _attempts.setdefault(dist.group.WORLD, Counter())
     attempts[mesh] += 1
-    return f"spmd/{mesh}/{attempts[mesh]}"
+    return f"spmd/{restarts}/{mesh}/{attempts[mesh]}"
 
 
 def has_gloo(group: Any) -> bool:

@@ -14,8 +14,11 @@ import torch.distributed as dist
 
 import spmd
 from passes.runtime.peer_connection import PeerLostError
+from spmd._torch import default_store
 from spmd.interrupts import deferred_signals
 from spmd.ranks import connection, local_ranks
+from spmd.ranks.failures import Failure, FailureBoard, StateIs
+from spmd.ranks.members import Members
 from tests.harness.cases import MLP
 from tests.harness.pool import RankError, Ranks
 
@@ -128,3 +131,18 @@ def test_a_rank_that_dies_while_ranks_connect_is_named(ranks: Ranks, tmp_path: P
     seconds, message = (tmp_path / "report").read_text().splitlines()
     assert "along dp, rank 1 has ended, or does not answer. State is on rank 0 as before the call" in message
     assert float(seconds) < PROMPT
+
+
+def restarted(rank: int, world: int) -> int:
+    """The sum over ranks that a step returns, in a store where the ranks before a restart have reported a failure."""
+    members = Members((0, 1), (("dp", 2),))
+    board = FailureBoard(default_store(), connection._next_name([2], members), members)
+    board.post(Failure.of(ValueError("of the ranks before"), StateIs.BEFORE, lost=False))
+    connection._attempts.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        return int(spmd.compile(lambda x: x.sum())(torch.ones(3)))
+
+
+def test_failures_before_a_restart_of_all_ranks_are_forgotten(ranks: Ranks) -> None:
+    assert ranks.run(2, restarted) == [6, 6]

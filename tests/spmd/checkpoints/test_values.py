@@ -181,7 +181,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "float step": ({"step": 1.0}, TypeError, "expected step to be an int"),
         "keep": ({"keep": 2}, ValueError, "give the step, too"),
         "keep none": ({"step": 1, "keep": 0}, ValueError, "expected keep to be at least 1"),
-        "background": ({"wait": False}, ValueError, "saving in the background is not implemented"),
+        "wait as text": ({"wait": "no"}, TypeError, "expected wait to be True or False, got 'no'"),
     }
 
 
