@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -103,6 +103,36 @@ def test_a_method_and_a_step_that_was_called_before() -> None:
     assert torch.equal(trainer.model[0].weight, weight)
     trainer.step(x, y)
     assert len(trainer.step.programs) == 1  # the process group is the one that it was
+
+
+class Detours(spmd.Override):
+    """Replaces a module while tracing, and edits the partitioned graph."""
+
+    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
+        return nn.Sigmoid() if isinstance(orig_submodule, nn.ReLU) else orig_submodule
+
+    def transform(self, gm: fx.GraphModule, flat_state: list[Tensor]) -> fx.GraphModule:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+            node.replace_all_uses_with(node.args[0])
+        return gm
+
+
+def without_an_update(gm: fx.GraphModule) -> fx.GraphModule:
+    """A user's edit of the final graph, which was meant for another one."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._fused_adam_.default):
+        gm.graph.erase_node(node)
+    return gm
+
+
+def test_overrides_and_transformations_are_stages() -> None:
+    mode, given = spmd.DataParallel("fully_shard"), arguments()
+    right = spmd.compile([Detours()], lambda gm: gm, mode)(train_step)
+    assert spmd.verify(right, *given, steps=1, world=2)
+    wrong = spmd.compile([Detours()], without_an_update, mode)(train_step)
+    verdict = spmd.verify(wrong, *given, steps=1, world=2)
+    assert not verdict
+    assert (verdict.stage, verdict.what) == ("gm_transformation", "model.0.weight")
+    assert "gm_transformation" in str(verdict) and verdict.to_dict()["after"] == 0
 
 
 MODEL = nn.Linear(2, 2)
