@@ -71,8 +71,19 @@ class Tracer:
         wholes = self._whole_inputs()
         if self.draws:
             run_stage(self.partitioned, self.inputs, self._collect_draws)
+        return self._run_captured(wholes, self.values)
+
+    def expected_from(self, state: Values) -> Values:
+        """What the captured program computes from another state, by name; of what that lacks, from its own."""
+        wholes, nodes = self._whole_inputs(), dict[str, Any]()
+        for node, declared in zip(self.captured.placeholders, self.captured.inputs, strict=True):
+            if declared.name in state:
+                wholes[declared.name] = _laid_out(state[declared.name], node.meta.get("val"))
+        return self._run_captured(wholes, nodes)
+
+    def _run_captured(self, wholes: Values, nodes: dict[str, Any]) -> Values:
         given = [wholes[declared.name] for declared in self.captured.inputs]
-        runs = _Captured(self.captured, self._drawn, self.values)
+        runs = _Captured(self.captured, self._drawn, nodes)
         with torch.no_grad(), DisableAutocast():
             returned = runs.run(*given, enable_io_processing=False)
         return {output.name: value for output, value in zip(self.captured.outputs, returned, strict=True)}

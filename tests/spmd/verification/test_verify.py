@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import spmd
+from spmd.call.rng import random_state_kept
+from spmd.verification.copies import Subject
+from spmd.verification.peer import Peer
+from spmd.verification.rank import SimulatedRank
+from spmd.verification.stages import kept
+from spmd.verification.verdict import Verdict
+from spmd.verification.verifier import PlainStep, Verification
+from spmd.verification.world import simulated_world
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -95,6 +103,7 @@ class Trainer:
         return train_step(self.model, self.optimizer, x, y)
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_method_and_a_step_that_was_called_before() -> None:
     trainer, (*_, x, y) = Trainer(), arguments()
     trainer.step(x, y)
@@ -103,6 +112,64 @@ def test_a_method_and_a_step_that_was_called_before() -> None:
     assert torch.equal(trainer.model[0].weight, weight)
     trainer.step(x, y)
     assert len(trainer.step.programs) == 1  # the process group is the one that it was
+
+
+class Detours(spmd.Override):
+    """Replaces a module while tracing, and edits the partitioned graph."""
+
+    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
+        return nn.Sigmoid() if isinstance(orig_submodule, nn.ReLU) else orig_submodule
+
+    def transform(self, gm: fx.GraphModule, flat_state: list[Tensor]) -> fx.GraphModule:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+            node.replace_all_uses_with(node.args[0])
+        return gm
+
+
+def without_an_update(gm: fx.GraphModule) -> fx.GraphModule:
+    """A user's edit of the final graph, which was meant for another one."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._fused_adam_.default):
+        gm.graph.erase_node(node)
+    return gm
+
+
+def test_overrides_and_transformations_are_stages() -> None:
+    mode, given = spmd.DataParallel("fully_shard"), arguments()
+    right = spmd.compile([Detours()], lambda gm: gm, mode)(train_step)
+    assert spmd.verify(right, *given, steps=1, world=2)
+    wrong = spmd.compile([Detours()], without_an_update, mode)(train_step)
+    verdict = spmd.verify(wrong, *given, steps=1, world=2)
+    assert not verdict
+    assert (verdict.stage, verdict.what) == ("gm_transformation", "model.0.weight")
+    assert "gm_transformation" in str(verdict) and verdict.to_dict()["after"] == 0
+
+
+def silent_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    train_step(model, optimizer, x, y)
+
+
+def another_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    train_step(model, optimizer, x, y + 1)
+
+
+def beside(plain: Subject, moved: float) -> Verdict:
+    """The verdict on ``silent_step`` beside another plain step, whose parameters are ``moved`` before it begins."""
+    subject = Subject.of(spmd.compile(silent_step), arguments(), {})
+    other = PlainStep(plain, subject.copied(in_double=False), in_double=False)
+    with random_state_kept(), simulated_world(2, None, "cpu") as mesh:
+        first = SimulatedRank(subject, subject.copied(in_double=False), 0, mesh)
+        peer = Peer(first, 1, kept(other.state()))
+        with torch.no_grad():
+            other.copied.args[0][3].bias.add_(moved)
+        return Verification(subject, other, first, [peer], 1).run()
+
+
+def test_a_wrong_capture_is_no_rounding() -> None:
+    """Without a guilty stage, the captured program is run on the state of the plain step."""
+    moved = beside(Subject(spmd.compile(silent_step), arguments(), {}), 1e-6)  # as earlier rounding may leave it
+    assert moved and "rounding" in moved.notes[0]
+    another = beside(Subject(spmd.compile(another_step), arguments(), {}), 0.0)
+    assert not another and another.stage == "capture"
 
 
 MODEL = nn.Linear(2, 2)
