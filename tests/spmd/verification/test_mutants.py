@@ -34,6 +34,8 @@ from passes.runtime.random import draw
 
 from .prepared import MODES, Edit, mutated, prepared
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 Case = tuple[str, Edit, type[Pass] | None]
 
