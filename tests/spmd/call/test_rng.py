@@ -196,7 +196,9 @@ def drift(rank: int, world: int, style: str) -> Snapshot:
     return snapshot(loss, (model,))
 
 
-@pytest.mark.parametrize(("world", "style"), [(2, "replicate"), (2, "fully_shard")])
+@pytest.mark.parametrize(
+    ("world", "style"), [pytest.param(2, "replicate", marks=pytest.mark.exhaustive), (2, "fully_shard")]
+)
 def test_replicas_never_drift(ranks: Ranks, world: int, style: str) -> None:
     first, *others = ranks.run(world, drift, style)
     assert not [line for other in others for line in unequal(first, other, 0, 1)]

@@ -188,7 +188,7 @@ def differences_of_two_steps(rank: int, world: int, style: str) -> tuple[list[st
     return all_unequal(expected, got, rank, world), programs
 
 
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_one_step_accumulates_and_another_updates(ranks: Ranks, style: str) -> None:
     for found, programs in ranks.run(2, differences_of_two_steps, style):
         assert found == []

@@ -34,12 +34,12 @@ CASES: list[tuple[Case, int, dict[str, Any]]] = [
     (With(optimizer="Adafactor"), 2, MODE),
     (ByNorm(), 2, MODE),
     (InTwoParts(), 2, MODE),  # gradients are there after the step
-    (Clipped(), 2, MODE),
     (EveryThird(), 2, MODE),
     (Listed(), 2, EACH),
-    (Adversaries(), 2, MODE),
 ]
 OTHERS: list[tuple[Case, int, dict[str, Any]]] = [
+    (Clipped(), 2, MODE),
+    (Adversaries(), 2, MODE),
     (With(optimizer="Muon"), 2, MODE),
     (Averaged("ema"), 2, MODE),
     (TiedWeights(), 4, MODE),

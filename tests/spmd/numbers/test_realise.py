@@ -30,10 +30,10 @@ def only(*algorithms: Algorithm) -> Table:
 
 @pytest.mark.parametrize("style, world, gather, optimizer", [
     ("replicate", 2, Algorithm.BROADCAST, "SGD"),
-    ("replicate", 4, Algorithm.SENDING, "SGD"),
+    pytest.param("replicate", 4, Algorithm.SENDING, "SGD", marks=pytest.mark.exhaustive),
     ("fully_shard", 2, Algorithm.SENDING, "AdamW"),
     ("fully_shard", 4, Algorithm.BROADCAST, "SGD"),
-    ("default", 4, Algorithm.BROADCAST, "SGD"),
+    pytest.param("default", 4, Algorithm.BROADCAST, "SGD", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_numbers_stay(ranks: Ranks, style: str, world: int, gather: Algorithm, optimizer: str) -> None:
     case = MLP(NARROW.sizes, NARROW.rows, optimizer)

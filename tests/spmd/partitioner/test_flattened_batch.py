@@ -85,7 +85,9 @@ class TimeFirst(MLP):
         return step(model, optimizer, x, y)
 
 
-@pytest.mark.parametrize("world, style", [(2, "replicate"), (3, "fully_shard")])
+@pytest.mark.parametrize(
+    "world, style", [pytest.param(2, "replicate", marks=pytest.mark.exhaustive), (3, "fully_shard")]
+)
 def test_time_first_agrees_with_the_plain_step(ranks: Ranks, world: int, style: str) -> None:
     assert_agrees(ranks, world, TimeFirst(), {"parallel_style": style, "input_batch_dim": 1})
 

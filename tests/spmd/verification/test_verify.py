@@ -39,6 +39,8 @@ def arguments(rows: int = 8, optimizer: str = "Adam", dtype: torch.dtype = torch
     return model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.1), x, y
 
 
+pytestmark = pytest.mark.slow
+
 TENSOR = {"*.0.weight": {"tp": Shard(0)}, "*.0.bias": {"tp": Shard(0)}}
 CLEAN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "fully_shard, odd rows, three ranks": ({"parallel_style": "fully_shard"}, {"rows": 7}, {"world": 3}),
