@@ -97,7 +97,8 @@ def differences(rank: int, world: int, case: Offloaded, passes: Any = None) -> l
 @pytest.mark.parametrize("strategy, optimizer", [
     ("per block", "Adam"), ("replicated", "Adam"), ("siblings", "AdamW"), ("mode", "SGD momentum"),
     ("shard optimizer", "AdamW"),
-    pytest.param("per block", "SGD", marks=pytest.mark.exhaustive), pytest.param("siblings", "SGD", marks=pytest.mark.exhaustive),
+    pytest.param("per block", "SGD", marks=pytest.mark.exhaustive),
+    pytest.param("siblings", "SGD", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_numbers_are_those_of_the_plain_step(ranks: Ranks, strategy: str, optimizer: str) -> None:
     assert ranks.run(2, differences, Offloaded(strategy, optimizer)) == [[], []]
