@@ -206,6 +206,20 @@ def test_a_write_that_does_not_wait_fails_the_save(tmp_path: Path, alone: None) 
     assert spmd.save(tmp_path, model=model, optimizer=optimizer).done()
 
 
+def test_a_step_that_waits_hides_no_write_before_it(tmp_path: Path, alone: None, monkeypatch: Any) -> None:
+    """Of several files, so that the thread still writes when the step has waited for the first."""
+    monkeypatch.setattr(storage, "_LEAST", 1)
+    monkeypatch.setattr(storage, "_MOST", 1)
+    _, model, optimizer = make()
+    handle = spmd.save(tmp_path, model=model, optimizer=optimizer, wait=False)
+    with torch.no_grad():
+        model.weight.mul_(100)
+    READS.wait(model.weight)  # as a step does before it writes
+    assert not handle.done()
+    with pytest.raises(spmd.SpmdError, match="model.weight changed while it was saved"):
+        handle.wait()
+
+
 def test_what_is_not_compiled_is_copied(tmp_path: Path, alone: None) -> None:
     values = {"tensor": torch.ones(4), "number": 1.0}
     handle = spmd.save(tmp_path, values=values, wait=False)
