@@ -114,8 +114,8 @@ class BackgroundReads:
             if not read.is_awaited and read.overlaps(spans):
                 read.wait()
 
-    def wait_for_all(self, *_: Any) -> None:
-        """Wait until all has been read and let go; the arguments are those of hooks."""
+    def wait_for_all(self) -> None:
+        """Wait until all has been read and let go."""
         if self.is_active:
             self._is_idle.wait()
 
@@ -132,4 +132,11 @@ def span_of(tensor: torch.Tensor) -> Span:
 
 
 READS = BackgroundReads()
+
+
+def wait_for_all(*_: Any) -> None:
+    """As that of ``READS``, with the arguments of a hook: one that copies of a model may hold, too."""
+    READS.wait_for_all()
+
+
 os.register_at_fork(after_in_child=READS.forget)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+import pickle
 import signal
 import threading
 import time
@@ -218,6 +220,16 @@ def test_a_step_that_waits_hides_no_write_before_it(tmp_path: Path, alone: None,
     assert not handle.done()
     with pytest.raises(spmd.SpmdError, match="model.weight changed while it was saved"):
         handle.wait()
+
+
+def test_a_model_can_be_copied_while_it_is_saved(tmp_path: Path, alone: None) -> None:
+    _, model, optimizer = make()
+    handle = spmd.save(tmp_path, model=model, optimizer=optimizer, wait=False)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert not handle.done()
+    handle.wait()
+    assert torch.equal(copied.weight, model.weight)
+    copied.load_state_dict(model.state_dict())
 
 
 def test_what_is_not_compiled_is_copied(tmp_path: Path, alone: None) -> None:
