@@ -64,7 +64,8 @@ def save(
         try:
             save.write(ranks) if wait else save.start(handle, ranks, state)
         except BaseException:
-            save.abandon(ranks)
+            if not save.is_handed_over:
+                save.abandon(ranks)
             raise
     if wait:
         handle.end()
@@ -102,6 +103,7 @@ class _Save:
     values: bytes = b""
     tensors: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # dtype and shape of all, by name
     is_complete: bool = False  # or about to be
+    is_handed_over: bool = False  # to a thread, which makes it complete or abandons it
 
     def write(self, ranks: Together) -> None:
         """Write everything, on all ranks; the first makes it complete."""
@@ -122,6 +124,7 @@ class _Save:
         with deferred_signals():  # or nobody would end what was started
             READS.start(reads, _hooks(state))
             background.start(handle, ranks, group, work.finish)
+            self.is_handed_over = True
 
     def _begin(self, ranks: Together) -> None:
         self.values = to_bytes(self.prepared.trees, dict(rng_state()))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import spmd
-from spmd.checkpoints import storage
+from spmd.checkpoints import background, storage
 from spmd.lowering.background_reads import READS
 from tests.harness.pool import RankError, Ranks
 
@@ -220,6 +220,26 @@ def test_a_step_that_waits_hides_no_write_before_it(tmp_path: Path, alone: None,
     assert not handle.done()
     with pytest.raises(spmd.SpmdError, match="model.weight changed while it was saved"):
         handle.wait()
+
+
+def test_an_interrupt_at_the_end_of_the_call_leaves_the_save_to_its_thread(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> None:
+        start(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    start = background.start
+    monkeypatch.setattr(background, "start", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            spmd.save(tmp_path, tensor=torch.ones(4), wait=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    tensor = torch.zeros(4)
+    spmd.load(tmp_path, tensor=tensor)
+    assert tensor.tolist() == [1] * 4
 
 
 def test_a_model_can_be_copied_while_it_is_saved(tmp_path: Path, alone: None) -> None:
