@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -63,12 +64,13 @@ def test_nothing_of_the_users_changes() -> None:
     step = spmd.compile(train_step, parallel_mode=spmd.DataParallel("fully_shard"))
     given = arguments()
     before = copy.deepcopy((given[0].state_dict(), given[1].state_dict(), given[2:]))
-    state, world = torch.get_rng_state(), dist.group.WORLD
+    state, world, hook = torch.get_rng_state(), dist.group.WORLD, sys.excepthook
     assert spmd.verify(step, *given, steps=1, world=2)
     after = (given[0].state_dict(), given[1].state_dict(), given[2:])
     for one, other in zip(tree_leaves(before), tree_leaves(after), strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
     assert torch.equal(torch.get_rng_state(), state) and dist.group.WORLD is world
+    assert sys.excepthook is hook
     assert step.programs == ()
 
 
