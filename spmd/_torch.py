@@ -6,6 +6,7 @@ outside of this file uses these names only; ``tests/test_structure.py`` checks t
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -85,7 +86,7 @@ from torch.overrides import TorchFunctionMode
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 # Groups that are made without all ranks of the world, under a name that we choose. 2.11 to 2.15.
-from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _update_default_pg, _world
 
 # The process groups by the names that collectives have for them, to set them aside for a while. 2.11 to 2.15.
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
@@ -415,11 +416,14 @@ _GROUP_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "t
 def process_groups_set_aside() -> Iterator[None]:
     """Let there be no process group in the body, whose own ones are destroyed at its end.
 
+    To make one puts a prefix before what uncaught errors print (``sys.excepthook``), which is undone, too.
+
     torch has one world a process, in tables by group and a registry by name; both are emptied and restored. 2.11 to
     2.15.
     """
     tables = [getattr(_world, name) for name in _GROUP_TABLES]
     kept, default, count = [dict(table) for table in tables], _world.default_pg, _world.group_count
+    hook = sys.excepthook
     for table in tables:
         table.clear()
     _unregister_all_process_groups()
@@ -431,7 +435,8 @@ def process_groups_set_aside() -> Iterator[None]:
             distributed.destroy_process_group()
         for table, rows in zip(tables, kept, strict=True):
             table.update(rows)
-        _world.default_pg, _world.group_count = default, count
+        _update_default_pg(default)
+        _world.group_count, sys.excepthook = count, hook
         for group, name in _world.pg_names.items():
             _register_process_group(name, group)
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._torch import local_tensor
 from ..call.rng import rng_state
 from ..interrupts import deferred_signals
-from ..lowering.background_reads import READS, Read
+from ..lowering.background_reads import READS, Read, wait_for_all
 from . import background
 from .background import Handle
 from .folders import DATA, MARKER, VALUES, keep_newest, path_of, remove_leftovers, target, write_whole
@@ -64,7 +64,8 @@ def save(
         try:
             save.write(ranks) if wait else save.start(handle, ranks, state)
         except BaseException:
-            save.abandon(ranks)
+            if not save.is_handed_over:
+                save.abandon(ranks)
             raise
     if wait:
         handle.end()
@@ -102,6 +103,7 @@ class _Save:
     values: bytes = b""
     tensors: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # dtype and shape of all, by name
     is_complete: bool = False  # or about to be
+    is_handed_over: bool = False  # to a thread, which makes it complete or abandons it
 
     def write(self, ranks: Together) -> None:
         """Write everything, on all ranks; the first makes it complete."""
@@ -122,6 +124,7 @@ class _Save:
         with deferred_signals():  # or nobody would end what was started
             READS.start(reads, _hooks(state))
             background.start(handle, ranks, group, work.finish)
+            self.is_handed_over = True
 
     def _begin(self, ranks: Together) -> None:
         self.values = to_bytes(self.prepared.trees, dict(rng_state()))
@@ -208,7 +211,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _hooks(state: Mapping[str, Any]) -> Iterator[Any]:
     """Hooks by which eager optimizers, and models that load state, wait for what is read."""
-    yield register_optimizer_step_pre_hook(READS.wait_for_all)  # an optimizer's own hooks are guarded
+    yield register_optimizer_step_pre_hook(wait_for_all)  # an optimizer's own hooks are guarded
     for each in state.values():
         if isinstance(each, nn.Module):
-            yield each.register_load_state_dict_pre_hook(READS.wait_for_all)
+            yield each.register_load_state_dict_pre_hook(wait_for_all)

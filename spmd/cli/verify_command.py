@@ -15,10 +15,13 @@ import importlib.util
 import json
 import math
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+from passes import SpmdError
 
 from ..step import CompiledStep
 from ..verification.verdict import Verdict
@@ -51,8 +54,11 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         with simulated_world(world, mesh, "cpu"):  # the file may make a mesh of its own
             step, given = _load(arguments.step, arguments.args)
             verdict = verify(step, *given, steps=arguments.steps, world=world, mesh=mesh)
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (SpmdError, ValueError, TypeError, FileNotFoundError) as error:
         parser.error(str(error))
+    except Exception:  # of the file, or of its step; Python itself would end with 1, as where something differs
+        traceback.print_exc()
+        return 2
     _print(verdict, arguments.json)
     return 0 if verdict else 1
 

@@ -32,6 +32,7 @@ class Read:
     work: Callable[[], None]
     is_over: threading.Event = field(default_factory=threading.Event)
     is_awaited: bool = False  # by somebody who may write to the tensors afterwards
+    changed_before: list[str] = field(default_factory=list)  # what had been written to when it was awaited
 
     def __post_init__(self) -> None:
         self.versions = list(map(version_of, self.tensors.values()))
@@ -41,10 +42,18 @@ class Read:
         """Whether it reads any of this memory."""
         return any(start < end_b and begin_b < end for start, end in self.spans for begin_b, end_b in spans)
 
+    def wait(self) -> None:
+        """Wait for it; the caller may write to the tensors afterwards."""
+        self.is_over.wait()
+        self.changed_before = self._written_to()
+        self.is_awaited = True
+
     def changed(self) -> list[str]:
         """The tensors that somebody wrote to without waiting."""
-        if self.is_awaited:
-            return []
+        written = self._written_to()
+        return self.changed_before if self.is_awaited else written  # asked last: who waited may be writing by now
+
+    def _written_to(self) -> list[str]:
         pairs = zip(self.tensors.items(), self.versions, strict=True)
         return [name for (name, tensor), version in pairs if version_of(tensor) != version]
 
@@ -103,11 +112,10 @@ class BackgroundReads:
         spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
         for read in self._reads:
             if not read.is_awaited and read.overlaps(spans):
-                read.is_over.wait()
-                read.is_awaited = True
+                read.wait()
 
-    def wait_for_all(self, *_: Any) -> None:
-        """Wait until all has been read and let go; the arguments are those of hooks."""
+    def wait_for_all(self) -> None:
+        """Wait until all has been read and let go."""
         if self.is_active:
             self._is_idle.wait()
 
@@ -124,4 +132,11 @@ def span_of(tensor: torch.Tensor) -> Span:
 
 
 READS = BackgroundReads()
+
+
+def wait_for_all(*_: Any) -> None:
+    """As that of ``READS``, with the arguments of a hook: one that copies of a model may hold, too."""
+    READS.wait_for_all()
+
+
 os.register_at_fork(after_in_child=READS.forget)

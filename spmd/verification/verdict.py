@@ -18,6 +18,7 @@ class Verdict:
     ``what``: the result or state that a user would see wrong, after step ``after``. ``stage``: the first stage whose
     program is wrong, ``"partition"``, say, or a pass; ``node``: the first node in it that is; ``line``: the user's
     line it belongs to; ``placement``: how ranks hold it. ``expected``, ``actual``: both values there.
+    ``beside``: what it was compared with, its captured program where the plain step computes something else.
     """
 
     step: str
@@ -34,6 +35,7 @@ class Verdict:
     expected: Any = None
     actual: Any = None
     notes: tuple[str, ...] = ()
+    beside: str = "the plain step"
 
     def __bool__(self) -> bool:
         return not self.says
@@ -53,7 +55,7 @@ class Verdict:
         rows = Table.grid(padding=(0, 2))
         rows.add_row("ranks", Text(f"{self.world}, simulated"))
         if self:
-            rows.add_row("compared", Text(f"{self.compared} values after {self.steps} steps, with the plain step"))
+            rows.add_row("compared", Text(f"{self.compared} values after {self.steps} steps, with {self.beside}"))
         else:
             where = f", after step {self.after}" if self.after is not None else ""
             shown = {"value": f"{self.what}{where}", "stage": self.stage, "node": self.node, "line": self.line}

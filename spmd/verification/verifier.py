@@ -112,6 +112,7 @@ class Verification:
     peers: list[Peer]
     steps: int
     compared: int = 0
+    beside: str = "the plain step"
     notes: list[str] = field(default_factory=list)
     traced: list[Program] = field(default_factory=list)  # whose stages were compared
     _before: Values = field(default_factory=dict)  # the state of the plain step, before its last call
@@ -165,6 +166,7 @@ class Verification:
         captured = self.first.compiled.captured.program
         tracer = Tracer(captured, [each.transformed for each in programs], before, self.rounding)
         guilty = tracer.first_guilty(stages_of(programs, self.first.step.options))
+        guilty = guilty or self._wrongly_written(tracer)
         if guilty is None and wrong is None:
             return None
         if guilty is None:
@@ -173,6 +175,16 @@ class Verification:
                 return None
             guilty = Guilty("capture", what, wrong)
         return self._verdict(after=number, **described(guilty, what))
+
+    def _wrongly_written(self, tracer: Tracer) -> Guilty | None:
+        """The state that is not what the programs computed, though every stage computes what it should."""
+        held, found = self._state_of_ranks()
+        if not self._is_comparable():
+            self.compared, self.beside = self.compared + len(tracer.expected), "its captured program"
+        if found is None:
+            written = {name: _as(value, held[name]) for name, value in tracer.expected.items() if name in held}
+            found = self._first_difference(written, held)
+        return None if found is None else Guilty("run", *found)
 
     def _is_rounding(self, tracer: Tracer, what: str) -> bool:
         """Whether what differs had grown from rounding: from the plain step's own state, all comes out as there."""
@@ -201,31 +213,40 @@ class Verification:
                 return output.name, error.difference
         actual = _leaves(compiled.captured.result(wholes))
         wanted = _leaves(expected)
+        self.compared += len(wanted)
         if list(actual) != list(wanted):
             return "result", Difference(list(wanted), list(actual), "the result has another structure")
         return self._first_difference(wanted, actual)
 
     def _compare_state(self) -> tuple[str, Difference] | None:
-        expected, firsts = self.plain.state(), self.first.state()
-        held = [firsts, *(peer.state(firsts) for peer in self.peers)]
-        actual: dict[str, Any] = {}
-        for name, (_, shape, placement) in held[0].items():
-            try:
-                parts = [each[name][0] for each in held]
-                meshes = [rank.mesh for rank in self.ranks]
-                actual[name] = put_together(parts, shape, placement, meshes, self.rounding)
-            except UnequalReplicasError as error:
-                return name, error.difference
+        expected = self.plain.state()
+        actual, found = self._state_of_ranks()
+        if found is not None:
+            return found
         names = list(expected) if set(expected) == set(actual) else []
         if not names and expected:
             missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
             says = f"state is missing: {missing}" if missing else f"state should not be there: {extra}"
             return (missing or extra)[0], Difference(missing, extra, says)
+        self.compared += len(expected)
         return self._first_difference(expected, {name: actual[name] for name in names})
+
+    def _state_of_ranks(self) -> tuple[Values, tuple[str, Difference] | None]:
+        """State by name, put together from all ranks; and the first that ranks should hold equally, and do not."""
+        firsts = self.first.state()
+        held = [firsts, *(peer.state(firsts) for peer in self.peers)]
+        meshes = [rank.mesh for rank in self.ranks]
+        wholes: Values = {}
+        for name, (_, shape, placement) in firsts.items():
+            try:
+                parts = [each[name][0] for each in held]
+                wholes[name] = put_together(parts, shape, placement, meshes, self.rounding)
+            except UnequalReplicasError as error:
+                return wholes, (name, error.difference)
+        return wholes, None
 
     def _first_difference(self, expected: dict[str, Any], actual: dict[str, Any]) -> tuple[str, Difference] | None:
         for name, value in expected.items():
-            self.compared += 1
             found = difference(value, actual[name], self.rounding)
             if found is not None:
                 return name, found
@@ -234,7 +255,7 @@ class Verification:
     def _verdict(self, **found: Any) -> Verdict:
         name = getattr(self.subject.function, "__name__", "step")
         world = str(self.first.mesh)
-        return Verdict(name, world, self.steps, self.compared, notes=tuple(self.notes), **found)
+        return Verdict(name, world, self.steps, self.compared, beside=self.beside, notes=tuple(self.notes), **found)
 
 
 def described(guilty: Guilty, what: str = "") -> dict[str, Any]:
@@ -257,6 +278,11 @@ def _dtypes(program: Program) -> list[torch.dtype]:
     """The dtypes that values of forward and backward pass through."""
     vals = [node.meta.get("val") for node in program.graph.nodes if str(node.meta.get("phase", "")) != "update"]
     return [val.dtype for val in vals if isinstance(val, Tensor) and val.ndim]
+
+
+def _as(value: Any, like: Any) -> Any:
+    """What writing ``value`` into ``like`` makes of it."""
+    return value.to(like.dtype) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

@@ -22,12 +22,13 @@ _CLOCKS: dict[Any, str] = {getattr(time, name): name for each in _NAMES for name
 @contextmanager
 def refused_clocks() -> Iterator[None]:
     """Let the clocks of ``time`` raise ``CaptureError`` in the user's code, for the length of the context."""
-    for clock, name in _CLOCKS.items():
-        setattr(time, name, refusing(clock))
+    clocks = {name: getattr(time, name) for name in _CLOCKS.values()}  # a test may have put others there
+    for name, clock in clocks.items():
+        setattr(time, name, _refusing(name, clock))
     try:
         yield
     finally:
-        for clock, name in _CLOCKS.items():
+        for name, clock in clocks.items():
             setattr(time, name, clock)
 
 
@@ -38,7 +39,11 @@ def is_clock(value: Any) -> bool:
 
 def refusing(clock: Callable[[], Any]) -> Callable[[], Any]:
     """What stands in the place of ``clock`` while this thread traces."""
-    name, thread = _CLOCKS[clock], threading.get_ident()
+    return _refusing(_CLOCKS[clock], clock)
+
+
+def _refusing(name: str, clock: Callable[[], Any]) -> Callable[[], Any]:
+    thread = threading.get_ident()
 
     def ask() -> Any:
         caller = sys._getframe(1)

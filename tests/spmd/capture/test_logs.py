@@ -329,6 +329,16 @@ def test_clocks_are_refused() -> None:
     assert monotonic is time.monotonic
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_clock_that_a_test_has_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frozen() -> float:
+        return 1.0
+
+    monkeypatch.setattr(time, "perf_counter", frozen)
+    spmd.compile(trained)(*objects())
+    assert time.perf_counter is frozen
+
+
 GLOBAL_LOGS: dict[str, Any] = {}
 
 

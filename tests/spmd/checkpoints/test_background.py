@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+import pickle
 import signal
 import threading
 import time
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import spmd
-from spmd.checkpoints import storage
+from spmd.checkpoints import background, storage
 from spmd.lowering.background_reads import READS
 from tests.harness.pool import RankError, Ranks
 
@@ -204,6 +206,50 @@ def test_a_write_that_does_not_wait_fails_the_save(tmp_path: Path, alone: None) 
         handle.wait()
     assert not [*tmp_path.glob("data-*")]
     assert spmd.save(tmp_path, model=model, optimizer=optimizer).done()
+
+
+def test_a_step_that_waits_hides_no_write_before_it(tmp_path: Path, alone: None, monkeypatch: Any) -> None:
+    """Of several files, so that the thread still writes when the step has waited for the first."""
+    monkeypatch.setattr(storage, "_LEAST", 1)
+    monkeypatch.setattr(storage, "_MOST", 1)
+    _, model, optimizer = make()
+    handle = spmd.save(tmp_path, model=model, optimizer=optimizer, wait=False)
+    with torch.no_grad():
+        model.weight.mul_(100)
+    READS.wait(model.weight)  # as a step does before it writes
+    assert not handle.done()
+    with pytest.raises(spmd.SpmdError, match="model.weight changed while it was saved"):
+        handle.wait()
+
+
+def test_an_interrupt_at_the_end_of_the_call_leaves_the_save_to_its_thread(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> None:
+        start(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    start = background.start
+    monkeypatch.setattr(background, "start", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            spmd.save(tmp_path, tensor=torch.ones(4), wait=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    tensor = torch.zeros(4)
+    spmd.load(tmp_path, tensor=tensor)
+    assert tensor.tolist() == [1] * 4
+
+
+def test_a_model_can_be_copied_while_it_is_saved(tmp_path: Path, alone: None) -> None:
+    _, model, optimizer = make()
+    handle = spmd.save(tmp_path, model=model, optimizer=optimizer, wait=False)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert not handle.done()
+    handle.wait()
+    assert torch.equal(copied.weight, model.weight)
+    copied.load_state_dict(model.state_dict())
 
 
 def test_what_is_not_compiled_is_copied(tmp_path: Path, alone: None) -> None:

@@ -29,6 +29,8 @@ def step(model, optimizer, x):
     optimizer.zero_grad()
     return loss
 
+raises = spmd.compile(lambda model, optimizer, x: {}["no such key"])
+refused = spmd.compile(lambda model, optimizer, x: float(model(x).detach().sum()) > 0 and model(x))
 right, wrong = spmd.compile(step), spmd.compile(step, passes=(LosesAnUpdate(),))
 
 def example_args():
@@ -71,6 +73,8 @@ def test_a_wrong_step_ends_with_one_and_names_the_pass(file: Path, capsys: pytes
         (["trains_a_line.py"], "FILE:STEP"),
         (["nowhere.py:step"], "trains_a_line.py"),
         (["trains_a_line.py:step"], "right, wrong"),
+        (["trains_a_line.py:raises"], "no such key"),
+        (["trains_a_line.py:refused"], "trains_a_line.py"),
         (["trains_a_line.py:right", "--args", "batch"], "example_args"),
         (["trains_a_line.py:right", "--mesh", "two"], "dp=2,tp=2"),
         (["trains_a_line.py:right", "--world", "17"], "16 ranks"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import spmd
 from spmd.call.rng import random_state_kept
+from spmd.lowering.lower import Executable
 from spmd.verification.copies import Subject
 from spmd.verification.peer import Peer
 from spmd.verification.rank import SimulatedRank
@@ -64,12 +66,13 @@ def test_nothing_of_the_users_changes() -> None:
     step = spmd.compile(train_step, parallel_mode=spmd.DataParallel("fully_shard"))
     given = arguments()
     before = copy.deepcopy((given[0].state_dict(), given[1].state_dict(), given[2:]))
-    state, world = torch.get_rng_state(), dist.group.WORLD
+    state, world, hook = torch.get_rng_state(), dist.group.WORLD, sys.excepthook
     assert spmd.verify(step, *given, steps=1, world=2)
     after = (given[0].state_dict(), given[1].state_dict(), given[2:])
     for one, other in zip(tree_leaves(before), tree_leaves(after), strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
     assert torch.equal(torch.get_rng_state(), state) and dist.group.WORLD is world
+    assert sys.excepthook is hook
     assert step.programs == ()
 
 
@@ -172,6 +175,29 @@ def test_a_wrong_capture_is_no_rounding() -> None:
     assert moved and "rounding" in moved.notes[0]
     another = beside(Subject(spmd.compile(another_step), arguments(), {}), 0.0)
     assert not another and another.stage == "capture"
+
+
+def dropped_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    return train_step(lambda x: F.dropout(model(x), 0.5), optimizer, x, y)  # type: ignore[arg-type]
+
+
+def test_a_step_that_draws_is_compared_with_its_captured_program() -> None:
+    verdict = spmd.verify(spmd.compile(dropped_step), *arguments(), steps=1, world=2)
+    assert verdict and verdict.compared >= 10
+    assert "with its captured program" in str(verdict)
+
+
+@pytest.mark.parametrize("step", [train_step, dropped_step])
+def test_state_that_is_written_wrongly_is_no_rounding(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs are right, what is done with their results is not."""
+    write = Executable._write
+
+    def write_other_values(self: Executable, outputs: Any, inputs: Any) -> None:
+        write(self, [3 * x if isinstance(x, Tensor) and x.ndim == 2 else x for x in outputs], inputs)
+
+    monkeypatch.setattr(Executable, "_write", write_other_values)
+    verdict = spmd.verify(spmd.compile(step, passes=()), *arguments(), steps=1, world=1)
+    assert not verdict and verdict.stage == "run" and verdict.what == "model.0.weight"
 
 
 MODEL = nn.Linear(2, 2)
