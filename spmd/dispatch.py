@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from .ranks.consensus import (
     notifying,
 )
 from .ranks.failures import StateIs
-from .source_lines import defined_at
+from .source_lines import defined_at, warn_user
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
 
@@ -241,11 +240,10 @@ class Dispatch:
         found = (failed | (names & captured.fixed)) - self._fixed
         self._fixed |= failed
         for name in sorted(found - self._warned):
-            warnings.warn(
+            warn_user(
                 f"{self.name} compiles a program for each value of {name}, which differs from call to call: the step "
                 "needs its value, for a size, an index, text, a function of math, or since it cannot be traced with a "
-                "number that is not known. Pass a 0-dim tensor, or keep it out of the step",
-                stacklevel=7,
+                "number that is not known. Pass a 0-dim tensor, or keep it out of the step"
             )
         self._warned |= found
 
@@ -287,10 +285,9 @@ class Dispatch:
         of_model = [each for each in self.programs if each.guards.has_owners_of(compiled.guards)]
         if len(of_model) == _MANY:
             changes = [self._changes[id(each)] for each in of_model[-3:]]
-            warnings.warn(
+            warn_user(
                 f"{self.name} has compiled {_MANY} programs. The last ones were compiled because this changed: "
-                f"{'; '.join(changes)}. Pass what changes at every call as a tensor, or leave it out",
-                stacklevel=5,
+                f"{'; '.join(changes)}. Pass what changes at every call as a tensor, or leave it out"
             )
 
     def use(self, compiled: Compiled) -> None:

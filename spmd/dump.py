@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -21,6 +20,8 @@ import torch.distributed as dist
 
 import passes
 from passes import Pass, Program, Report
+
+from .source_lines import warn_user
 
 OnStage = Callable[[int, Pass, Program, float], None]
 _OWNER = ".job"  # the file in a step's folder that says which process writes there
@@ -92,7 +93,7 @@ class Dump:
             self.folder = None
             if not self.steps.warned:
                 self.steps.warned = True
-                warnings.warn(f"the dump of {self.steps.name} is not complete: {error}. Training goes on", stacklevel=2)
+                warn_user(f"the dump of {self.steps.name} is not complete: {error}. Training goes on")
 
 
 def dump_stages(

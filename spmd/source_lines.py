@@ -7,6 +7,8 @@ import functools
 import inspect
 import linecache
 import os
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
@@ -27,6 +29,14 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
         frame = frame.f_back
     return frame
+
+
+def warn_user(message: str) -> None:
+    """Warn at the innermost line of the user's code, however many frames of ours lie in between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_INTERNAL, *_BETWEEN)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def user_line(frame: FrameType | None) -> str:

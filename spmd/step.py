@@ -7,7 +7,6 @@ import functools
 import inspect
 import threading
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ from .override import replaced, transform, transform_graph_module
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
 from .ranks.standing import StateError
-from .source_lines import defined_at
+from .source_lines import defined_at, warn_user
 from .stages import Stages
 from .unexpected_errors import unexpected_errors
 
@@ -311,7 +310,7 @@ class CompiledStep:
         agreement.differing = compared.differing
         self._rows.update(compared.rows)
         for name in sorted(compared.tables.keys() - self._warned):
-            warnings.warn(compared.tables[name], stacklevel=8)
+            warn_user(compared.tables[name])
         self._warned.update(compared.tables)
         return list(compared.tables.values())
 

@@ -8,12 +8,13 @@ with the old ones, which nothing updates any more.
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from ..source_lines import warn_user
 
 Replaced = Mapping[str, "weakref.ref[torch.Tensor]"]  # by the name of the parameter
 
@@ -40,10 +41,9 @@ def warn_of_stale_references(replaced: Replaced) -> None:
             "Build what refers to parameters (a list, an optimizer, a moving average) after the first call, or pass it "
             "to the step"
         )
-    warnings.warn(
+    warn_user(
         f"the first call has split the model: its parameters are DTensors now, but {_described(holders)} that the step "
-        f"does not take still refer{'s' * (len(holders) == 1)} to those from before ({shown}). {why}. {way_out}",
-        stacklevel=6,
+        f"does not take still refer{'s' * (len(holders) == 1)} to those from before ({shown}). {why}. {way_out}"
     )
 
 

@@ -93,7 +93,7 @@ def loses_another_while_it_opens_a_group(rank: int, world: int, report: Path) ->
     """The last rank dies before it has opened its group, which is another one."""
     objects, step = CASE.build(), spmd.compile(CASE.step)
     step(*objects, *CASE.part(rank, 0))
-    (known,) = connection._known.values()
+    known = [*connection._known.values()][-1]  # others may be of groups that are not collected yet
     assert known.connection is not None
     if rank == 2:
         time.sleep(1)

@@ -218,7 +218,7 @@ def test_a_step_that_waits_hides_no_write_before_it(tmp_path: Path, alone: None,
         model.weight.mul_(100)
     READS.wait(model.weight)  # as a step does before it writes
     assert not handle.done()
-    with pytest.raises(spmd.SpmdError, match="model.weight changed while it was saved"):
+    with pytest.raises(spmd.SpmdError, match=r"model\.weight changed while it was saved"):
         handle.wait()
 
 
