@@ -126,9 +126,7 @@ def group_for(name: str, ranks: Together) -> Group | None:
     if ranks.size == 1:
         return None
     if not all(ranks.run(lambda: _group is not None and _group.is_usable())):
-        made: list[Group] = []
-        ranks.run(lambda: made.append(Group(name, ranks)))
-        _group = made[0]
+        _group = Group(name, ranks)  # not in ``run``: where one rank fails, the others wait within
     return _group
 
 

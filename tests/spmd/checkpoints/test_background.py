@@ -135,6 +135,24 @@ def test_a_rank_that_dies_ends_the_save_on_all(ranks: Ranks, tmp_path: Path) -> 
     assert not (tmp_path / "checkpoint.json").exists()
 
 
+def cannot_open_a_group(rank: int, world: int, folder: Path) -> float:
+    """The seconds until a save raises on all ranks because one cannot open the group of the threads."""
+    run, start = Run("replicate"), time.monotonic()
+    run.train(rank, 0, 1)
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr(background, "unregistered_gloo_group", full)
+        with pytest.raises(spmd.RankFailedError if rank == 0 else OSError, match="No space left on device"):
+            spmd.save(folder, wait=False, **run.objects)
+    seconds = time.monotonic() - start
+    spmd.save(folder, wait=False, **run.objects).wait()
+    return seconds
+
+
+def test_a_rank_that_cannot_open_the_group_is_named_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    assert max(ranks.run(2, cannot_open_a_group, tmp_path, timeout=60)) < 30
+
+
 def make() -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
