@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 from collections.abc import Callable, Iterator
@@ -93,6 +94,8 @@ def _is_exhaustive(item: pytest.Item) -> bool:
         counts[names] = len(rows)
         positions[names] = next(k for k, row in enumerate(rows) if all(map(operator.is_, row, given)))
     (name,) = marker.args
+    others = math.prod(count for names, count in counts.items() if names != name)
+    assert counts[name] <= others, f"{item.nodeid}: {name} has more values than there are cases to take them in turn"
     turn = sum(position for names, position in positions.items() if names != name)
     return positions[name] != turn % counts[name]
 

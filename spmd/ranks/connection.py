@@ -393,10 +393,13 @@ def _all_reduce_in(group: Any) -> Callable[[float], bool]:
 def _next_name(sizes: list[int], members: Members) -> str:
     """The name of the attempt that begins now, equal on all ranks, and used once in a process group.
 
-    ``torchrun --max-restarts`` starts all ranks anew with the store of those before, and with failures in it.
+    ``torchrun --max-restarts`` starts all ranks anew with the store of those before, and with failures in it. Each
+    node counts restarts by itself, so that only those of a single node are surely equal on all ranks; on several, the
+    failures of before are raised.
     """
     mesh = hashlib.sha256(repr([sizes, list(members.ranks)]).encode()).hexdigest()[:8]
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    has_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_one_node else "0"
     attempts = _attempts.setdefault(dist.group.WORLD, Counter())
     attempts[mesh] += 1
     return f"spmd/{restarts}/{mesh}/{attempts[mesh]}"

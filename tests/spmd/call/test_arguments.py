@@ -111,7 +111,7 @@ class BatchLast(Small):
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("case", [ByName(), SplitResults()], ids=lambda case: type(case).__name__)
-@pytest.mark.in_turn("style")
+@pytest.mark.in_turn("case")
 def test_arguments_and_results_of_any_structure(ranks: Ranks, case: Case, style: str) -> None:
     assert_agrees(ranks, 2, case, style)
 
