@@ -6,12 +6,14 @@ outside of this file uses these names only; ``tests/test_structure.py`` checks t
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed, fx, nn
@@ -86,6 +88,7 @@ from torch.overrides import TorchFunctionMode
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 # Groups that are made without all ranks of the world, under a name that we choose. 2.11 to 2.15.
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _update_default_pg, _world
 
 # The process groups by the names that collectives have for them, to set them aside for a while. 2.11 to 2.15.
@@ -385,7 +388,8 @@ def new_gloo_group(name: str, rank: int, ranks: list[int], store: Any, timeout: 
     failed to make another; here the caller names the group. 2.11 to 2.15.
     """
     seconds = timedelta(seconds=timeout)
-    group, _ = _new_process_group_helper(len(ranks), rank, ranks, "gloo", store, GroupName(name), timeout=seconds)
+    with patch.object(distributed_c10d, "ProcessGroupGloo", _GlooOfOneWorker):
+        group, _ = _new_process_group_helper(len(ranks), rank, ranks, "gloo", store, GroupName(name), timeout=seconds)
     _world.pg_group_ranks[group] = {each: k for k, each in enumerate(ranks)}
     return group
 
@@ -396,7 +400,23 @@ def unregistered_gloo_group(name: str, rank: int, size: int, store: Any, timeout
     As of ``new_gloo_group``, ranks connect within ``timeout`` seconds. 2.11 to 2.15.
     """
     prefixed = distributed.PrefixStore(name, store)  # type: ignore[attr-defined]
-    return distributed.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=timeout))
+    return _GlooOfOneWorker(prefixed, rank, size, timedelta(seconds=timeout))
+
+
+class _GlooOfOneWorker(distributed.ProcessGroupGloo):
+    """A gloo group in which one thread runs the collectives, in the order in which they began.
+
+    Of torch's two threads each writes the name of what it has run into a string of the group, without a lock: where
+    both end a collective at once, its memory is freed twice (a segmentation fault after some thousand calls). No public
+    name gives a group its number of threads. 2.11 to 2.15.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+        named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch reads it
+        options = self._Options()  # type: ignore[attr-defined]
+        options._devices = [self.create_device(interface=name) for name in named] or [self.create_default_device()]
+        options._timeout, options._threads = timeout, 1
+        super().__init__(store, rank, size, options)
 
 
 def set_timeout(group: Any, timeout: float) -> None:
