@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import distributed, fx, nn
@@ -388,8 +387,11 @@ def new_gloo_group(name: str, rank: int, ranks: list[int], store: Any, timeout: 
     failed to make another; here the caller names the group. 2.11 to 2.15.
     """
     seconds = timedelta(seconds=timeout)
-    with patch.object(distributed_c10d, "ProcessGroupGloo", _GlooOfOneWorker):
+    distributed_c10d.ProcessGroupGloo = _GlooOfOneWorker  # type: ignore[misc]
+    try:
         group, _ = _new_process_group_helper(len(ranks), rank, ranks, "gloo", store, GroupName(name), timeout=seconds)
+    finally:  # torch's own, not what was there: another thread may open a group, too
+        distributed_c10d.ProcessGroupGloo = distributed.ProcessGroupGloo  # type: ignore[misc]
     _world.pg_group_ranks[group] = {each: k for k, each in enumerate(ranks)}
     return group
 
