@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from passes import PlacementError
 
 from .._torch import own_buffers, own_children, own_parameters
+from .chosen_units import ChosenUnits
 from .contract import Annotation, ContractError, parameter_names, state
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -60,17 +61,25 @@ class Mark:
 
 @dataclass(frozen=True)
 class Annotations:
-    """The annotations of the modules of one call. ``marks``: by the name of a parameter or buffer."""
+    """The annotations of the modules of one call. ``marks``: by the name of a parameter or buffer.
+
+    ``chosen``: parameters without an annotation that form units, as the mode asks; None where it leaves that open.
+    """
 
     units: tuple[Unit, ...] = ()
     marks: Mapping[str, Mark] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    chosen: tuple[tuple[str, ...], ...] | None = None
 
     @classmethod
     def of(
-        cls, modules: Mapping[str, nn.Module], names: Mapping[int, str], ignored: Ignored | None = None
+        cls,
+        modules: Mapping[str, nn.Module],
+        names: Mapping[int, str],
+        ignored: Ignored | None = None,
+        chosen: ChosenUnits | None = None,
     ) -> Annotations:
-        """The annotations now. ``names``: of all parameters and buffers, by id; ``ignored``: by the parallel mode.
+        """The annotations now. ``names``: of all parameters and buffers, by id; the rest: by the parallel mode.
 
         Raises ``ContractError`` if a module changed since it was annotated, ``PlacementError`` if meshes differ.
         """
@@ -90,7 +99,8 @@ class Annotations:
             left_out.update(id(tensor) for _, tensor in _claimed(module, "", claims))
         for each in left_out & names.keys():
             marks.setdefault(names[each], Mark(None, ignored=True))
-        return cls(units, marks, _mesh(units))
+        groups = chosen.groups(modules, names) if chosen is not None else None
+        return cls(units, marks, _mesh(units), groups)
 
     @property
     def ignored(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from passes import Axis, Mesh, PlacementError, Program, Role
 
+from ..annotations.chosen_units import ChosenUnits
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored
 from ..ranks.connection import Connection
@@ -48,6 +49,7 @@ class Layout(Protocol):
     input_batch_dim: int
     batch_axes: int
     ignored: Ignored | None
+    units: ChosenUnits | None
     param_init_fn: Callable[[nn.Module], Any] | None
     sync: bool
     mp_policy: MixedPrecisionPolicy | None
@@ -120,7 +122,7 @@ class Call:
         """What ``spmd.replicate`` and ``spmd.fully_shard`` ask for the modules of the call."""
         modules = self.given.modules
         names = {id(each.tensor): each.name for each in [*parameters_of(modules), *buffers_of(modules)]}
-        found = Annotations.of(modules, names, self._mode.ignored)
+        found = Annotations.of(modules, names, self._mode.ignored, self._mode.units)
         if found.units and not self._mode.follows_annotations:
             raise PlacementError(
                 f"{found.units[0]} is an annotation, which {self._mode!r} does not follow: compile the step with "

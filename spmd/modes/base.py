@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Pass, Program
 
+from ..annotations.chosen_units import ChosenUnits
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Ignored
 from ..partitioner import partition
@@ -27,6 +28,7 @@ class ParallelMode(ABC):
       reads both, since they determine global shapes. ``input_batch_dim``: the dim along which tensors that ``inputs``
       does not name are split over the first ``batch_axes`` axes of the mesh.
     - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``.
+    - ``units``: the modules whose parameters are communicated together, None for what passes form.
     - ``ignored``: state that ranks do not make equal; ``sync``: False if they make none equal.
     - ``reshard_after_forward``: a number, if so many ranks keep gathered parameters together until backward.
     - ``mp_policy``: the dtypes of modules without an annotation. ``offload_policy``: keeps their state in host memory.
@@ -41,6 +43,7 @@ class ParallelMode(ABC):
     batch_axes: int = 1
     custom_passes: Sequence[Pass] | None = None
     ignored: Ignored | None = None
+    units: ChosenUnits | None = None
     param_init_fn: Callable[[nn.Module], Any] | None = None
     sync: bool = True
     mp_policy: MixedPrecisionPolicy | None = None

@@ -15,6 +15,7 @@ from passes.analysis.repeated_blocks import blocks_of
 from passes.ir.program import replicated
 
 from ..annotations.apply import check_offload_policy, check_parameters, check_policy, check_reshard
+from ..annotations.chosen_units import Choice, chosen_units
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
 from ..partitioner.plan import Plan
@@ -61,12 +62,17 @@ class DataParallel(PlannedMode):
 
     ``reshard_after_forward``, where parameters are split: True gathers each for forward, and again for backward, so
     that few units are whole at once. False gathers once and keeps parameters whole in between: less traffic, and the
-    memory of the whole model. None, the default, gathers again what lies in repeated blocks (a transformer's layers),
-    and keeps the rest. A number, which divides that of the ranks: after forward so many ranks that follow each other,
-    such as those of one host, keep each parameter together, and gather it for backward among themselves.
+    memory of the whole model. None, the default, gathers again what lies in a unit of ``units``, else in repeated
+    blocks (a transformer's layers), and keeps the rest. A number, which divides that of the ranks: after forward so
+    many ranks that follow each other, such as those of one host, keep each parameter together, and gather it for
+    backward among themselves.
     ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward.
     ``limit_gathers``: how many units may be gathered at once, the one that is read next included; it caps ``prefetch``,
     and None, the default, lets the gathers of what stays whole start when they can.
+
+    ``units``: submodules whose parameters are gathered together, and their gradients reduced together: a module class,
+    an fnmatch pattern over names of modules (``"*.blocks.?"``), a function from a module to a bool, or a list of these.
+    Units inside of a unit keep their own parameters. None, the default, forms units of repeated blocks by their size.
 
     ``ignored_params``, ``ignored_modules``: parameters, and all that these modules hold but for annotated submodules,
     that are neither placed nor made equal on all ranks; a step cannot train them.
@@ -104,6 +110,7 @@ class DataParallel(PlannedMode):
         reshard_after_forward: bool | int | None = None,
         prefetch: tuple[int, int] = (1, 1),
         limit_gathers: int | None = None,
+        units: Choice | Iterable[Choice] | None = None,
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], Any] | None = None,
@@ -124,6 +131,7 @@ class DataParallel(PlannedMode):
         self.batch_axes = self.batch_axes_on(self.mesh)
         self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style, offload_policy)
         self.prefetch, self.limit_gathers = _check_prefetch(prefetch), _check_limit(limit_gathers)
+        self.units = chosen_units(units)
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.mp_policy, self.offload_policy = check_policy(mp_policy), check_offload_policy(offload_policy)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
@@ -151,6 +159,7 @@ class DataParallel(PlannedMode):
         updates = {name: placement for name, placement in updates.items() if placement != parameters[name]}
         split = [unit for unit in annotations.units if unit.annotation.api == "fully_shard"]
         units = [[name for name in annotations.members(unit) if name in shares] for unit in split]
+        units += [[name for name in unit if name not in annotations.marks] for unit in annotations.chosen or ()]
         options = {
             "gather_parameters": True,
             "reduce_gradients": self.reduce_gradients,
@@ -164,7 +173,7 @@ class DataParallel(PlannedMode):
             options=options,
             updates=updates,
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
-            reshard=_reshard(declared, shares),
+            reshard=_reshard(declared, shares, annotations.chosen),
             kept_by=_kept_by(shares, mesh.axes[over].size if mesh.axes else 1),
             prefetch=self.prefetch,
             limit_gathers=self.limit_gathers,
@@ -191,12 +200,18 @@ class DataParallel(PlannedMode):
         return f"DataParallel({self.parallel_style!r}{given})"
 
 
-def _reshard(parameters: Sequence[Input], shares: Mapping[str, Share]) -> frozenset[str]:
+def _reshard(
+    parameters: Sequence[Input], shares: Mapping[str, Share], chosen: Sequence[Sequence[str]] | None
+) -> frozenset[str]:
     """The parameters that are gathered again for backward, or copied to the device again."""
-    blocks = blocks_of({each.name: each.shape for each in parameters})
+    if chosen is None:
+        blocks = blocks_of({each.name: each.shape for each in parameters})
+        in_units = {name for name in blocks if blocks[name]}
+    else:
+        in_units = {name for unit in chosen for name in unit}
     found = set[str]()
     for name, share in shares.items():
-        reshards = bool(blocks[name]) if share.reshards is None else share.reshards
+        reshards = name in in_units if share.reshards is None else share.reshards
         gathers = share.style != "replicate" or share.memory is not Memory.DEVICE
         if gathers and reshards:
             found.add(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -75,6 +75,99 @@ def test_a_plan_with_a_unit_of_something_else_is_refused() -> None:
     model, *rest = regression(6, 5)
     with pytest.raises(spmd.PartitionError, match=r"each once.*model\.0\.weight.*model\.9"):
         compile_on_fake_ranks(2, MLP.step, (model, *rest), parallel_mode=Wrong())
+
+
+class Tower(nn.Module):
+    """Blocks of unequal widths, one in another, between two Linears that share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.outer, self.other = nn.Sequential(Block(6), nn.Linear(6, 6)), Block(6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.other(self.outer(self.first(x))))
+        return y
+
+
+OUTER = ("model.outer.1.weight", "model.outer.1.bias")
+BLOCKS = tuple(
+    tuple(f"model.{path}.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias"))
+    for path in ("outer.0", "other")
+)
+
+
+def tower() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose blocks are no siblings, and its optimizer."""
+    model = Tower()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("choice, units", [
+    (Block, BLOCKS),
+    ([Block, "*.outer"], (OUTER, *BLOCKS)),
+    (lambda module: isinstance(module, Block), BLOCKS),
+    ("model.o*er", ((*BLOCKS[0], *OUTER), BLOCKS[1])),
+], ids=["class", "class and pattern", "function", "pattern"])  # fmt: skip
+def test_chosen_modules_are_units_that_are_gathered_again(choice: Any, units: tuple[tuple[str, ...], ...]) -> None:
+    mode = spmd.DataParallel("fully_shard", units=choice)
+    compiled = compile_on_fake_ranks(2, MLP.step, tower(), torch.randn(2, 6), torch.randn(2, 6), parallel_mode=mode)
+    gathered, reduced = of_role(compiled, Role.PARAMETER), of_role(compiled, Role.GRADIENT)
+    assert {tuple(sorted(unit)) for unit in units} <= {tuple(sorted(unit)) for unit in compiled.program.units}
+    for unit in units:
+        forward, backward = (of for of in gathered if set(of) & set(unit))
+        assert sorted(forward) == sorted(unit)
+        assert set(backward) == {name for name in unit if "weight" in name}  # biases are not read again
+        assert sum(sorted(unit) == sorted(of) for of in reduced) == 1
+    rest = [name for of in gathered for name in of if not any(name in unit for unit in units)]
+    assert len(rest) == len(set(rest))  # what is in no unit stays whole
+
+
+def test_units_follow_annotations_in_their_own_modules_only() -> None:
+    model, optimizer = tower()
+    spmd.replicate(model.get_submodule("other"))
+    mode = spmd.DataParallel("fully_shard", units=Block)
+    x = torch.randn(2, 6)
+    compiled = compile_on_fake_ranks(2, MLP.step, (model, optimizer), x, x, parallel_mode=mode)
+    gathered = [name for of in of_role(compiled, Role.PARAMETER) for name in of]
+    assert set(BLOCKS[0]) <= set(gathered) and not set(BLOCKS[1]) & set(gathered)
+
+
+@pytest.mark.parametrize("choice", ["*.block?", nn.Conv2d, lambda module: False], ids=["pattern", "class", "function"])
+def test_a_choice_of_no_module_is_refused_before_anything_changes(choice: Any) -> None:
+    model, optimizer = tower()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mode = spmd.DataParallel("fully_shard", units=choice)
+    with pytest.raises(spmd.PlacementError, match=r"in units picks none of the submodules \(model\.first, "):
+        compile_on_fake_ranks(2, MLP.step, (model, optimizer), torch.randn(2, 6), torch.randn(2, 6), parallel_mode=mode)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("choice", [[], 3, [nn.Linear, 3], int, nn.Linear(2, 2)])
+def test_a_choice_that_cannot_pick_modules_is_refused(choice: Any) -> None:
+    with pytest.raises(TypeError, match="expected units to be module classes, patterns"):
+        spmd.DataParallel(units=choice)
+
+
+@dataclass(frozen=True)
+class Towers(MLP):
+    """A model with units within units and a shared parameter."""
+
+    sizes: tuple[int, ...] = (6, 6)
+    rows: int = 5
+    optimizer: str = "AdamW"
+
+    def build(self) -> tuple[Any, ...]:
+        """The model in fp64, and its optimizer."""
+        model = Tower().double()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_numbers_with_chosen_units(ranks: Ranks, style: str) -> None:
+    assert_agrees(ranks, 2, Towers(), {"parallel_style": style, "units": [Block, "*.outer"]})
 
 
 class Normed(nn.Module):

@@ -1,0 +1,93 @@
+"""Units that a parallel mode asks for, instead of an annotation of each module: the modules that ``units=`` picks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from passes import PlacementError
+
+from .._torch import own_children, own_parameters
+from .contract import state
+
+Choice = Callable[[nn.Module], bool] | type[nn.Module] | str
+
+
+class ChosenUnits:
+    """The choices: predicates, module classes, and fnmatch patterns over the names of modules."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self._choices = choices
+
+    def groups(self, modules: Mapping[str, nn.Module], names: Mapping[int, str]) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each unit, in the order of its modules. ``names``: of all parameters, by id.
+
+        A unit is a submodule without those inside of it that are units, too, or annotated. A shared parameter belongs
+        to where it is registered first. Raises ``PlacementError`` for a choice that picks no submodule.
+        """
+        found: dict[str, list[str]] = {}
+        claimed, seen = set[int](), set[nn.Module]()
+        picked = self._picked(_submodules(modules))
+
+        def visit(module: nn.Module, path: str, unit: str | None) -> None:
+            if module in seen:
+                return
+            seen.add(module)
+            unit = path if path in picked else unit
+            for parameter in own_parameters(module).values():
+                if parameter is not None and id(parameter) not in claimed:
+                    claimed.add(id(parameter))
+                    if unit is not None:
+                        found.setdefault(unit, []).append(names[id(parameter)])
+            for key, child in own_children(module).items():
+                if child is not None and state(child) is None:
+                    visit(child, f"{path}.{key}", unit)
+
+        for path, module in modules.items():
+            visit(module, path, None)
+        return tuple(map(tuple, found.values()))
+
+    def _picked(self, inside: Mapping[str, nn.Module]) -> set[str]:
+        found = set[str]()
+        for each in self._choices:
+            picked = {path for path, module in inside.items() if _picks(each, path, module)}
+            if not picked:
+                what = repr(each) if isinstance(each, str) else getattr(each, "__qualname__", repr(each))
+                listed = ", ".join(list(inside)[:8]) or "there are none"
+                raise PlacementError(f"{what} in units picks none of the submodules ({listed}, ...)")
+            found |= picked
+        return found
+
+
+def chosen_units(given: Any) -> ChosenUnits | None:
+    """The choices of ``units=``, None for None. Raises ``TypeError`` for anything that cannot pick modules."""
+    if given is None:
+        return None
+    several = isinstance(given, Iterable) and not isinstance(given, str | type)
+    choices = tuple(given) if several else (given,)
+    if not choices or not all(map(_is_choice, choices)):
+        raise TypeError(
+            "expected units to be module classes, patterns over names of modules, or functions that pick modules, "
+            f"got {given!r}"
+        )
+    return ChosenUnits(choices)
+
+
+def _is_choice(given: Any) -> bool:
+    if isinstance(given, type):
+        return issubclass(given, nn.Module)
+    return isinstance(given, str) or (callable(given) and not isinstance(given, nn.Module))
+
+
+def _submodules(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """All but the models themselves, which hold what is in no unit."""
+    return {f"{path}.{name}": module for path, each in modules.items() for name, module in each.named_modules() if name}
+
+
+def _picks(choice: Choice, path: str, module: nn.Module) -> bool:
+    if isinstance(choice, str):
+        return fnmatchcase(path, choice)
+    return isinstance(module, choice) if isinstance(choice, type) else bool(choice(module))
