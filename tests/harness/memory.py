@@ -62,6 +62,24 @@ def idle_bytes() -> int:
     return _status("RssAnon")
 
 
+def allocated_bytes() -> int:
+    """What the C library has handed out and not got back: it counts each byte that is kept, whatever Linux does."""
+    gc.collect()
+    ask = ctypes.CDLL(None).mallinfo2  # glibc 2.33
+    ask.restype = _Mallinfo2
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+    ] + [("keepcost", ctypes.c_size_t)]
+
+
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most of that while ``run`` runs for a second time or later: neither files nor shared memory grow then."""
     idle_bytes()
