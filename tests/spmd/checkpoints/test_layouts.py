@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +17,76 @@ from torch.distributed.tensor import DTensor, Shard
 import spmd
 from tests.harness.pool import Ranks
 
-from .runs import LAYOUTS, Run, part, unequal, whole
-
-COMPILED = ("replicate", "fully_shard", "shard_optimizer", "annotated")  # the others are as materialized
+from .runs import ALL, PLAIN, USUAL, Run, part, unequal, whole
 
 
-def saved(rank: int, world: int, layout: str, folder: Path) -> None:
-    run = Run(layout, on_meta=layout not in COMPILED)
-    if layout in COMPILED:
-        run.train(rank, 0, 2)
+def run_in(rank: int, layout: str, optimizer: str, seed: int, trains: bool) -> Run:
+    """A run that has state of the optimizer: after an eager update, or, for what only a step splits, after training."""
+    trains = trains or layout == "shard_optimizer"
+    run = Run(layout, optimizer, seed, on_meta=not trains)
+    if trains:
+        run.train(rank, seed, seed + 2)
     else:
         run.update()
-    spmd.save(folder / layout, step=2, **run.objects)
+    return run
+
+
+def saved(rank: int, world: int, layout: str, optimizer: str, seed: int, trains: bool, folder: Path) -> None:
+    run = run_in(rank, layout, optimizer, seed, trains)
+    spmd.save(folder, step=seed, **run.objects)
     state = run.state()
     if rank == 0:
-        torch.save(state, folder / f"{layout}.pt")
+        torch.save(state, folder / f"{seed}.pt")
 
 
-def loaded(rank: int, world: int, layout: str, folder: Path) -> list[str]:
-    """What differs after each load, first into what was never trained, then into what has the state of another."""
-    run = Run(layout, seed=1, on_meta=True)
+def loaded(
+    rank: int, world: int, layout: str, optimizer: str, seed: int, trains: bool, folder: Path, sources: Sequence[int]
+) -> list[str]:
+    """What differs after loads into what was never trained, and into what has other state, in turn."""
+    trained = run_in(rank, layout, optimizer, seed, trains)
     wrong = []
-    for other in LAYOUTS:
-        assert spmd.load(folder / other, **run.objects) == 2
-        wrong += [f"{other} into {layout}: {name}" for name in unequal(torch.load(folder / f"{other}.pt"), run.state())]
+    for k, source in enumerate(sources):
+        expected = torch.load(folder / f"{source}.pt")
+        run = trained if k % 2 else Run(layout, optimizer, seed, on_meta=True)
+        assert {"model.embed.weight", "model.up.bias"} <= {*unequal(expected, run.state())}, "other values before"
+        assert spmd.load(folder / f"step-{source}", **run.objects) == source
+        wrong += [f"{source}: {name}" for name in unequal(expected, run.state())]
     return wrong
 
 
-def test_every_layout_loads_from_every_other(ranks: Ranks, tmp_path: Path) -> None:
-    for layout, world in LAYOUTS.items():
-        ranks.run(world, saved, layout, tmp_path)
-    for layout, world in LAYOUTS.items():
-        assert ranks.run(world, loaded, layout, tmp_path) == [[]] * world
+@pytest.mark.timeout(3600)  # with --exhaustive
+@pytest.mark.parametrize("places, optimizer, trains", [
+    pytest.param(USUAL, "Adam", False, id="usual"),
+    pytest.param(ALL, "Adam", False, id="all pairs", marks=pytest.mark.exhaustive),
+    pytest.param(USUAL, "Adam", True, id="Adam", marks=pytest.mark.exhaustive),
+    pytest.param(USUAL, "Adafactor", True, id="Adafactor", marks=pytest.mark.exhaustive),
+    pytest.param(USUAL, "Muon", True, id="Muon", marks=pytest.mark.exhaustive),
+    pytest.param(USUAL, "SGD", True, id="SGD", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_every_layout_loads_from_every_other(
+    ranks: Ranks,
+    places: Sequence[tuple[str, int]],
+    optimizer: str,
+    trains: bool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """State by name, and that of the optimizer, bit by bit: from any layout on any number of ranks into any other.
+
+    In every run each checkpoint is loaded into three layouts, and each layout loads three; all with --exhaustive.
+    """
+    count, is_exhaustive = len(places), request.config.getoption("--exhaustive")
+
+    def run(number: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+        layout, world = places[number]
+        given = (layout, optimizer, number, trains, tmp_path, *args)
+        return ranks.run(world, job, *given, timeout=600, process_group=places[number] != PLAIN)
+
+    for number in range(count):
+        run(number, saved)
+    for number, place in enumerate(places):
+        sources = [(number + k) % count for k in (range(1, count) if is_exhaustive else (1, 4, 8))]
+        assert not any(wrong := run(number, loaded, sources)), f"into {place} from {list(enumerate(places))}: {wrong}"
 
 
 def resumed(rank: int, world: int, layout: str, optimizer: str, is_new: bool, folder: Path) -> list[str]:
@@ -65,16 +105,27 @@ def resumed(rank: int, world: int, layout: str, optimizer: str, is_new: bool, fo
     return unequal(run.state(), other.state()) + [str(each) for each in losses if not torch.equal(*each)]
 
 
-@pytest.mark.parametrize("layout, optimizer, is_new", [
-    ("fully_shard", "Adafactor", True),
-    ("fully_shard", "SGD", False),
-    ("replicate", "Muon", True),
-    ("shard_optimizer", "Adam", True),
-], ids=lambda each: str(each))  # fmt: skip
+USUAL_RUNS = (
+    ("fully_shard", 2, "Adafactor", True),
+    ("fully_shard", 2, "SGD", False),
+    ("replicate", 2, "Muon", True),
+    ("shard_optimizer", 2, "Adam", True),
+)
+OTHER_RUNS = [
+    (*place, optimizer, is_new)
+    for k, (place, optimizer) in enumerate(product(USUAL, ("Adam", "Muon", "Adafactor", "SGD")))
+    if place != PLAIN and (*place, optimizer, is_new := k % 3 == 0) not in USUAL_RUNS
+]
+
+
+@pytest.mark.parametrize(
+    "layout, world, optimizer, is_new",
+    [*USUAL_RUNS, *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in OTHER_RUNS)],
+)
 def test_a_run_goes_on_with_the_same_bits(
-    ranks: Ranks, layout: str, optimizer: str, is_new: bool, tmp_path: Path
+    ranks: Ranks, layout: str, world: int, optimizer: str, is_new: bool, tmp_path: Path
 ) -> None:
-    assert ranks.run(2, resumed, layout, optimizer, is_new, tmp_path) == [[], []]
+    assert ranks.run(world, resumed, layout, optimizer, is_new, tmp_path) == [[]] * world
 
 
 def elsewhere(rank: int, world: int, folder: Path, steps: int) -> dict[str, Any]:
