@@ -245,27 +245,6 @@ def test_a_model_on_meta_needs_a_layout_first(tmp_path: Path) -> None:
         spmd.load(tmp_path, model=mlp(3, 4, 2).to("meta"))
 
 
-def test_a_scheduler_of_reordered_groups_is_refused(tmp_path: Path) -> None:
-    """It has a learning rate for each group, by its number."""
-
-    def make(order: tuple[int, int]) -> dict[str, Any]:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        groups = [
-            {"params": list(each.parameters()), "lr": rate} for each, rate in zip(model, (0.1, 0.001), strict=True)
-        ]
-        optimizer = torch.optim.Adam([groups[k] for k in order])
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
-        }
-
-    spmd.save(tmp_path / "one", **make((0, 1)))
-    spmd.load(tmp_path / "one", **make((0, 1)))
-    with pytest.raises(ValueError, match="scheduler: the groups of optimizer were in another order"):
-        spmd.load(tmp_path / "one", **make((1, 0)))
-
-
 def test_a_folder_that_is_a_checkpoint_and_has_some_is_not_guessed(tmp_path: Path) -> None:
     plain = {"n": 0}
     spmd.save(tmp_path, plain=plain)
