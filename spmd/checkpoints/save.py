@@ -127,7 +127,7 @@ class _Save:
             self.is_handed_over = True
 
     def _begin(self, ranks: Together) -> None:
-        self.values = to_bytes(self.prepared.trees, dict(rng_state()))
+        self.values = to_bytes(self.prepared.trees, dict(rng_state()), self.folder.name)
         self.tensors = describe(self.prepared.tensors)
         ranks.first(lambda: self.folder.mkdir(parents=True))
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
@@ -151,11 +155,10 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
-def by_torch(rank: int, world: int, folder: Path) -> list[str]:
+def by_torch(rank: int, world: int, layout: str, trains: bool, folder: Path) -> list[str]:
     """What differs after torch's own ways to save: gathered on rank 0, by DCP, and each rank's own parts."""
-    run, other = Run("fully_shard"), Run("fully_shard", seed=1, on_meta=True)
-    run.train(rank, 0, 1)
-    model, wrong = run.model, []
+    run, other = run_in(rank, layout, "Adam", 0, trains), Run(layout, seed=1, on_meta=True)
+    model, wrong = run.model, list[str]()
     expected = {name: whole(value) for name, value in model.state_dict().items()}
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     wrong += unequal(expected if rank == 0 else {}, full)
@@ -169,8 +172,60 @@ def by_torch(rank: int, world: int, folder: Path) -> list[str]:
     return wrong
 
 
-def test_torch_saves_compiled_models_too(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, by_torch, tmp_path) == [[], []]
+@pytest.mark.parametrize(
+    "layout, world, trains",
+    [
+        ("fully_shard", 2, True),
+        *((*place, False) for place in (("replicate", 2), ("hybrid", 4), ("tensor parallel", 4), ("annotated", 3))),
+        *(pytest.param(*place, True, marks=pytest.mark.exhaustive) for place in USUAL if place != PLAIN),
+    ],
+)
+def test_torch_saves_compiled_models_too(ranks: Ranks, layout: str, world: int, trains: bool, tmp_path: Path) -> None:
+    assert ranks.run(world, by_torch, layout, trains, tmp_path) == [[]] * world
+
+
+class Counted:
+    """A slice of a safetensors file that notes how many bytes are read."""
+
+    def __init__(self, slice: Any, read: list[int]) -> None:
+        self.slice, self.read = slice, read
+        self.get_shape, self.get_dtype = slice.get_shape, slice.get_dtype
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        found: torch.Tensor = self.slice[key]
+        self.read.append(found.nbytes)
+        return found
+
+
+def bytes_read(rank: int, world: int, layout: str, folder: Path) -> tuple[int, int]:
+    """How many bytes of tensors this rank reads of a checkpoint, and has of its shards."""
+    run, read = Run(layout, on_meta=True), list[int]()
+    run.update()
+    if not folder.exists():
+        spmd.save(folder, **run.objects)
+
+    @contextmanager
+    def opened(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with safe_open(*args, **kwargs) as file:
+            sliced = lambda name: Counted(file.get_slice(name), read)  # noqa: E731
+            yield SimpleNamespace(keys=file.keys, metadata=file.metadata, get_slice=sliced)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(safetensors, "safe_open", opened)
+        spmd.load(folder, **run.objects)
+    tensors = [*run.model.state_dict(keep_vars=True).values()]
+    tensors += [each for o in run.optimizers for entries in o.state.values() for each in entries.values()]
+    shards = {id(each): each.to_local() if isinstance(each, DTensor) else each for each in tensors if each.ndim}
+    return sum(read), sum(each.nbytes for each in shards.values())
+
+
+def test_each_rank_reads_its_own_bytes(ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks what they wrote; then three, in the same layout, and four, in another one, what these two wrote."""
+    found = {}
+    for layout, world in (("fully_shard", 2), ("fully_shard", 3), ("tensor parallel", 4)):
+        found[world] = ranks.run(world, bytes_read, layout, tmp_path / "two")
+    assert all(read == own for each in found.values() for read, own in each), found
+    assert max(read for read, _ in found[3]) < min(read for read, _ in found[2]), found
 
 
 def rounded(rank: int, world: int, folder: Path) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import spmd
@@ -155,17 +156,33 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert spmd.rng_state() == expected
 
 
-def test_a_file_that_would_execute_code_is_refused(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "executed",))
+class Evil:
+    """To unpickle it makes a file."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_a_file_that_would_execute_code_is_refused(tmp_path: Path) -> None:
     spmd.save(tmp_path, value={"a": 1})
     (values,) = tmp_path.rglob("values.pt")
     length = values.stat().st_size
-    values.write_bytes(pickle.dumps(Evil(), 2).ljust(length, b"."))
+    values.write_bytes(pickle.dumps(Evil(tmp_path / "executed"), 2).ljust(length, b"."))
     with pytest.raises(spmd.SpmdError, match=r"values.pt is damaged"):
         spmd.load(tmp_path, value={})
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_no_pickle_of_another_tool_is_read(tmp_path: Path) -> None:
+    """Torch's own distributed checkpoints have one."""
+    dcp.save({"model": nn.Linear(2, 3).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "executed")))
+    with pytest.raises(FileNotFoundError, match=r"there is no complete checkpoint in .*, and no safetensors file"):
+        spmd.load(tmp_path, model=nn.Linear(2, 3))
     assert not (tmp_path / "executed").exists()
 
 
