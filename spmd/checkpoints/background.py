@@ -53,6 +53,7 @@ class Handle:
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Raises the error, with the name of the folder, if it failed."""
         self._is_over.wait()
+        READS.release()
         self._is_raised = True
         if self._error is not None:
             raise self._error
@@ -118,6 +119,7 @@ def wait_for_last() -> None:
     """Wait for the save in the background, whether it fails or not."""
     if _last is not None:
         _last._is_over.wait()
+        READS.release()
 
 
 def group_for(name: str, ranks: Together) -> Group | None:

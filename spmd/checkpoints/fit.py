@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .objects import Objects, has_state
-from .optimizers import are_reordered, check_groups
+from .optimizers import check_groups
+from .schedulers import regrouped
 from .stored import Stored
 
 _SHOWN = 20
@@ -38,7 +39,7 @@ def _check(name: str, objects: Objects, stored: Stored, strict: bool) -> list[st
     if isinstance(each, Optimizer):
         return _check_optimizer(name, objects.groups[name], trees[name], strict)
     if has_state(each):
-        return _check_scheduler(name, each, objects, trees)
+        return _check_scheduler(name, objects, trees)
     if isinstance(each, (dict, list)):
         return []
     if isinstance(each, torch.Tensor) and isinstance(trees[name], torch.Tensor):
@@ -50,15 +51,12 @@ def _check(name: str, objects: Objects, stored: Stored, strict: bool) -> list[st
     return []
 
 
-def _check_scheduler(name: str, each: Any, objects: Objects, trees: Mapping[str, Any]) -> list[str]:
-    """A scheduler has lists with an entry for each group of its optimizer, in their order."""
-    owner = next((key for key, other in objects.optimizers.items() if other is getattr(each, "optimizer", None)), None)
-    if owner is None or owner not in trees or not are_reordered(trees[owner], objects.groups[owner]):
-        return []
-    return [
-        f"{name}: the groups of {owner} were in another order, or divided otherwise, when it was saved; make them as "
-        f"they were, or leave {name} out and make it anew"
-    ]
+def _check_scheduler(name: str, objects: Objects, trees: Mapping[str, Any]) -> list[str]:
+    try:
+        regrouped(name, trees[name], objects, trees)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _check_model(name: str, objects: Objects, stored: Stored, strict: bool) -> list[str]:

@@ -16,6 +16,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from passes import SpmdError
+
 MARKER, VALUES, DATA = "checkpoint.json", "values.pt", "data-"
 INDEX = "model.safetensors.index.json"  # of Hugging Face's: which file has which tensor
 _STEP = re.compile(r"step-(\d+)")
@@ -60,12 +62,18 @@ def steps(folder: Path) -> dict[int, Path]:
 
 
 def foreign_files(folder: Path) -> list[Path]:
-    """The safetensors files that other tools wrote: ``folder`` itself, those of its index, or all in it."""
+    """The safetensors files that other tools wrote: ``folder`` itself, those of its index, or all in it.
+
+    Raises ``SpmdError`` for an index that is damaged.
+    """
     if folder.suffix == ".safetensors":
         return [folder] if folder.is_file() else []
     index = folder / INDEX
     if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        try:
+            return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SpmdError(f"{index} is damaged, or no index of safetensors files: {error!r}") from error
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -86,6 +94,7 @@ def keep_newest(folder: Path, count: int, saved: int) -> None:
     for step, path in earlier.items():
         if step not in complete[-count:]:
             (path / MARKER).unlink(missing_ok=True)
+            _partial(path / MARKER).unlink(missing_ok=True)  # of a save that was killed just before its end
             for data in path.glob(f"{DATA}*"):
                 shutil.rmtree(data, ignore_errors=True)
             if not any(path.iterdir()):  # what else the user keeps there stays
@@ -94,7 +103,7 @@ def keep_newest(folder: Path, count: int, saved: int) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file such that it is there as a whole or not at all, also after a loss of power."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = _partial(path)
     with partial.open("wb") as file:
         file.write(content)
         file.flush()
@@ -105,3 +114,7 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")

@@ -20,6 +20,7 @@ from .fit import check_fit
 from .folders import foreign_files, newest, path_of
 from .objects import Objects, has_state
 from .optimizers import load_optimizer
+from .schedulers import regrouped
 from .stored import Stored
 from .targets import Targets
 from .together import Together, together
@@ -110,7 +111,7 @@ class _Load:
             load_optimizer(optimizer, loaded[name], self.objects.groups[name])
         for name, each in given.items():
             if name not in self.objects.modules and name not in self.objects.optimizers:
-                _load_other(each, loaded[name])
+                _load_other(each, regrouped(name, loaded[name], self.objects, self.stored.trees))
         if self.stored.rng is not None:
             set_rng_state(self.stored.rng)
 

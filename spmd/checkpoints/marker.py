@@ -14,7 +14,7 @@ from passes import SpmdError
 
 from .folders import MARKER
 
-_FORMAT = "spmd checkpoint 1"
+_FORMAT = "spmd checkpoint 2"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..call.refuse_saves import readable
+from .trees import are_equal
 
 _NOT_HYPER = ("params", "param_names")
 
@@ -94,10 +95,9 @@ def check_groups(tree: dict[str, Any], names: list[list[str]], path: str) -> lis
     wrong = []
     for k, own in enumerate(names):
         first, *rest = [
-            {key: repr(value) for key, value in group.items() if key not in _NOT_HYPER}
-            for group in _groups_of(tree, own)
+            {key: value for key, value in group.items() if key not in _NOT_HYPER} for group in _groups_of(tree, own)
         ] or [{}]
-        differ = sorted({key for other in rest for key in first if first[key] != other.get(key)})
+        differ = sorted({key for other in rest for key in first if not are_equal(first[key], other.get(key))})
         if differ:
             wrong.append(
                 f"{path}: group {k} has parameters of groups that were saved with different {', '.join(differ)}"
@@ -110,10 +110,16 @@ def are_reordered(tree: dict[str, Any], names: list[list[str]]) -> bool:
     return [set(group["params"]) for group in tree["param_groups"]] != [set(own) for own in names]
 
 
+def sources_of(tree: dict[str, Any], names: list[list[str]]) -> list[list[int]]:
+    """For each group with these ``names``, the numbers of the groups of a tree that have some of its parameters."""
+    saved = [set(group["params"]) for group in tree["param_groups"]]
+    return [[number for number, members in enumerate(saved) if not members.isdisjoint(own)] for own in names]
+
+
 def _groups_of(tree: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
     """The groups in which some of these parameters were saved."""
-    wanted = set(names)
-    return [group for group in tree["param_groups"] if wanted & set(group["params"])]
+    (numbers,) = sources_of(tree, [names])
+    return [tree["param_groups"][number] for number in numbers]
 
 
 def _name_of(state_dict: dict[str, Any], names: list[list[str]]) -> dict[Any, str]:

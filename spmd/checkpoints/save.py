@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._torch import local_tensor
 from ..call.rng import rng_state
 from ..interrupts import deferred_signals
-from ..lowering.background_reads import READS, Read, wait_for_all
+from ..lowering.background_reads import READS, Read, wait_within_hooks
 from . import background
 from .background import Handle
 from .folders import DATA, MARKER, VALUES, keep_newest, path_of, remove_leftovers, target, write_whole
@@ -127,7 +127,7 @@ class _Save:
             self.is_handed_over = True
 
     def _begin(self, ranks: Together) -> None:
-        self.values = to_bytes(self.prepared.trees, dict(rng_state()))
+        self.values = to_bytes(self.prepared.trees, dict(rng_state()), self.folder.name)
         self.tensors = describe(self.prepared.tensors)
         ranks.first(lambda: self.folder.mkdir(parents=True))
 
@@ -211,7 +211,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _hooks(state: Mapping[str, Any]) -> Iterator[Any]:
     """Hooks by which eager optimizers, and models that load state, wait for what is read."""
-    yield register_optimizer_step_pre_hook(wait_for_all)  # an optimizer's own hooks are guarded
+    yield register_optimizer_step_pre_hook(wait_within_hooks)  # an optimizer's own hooks are guarded
     for each in state.values():
         if isinstance(each, nn.Module):
-            yield each.register_load_state_dict_pre_hook(wait_for_all)
+            yield each.register_load_state_dict_pre_hook(wait_within_hooks)

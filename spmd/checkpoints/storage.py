@@ -37,6 +37,7 @@ Tensors = Mapping[str, torch.Tensor]
 # Bytes of one file of a rank: a sixteenth of all that the rank writes, but no less and no more than these. What is not
 # on the CPU, or is cast, is put together in memory a file at a time; and an update waits for a file that is written.
 _LEAST, _MOST = 48_000_000, 256_000_000
+_WRITTEN_AS = "spmd.file"  # metadata of a file: its name, and that of its folder, which no other save has
 
 
 @dataclass
@@ -56,7 +57,7 @@ class File:
         """Write what ``tensors`` returned to the disk; returns name and length."""
         chunks = {str(item.index.fqn): item.tensor_data.chunk for item in self.items if item.tensor_data is not None}
         offsets = {name: {DCP_OFFSETS: list(chunk.offsets)} for name, chunk in chunks.items()}
-        metadata = {DCP_PARTS: json.dumps(offsets), **DCP_VERSION, "format": "pt"}
+        metadata = {DCP_PARTS: json.dumps(offsets), **DCP_VERSION, "format": "pt", _WRITTEN_AS: _name(self.path)}
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, self.path, metadata)
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
@@ -183,11 +184,12 @@ class _SavePlanner(DefaultSavePlanner):
 class Files:
     """Safetensors files to read from. ``tensors``: dtype and global shape of all tensors in them, by name.
 
-    Raises ``SpmdError`` with the name of a file that cannot be read as one.
+    ``are_parts``: each was written by ``File.write``, under the name that it has. Raises ``SpmdError`` with the name of
+    a file that was not, or that cannot be read.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._reader = _Reader(paths)
+    def __init__(self, paths: Sequence[Path], *, are_parts: bool = False) -> None:
+        self._reader = _Reader(paths, are_parts)
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             name: (each.properties.dtype, tuple(each.size))
             for name, each in self._reader.read_metadata().state_dict_metadata.items()
@@ -212,16 +214,16 @@ class Files:
 class _Reader(HuggingFaceStorageReader):
     """Reads the files given, and their headers once."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], are_parts: bool) -> None:
         super().__init__(str(paths[0].parent) if paths else ".")
-        self.fs, self._paths = _These(paths), paths
+        self.fs, self._paths, self._are_parts = _These(paths), paths, are_parts
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The names, shapes and parts of all tensors."""
         if self._metadata is None:
             for path in self._paths:
-                _check_header(path)
+                _check_header(path, self._are_parts)
             self._metadata = super().read_metadata()
         self.storage_data = self._metadata.storage_data
         return self._metadata
@@ -238,12 +240,19 @@ class _These(FileSystem):
         return self._paths
 
 
-def _check_header(path: Path) -> None:
+def _check_header(path: Path, is_part: bool) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             file.keys()
+            written_as = (file.metadata() or {}).get(_WRITTEN_AS)
     except (SafetensorError, OSError) as error:
         raise SpmdError(f"{path} is damaged, or no safetensors file: {error}") from error
+    if is_part and written_as != _name(path):
+        raise SpmdError(f"{path} is not the file that was saved there, but {written_as or 'that of another tool'}")
+
+
+def _name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def _of_ours(folder: Path) -> Stored:
     found = marker.read(folder)
     data = folder / found.data
     trees, rng = values.read(data / VALUES)
-    files = Files([data / name for name in found.files if name != VALUES])
+    files = Files([data / name for name in found.files if name != VALUES], are_parts=True)
     has = {name: (str(dtype).removeprefix("torch."), list(shape)) for name, (dtype, shape) in files.tensors.items()}
     wrong = [name for name, each in found.tensors.items() if has.get(name) != tuple(each)]
     if wrong:

@@ -89,6 +89,15 @@ def describe_leaf(leaf: Any) -> str:
     return shape if isinstance(leaf, DTensor) or leaf.is_meta else f"{shape} {checksum(leaf):08x}"
 
 
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two trees have the same leaves, tensors bit by bit. Of a tensor without values that is not known."""
+    ours, theirs = list(leaves(one, "")), list(leaves(other, ""))
+    return len(ours) == len(theirs) and all(
+        name == key and not is_meta(a) and not is_meta(b) and describe_leaf(a) == describe_leaf(b)
+        for (name, a), (key, b) in zip(ours, theirs, strict=True)
+    )
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """A CRC of the values of this rank's part of a tensor, in order."""
     local = local_tensor(tensor.detach())

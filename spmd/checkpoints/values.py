@@ -25,10 +25,10 @@ def check(trees: dict[str, Any]) -> None:
     )
 
 
-def to_bytes(trees: dict[str, Any], rng: dict[str, Any]) -> bytes:
-    """The file of these values, which ``check`` has seen."""
+def to_bytes(trees: dict[str, Any], rng: dict[str, Any], folder: str) -> bytes:
+    """The file of these values, which ``check`` has seen; ``folder``: the name of that which it will be in."""
     file = io.BytesIO()
-    torch.save({"state": trees, "rng": rng}, file)
+    torch.save({"state": trees, "rng": rng, "folder": folder}, file)
     return file.getvalue()
 
 
@@ -44,9 +44,12 @@ def _saved(value: Any) -> bytes | None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The trees, and the random state. Raises ``SpmdError`` for a file that is damaged."""
+    """The trees, and the random state. Raises ``SpmdError`` for a file that is damaged, or of another save."""
     try:
         content = torch.load(path, weights_only=True)
-        return content["state"], content["rng"]
+        state, rng, folder = content["state"], content["rng"], content["folder"]
     except Exception as error:  # so does torch.load
         raise SpmdError(f"{path} is damaged, or was not written by spmd.save: {error}") from error
+    if folder != path.parent.name:
+        raise SpmdError(f"{path} is not the file that was saved there, but that of {folder}")
+    return state, rng

@@ -59,17 +59,21 @@ class Read:
 
 
 class BackgroundReads:
-    """The reads that are under way in this process: those of one save at most."""
+    """The reads that are under way in this process: those of one save at most.
+
+    The thread leaves its hooks to those who wait, or would have waited: torch may be going through the hooks meanwhile.
+    """
 
     def __init__(self) -> None:
-        self.is_active = False  # whether there may be somebody to wait for
+        self.is_active = False  # whether there may be somebody to wait for, or hooks to remove
         self._reads: list[Read] = []
         self._hooks: list[Any] = []
         self._is_idle = threading.Event()
         self._is_idle.set()
 
     def start(self, reads: Iterable[Read], hooks: Iterable[Any]) -> None:
-        """From here on who writes waits. ``hooks`` are removed at the end."""
+        """From here on who writes waits. ``hooks`` are removed by who first waits, or has no need to, after the end."""
+        self.release()
         assert not self.is_active, "the save before has ended"
         self._reads, self._hooks = list(reads), list(hooks)
         self._is_idle.clear()
@@ -100,12 +104,17 @@ class BackgroundReads:
 
     def end(self) -> None:
         """Let everybody write."""
-        for hook in self._hooks:
-            hook.remove()
         for read in self._reads:
             read.is_over.set()
-        self._reads, self._hooks, self.is_active = [], [], False
+        self._reads = []
         self._is_idle.set()
+
+    def release(self) -> None:
+        """Remove the hooks if all has been read. Not to be called by a hook, nor by the thread that reads."""
+        if self.is_active and self._is_idle.is_set():
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self.is_active = [], False
 
     def wait(self, *tensors: torch.Tensor) -> None:
         """Wait until these have been read, as far as they are to be."""
@@ -113,15 +122,21 @@ class BackgroundReads:
         for read in self._reads:
             if not read.is_awaited and read.overlaps(spans):
                 read.wait()
+        self.release()
 
     def wait_for_all(self) -> None:
         """Wait until all has been read and let go."""
+        self.wait_within_hooks()
+        self.release()
+
+    def wait_within_hooks(self) -> None:
+        """As ``wait_for_all``, for a hook: it leaves the hooks as they are."""
         if self.is_active:
             self._is_idle.wait()
 
     def forget(self) -> None:
         """A forked child has no thread to wait for."""
-        self._reads, self._hooks, self.is_active, self._is_idle = [], [], False, threading.Event()
+        self._reads, self._is_idle = [], threading.Event()
         self._is_idle.set()
 
 
@@ -134,9 +149,9 @@ def span_of(tensor: torch.Tensor) -> Span:
 READS = BackgroundReads()
 
 
-def wait_for_all(*_: Any) -> None:
+def wait_within_hooks(*_: Any) -> None:
     """As that of ``READS``, with the arguments of a hook: one that copies of a model may hold, too."""
-    READS.wait_for_all()
+    READS.wait_within_hooks()
 
 
 os.register_at_fork(after_in_child=READS.forget)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -70,32 +71,47 @@ TENSOR_PARALLEL = {
     "*.down.weight": {"tp": Shard(1)},
     "*": {"tp": Replicate()},
 }
-# By name, the number of ranks.
-LAYOUTS: dict[str, int] = {
-    "plain": 1,
-    "replicate": 2,
-    "fully_shard": 3,
-    "shard_optimizer": 3,
-    "annotated": 2,
-    "fully_shard, kept": 4,
-    "hybrid": 4,
-    "tensor parallel": 4,
-}
+LAYOUTS = (
+    "replicate", "shard_optimizer", "fully_shard", "fully_shard, kept", "fully_shard, regathered",
+    "fully_shard, kept in pairs", "hybrid", "tensor parallel", "annotated",
+)  # fmt: skip
+PLAIN = ("plain", 1)  # torch without a process group
+# A layout and a number of ranks. Each layout is among those of every run, and each number of ranks.
+USUAL = (
+    PLAIN,
+    ("replicate", 2),
+    ("fully_shard", 3),
+    ("shard_optimizer", 3),
+    ("annotated", 2),
+    ("fully_shard, kept", 4),
+    ("fully_shard, kept in pairs", 4),
+    ("fully_shard, regathered", 1),
+    ("hybrid", 4),
+    ("tensor parallel", 4),
+)
+ALL = (PLAIN, *((layout, world) for layout in LAYOUTS for world in (1, 2, 3, 4)))
 
 
-def mode(layout: str) -> spmd.DataParallel | None:
+def mesh_shape(layout: str, world: int) -> tuple[int, int]:
+    """Of a layout on two axes. With tensor parallelism over three ranks each has a row, over two the parts differ."""
+    if layout == "tensor parallel":
+        return {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}[world]
+    return {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}[world]
+
+
+def mode(layout: str, world: int) -> spmd.DataParallel | None:
     match layout.split(",")[0]:
         case "hybrid":
-            return spmd.DataParallel(
-                "fully_shard", mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            )
+            mesh = init_device_mesh("cpu", mesh_shape(layout, world), mesh_dim_names=("replicate", "shard"))
+            return spmd.DataParallel("fully_shard", mesh=mesh)
         case "tensor parallel":
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            mesh = init_device_mesh("cpu", mesh_shape(layout, world), mesh_dim_names=("dp", "tp"))
             return spmd.DataParallel("fully_shard", mesh=mesh, params=TENSOR_PARALLEL)
         case "shard_optimizer":
             return spmd.DataParallel("replicate", shard_optimizer=True)
         case "fully_shard":
-            return spmd.DataParallel("fully_shard", reshard_after_forward=False if "kept" in layout else None)
+            reshard = {"kept": False, "kept in pairs": 2, "regathered": True}.get(layout.partition(", ")[2])
+            return spmd.DataParallel("fully_shard", reshard_after_forward=reshard)
         case "annotated":
             return None
     return spmd.DataParallel("replicate")
@@ -105,18 +121,18 @@ class Run:
     """One training run on one rank. ``step`` is None where nothing is compiled."""
 
     def __init__(self, layout: str, optimizer: str = "Adam", seed: int = 0, *, on_meta: bool = False) -> None:
-        self.layout = layout
+        self.layout, self.world = layout, dist.get_world_size() if dist.is_initialized() else 1
         torch.manual_seed(seed)
         with torch.device("meta" if on_meta and layout != "plain" else "cpu"):
             self.model = Net().double()
         if layout == "annotated":
             annotate(self.model)
         if on_meta and layout != "plain":
-            spmd.materialize(self.model, mode(layout))
+            spmd.materialize(self.model, mode(layout, self.world))
         self.optimizers = make_optimizers(optimizer, self.model)
         self.step: Any = train_step
         if layout != "plain":
-            self.step = spmd.compile(train_step, parallel_mode=mode(layout))
+            self.step = spmd.compile(train_step, parallel_mode=mode(layout, self.world))
 
     def update(self) -> None:
         """One eager update, which makes optimizer state, where the layout is there without a compiled step."""
@@ -127,7 +143,8 @@ class Run:
             optimizer.zero_grad()
 
     def train(self, rank: int, start: int, stop: int) -> list[Tensor]:
-        row = rank // 2 if self.layout == "tensor parallel" else rank  # ranks along "tp" have the same rows
+        same = mesh_shape(self.layout, self.world)[1] if self.layout == "tensor parallel" else 1
+        row = rank // same  # ranks along "tp" have the same rows
         return [self.step(self.model, self.optimizers, *part(row, k)) for k in range(start, stop)]
 
     @property

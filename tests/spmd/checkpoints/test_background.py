@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import spmd
 from spmd.checkpoints import background, storage
@@ -213,6 +213,35 @@ def test_who_writes_waits(what: str, tmp_path: Path, alone: None) -> None:
     _, model, optimizer = make()
     spmd.load(tmp_path, model=model, optimizer=optimizer)
     assert unequal(expected, dict(model.state_dict())) == []
+
+
+@pytest.mark.parametrize("what", ["an eager step", "load_state_dict"])
+def test_hooks_that_were_registered_after_ours_run(what: str, tmp_path: Path, alone: None) -> None:
+    """torch goes through a dict of hooks: the save ends while it waits in ours, and must not change that dict."""
+    step, model, optimizer = make()
+    handle, seen = spmd.save(tmp_path, model=model, optimizer=optimizer, wait=False), []
+    hooks = [
+        model.register_load_state_dict_pre_hook(lambda *_: seen.append("load_state_dict")),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("an eager step")),
+    ]
+    try:
+        WRITES[what](step, model, optimizer)
+        assert seen == [what]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    handle.wait()
+    assert not model._load_state_dict_pre_hooks and not _global_optimizer_pre_hooks
+
+
+def test_the_step_after_a_save_removes_its_hooks(tmp_path: Path, alone: None) -> None:
+    step, model, optimizer = make()
+    handle = spmd.save(tmp_path, model=model, optimizer=optimizer, wait=False)
+    while not handle.done():
+        time.sleep(0.01)
+    assert model._load_state_dict_pre_hooks and _global_optimizer_pre_hooks
+    WRITES["a step"](step, model, optimizer)
+    assert not model._load_state_dict_pre_hooks and not _global_optimizer_pre_hooks
 
 
 def test_a_write_that_does_not_wait_fails_the_save(tmp_path: Path, alone: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, Shard
 
 import spmd
 from spmd.checkpoints import save as save_module
@@ -56,24 +58,26 @@ def test_keep_removes_what_is_older_and_incomplete(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-4", "step-5"]
 
 
-def test_killed_at_any_moment_either_checkpoint_is_whole(tmp_path: Path) -> None:
-    """A child process saves over a checkpoint, and ends at its n-th operation on files."""
+@pytest.mark.parametrize("keep", [None, 1], ids=["over the one before", "the one before goes"])
+def test_killed_at_any_moment_either_checkpoint_is_whole(keep: int | None, tmp_path: Path) -> None:
+    """A child process saves over a checkpoint, or a newer one, and ends at its n-th operation on files."""
+    steps = (1, 2, 3) if keep else (None, None, None)
     outcomes = []
     for moment in range(100):
         folder = tmp_path / str(moment)
-        save(folder, 1)
+        save(folder, 1, steps[0], keep)
         child = os.fork()
         if child == 0:
             _end_at(moment)
-            save(folder, 2)
+            save(folder, 2, steps[1], keep)
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         outcomes.append(load(folder)[1])
         if status == 0:
             break
         assert status == 9
-        save(folder, 3)  # what was left is no hindrance, and goes
-        assert load(folder)[1] == 3 and len([*folder.iterdir()]) == 2
+        save(folder, 3, steps[2], keep)  # what was left is no hindrance, and goes
+        assert load(folder)[1] == 3 and len([*folder.iterdir()]) == (1 if keep else 2)
     assert outcomes == sorted(outcomes) and set(outcomes) == {1, 2} and len(outcomes) > 6
 
 
@@ -90,7 +94,8 @@ def _end_at(moment: int) -> None:
         return counts
 
     for owner, name in (
-        (os, "replace"), (os, "fsync"), (Path, "mkdir"), (Path, "open"), (shutil, "rmtree"), (Path, "write_bytes")
+        (os, "replace"), (os, "fsync"), (Path, "mkdir"), (Path, "open"), (shutil, "rmtree"), (Path, "write_bytes"),
+        (Path, "unlink"), (Path, "rmdir"),
     ):  # fmt: skip
         setattr(owner, name, counted(getattr(owner, name)))
 
@@ -131,6 +136,43 @@ def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["values.pt", "shard-00001-00001.safetensors"])
+def test_a_file_of_another_save_is_named(name: str, tmp_path: Path) -> None:
+    """Of the same length, with tensors of the same names."""
+    save(tmp_path, 1, step=1)
+    save(tmp_path, 2, step=2)
+    (one,), (other,) = (tmp_path.glob(f"step-{step}/data-*/{name}") for step in (1, 2))
+    assert one.stat().st_size == other.stat().st_size
+    shutil.copy(one, other)
+    with pytest.raises(spmd.SpmdError, match=rf"{other} is not the file that was saved there, but .*{one.parent.name}"):
+        load(tmp_path)
+    assert load(tmp_path / "step-1") == (1, 1)
+
+
+def in_parts(rank: int, world: int, folder: Path) -> None:
+    parts = DTensor.from_local(torch.full((2,), float(rank)), spmd.world(), [Shard(0)], run_check=False)
+    spmd.save(folder, parts=parts)
+
+
+def test_parts_that_have_changed_places_are_named(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(3, in_parts, tmp_path)
+    got = torch.zeros(6)
+    spmd.load(tmp_path, parts=got)
+    assert got.tolist() == [0, 0, 1, 1, 2, 2]
+    one, other, _ = sorted(tmp_path.glob("data-*/*.safetensors"))
+    assert one.stat().st_size == other.stat().st_size
+    shutil.copy(one, other)  # what is in no file would be left as it is
+    with pytest.raises(spmd.SpmdError, match=f"{other} is not the file that was saved there, but .*{one.name}"):
+        spmd.load(tmp_path, parts=got)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": ["a"]}', "{}"])
+def test_a_damaged_index_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(spmd.SpmdError, match=r"model.safetensors.index.json is damaged, or no index"):
+        spmd.load(tmp_path, model=torch.nn.Linear(2, 3))
+
+
 def full(*args: Any) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -156,6 +198,31 @@ def test_a_rank_that_cannot_write_raises_on_all(ranks: Ranks, tmp_path: Path) ->
     message = f"saving {tmp_path}/step-2 failed: OSError: [Errno 28] No space left on device (on rank 1)"
     assert ranks.run(2, disk_full, tmp_path) == [(message, 1, [])] * 2
     assert not [*tmp_path.glob("step-2/data-*")]
+
+
+def cannot_write(rank: int, world: int, folder: Path, which: int) -> tuple[str, float]:
+    """What a save raises where the system stops the files of one rank after some bytes; and what loads after that."""
+    state = {"tensor": torch.ones(4), "number": 1.0}
+    spmd.save(folder, step=1, keep=1, state=state)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == which:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        with pytest.raises(spmd.SpmdError) as raised:
+            parts = DTensor.from_local(torch.ones(2000), spmd.world(), [Shard(0)], run_check=False)
+            spmd.save(folder, step=2, keep=1, state=state | {"parts": parts, "text": "a" * 4000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return str(raised.value), load(folder)[1]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_file_that_the_system_ends_halfway_fails_on_all(which: int, ranks: Ranks, tmp_path: Path) -> None:
+    (message, loaded), other = ranks.run(2, cannot_write, tmp_path, which)
+    assert other == (message, loaded) and loaded == 1
+    assert message.startswith(f"saving {tmp_path}/step-2 failed: ") and message.endswith(f"(on rank {which})")
+    assert "File too large" in message
+    assert not [*tmp_path.glob("step-2/*")]
 
 
 def lost_file(rank: int, world: int, folder: Path) -> tuple[list[str], list[str]]:

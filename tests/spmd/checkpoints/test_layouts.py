@@ -3,50 +3,94 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 import spmd
 from tests.harness.pool import Ranks
 
-from .runs import LAYOUTS, Run, part, unequal, whole
-
-COMPILED = ("replicate", "fully_shard", "shard_optimizer", "annotated")  # the others are as materialized
+from .runs import ALL, PLAIN, USUAL, Run, part, unequal, whole
 
 
-def saved(rank: int, world: int, layout: str, folder: Path) -> None:
-    run = Run(layout, on_meta=layout not in COMPILED)
-    if layout in COMPILED:
-        run.train(rank, 0, 2)
+def run_in(rank: int, layout: str, optimizer: str, seed: int, trains: bool) -> Run:
+    """A run that has state of the optimizer: after an eager update, or, for what only a step splits, after training."""
+    trains = trains or layout == "shard_optimizer"
+    run = Run(layout, optimizer, seed, on_meta=not trains)
+    if trains:
+        run.train(rank, seed, seed + 2)
     else:
         run.update()
-    spmd.save(folder / layout, step=2, **run.objects)
+    return run
+
+
+def saved(rank: int, world: int, layout: str, optimizer: str, seed: int, trains: bool, folder: Path) -> None:
+    run = run_in(rank, layout, optimizer, seed, trains)
+    spmd.save(folder, step=seed, **run.objects)
     state = run.state()
     if rank == 0:
-        torch.save(state, folder / f"{layout}.pt")
+        torch.save(state, folder / f"{seed}.pt")
 
 
-def loaded(rank: int, world: int, layout: str, folder: Path) -> list[str]:
-    """What differs after each load, first into what was never trained, then into what has the state of another."""
-    run = Run(layout, seed=1, on_meta=True)
+def loaded(
+    rank: int, world: int, layout: str, optimizer: str, seed: int, trains: bool, folder: Path, sources: Sequence[int]
+) -> list[str]:
+    """What differs after loads into what was never trained, and into what has other state, in turn."""
+    trained = run_in(rank, layout, optimizer, seed, trains)
     wrong = []
-    for other in LAYOUTS:
-        assert spmd.load(folder / other, **run.objects) == 2
-        wrong += [f"{other} into {layout}: {name}" for name in unequal(torch.load(folder / f"{other}.pt"), run.state())]
+    for k, source in enumerate(sources):
+        expected = torch.load(folder / f"{source}.pt")
+        run = trained if k % 2 else Run(layout, optimizer, seed, on_meta=True)
+        assert {"model.embed.weight", "model.up.bias"} <= {*unequal(expected, run.state())}, "other values before"
+        assert spmd.load(folder / f"step-{source}", **run.objects) == source
+        wrong += [f"{source}: {name}" for name in unequal(expected, run.state())]
     return wrong
 
 
-def test_every_layout_loads_from_every_other(ranks: Ranks, tmp_path: Path) -> None:
-    for layout, world in LAYOUTS.items():
-        ranks.run(world, saved, layout, tmp_path)
-    for layout, world in LAYOUTS.items():
-        assert ranks.run(world, loaded, layout, tmp_path) == [[]] * world
+@pytest.mark.timeout(3600)  # with --exhaustive
+@pytest.mark.parametrize("places, optimizer, trains", [
+    pytest.param(USUAL, "Adam", False, id="usual"),
+    pytest.param(ALL, "Adam", False, id="all pairs", marks=pytest.mark.exhaustive),
+    pytest.param(USUAL, "Adam", True, id="Adam", marks=pytest.mark.exhaustive),
+    pytest.param(USUAL, "Adafactor", True, id="Adafactor", marks=pytest.mark.exhaustive),
+    pytest.param(USUAL, "Muon", True, id="Muon", marks=pytest.mark.exhaustive),
+    pytest.param(USUAL, "SGD", True, id="SGD", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_every_layout_loads_from_every_other(
+    ranks: Ranks,
+    places: Sequence[tuple[str, int]],
+    optimizer: str,
+    trains: bool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """State by name, and that of the optimizer, bit by bit: from any layout on any number of ranks into any other.
+
+    In every run each checkpoint is loaded into three layouts, and each layout loads three; all with --exhaustive.
+    """
+    count, is_exhaustive = len(places), request.config.getoption("--exhaustive")
+
+    def run(number: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+        layout, world = places[number]
+        given = (layout, optimizer, number, trains, tmp_path, *args)
+        return ranks.run(world, job, *given, timeout=600, process_group=places[number] != PLAIN)
+
+    for number in range(count):
+        run(number, saved)
+    for number, place in enumerate(places):
+        sources = [(number + k) % count for k in (range(1, count) if is_exhaustive else (1, 4, 8))]
+        assert not any(wrong := run(number, loaded, sources)), f"into {place} from {list(enumerate(places))}: {wrong}"
 
 
 def resumed(rank: int, world: int, layout: str, optimizer: str, is_new: bool, folder: Path) -> list[str]:
@@ -65,16 +109,27 @@ def resumed(rank: int, world: int, layout: str, optimizer: str, is_new: bool, fo
     return unequal(run.state(), other.state()) + [str(each) for each in losses if not torch.equal(*each)]
 
 
-@pytest.mark.parametrize("layout, optimizer, is_new", [
-    ("fully_shard", "Adafactor", True),
-    ("fully_shard", "SGD", False),
-    ("replicate", "Muon", True),
-    ("shard_optimizer", "Adam", True),
-], ids=lambda each: str(each))  # fmt: skip
+USUAL_RUNS = (
+    ("fully_shard", 2, "Adafactor", True),
+    ("fully_shard", 2, "SGD", False),
+    ("replicate", 2, "Muon", True),
+    ("shard_optimizer", 2, "Adam", True),
+)
+OTHER_RUNS = [
+    (*place, optimizer, is_new)
+    for k, (place, optimizer) in enumerate(product(USUAL, ("Adam", "Muon", "Adafactor", "SGD")))
+    if place != PLAIN and (*place, optimizer, is_new := k % 3 == 0) not in USUAL_RUNS
+]
+
+
+@pytest.mark.parametrize(
+    "layout, world, optimizer, is_new",
+    [*USUAL_RUNS, *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in OTHER_RUNS)],
+)
 def test_a_run_goes_on_with_the_same_bits(
-    ranks: Ranks, layout: str, optimizer: str, is_new: bool, tmp_path: Path
+    ranks: Ranks, layout: str, world: int, optimizer: str, is_new: bool, tmp_path: Path
 ) -> None:
-    assert ranks.run(2, resumed, layout, optimizer, is_new, tmp_path) == [[], []]
+    assert ranks.run(world, resumed, layout, optimizer, is_new, tmp_path) == [[]] * world
 
 
 def elsewhere(rank: int, world: int, folder: Path, steps: int) -> dict[str, Any]:
@@ -100,11 +155,10 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
-def by_torch(rank: int, world: int, folder: Path) -> list[str]:
+def by_torch(rank: int, world: int, layout: str, trains: bool, folder: Path) -> list[str]:
     """What differs after torch's own ways to save: gathered on rank 0, by DCP, and each rank's own parts."""
-    run, other = Run("fully_shard"), Run("fully_shard", seed=1, on_meta=True)
-    run.train(rank, 0, 1)
-    model, wrong = run.model, []
+    run, other = run_in(rank, layout, "Adam", 0, trains), Run(layout, seed=1, on_meta=True)
+    model, wrong = run.model, list[str]()
     expected = {name: whole(value) for name, value in model.state_dict().items()}
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     wrong += unequal(expected if rank == 0 else {}, full)
@@ -118,8 +172,60 @@ def by_torch(rank: int, world: int, folder: Path) -> list[str]:
     return wrong
 
 
-def test_torch_saves_compiled_models_too(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, by_torch, tmp_path) == [[], []]
+@pytest.mark.parametrize(
+    "layout, world, trains",
+    [
+        ("fully_shard", 2, True),
+        *((*place, False) for place in (("replicate", 2), ("hybrid", 4), ("tensor parallel", 4), ("annotated", 3))),
+        *(pytest.param(*place, True, marks=pytest.mark.exhaustive) for place in USUAL if place != PLAIN),
+    ],
+)
+def test_torch_saves_compiled_models_too(ranks: Ranks, layout: str, world: int, trains: bool, tmp_path: Path) -> None:
+    assert ranks.run(world, by_torch, layout, trains, tmp_path) == [[]] * world
+
+
+class Counted:
+    """A slice of a safetensors file that notes how many bytes are read."""
+
+    def __init__(self, slice: Any, read: list[int]) -> None:
+        self.slice, self.read = slice, read
+        self.get_shape, self.get_dtype = slice.get_shape, slice.get_dtype
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        found: torch.Tensor = self.slice[key]
+        self.read.append(found.nbytes)
+        return found
+
+
+def bytes_read(rank: int, world: int, layout: str, folder: Path) -> tuple[int, int]:
+    """How many bytes of tensors this rank reads of a checkpoint, and has of its shards."""
+    run, read = Run(layout, on_meta=True), list[int]()
+    run.update()
+    if not folder.exists():
+        spmd.save(folder, **run.objects)
+
+    @contextmanager
+    def opened(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with safe_open(*args, **kwargs) as file:
+            sliced = lambda name: Counted(file.get_slice(name), read)  # noqa: E731
+            yield SimpleNamespace(keys=file.keys, metadata=file.metadata, get_slice=sliced)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(safetensors, "safe_open", opened)
+        spmd.load(folder, **run.objects)
+    tensors = [*run.model.state_dict(keep_vars=True).values()]
+    tensors += [each for o in run.optimizers for entries in o.state.values() for each in entries.values()]
+    shards = {id(each): each.to_local() if isinstance(each, DTensor) else each for each in tensors if each.ndim}
+    return sum(read), sum(each.nbytes for each in shards.values())
+
+
+def test_each_rank_reads_its_own_bytes(ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks what they wrote; then three, in the same layout, and four, in another one, what these two wrote."""
+    found = {}
+    for layout, world in (("fully_shard", 2), ("fully_shard", 3), ("tensor parallel", 4)):
+        found[world] = ranks.run(world, bytes_read, layout, tmp_path / "two")
+    assert all(read == own for each in found.values() for read, own in each), found
+    assert max(read for read, _ in found[3]) < min(read for read, _ in found[2]), found
 
 
 def rounded(rank: int, world: int, folder: Path) -> list[torch.Tensor]:
