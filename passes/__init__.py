@@ -29,6 +29,7 @@ from .errors import (
 )
 from .ir.check import check
 from .ir.collectives import Collective, Kind
+from .ir.dump_diff import Diff
 from .ir.infer_shapes import fill_vals
 from .ir.interpret import interpret
 from .ir.ops import PURE_FUNCTIONS
@@ -59,6 +60,7 @@ __all__ = [
     "CaptureError",
     "Collective",
     "DeadCode",
+    "Diff",
     "DropDetach",
     "DropProfiler",
     "Fact",

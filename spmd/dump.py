@@ -68,7 +68,7 @@ class Dump:
 
     def stage(self, number: int, name: str, program: Program) -> None:
         """``<number>_<name>.py``."""
-        self._write(f"{number:02}_{_slug(name)}.py", lambda: passes.print_program(program))
+        self._write(f"{stage_name(number, name)}.py", lambda: passes.print_program(program))
 
     def on_pass(self, number: int, each: Pass, program: Program, seconds: float) -> None:
         """A stage named after its pass."""
@@ -96,15 +96,52 @@ class Dump:
                 warn_user(f"the dump of {self.steps.name} is not complete: {error}. Training goes on")
 
 
-def dump_stages(
-    dump: Dump, captured: Program, partitioned: Program, pipeline: Sequence[Pass], final: Program, report: Report
+OnProgram = Callable[[int, str, Program], None]  # the number of a stage, its name, and the program after it
+
+
+def visit_stages(
+    visit: OnProgram, captured: Program, partitioned: Program, pipeline: Sequence[Pass], final: Program
 ) -> None:
-    """Write all stages of a compiled program; the passes run once more, on a copy."""
-    dump.stage(0, "capture", captured)
-    dump.stage(1, "partition", partitioned)
-    passes.run(partitioned, pipeline, on_stage=dump.on_pass, check=False)
-    dump.stage(99, "lowered", final)
-    dump.report(report)
+    """Show ``visit`` all stages of a compiled program; the passes run once more, on a copy."""
+    visit(0, "capture", captured)
+    visit(1, "partition", partitioned)
+    passes.run(
+        partitioned, pipeline, lambda number, each, program, _: visit(number, type(each).__name__, program), check=False
+    )
+    visit(99, "lowered", final)
+
+
+def stage_name(number: int, name: str) -> str:
+    """``06_bucket_all_reduce``."""
+    return f"{number:02}_{_slug(name)}"
+
+
+def stages_to_compare(stages: Sequence[str], wanted: Sequence[str]) -> tuple[str, str]:
+    """Two of these stages: those that are wanted, or the one that is, and the one before it.
+
+    A stage goes by its number (``"06"``), its name (``"bucket_all_reduce"``, ``"BucketAllReduce"``), or the beginning
+    of its name. Raises ``ValueError``, with all names, for anything else.
+    """
+    if len(wanted) not in (1, 2):
+        raise ValueError(f"expected one or two stages, got {', '.join(wanted) or 'none'}")
+    found = [_stage(stages, each) for each in wanted]
+    if len(found) == 2:
+        return found[0], found[1]
+    if found[0] == stages[0]:
+        raise ValueError(f"{found[0]} is the first stage, and changes nothing: name a later one, or two")
+    return stages[stages.index(found[0]) - 1], found[0]
+
+
+def _stage(stages: Sequence[str], wanted: str) -> str:
+    plain = wanted.replace("_", "").lower()
+    numbered = [each for each in stages if wanted.isdigit() and int(each[:2]) == int(wanted)]
+    named = [each for each in stages if each[3:].replace("_", "") == plain]
+    found = numbered or named or [each for each in stages if each[3:].replace("_", "").startswith(plain)]
+    if len(found) != 1:
+        raise ValueError(
+            f"there {'are several stages' if found else 'is no stage'} {wanted!r}: {', '.join(found or stages)}"
+        )
+    return found[0]
 
 
 def _take(root: Path, name: str) -> Path:

@@ -15,7 +15,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 import passes as passes_package
-from passes import Fact, Pass, Program, RankFailedError, Report, SpmdError, facts_of
+from passes import Diff, Fact, Pass, Program, RankFailedError, Report, SpmdError, facts_of, print_program
 from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
@@ -32,7 +32,7 @@ from .capture.explain_errors import shorten_traceback
 from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch, Turn
-from .dump import StepFolders, dump_stages
+from .dump import StepFolders, stage_name, stages_to_compare, visit_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
@@ -316,21 +316,35 @@ class CompiledStep:
 
     def report(self) -> Report:
         """What the program last run communicates in one step, and how long it took to compile."""
-        if self._dispatch.last is None:
-            raise SpmdError(f"{self._name} has not been called yet, so there is no program to report on: call it first")
-        return self._dispatch.last.report
+        return self._last_program("report on").report
 
     def dump(self, folder: str | Path) -> None:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""
         for each in self._dispatch.programs:
-            dump_stages(
-                self._dumps.dump(Path(folder), each.program.name),
-                each.captured.program,
-                each.partitioned,
-                self._options.pipeline,
-                each.program,
-                each.report,
-            )
+            dump = self._dumps.dump(Path(folder), each.program.name)
+            visit_stages(dump.stage, each.captured.program, each.partitioned, self._options.pipeline, each.program)
+            dump.report(each.report)
+
+    def diff(self, *stages: str) -> Diff:
+        """What a pass changed in the program last run, value by value; or what differs between two stages.
+
+        A stage goes by its number in a dump or by its name: ``step.diff("bucket_all_reduce")``,
+        ``step.diff("partition", "lowered")``. Raises ``ValueError``, with the names there are, for any other.
+        """
+        last = self._last_program("compare stages of")
+        texts: dict[str, str] = {}
+
+        def note(number: int, name: str, program: Program) -> None:
+            texts[stage_name(number, name)] = print_program(program)
+
+        visit_stages(note, last.captured.program, last.partitioned, self._options.pipeline, last.program)
+        names = stages_to_compare(list(texts), stages)
+        return Diff.of_texts(texts[names[0]], texts[names[1]], names)
+
+    def _last_program(self, purpose: str) -> Compiled:
+        if self._dispatch.last is None:
+            raise SpmdError(f"{self._name} has not been called yet, so there is no program to {purpose}: call it first")
+        return self._dispatch.last
 
     def recover(self) -> None:
         """Make the state of all ranks whole and equal again after a call that failed; all ranks call it together.

@@ -37,12 +37,12 @@ TORCH = "2.13."  # other versions decompose mse_loss into other ops
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-SHOWN = re.compile(r"(<!-- (dump|report): (.+?) -->\n```\w+\n)(.*?)(^```)", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(r"(<!-- (dump|report|diff): (.+?) -->\n```\w+\n)(.*?)(^```)", re.DOTALL | re.MULTILINE)
 EXCERPT = re.compile(r"(\S+), (\d+) lines from: (.+)")
 
 
 def blocks(document: str, language: str) -> list[str]:
-    """The code of a language, in order, without what dumps and reports wrote."""
+    """The code of a language, in order, without what dumps, reports and diffs wrote."""
     text = SHOWN.sub("", DOCUMENTS[document].read_text())
     return [body for kind, body in BLOCK.findall(text) if kind == language]
 
@@ -81,7 +81,10 @@ def test_code_runs_and_dumps_are_todays(
 
 
 def shown(kind: str, what: str, names: dict[str, Any]) -> str:
-    """The text of a dump, from its function on, or of a report, without its seconds."""
+    """The text of a dump, from its function on, of a diff, or of a report, without its seconds."""
+    if kind == "diff":
+        step, stage = what.split()
+        return f"{names[step].diff(stage)}\n"
     if kind == "report":
         console = Console(file=io.StringIO(), width=100)
         console.print(replace(names[what].report(), seconds={}))

@@ -1,0 +1,61 @@
+"""``spmd diff FOLDER PASS``: what one pass changed in a dumped program, value by value.
+
+FOLDER is that of a program, or of a step with one program; stages go by number or by name::
+
+    python -m spmd diff runs/train_step/program-0 bucket_all_reduce
+    python -m spmd diff runs/train_step/program-0 01 99 --json
+
+With one stage it is compared with the one before. - is gone, + is new, ~ has changed, > has moved. It ends with 0 if
+nothing differs, with 1 if something does, and with 2 where FOLDER or a stage is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from passes import Diff
+
+from ..dump import stages_to_compare
+from .dump_folder import program_folder, stages_of
+
+
+def add_command(commands: Any) -> None:
+    """Add ``diff`` and its options to the commands of a parser."""
+    command = commands.add_parser(
+        "diff",
+        help="what passes changed in a dumped program",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
+    command.add_argument(
+        "stages", metavar="STAGE", nargs="+", help="one or two stages, such as 06 or bucket_all_reduce"
+    )
+    command.add_argument("--json", action="store_true", help="print the changes as JSON")
+    command.set_defaults(run=lambda arguments: run(arguments, command))
+
+
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Compare, print, and return the exit code."""
+    try:
+        before, after = _stages(arguments.folder, arguments.stages)
+        diff = Diff.of_texts(before.read_text(), after.read_text(), (before.name, after.name))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if arguments.json:
+        print(json.dumps(diff.to_dict(), indent=2))
+    else:
+        Console(soft_wrap=True).print(diff)
+    return int(bool(diff))
+
+
+def _stages(folder: Path, wanted: list[str]) -> tuple[Path, Path]:
+    folder = program_folder(folder)
+    stages = {path.stem: path for path in stages_of(folder)}
+    before, after = stages_to_compare(list(stages), wanted)
+    return stages[before], stages[after]

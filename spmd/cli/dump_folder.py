@@ -1,0 +1,31 @@
+"""Find the program that a dump has, and its stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def program_folder(folder: Path) -> Path:
+    """The folder of one program: ``folder`` itself, or the only one somewhere in it that has stages.
+
+    Raises ``ValueError`` with what is there if there is none, or if there are several.
+    """
+    if not folder.is_dir():
+        near = sorted(each.name for each in folder.parent.iterdir() if each.is_dir()) if folder.parent.is_dir() else []
+        raise ValueError(f"there is no folder {folder}; {folder.parent} has {', '.join(near) or 'no folders'}")
+    if stages_of(folder):
+        return folder
+    found = sorted({path.parent for path in folder.rglob("[0-9][0-9]_*.py")})
+    if len(found) != 1:
+        listed = ", ".join(str(path) for path in found)
+        raise ValueError(
+            f"{folder} has several programs; name one: {listed}"
+            if found
+            else f"{folder} has no dump: let a step write one with spmd.compile(dump={str(folder)!r})"
+        )
+    return found[0]
+
+
+def stages_of(folder: Path) -> list[Path]:
+    """The files of all stages, in order."""
+    return sorted(folder.glob("[0-9][0-9]_*.py"))
