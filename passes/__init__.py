@@ -43,7 +43,7 @@ from .memory.planned_memory import LiveValue, PlannedMemory
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import default
-from .report import Report
+from .report import OneCollective, Report
 from .runner import run
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
@@ -75,6 +75,7 @@ __all__ = [
     "Memory",
     "MergeEqual",
     "Mesh",
+    "OneCollective",
     "OneStorage",
     "Output",
     "OutputKind",

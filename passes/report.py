@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -40,10 +40,29 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class OneCollective(Traffic):
+    """One collective. ``of``: the parameters, gradients or results that it serves; ``node``: its name in a dump.
+
+    ``phase``, ``module``, ``line``: where in the step it belongs, where that is known.
+    """
+
+    node: str = ""
+    of: tuple[str, ...] = ()
+    phase: str = ""
+    module: str = ""
+    line: str = ""
+
+    def serves(self, name: str) -> bool:
+        """Whether it is caused by this parameter, result or module, or by one inside of it."""
+        return bool(name) and any(each == name or each.startswith(f"{name}.") for each in (*self.of, self.module))
+
+
+@dataclass(frozen=True)
 class Report:
     """The communication of one step of a program; rich prints it.
 
-    ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start.
+    ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start;
+    ``caused_by`` has those of one parameter or module.
     ``seconds``: the time of each stage of compiling. ``notes``: messages for users, such as the ops that run replicated
     because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
     what is largest then.
@@ -55,7 +74,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
-    every: tuple[Traffic, ...] = ()
+    every: tuple[OneCollective, ...] = ()
     memory: dict[str, PlannedMemory] = field(default_factory=dict)
 
     @classmethod
@@ -73,6 +92,10 @@ class Report:
     def bytes(self, kind: str) -> int:
         """Their bytes: of one rank's local input, padding included. Raises ``ValueError`` for an unknown kind."""
         return sum(row.bytes for row in self._rows(kind))
+
+    def caused_by(self, name: str) -> tuple[OneCollective, ...]:
+        """The collectives of a parameter, result or module (``"model.blocks.0"``), with those inside of it."""
+        return tuple(one for one in self.every if one.serves(name))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""
@@ -141,24 +164,30 @@ def _sizes(heading: str) -> Table:
     return table
 
 
-def _one(node: fx.Node) -> Traffic:
+def _one(node: fx.Node) -> OneCollective:
     """The row of one collective."""
     described: Collective = node.meta["collective"]
     dtype = _dtype(operands(node)[0].meta["val"])
     kind, axis, role = str(described.kind), described.axis, str(described.role)
-    return Traffic(kind, axis, role, dtype, 1, input_bytes(node), described.why, described.by)
+    where = (str(node.meta.get(key) or "") for key in ("phase", "module", "source"))
+    of = tuple(described.of)
+    return OneCollective(
+        kind, axis, role, dtype, 1, input_bytes(node), described.why, described.by, node.name, of, *where
+    )
 
 
-def _traffic(every: Sequence[Traffic]) -> tuple[Traffic, ...]:
+def _traffic(every: Sequence[OneCollective]) -> tuple[Traffic, ...]:
     """One row for all collectives that agree in all but size and module, in order of first appearance."""
-    groups: dict[tuple[str, ...], list[Traffic]] = {}
+    groups: dict[tuple[str, ...], list[OneCollective]] = {}
     for one in every:
         key = (one.kind, one.axis, one.role, one.dtype, _without_module(one.why)[0], one.by)
         groups.setdefault(key, []).append(one)
-    return tuple(
-        replace(each[0], count=len(each), bytes=sum(one.bytes for one in each), why=_summary([one.why for one in each]))
-        for each in groups.values()
-    )
+    return tuple(_sum(each) for each in groups.values())
+
+
+def _sum(every: Sequence[OneCollective]) -> Traffic:
+    first, size, why = every[0], sum(one.bytes for one in every), _summary([one.why for one in every])
+    return Traffic(first.kind, first.axis, first.role, first.dtype, len(every), size, why, first.by)
 
 
 def _summary(reasons: Sequence[str]) -> str:

@@ -50,6 +50,7 @@ _CAPTURE, _PARTITIONER = "spmd/capture", "spmd/partitioner"
 _PRINTER = "passes/ir/printer.py"
 _ERRORS = "passes/unexpected_errors.py"
 _MEMORY = "passes/memory"
+_REPORT = "passes/report.py"
 _MERGE_EQUAL = "passes/cleanup/merge_equal.py"
 
 KEYS: tuple[Key, ...] = (
@@ -59,7 +60,16 @@ KEYS: tuple[Key, ...] = (
         Phase,
         "the part of the step: forward, backward, update",
         (_CAPTURE, _PARTITIONER, "passes/analysis/list_ops.py", "passes/communication"),
-        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", "passes/update", _MEMORY, "spmd/verification"),
+        (
+            _CAPTURE,
+            _PRINTER,
+            _PARTITIONER,
+            "passes/communication",
+            "passes/update",
+            _MEMORY,
+            "spmd/verification",
+            _REPORT,
+        ),
         Relation.HELPER,
     ),
     Key(
@@ -67,7 +77,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the path of the module whose forward was running, or whose backward this is",
         (_CAPTURE, _PARTITIONER, "passes/communication"),
-        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", _MEMORY, _ERRORS),
+        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", _MEMORY, _ERRORS, _REPORT),
         Relation.HELPER,
     ),
     # The work that the node does.
@@ -76,7 +86,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the user's line: file, number and text",
         (_CAPTURE,),
-        (_CAPTURE, _PRINTER, _PARTITIONER, _ERRORS, "spmd/lowering/codegen.py"),
+        (_CAPTURE, _PRINTER, _PARTITIONER, _ERRORS, "spmd/lowering/codegen.py", _REPORT),
         Relation.STEP,
     ),
     Key(

@@ -33,6 +33,7 @@ from ..ranks.world import world
 from .calibrate import SIZES, Progress, calibrate
 from .diff_command import add_command as add_diff
 from .verify_command import add_command as add_verify
+from .why_command import add_command as add_why
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,6 +66,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--max-bytes", type=int, default=SIZES[-1], help="the largest operand (%(default)s)")
     add_verify(commands)
     add_diff(commands)
+    add_why(commands)
     arguments = parser.parse_args(argv)
     if arguments.command != "calibrate":
         return arguments
