@@ -31,13 +31,14 @@ from passes.analysis.costs import ALGORITHMS, Algorithm, Link, Point
 
 from ..ranks.world import world
 from .calibrate import SIZES, Progress, calibrate
+from .fuzz_command import add_command as add_fuzz
 from .verify_command import add_command as add_verify
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``python -m spmd`` with the arguments ``argv``."""
     arguments = _arguments(argv)
-    if arguments.command == "verify":
+    if arguments.command != "calibrate":
         raise SystemExit(arguments.run(arguments))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         world()  # joins the ranks of torchrun
@@ -63,8 +64,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--rounds", type=int, default=20, help="measurements of each collective (%(default)s)")
     command.add_argument("--max-bytes", type=int, default=SIZES[-1], help="the largest operand (%(default)s)")
     add_verify(commands)
+    add_fuzz(commands)
     arguments = parser.parse_args(argv)
-    if arguments.command == "verify":
+    if arguments.command != "calibrate":
         return arguments
     try:
         _complete(arguments)
