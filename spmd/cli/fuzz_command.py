@@ -6,7 +6,7 @@ that fails is shrunk, and its file written to a folder; it runs alone, with pyth
     python -m spmd fuzz --count 500 --seed 0
     python -m spmd fuzz --count 50 --seed 7 --out found --json
 
-It ends with 0 where all agree or are refused in a sentence, with 1 where one fails, and with 2 where an option is wrong.
+It ends with 0 where all agree or are refused in a sentence, with 1 where one fails, with 2 where an option is wrong.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _WIDTH = 120
@@ -29,8 +31,13 @@ class Script:
     body: list[str] = field(default_factory=list)
     annotations: list[str] = field(default_factory=list)
     options: str = ""  # of spmd.compile
-    mesh: list[str] = field(default_factory=lambda: ["dp"])  # the names of its axes
-    verified: str = "world=2"  # options of spmd.verify
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"dp": 2})
+    steps: int = 2
+
+    @property
+    def ranks(self) -> int:
+        """How many the mesh has."""
+        return math.prod(self.mesh.values())
 
     @property
     def arguments(self) -> str:
@@ -57,9 +64,11 @@ class Script:
     def text(self) -> str:
         """The file."""
         decorator = f"@spmd.compile({self.options})" if self.options else "@spmd.compile"
-        verify = f"verdict = spmd.verify(train_step, {self.arguments}, {self.verified})"
+        mesh = f", mesh={self.mesh}" if list(self.mesh) != ["dp"] else ""
+        verify = f"verdict = spmd.verify(train_step, {self.arguments}, steps={self.steps}, world={self.ranks}{mesh})"
         made = "\n".join([self.prelude(), *self.annotations])
-        return self._with_imports(f"{made}\n\n\n{decorator}\n{self.step()}\n\n\n{verify}\nprint(verdict)\nassert verdict\n")
+        end = f"{verify}\nprint(verdict)\nassert verdict\n"
+        return self._with_imports(f"{made}\n\n\n{decorator}\n{self.step()}\n\n\n{end}")
 
     def _with_imports(self, text: str) -> str:
         needed = [line for name, line in _IMPORTS.items() if re.search(rf"(?<![\w.]){name}", text)]

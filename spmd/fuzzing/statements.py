@@ -58,7 +58,10 @@ LINES = (
     ("", "h = h.clone()\nh[0] += 1"),
     ("", "h = h * 1\nh.mul_({k}).add_(1)"),
     ("", "h = h.clone()\nh[h > 0.5] = 0.25"),
-    ("", "mean = h.new_zeros({n})\nfor row in h.split({k}):\n    mean = mean + row.flatten(0, -2).sum(0)\nh = h - mean"),
+    (
+        "",
+        "total = h.new_zeros({n})\nfor rows in h.split({k}):\n    total = total + rows.sum(0)\nh = h - total",
+    ),
     ("", "a, b = h.chunk(2, -1)\nh = a * torch.sigmoid(b)"),
     ("", "a, b = h.chunk(2)\nh = torch.cat([b, a])"),
     ("", "values, index = h.max(1)\nh = h.gather(1, index.unsqueeze(1)) + values.unsqueeze(1)"),
@@ -71,10 +74,16 @@ STATEFUL = (
     ('model.register_buffer("seen", torch.zeros({n}))', "model.seen += h.detach().mean(0)\nh = h - model.seen"),
     ('model.register_buffer("seen", torch.zeros({n}))', "model.seen.lerp_(h.detach().mean(0), 0.1)"),
     ('model.register_buffer("count", torch.tensor(0))', "model.count += 1\nh = h / model.count"),
-    ('model.register_buffer("scale", torch.ones(()))', "model.scale = h.detach().abs().max()\nh = h / (1 + model.scale)"),
+    (
+        'model.register_buffer("scale", torch.ones(()))',
+        "model.scale = h.detach().norm()\nh = h / (1 + model.scale)",
+    ),
     ("model.calls = 0", "model.calls += 1\nh = h * model.calls"),
     ("model.table = torch.randn({n}, {w})", "h = h @ model.table"),
-    ("model.average = torch.zeros({n})", "model.average = 0.9 * model.average + h.detach().mean(0)\nh = h + model.average"),
+    (
+        "model.average = torch.zeros({n})",
+        "model.average = model.average / 2 + h.detach().mean(0)\nh = h + model.average",
+    ),
     ("model.queue = []", "model.queue.append(h.detach().mean())"),
     ("model.settings = {{'scale': 2.0}}", "h = h * model.settings['scale']"),
     ('model.register_parameter("bias", nn.Parameter(torch.zeros({n})))', "h = h + model.bias"),
@@ -82,48 +91,55 @@ STATEFUL = (
 )
 
 ROWWISE = """
-torch.tanh(h) | torch.sigmoid(h) | F.relu(h) | F.gelu(h) | F.silu(h) | h * h | h.abs() | h.exp() * 0.5 | h.sin() | -h
-F.softmax(h, -1) | F.log_softmax(h, -1) | F.softplus(h) | h.clamp(-1, 0.5) | h / (1 + h.abs()) | torch.erf(h)
+torch.tanh(h) | torch.sigmoid(h) | F.relu(h) | F.gelu(h) | F.silu(h) | h * h | h.abs() | h.exp() * 0.5 | h.sin()
+-h | F.softmax(h, -1) | F.log_softmax(h, -1) | F.softplus(h) | h.clamp(-1, 0.5) | h / (1 + h.abs()) | torch.erf(h)
 F.layer_norm(h, h.shape[1:]) | F.normalize(h, dim=-1) | F.glu(h) | F.elu(h) | F.hardtanh(h) | torch.atan2(h, h + 2)
 h - h.mean(-1, keepdim=True) | h * h.amax(-1, keepdim=True) | h.sum(-1) | h.mean(1) | h.logsumexp(1) | h.prod(-1)
 h.cumsum(1) | h.flip(1) | h.roll({k}, 1) | h.sort(1).values | h.topk(2, 1).values | h.max(1).values | h.norm(dim=1)
-h.var(1) | h.median(1).values | h.kthvalue(1, 1).values | h.cumprod(1) | h.logcumsumexp(1) | h.amin(1) | h.argmax(1) * h[:, 0]
-h.unsqueeze(1) | h.unsqueeze(-1) | h.squeeze(1) | h.transpose(1, -1) | h.flatten(1) | h.reshape(h.shape[0], 2, -1)
-h.reshape(h.shape[0], -1, 2) | h.unflatten(1, (2, -1)) | h.view(len(h), -1) | h[:, :2] | h[:, 1:] | h[:, ::2] | h[..., 0]
-h[:, [0, 1, 0]] | h[:, -1] | h.narrow(1, 0, 1) | h.repeat(1, 2) | h.expand(-1, 2) | h.repeat_interleave(2, 1)
-torch.cat([h, h], 1) | torch.stack([h, h.sin()], 1) | F.pad(h, (1, 1)) | h.unfold(1, 2, 1) | h.tril() | h.diagonal(0, -2, -1)
-torch.where(h > 0, h, 0.1 * h) | h.masked_fill(h < 0, 0.5) | h.index_select(1, torch.tensor([1, 0])) | h.float() | h.double()
-h.to(torch.bfloat16) | torch.einsum('bi,bj->bij', h, h) | torch.bmm(h, h.transpose(1, 2)) | torch.baddbmm(h, h, h)
-F.avg_pool1d(h, 2) | F.max_pool1d(h, 2) | F.interpolate(h, scale_factor=2) | torch.fft.rfft(h).abs() | F.unfold(h.unsqueeze(1), 2)
+h.var(1) | h.median(1).values | h.kthvalue(1, 1).values | h.cumprod(1) | h.logcumsumexp(1) | h.amin(1)
+h.argmax(1) * h[:, 0] | h.unsqueeze(1) | h.unsqueeze(-1) | h.squeeze(1) | h.transpose(1, -1) | h.flatten(1)
+h.reshape(h.shape[0], 2, -1) | h.reshape(h.shape[0], -1, 2) | h.unflatten(1, (2, -1)) | h.view(len(h), -1)
+h[:, :2] | h[:, 1:] | h[:, ::2] | h[..., 0] | h[:, [0, 1, 0]] | h[:, -1] | h.narrow(1, 0, 1) | h.repeat(1, 2)
+h.expand(-1, 2) | h.repeat_interleave(2, 1) | torch.cat([h, h], 1) | torch.stack([h, h.sin()], 1) | F.pad(h, (1, 1))
+h.unfold(1, 2, 1) | h.tril() | h.diagonal(0, -2, -1) | torch.where(h > 0, h, 0.1 * h) | h.masked_fill(h < 0, 0.5)
+h.index_select(1, torch.tensor([1, 0])) | h.float() | h.double() | h.to(torch.bfloat16)
+torch.einsum('bi,bj->bij', h, h) | torch.bmm(h, h.transpose(1, 2)) | torch.baddbmm(h, h, h) | F.avg_pool1d(h, 2)
+F.max_pool1d(h, 2) | F.interpolate(h, scale_factor=2) | torch.fft.rfft(h).abs() | F.unfold(h.unsqueeze(1), 2)
 F.scaled_dot_product_attention(h, h, h) | F.adaptive_avg_pool1d(h, 2) | F.one_hot(h.argmax(1), h.shape[1]) * h
-torch.addcmul(h, h, h, value=0.1) | torch.lerp(h, h.cos(), 0.25) | h.softmax(1) @ torch.ones({n}, {w}) | torch.outer(h[:, 0], torch.arange(3.0))
-torch.cdist(h, h) | torch.vmap(torch.tanh)(h) | torch.searchsorted(torch.arange(3.0), h) * h | h.scatter(1, h.argsort(1), h.sin())
+torch.addcmul(h, h, h, value=0.1) | torch.lerp(h, h.cos(), 0.25) | h.softmax(1) @ torch.ones({n}, {w})
+torch.outer(h[:, 0], torch.arange(3.0)) | torch.cdist(h, h) | torch.vmap(torch.tanh)(h)
+torch.searchsorted(torch.arange(3.0), h) * h | h.scatter(1, h.argsort(1), h.sin())
 """
 
 ACROSS_ROWS = """
-h - h.mean(0) | h / (1 + h.std(0)) | h * h.sum() | h - h.mean() | h / h.norm() | F.softmax(h, 0) | h.cumsum(0) | h * h.amax(0)
-h.flip(0) | h.roll({k}, 0) | h.sort(0).values | h.t() | h @ h.t() | h @ (h.t() @ h) | h.sum(0, keepdim=True) + h | h.mean(0)
-h[1:] - h[:-1] | h[::2] | h[:-1] | h[1:] | h[-1] + h | h[0] * h | h.topk(2, 0).values | h.max(0).values * h | h.logsumexp(0) + h
-h.argsort(0) * h | h[h[:, 0].argsort()] | h.median() + h | h.reshape(-1) | h.reshape(2, -1) | h.reshape(-1, 2) | h.view(-1, {n})
-h.flatten(0, 1) | h.unsqueeze(0) | h.transpose(0, 1) | h.permute(1, 0, 2) | torch.cat([h, h]) | torch.stack([h, h]) | h.repeat(2, 1)
-torch.cat([h, h.mean(0, keepdim=True)]) | torch.cat([h[{k}:], h[:{k}]]) | F.pad(h, (0, 0, 1, 0))[:-1] | h.unfold(0, 2, 1)
-torch.where(h > h.mean(), h, 0) | h.masked_fill(h == h.max(), 0) | torch.cdist(h, h[:2]) | h.index_select(0, torch.tensor([1, 0]))
-torch.zeros(3, {n}).index_add(0, x.flatten(1).argmax(1) % 3, h) | h.var(0, unbiased=False) + h | h - h.min() | torch.cov(h.t())
-h[torch.arange(len(h)), 0] | h.scatter_add(0, h.argsort(0), h) | torch.einsum('bi,bj->ij', h, h) | h.tril() | h.trace() * h
-h.index_copy(0, torch.tensor([0]), h[1:2]) | h.diff(dim=0) | torch.logcumsumexp(h, 0) | h * (h > 0).sum() | h.std() * h
-h.softmax(0).t() @ h | h * torch.arange(len(h)).unsqueeze(1) | torch.corrcoef(h) | h.expand(2, -1, -1).sum(0) | h.chunk(2)[0]
-h * h.new_ones({b}, 1) | h + torch.eye(len(h), {n}) | h.split([1, len(h) - 1])[1] | h.prod(0) + h | torch.kron(h, h[:1])
+h - h.mean(0) | h / (1 + h.std(0)) | h * h.sum() | h - h.mean() | h / h.norm() | F.softmax(h, 0) | h.cumsum(0)
+h * h.amax(0) | h.flip(0) | h.roll({k}, 0) | h.sort(0).values | h.t() | h @ h.t() | h @ (h.t() @ h)
+h.sum(0, keepdim=True) + h | h.mean(0) | h[1:] - h[:-1] | h[::2] | h[:-1] | h[1:] | h[-1] + h | h[0] * h
+h.topk(2, 0).values | h.max(0).values * h | h.logsumexp(0) + h | h.argsort(0) * h | h[h[:, 0].argsort()]
+h.median() + h | h.reshape(-1) | h.reshape(2, -1) | h.reshape(-1, 2) | h.view(-1, {n}) | h.flatten(0, 1)
+h.unsqueeze(0) | h.transpose(0, 1) | h.permute(1, 0, 2) | torch.cat([h, h]) | torch.stack([h, h]) | h.repeat(2, 1)
+torch.cat([h, h.mean(0, keepdim=True)]) | torch.cat([h[{k}:], h[:{k}]]) | F.pad(h, (0, 0, 1, 0))[:-1]
+h.unfold(0, 2, 1) | torch.where(h > h.mean(), h, 0) | h.masked_fill(h == h.max(), 0) | torch.cdist(h, h[:2])
+h.index_select(0, torch.tensor([1, 0])) | torch.zeros(3, {n}).index_add(0, x.flatten(1).argmax(1) % 3, h)
+h.var(0, unbiased=False) + h | h - h.min() | torch.cov(h.t()) | h[torch.arange(len(h)), 0]
+h.scatter_add(0, h.argsort(0), h) | torch.einsum('bi,bj->ij', h, h) | h.tril() | h.trace() * h
+h.index_copy(0, torch.tensor([0]), h[1:2]) | h.diff(dim=0) | torch.logcumsumexp(h, 0) | h * (h > 0).sum()
+h.std() * h | h.softmax(0).t() @ h | h * torch.arange(len(h)).unsqueeze(1) | torch.corrcoef(h)
+h.expand(2, -1, -1).sum(0) | h.chunk(2)[0] | h * h.new_ones({b}, 1) | h + torch.eye(len(h), {n})
+h.split([1, len(h) - 1])[1] | h.prod(0) + h | torch.kron(h, h[:1])
 """
 
 RANDOM = """
-F.dropout(h, 0.25) | h + torch.randn_like(h) | h * torch.rand(h.shape[0], 1) | h * torch.bernoulli(torch.full_like(h, 0.5))
-h + torch.randn({n}) | h[torch.randperm(len(h))] | F.dropout1d(h, 0.5) | torch.normal(h, 0.1)
+F.dropout(h, 0.25) | h + torch.randn_like(h) | h * torch.rand(h.shape[0], 1)
+h * torch.bernoulli(torch.full_like(h, 0.5)) | h + torch.randn({n}) | h[torch.randperm(len(h))]
+F.dropout1d(h, 0.5) | torch.normal(h, 0.1)
 """
 
 JOINED = """
-h + {z} | h * {z} | torch.cat([h, {z}], -1) | torch.cat([h, {z}]) | h @ {z}.t() | torch.stack([h, {z}]) | torch.where(h > {z}, h, {z})
-h - {z}.mean(0) | torch.maximum(h, {z}) | h * {z}.sum() | F.cosine_similarity(h, {z}, 1) | torch.cdist(h, {z}) | torch.addmm(h, h, h.t() @ {z})
-h + {z}.detach() | torch.einsum('bi,bj->bij', h, {z}) | F.pairwise_distance(h, {z}) | torch.index_add(h, 0, torch.tensor([0]), {z}[:1])
+h + {z} | h * {z} | torch.cat([h, {z}], -1) | torch.cat([h, {z}]) | h @ {z}.t() | torch.stack([h, {z}])
+torch.where(h > {z}, h, {z}) | h - {z}.mean(0) | torch.maximum(h, {z}) | h * {z}.sum()
+F.cosine_similarity(h, {z}, 1) | torch.cdist(h, {z}) | torch.addmm(h, h, h.t() @ {z}) | h + {z}.detach()
+torch.einsum('bi,bj->bij', h, {z}) | F.pairwise_distance(h, {z}) | torch.index_add(h, 0, torch.tensor([0]), {z}[:1])
 """
 
 

@@ -61,7 +61,7 @@ PARAMETERS = (
     "model.parameters()",
     "[p for p in model.parameters() if p.requires_grad]",
     "[{'params': [p], 'lr': 0.01 * (k + 1)} for k, p in enumerate(model.parameters())]",
-    "[{'params': p for p in [list(model.parameters())[:1]]}, {'params': list(model.parameters())[1:], 'weight_decay': 0.1}]",
+    "[{'params': model[:1].parameters(), 'weight_decay': 0.1}, {'params': model[1:].parameters()}]",
 )
 
 
@@ -97,7 +97,13 @@ TRAININGS = (
     Training(last=("optimizer.zero_grad(set_to_none=False)",)),
     Training(after=("torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)",)),
     Training(after=(f"for g in [{_GRADS}]:", "    g.mul_(0.5)")),
-    Training(after=(f"norm = torch.stack([g.norm() for g in [{_GRADS}]]).norm()", f"for g in [{_GRADS}]:", "    g /= norm + 1")),
+    Training(
+        after=(
+            f"norm = torch.stack([g.norm() for g in [{_GRADS}]]).norm()",
+            f"for g in [{_GRADS}]:",
+            "    g /= norm + 1",
+        )
+    ),
     Training(backward=("loss.backward(retain_graph=True)", "(loss * 0.5).backward()")),
     Training(
         backward=(
@@ -113,7 +119,9 @@ TRAININGS = (
         )
     ),
     Training(after=('optimizer.param_groups[0]["lr"] *= 0.5',)),
-    Training(backward=("loss.backward()", "with torch.no_grad():", "    for p in model.parameters():", "        p.mul_(0.9)")),
+    Training(
+        backward=("loss.backward()", "with torch.no_grad():", "    for p in model.parameters():", "        p.mul_(0.9)")
+    ),
     Training(after=("loss = loss.detach()",)),
     Training(backward=("loss.backward()", "optimizer.step()", "optimizer.zero_grad()", "model.zero_grad()"), last=()),
     Training(before=("optimizer.zero_grad()",), loop="for x in (x, x * 0.5):", last=()),

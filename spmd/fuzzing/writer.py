@@ -91,7 +91,9 @@ def _optimizers(gene: Gene, script: Script, forward: Forward) -> None:
     """One optimizer, rarely two."""
     first, given = gene.of(OPTIMIZERS), gene.rarely(gene.of(PARAMETERS), PARAMETERS[0])
     script.optimizers["optimizer"] = first.format(p=given)
-    parts = [[each for module in part for each in module.parameters()] for part in (forward.model[:1], forward.model[1:])]
+    parts = [
+        [each for module in part for each in module.parameters()] for part in (forward.model[:1], forward.model[1:])
+    ]
     if all(parts) and gene.rarely(True, False):
         script.optimizers["optimizer"] = first.format(p="model[:1].parameters()")
         script.optimizers["other"] = gene.of(OPTIMIZERS).format(p="model[1:].parameters()")
@@ -125,36 +127,35 @@ def _for_each_optimizer(line: str, script: Script) -> list[str]:
 
 def _mesh(gene: Gene, script: Script, rows: int) -> bool:
     """Choose the ranks and steps; returns whether the rows of the batch divide by the ranks."""
-    mesh, steps = gene.of(MESHES), gene.of(_STEPS)
-    ranks = torch.Size(mesh.values()).numel()
-    script.mesh = list(mesh)
-    script.verified = f"steps={steps}, world={ranks}" + (f", mesh={mesh}" if list(mesh) != ["dp"] else "")
-    return rows % ranks == 0
+    script.mesh, script.steps = gene.of(MESHES), gene.of(_STEPS)
+    return rows % script.ranks == 0
 
 
 def _compile(gene: Gene, forward: Forward, script: Script) -> None:
     """A mode that fits the mesh."""
     kind = gene.of("style style style annotations placed style rounded inputs".split())
-    placed = _placed(gene, forward, script.mesh[-1])
-    if script.mesh == ["dp", "tp"]:
+    placed = _placed(gene, forward, script)
+    if list(script.mesh) == ["dp", "tp"]:
         script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, params={placed})"
     elif kind == "annotations":
         script.annotations = _annotations(gene, forward)
     elif kind == "placed":
         script.options = f"parallel_mode=spmd.DTensorExpand(params={placed})"
-    elif kind == "inputs":
+    elif kind == "inputs" and len(script.mesh) == 1:
         inputs = f'{{"x": {gene.of(PLACED)}}}'
         script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, inputs={inputs})"
     else:
         style = gene.of(ROUNDED if kind == "rounded" else STYLES)
         script.options = f"parallel_mode=spmd.DataParallel({style})"
     names = {"spmd": spmd, "torch": torch, "Shard": Shard, "Replicate": Replicate}
-    if script.options and not _holds(f"spmd.compile({script.options})", names):
+    odd = "reshard_after_forward=2" in script.options and script.ranks % 2
+    if odd or (script.options and not _holds(f"spmd.compile({script.options})", names)):
         script.options = 'parallel_mode=spmd.DataParallel("fully_shard")'
 
 
-def _placed(gene: Gene, forward: Forward, axis: str) -> str:
-    """Placements of some parameters over an axis, by name."""
+def _placed(gene: Gene, forward: Forward, script: Script) -> str:
+    """Placements of some parameters over the last axis, by name."""
+    axis = list(script.mesh)[-1]
     parameters = [(name, p.ndim) for name, p in forward.model.named_parameters() if p.ndim]
     chosen = {}
     for _ in range(gene.of((1, 2, 3)) if parameters else 0):
