@@ -12,10 +12,10 @@ It ends with 0 where all agree or are refused in a sentence, with 1 where one fa
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Verify, print, and return the exit code."""
     if arguments.count < 1:
         parser.error(f"expected --count to be 1 or more, got {arguments.count}")
-    if importlib.util.find_spec("hypothesis") is None:
+    if find_spec("hypothesis") is None:
         parser.error('hypothesis chooses the steps, and is not installed: pip install "spmd[fuzz]"')
     from ..fuzzing.search import fuzz
 

@@ -30,7 +30,7 @@ class Gene:
         return self.of([otherwise, otherwise, otherwise, option])
 
 
-Numbers = Sequence[int]
+Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Choices:
     """The numbers of each part; the fields stand in the order of the file that is written from them."""
 
     data: Numbers = ()
-    statements: Sequence[Numbers] = ()
-    changes: Sequence[Numbers] = ()  # to the model, before it is trained
+    statements: tuple[Numbers, ...] = ()
+    changes: tuple[Numbers, ...] = ()  # to the model, before it is trained
     loss: Numbers = ()
     training: Numbers = ()
     optimizer: Numbers = ()

@@ -22,7 +22,7 @@ STYLES = (
     '"replicate", offload_policy=spmd.OffloadPolicy()',
     '"fully_shard", sync=False',
 )
-# Those that round, after which little can be compared closely.
+# Those that round, which makes optimizers that divide gradients by their size another step: for SGD alone.
 ROUNDED = (
     '"replicate", reduce_dtype=torch.bfloat16',
     '"fully_shard", reduce_dtype=torch.bfloat16, gather_dtype=torch.bfloat16',
@@ -34,6 +34,7 @@ MESHES = (
     {"dp": 2},
     {"dp": 2},
     {"dp": 2},
+    {"dp": 2},
     {"dp": 3},
     {"dp": 4},
     {"dp": 2, "tp": 2},
@@ -41,7 +42,7 @@ MESHES = (
     {"dp": 1, "tp": 2},
     {"dp": 2, "tp": 1},
     {"replicate": 1, "shard": 3},
-    {"tp": 1},
+    {"dp": 1},
 )
 
 # Annotations of a layer ``{m}``, in the place of a style.

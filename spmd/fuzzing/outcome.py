@@ -39,12 +39,12 @@ class Outcome:
 
 
 def run(path: Path) -> Outcome:
-    """Execute the file as ``python FILE`` does, but in this process, and quietly."""
+    """Execute the file as ``python FILE`` does, but in this process."""
     module = types.ModuleType(_NAME)
     module.__file__, before = str(path), sys.modules.get(_NAME)
     sys.modules[_NAME] = module
     try:
-        with _quiet(), random_state_kept():
+        with random_state_kept():
             exec(compile(path.read_text(), str(path), "exec"), vars(module))
     except AssertionError as error:
         verdict = vars(module).get("verdict")
@@ -59,7 +59,7 @@ def run(path: Path) -> Outcome:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Neither output nor warnings: there is one of each kind for each of many steps."""
     quiet = os.environ.get("SPMD_QUIET")
     os.environ["SPMD_QUIET"] = "1"
@@ -74,8 +74,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _differs(verdict: Verdict) -> Outcome:
-    where = f"{verdict.stage} {verdict.node}".strip() or "the result"
-    return Outcome("failed", _general(f"wrong values after {where}"), str(verdict))
+    return Outcome("failed", f"wrong values after {verdict.stage or 'the step'}", str(verdict))
 
 
 def _raised(error: Exception) -> Outcome:

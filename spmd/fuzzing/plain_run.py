@@ -13,30 +13,34 @@ from ..call.rng import random_state_kept
 
 _CALLS = 3
 _NARROW = ("bfloat16", "float16", ".float()", "float32")
-_EXACT, _ROUNDED = (1e-12, 3e-10), (4e-3, 2e-2)  # how much the batch is changed by, and results may change by
+# How much the batch is changed by, and results may change by: a fraction of what verify allows for.
+_ALLOWED = {"exact": (1e-12, 3e-10), "single": (1e-6, 3e-5), "narrow": (4e-3, 2e-2)}
 
 
 def can_be_verified(text: str) -> bool:
     """Whether the plain step runs, its results are finite, and change little where the batch does."""
-    change, allowed = _ROUNDED if any(name in text for name in _NARROW) else _EXACT
     try:
-        _run_in(torch.float32, text, 0.0)  # as the file is
-        results, changed = _run(text, 0.0), _run(text, change)
+        _run(torch.float32, text, 0.0)  # as the file is
+        dtype = _dtype(text)
+        kind = "narrow" if any(name in text for name in _NARROW) else "single" if dtype is torch.float32 else "exact"
+        change, allowed = _ALLOWED[kind]
+        results, changed = _run(dtype, text, 0.0), _run(dtype, text, change)
     except Exception:  # the step is wrong by itself
         return False
     pairs = list(zip(results, changed, strict=False))
     return len(results) == len(changed) and all(_is_close(one, other, allowed) for one, other in pairs)
 
 
-def _run(text: str, change: float) -> list[Tensor]:
-    """What the step leaves in its model and returns, in float64 where it can run so."""
+def _dtype(text: str) -> torch.dtype:
+    """Float64 where the step can run so, as verify does."""
     try:
-        return _run_in(torch.float64, text, change)
+        _run(torch.float64, text, 0.0)
+        return torch.float64
     except (RuntimeError, TypeError, ValueError):  # it names a dtype
-        return _run_in(torch.float32, text, max(change, 1e-6))
+        return torch.float32
 
 
-def _run_in(dtype: torch.dtype, text: str, change: float) -> list[Tensor]:
+def _run(dtype: torch.dtype, text: str, change: float) -> list[Tensor]:
     before, names = torch.get_default_dtype(), dict[str, Any]()
     with random_state_kept():
         torch.set_default_dtype(dtype)

@@ -1,4 +1,4 @@
-"""``fuzz``: hypothesis draws choices, each is written and verified, and a failure is shrunk to a small file."""
+"""``fuzz``: hypothesis draws choices; each becomes a file that is verified, and one that fails is shrunk."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from .choices import Choices
-from .outcome import Outcome, run
+from .outcome import Outcome, quiet, run
+from .shrink import shrunk
 from .writer import write
 
 _BITS, _NUMBERS = 7, 5
-_MOST_STATEMENTS, _MOST_CHANGES = 8, 2
-_MOST_SHRINKS = 300  # runs to make one failure smaller
+_MOST_STATEMENTS, _MOST_CHANGES = 6, 2
 
 # A number as bits: of numbers, hypothesis chooses some more often because they stand in files that are imported.
 _number = st.tuples(*[st.booleans()] * _BITS).map(lambda bits: int("".join(str(int(bit)) for bit in bits), 2))
@@ -28,8 +28,8 @@ _many = st.tuples(*[_number] * (3 * _NUMBERS))
 _drawn = st.fixed_dictionaries(
     {
         "data": _numbers,
-        "statements": st.lists(_numbers, max_size=_MOST_STATEMENTS),
-        "changes": st.lists(_numbers, max_size=_MOST_CHANGES),
+        "statements": st.lists(_numbers, max_size=_MOST_STATEMENTS).map(tuple),
+        "changes": st.lists(_numbers, max_size=_MOST_CHANGES).map(tuple),
         "loss": _numbers,
         "training": _numbers,
         "optimizer": _numbers,
@@ -85,96 +85,75 @@ class Findings:
         }
 
 
-def fuzz(count: int, seed: int, folder: Path, progress: Progress = lambda *_: None) -> Findings:
-    """Verify ``count`` random steps. For each kind of failure the smallest file is written into ``folder``."""
-    findings = Findings(seed)
-    with tempfile.TemporaryDirectory(prefix="fuzzed") as files:
-        while findings.count < count:
-            found = len(findings.failures)
-            _Round(findings, count, folder, Path(files), progress).run()
-            if len(findings.failures) == found:
-                break
-    return findings
+def fuzz(count: int, seed: int, folder: Path, progress: Progress = lambda *_: None, attempts: int = 150) -> Findings:
+    """Verify ``count`` random steps. For each kind of failure the smallest file is written into ``folder``.
 
-
-class _Found(Exception):
-    """A step that fails."""
+    ``attempts``: runs to make one failure smaller.
+    """
+    options = settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with quiet(), tempfile.TemporaryDirectory(prefix="fuzzed") as files:
+        search = _Search(Findings(seed), folder, Path(files), progress, attempts)
+        seeded(seed)(options(given(_drawn)(search.verify)))()
+    return search.findings
 
 
 @dataclass
-class _Round:
-    """One run of hypothesis, which ends with the first failure of a new kind."""
+class _Search:
+    """What hypothesis calls with each of its choices. ``files``: the folder for files while they run."""
 
     findings: Findings
-    count: int
     folder: Path
     files: Path
     progress: Progress
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    reason: str = ""  # of the failure that is being shrunk
-    smallest: str = ""  # the last text that fails so
-    _shrunk: int = 0  # runs that shrinking took
+    attempts: int
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by text
 
-    def run(self) -> None:
-        """Verify steps until one fails that none before did; shrink it, and write it down."""
-        number = len(self.findings.failures)
-        options = settings(
-            max_examples=self.count - self.findings.count,
-            database=None,
-            deadline=None,
-            phases=[Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-        )
-        try:
-            seeded(1000 * self.findings.seed + number)(options(given(_drawn)(self._verify)))()
-        except _Found:
-            path = self.folder / f"seed-{self.findings.seed}-{number + 1}.py"
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.smallest)
-            self.findings.failures.append(Failure(path, self.outcomes[self.smallest]))
-
-    def _verify(self, drawn: dict[str, Any]) -> None:
-        """Verify one step; raises ``_Found`` where it fails."""
-        script = write(Choices(**drawn))
+    def verify(self, drawn: dict[str, Any]) -> None:
+        """Verify one step, and count it; shrink it if it fails as none before it."""
+        choices = Choices(**drawn)
+        script = write(choices)
         if script is None:
             reject()
-        text = script.text()
-        outcome = self.outcomes.get(text)
-        if outcome is None:
-            if self._shrunk > _MOST_SHRINKS:
-                return
-            outcome = self.outcomes[text] = self._run(text)
-        if self.reason:
-            self._shrink(text, outcome)
-        else:
-            self._count(text, outcome)
-
-    def _run(self, text: str) -> Outcome:
-        if self.reason:
-            self._shrunk += 1
-            self.progress(f"shrinking {self.reason}", self.findings.count + 1)
-        path = self.files / f"fuzzed_{self.findings.count}_{len(self.outcomes)}.py"  # a name has one text
-        path.write_text(text)
-        try:
-            return run(path)
-        finally:
-            path.unlink()
-
-    def _count(self, text: str, outcome: Outcome) -> None:
-        self.progress("verifying", self.findings.count + 1)
+        found = self.findings
+        self.progress("verifying", found.count)
+        outcome = self._outcome(script.text())
         if outcome.kind == "agreed":
-            self.findings.agreed += 1
+            found.agreed += 1
         elif outcome.kind == "refused":
-            self.findings.refusals[outcome.reason] += 1
-        elif any(outcome.reason == each.outcome.reason for each in self.findings.failures):
-            self.findings.again += 1
+            found.refusals[outcome.reason] += 1
+        elif any(outcome.reason == each.outcome.reason for each in found.failures):
+            found.again += 1
         else:
-            self.reason = outcome.reason
-            self._shrink(text, outcome)
+            found.failures.append(self._failure(choices, outcome.reason))
 
-    def _shrink(self, text: str, outcome: Outcome) -> None:
-        """Hypothesis tries smaller choices as long as the step fails in the same way; the last one is the smallest."""
-        if outcome.reason == self.reason:
-            self.smallest = text
-            raise _Found
+    def _outcome(self, text: str) -> Outcome:
+        if text not in self.outcomes:
+            path = self.files / f"fuzzed_{len(self.outcomes)}.py"  # one text for each name
+            path.write_text(text)
+            self.outcomes[text] = run(path)
+            path.unlink()
+        return self.outcomes[text]
+
+    def _failure(self, choices: Choices, reason: str) -> Failure:
+        """Shrink the step, as long as it fails in the same way, and write it down."""
+        self.progress(f"shrinking: {reason}", self.findings.count)
+        most = len(self.outcomes) + self.attempts
+
+        def fails(simpler: Choices) -> bool:
+            script = write(simpler)
+            if script is None or (len(self.outcomes) >= most and script.text() not in self.outcomes):
+                return False
+            return self._outcome(script.text()).reason == reason
+
+        smallest = write(shrunk(choices, fails))
+        assert smallest is not None, "it failed"
+        path = self.folder / f"seed-{self.findings.seed}-{len(self.findings.failures) + 1}.py"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(smallest.text())
+        return Failure(path, self._outcome(smallest.text()))

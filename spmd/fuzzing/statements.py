@@ -23,7 +23,6 @@ LAYERS = (
     "nn.utils.parametrizations.weight_norm(nn.Linear({n}, {w}))",
     "nn.utils.parametrizations.orthogonal(nn.Linear({n}, {n}))",
     "nn.Dropout(0.25)",
-    "nn.ParameterList([torch.ones({n}), torch.zeros({d})])",
 )
 
 # Layers that are called in a way of their own: the layer, and the call of it as ``{m}``.

@@ -69,7 +69,7 @@ PARAMETERS = (
 class Training:
     """The lines of a step: ``before`` all, around forward and loss, and ``after`` the gradients are there.
 
-    ``loop`` stands before the forward pass, which it indents. ``{o}`` is the optimizer.
+    ``loop`` stands before the forward pass, which it indents.
     """
 
     before: tuple[str, ...] = ()
@@ -77,6 +77,10 @@ class Training:
     backward: tuple[str, ...] = ("loss.backward()",)
     after: tuple[str, ...] = ()
     last: tuple[str, ...] = ("optimizer.zero_grad()",)
+
+    def fits(self, has_targets: bool) -> bool:
+        """Whether the loop has as many rows of ``x`` as of ``y``: some go through both in pieces, some through one."""
+        return (" y " in self.loop) == has_targets or "x." not in self.loop
 
 
 _NORM = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)"

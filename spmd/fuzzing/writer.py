@@ -102,7 +102,7 @@ def _optimizers(gene: Gene, script: Script, forward: Forward) -> None:
 def _body(gene: Gene, forward: Sequence[str], script: Script, even: bool) -> list[str]:
     """All lines of the step. Of an uneven batch, results with rows are refused, before an even one was seen."""
     training, result = gene.of(TRAININGS), gene.of(RESULTS if even else RESULTS[:1])
-    if " y " in f"{training.loop} " and "y" not in script.data:
+    if not training.fits(has_targets="y" in script.data):
         training = TRAININGS[0]
     compute = [*forward, *training.backward]
     if training.loop.startswith("with"):
@@ -145,7 +145,8 @@ def _compile(gene: Gene, forward: Forward, script: Script) -> None:
         inputs = f'{{"x": {gene.of(PLACED)}}}'
         script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, inputs={inputs})"
     else:
-        style = gene.of(ROUNDED if kind == "rounded" else STYLES)
+        is_linear = all(each.startswith("torch.optim.SGD") for each in script.optimizers.values())
+        style = gene.of(ROUNDED if kind == "rounded" and is_linear else STYLES)
         script.options = f"parallel_mode=spmd.DataParallel({style})"
     names = {"spmd": spmd, "torch": torch, "Shard": Shard, "Replicate": Replicate}
     odd = "reshard_after_forward=2" in script.options and script.ranks % 2
