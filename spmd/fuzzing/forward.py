@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .choices import Gene
-from .statements import ACROSS_ROWS, CALLED, JOINED, LAYERS, LINES, RANDOM, ROWWISE, STATEFUL, options
+from .statements import ACROSS_ROWS, ARGUMENTS, CALLED, JOINED, LAYERS, LINES, RANDOM, ROWWISE, STATEFUL, options
 
 _FAMILIES = (
-    "layer rowwise layer across called rowwise across lines joined random kept reused stateful called layer across"
+    "layer rowwise layer across called rowwise across lines joined random kept reused stateful called layer argument"
 )
 _WIDTHS = (4, 2, 6, 3, 5, 8, 1)
 _MOST_ELEMENTS, _LARGEST = 600, 1e3
@@ -31,6 +31,7 @@ class Forward:
     lines: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
+    data: dict[str, str] = field(default_factory=dict)  # other arguments
     _names: dict[str, Any] = field(default_factory=dict)
     _kept: list[str] = field(default_factory=lambda: ["x"])
 
@@ -68,6 +69,8 @@ class Forward:
         elif family == "stateful":
             setup, lines = gene.of(STATEFUL)
             self._add("", lines, gene, setup)
+        elif family == "argument":
+            self._add_argument(gene)
         else:
             self._add("", f"h = {gene.of(options(_TABLES[family]))}", gene)
 
@@ -95,7 +98,14 @@ class Forward:
         self._kept.append(name)
         self.lines.append(f"{name} = h")
 
-    def _add(self, layer: str, lines: str, gene: Gene, setup: str = "") -> None:
+    def _add_argument(self, gene: Gene) -> None:
+        name, value, lines = gene.of(ARGUMENTS)
+        text = value.format(**self._given(Gene()))
+        if name not in self.data and self._add("", lines, gene, f"{name} = {value}"):
+            self.data[name] = text
+            self.setup.pop()
+
+    def _add(self, layer: str, lines: str, gene: Gene, setup: str = "") -> bool:
         """Add lines, with a new layer if they have one, unless they raise or give what is no use."""
         given = self._given(gene)
         layer, setup, lines = (each.format(**given) for each in (layer, setup, lines))
@@ -107,13 +117,14 @@ class Forward:
             exec(lines, self._names)
         except Exception:  # it does not fit the shape or dtype of h
             self._take_back(*before)
-            return
+            return False
         if not _is_useful(self.h):
             self._take_back(*before)
-            return
+            return False
         self.layers += [layer] * bool(layer)
         self.setup += [setup] * bool(setup)
         self.lines.append(lines)
+        return True
 
     def _take_back(self, names: dict[str, Any], model: nn.ModuleList) -> None:
         self._names.clear()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._torch import tree_flatten
 from ..call.rng import random_state_kept
+from .script import Script
 
 _CALLS = 3
 _NARROW = ("bfloat16", "float16", ".float()", "float32")
@@ -17,12 +18,19 @@ _NARROW = ("bfloat16", "float16", ".float()", "float32")
 _ALLOWED = {"exact": (1e-12, 3e-10), "single": (1e-6, 3e-5), "narrow": (4e-3, 2e-2)}
 
 
-def can_be_verified(text: str) -> bool:
+def can_be_verified(script: Script) -> bool:
     """Whether the plain step runs, its results are finite, and change little where the batch does."""
+    text = script.plain()
     try:
         _run(torch.float32, text, 0.0)  # as the file is
         dtype = _dtype(text)
-        kind = "narrow" if any(name in text for name in _NARROW) else "single" if dtype is torch.float32 else "exact"
+        kind = (
+            "narrow"
+            if any(name in script.text() for name in _NARROW)
+            else "single"
+            if dtype is torch.float32
+            else "exact"
+        )
         change, allowed = _ALLOWED[kind]
         results, changed = _run(dtype, text, 0.0), _run(dtype, text, change)
     except Exception:  # the step is wrong by itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from .choices import Choices
 
@@ -30,15 +31,19 @@ def shrunk(choices: Choices, fails: Callable[[Choices], bool]) -> Choices:
 
 def _simpler(choices: Choices) -> Iterator[Choices]:
     """The choices with one simplification each, the largest first."""
-    parts = {each.name: getattr(choices, each.name) for each in fields(choices)}
-    yield from (replace(choices, **{name: ()}) for name, part in parts.items() if part)
+    parts: dict[str, Any] = {each.name: getattr(choices, each.name) for each in fields(choices)}
+    yield from (_with(choices, name, ()) for name, part in parts.items() if part)
     for name in _LISTS:
         part = parts.pop(name)
-        yield from (replace(choices, **{name: part[:k] + part[k + 1 :]}) for k in range(len(part)))
+        yield from (_with(choices, name, part[:k] + part[k + 1 :]) for k in range(len(part)))
         for k, numbers in enumerate(part):
-            yield from (replace(choices, **{name: (*part[:k], each, *part[k + 1 :])}) for each in _with_a_zero(numbers))
+            yield from (_with(choices, name, (*part[:k], each, *part[k + 1 :])) for each in _with_a_zero(numbers))
     for name, numbers in parts.items():
-        yield from (replace(choices, **{name: each}) for each in _with_a_zero(numbers))
+        yield from (_with(choices, name, each) for each in _with_a_zero(numbers))
+
+
+def _with(choices: Choices, name: str, part: Any) -> Choices:
+    return replace(choices, **{name: part})
 
 
 def _with_a_zero(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -89,6 +89,29 @@ STATEFUL = (
     ('model.register_parameter("scale", nn.Parameter(torch.ones({d}, {n})))', "h = h * model.scale.mean(0)"),
 )
 
+# Other arguments of the step: the name, the value, and what reads it.
+ARGUMENTS = (
+    ("factor", "0.5", "h = h * factor"),
+    ("scale", "torch.tensor(2.0)", "h = h * scale"),
+    ("noise", "torch.randn({b}, {n})", "h = h + noise"),
+    ("weights", "torch.rand({b})", "h = h * weights.unsqueeze(-1)"),
+    ("weights", "torch.rand({b})", "h = h * (weights / weights.sum()).view(-1, *[1] * (h.ndim - 1))"),
+    ("mask", "torch.arange({b}) % 3 > 0", "h = h.masked_fill(mask.view(-1, *[1] * (h.ndim - 1)), 0.5)"),
+    ("mask", "torch.arange({b}) % 3 > 0", "h = torch.where(mask.unsqueeze(1), h, h.mean(0))"),
+    ("rows", "torch.arange({b}).flip(0)", "h = h[rows]"),
+    ("rows", "torch.arange({b}) // 2", "h = torch.zeros({b}, {n}).index_add(0, rows, h)"),
+    ("ids", "torch.arange({b}) % {n}", "h = h.gather(1, ids.unsqueeze(1))"),
+    ("ids", "torch.arange({b}) % {n}", "h = h * F.one_hot(ids, {n})"),
+    ("ids", "torch.arange({b}) % {n}", "h = h + h.t()[ids, :{n}]"),
+    (
+        "batch",
+        '{{"a": torch.randn({b}, {n}), "b": [torch.ones({b})]}}',
+        'h = h + batch["a"] * batch["b"][0].unsqueeze(1)',
+    ),
+    ("noise", "torch.randn({b}, {n}).t().contiguous().t()", "h = h * noise"),
+    ("noise", "torch.randn({b}, {n})", "noise.mul_(0.5)\nh = h + noise"),
+)
+
 ROWWISE = """
 torch.tanh(h) | torch.sigmoid(h) | F.relu(h) | F.gelu(h) | F.silu(h) | h * h | h.abs() | h.exp() * 0.5 | h.sin()
 -h | F.softmax(h, -1) | F.log_softmax(h, -1) | F.softplus(h) | h.clamp(-1, 0.5) | h / (1 + h.abs()) | torch.erf(h)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-
-import spmd
 
 from .choices import Choices, Gene
 from .forward import Forward
@@ -30,7 +30,7 @@ def write(choices: Choices) -> Script | None:
     """The script of these choices, or of simpler ones, whose plain step can be verified; None if there is none."""
     for simpler in choices.simpler():
         script = written(simpler)
-        if can_be_verified(script.plain()):
+        if can_be_verified(script):
             return script
     return None
 
@@ -45,6 +45,7 @@ def written(choices: Choices) -> Script:
         forward.add(Gene(numbers))
     forward.add_trained_layer()
     script.layers, script.setup = forward.layers, forward.setup
+    script.data |= forward.data
     loss = _loss(Gene(choices.loss), forward, script)
     for numbers in choices.changes:
         _change(Gene(numbers), forward, script)
@@ -148,7 +149,7 @@ def _compile(gene: Gene, forward: Forward, script: Script) -> None:
         is_linear = all(each.startswith("torch.optim.SGD") for each in script.optimizers.values())
         style = gene.of(ROUNDED if kind == "rounded" and is_linear else STYLES)
         script.options = f"parallel_mode=spmd.DataParallel({style})"
-    names = {"spmd": spmd, "torch": torch, "Shard": Shard, "Replicate": Replicate}
+    names = {"spmd": _spmd(), "torch": torch, "Shard": Shard, "Replicate": Replicate}
     odd = "reshard_after_forward=2" in script.options and script.ranks % 2
     if odd or (script.options and not _holds(f"spmd.compile({script.options})", names)):
         script.options = 'parallel_mode=spmd.DataParallel("fully_shard")'
@@ -167,7 +168,7 @@ def _placed(gene: Gene, forward: Forward, script: Script) -> str:
 
 def _annotations(gene: Gene, forward: Forward) -> list[str]:
     """Annotations of one layer or two."""
-    names = {"spmd": spmd, "torch": torch, "Shard": Shard, "model": copy.deepcopy(forward.model)}
+    names = {"spmd": _spmd(), "torch": torch, "Shard": Shard, "model": copy.deepcopy(forward.model)}
     layers = [f"model[{k}]" for k in range(len(forward.layers))] or ["model"]
     lines = [gene.of(ANNOTATIONS).format(m=gene.of(layers)) for _ in range(gene.of((1, 2)))]
     return [line for line in lines if _holds(line, names)]
@@ -178,6 +179,11 @@ def _passes(gene: Gene, script: Script) -> None:
     if gene.rarely(True, False):
         chosen = f"passes={gene.of(pipelines())}"
         script.options = ", ".join(filter(None, [script.options, chosen]))
+
+
+def _spmd() -> ModuleType:
+    """The public names, as files import them; this package is below those."""
+    return import_module(__package__.partition(".")[0])
 
 
 def _holds(line: str, names: dict[str, Any]) -> bool:

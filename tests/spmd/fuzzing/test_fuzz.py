@@ -111,9 +111,7 @@ def test_the_command_ends_with_one_where_a_step_fails_and_writes_its_file(
     assert Path(failure["file"]).read_text().endswith("assert verdict\n")
 
 
-def test_what_is_missing_or_wrong_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_or_wrong_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--count", "0") == 2
     assert "--count to be 1 or more" in capsys.readouterr().err
     monkeypatch.setattr(fuzz_command, "find_spec", lambda name: None)

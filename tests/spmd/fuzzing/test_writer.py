@@ -9,7 +9,18 @@ from spmd.fuzzing.choices import Choices, Gene
 from spmd.fuzzing.forward import Forward
 from spmd.fuzzing.plain_run import can_be_verified
 from spmd.fuzzing.shrink import shrunk
-from spmd.fuzzing.statements import ACROSS_ROWS, CALLED, JOINED, LAYERS, LINES, RANDOM, ROWWISE, STATEFUL, options
+from spmd.fuzzing.statements import (
+    ACROSS_ROWS,
+    ARGUMENTS,
+    CALLED,
+    JOINED,
+    LAYERS,
+    LINES,
+    RANDOM,
+    ROWWISE,
+    STATEFUL,
+    options,
+)
 from spmd.fuzzing.training import LOSSES, OPTIMIZERS, RESULTS, TRAININGS
 from spmd.fuzzing.writer import write, written
 
@@ -21,6 +32,7 @@ TEMPLATES = [
     *((layer, f"h = {call}", "") for layer, call in CALLED),
     *((layer, lines, "") for layer, lines in LINES),
     *(("", lines, setup) for setup, lines in STATEFUL),
+    *(("", lines, f"{name} = {value}") for name, value, lines in ARGUMENTS),
 ]
 
 
@@ -39,7 +51,7 @@ def test_each_loss_training_and_optimizer_can_be_verified(part: str) -> None:
     for k in range(len({"loss": LOSSES, "training": TRAININGS, "optimizer": OPTIMIZERS}[part])):
         needs_targets = part == "training" and TRAININGS[k].fits(has_targets=True)
         script = written(Choices(**{"loss": targets if needs_targets else (0,), part: (k,)}))
-        assert can_be_verified(script.plain()), script.plain()
+        assert can_be_verified(script), script.plain()
         if part == "training":
             wanted = (TRAININGS[k].loop, *TRAININGS[k].before, *TRAININGS[k].backward, *TRAININGS[k].after)
             assert all(line in script.plain() for line in wanted)
