@@ -13,7 +13,7 @@ from ..call.rng import random_state_kept
 from .script import Script
 
 _CALLS = 3
-_NARROW = ("bfloat16", "float16", ".float()", "float32")
+_NARROW, _SINGLE = ("bfloat16", "float16"), (".float()", "float32")
 # How much the batch is changed by, and results may change by: a fraction of what verify allows for.
 _ALLOWED = {"exact": (1e-12, 3e-10), "single": (1e-6, 3e-5), "narrow": (4e-3, 2e-2)}
 
@@ -24,19 +24,18 @@ def can_be_verified(script: Script) -> bool:
     try:
         _run(torch.float32, text, 0.0)  # as the file is
         dtype = _dtype(text)
-        kind = (
-            "narrow"
-            if any(name in script.text() for name in _NARROW)
-            else "single"
-            if dtype is torch.float32
-            else "exact"
-        )
-        change, allowed = _ALLOWED[kind]
+        change, allowed = _ALLOWED[_kind(script.text(), dtype)]
         results, changed = _run(dtype, text, 0.0), _run(dtype, text, change)
     except Exception:  # the step is wrong by itself
         return False
     pairs = list(zip(results, changed, strict=False))
     return len(results) == len(changed) and all(_is_close(one, other, allowed) for one, other in pairs)
+
+
+def _kind(text: str, dtype: torch.dtype) -> str:
+    if any(name in text for name in _NARROW):
+        return "narrow"
+    return "single" if dtype is torch.float32 or any(name in text for name in _SINGLE) else "exact"
 
 
 def _dtype(text: str) -> torch.dtype:
