@@ -48,6 +48,7 @@ ORDER = {
         dispatch
         step
         verification/
+        fuzzing/
         cli/
         __init__ __main__
     """,

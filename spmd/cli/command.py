@@ -32,6 +32,7 @@ from passes.analysis.costs import ALGORITHMS, Algorithm, Link, Point
 from ..ranks.world import world
 from .calibrate import SIZES, Progress, calibrate
 from .diff_command import add_command as add_diff
+from .fuzz_command import add_command as add_fuzz
 from .verify_command import add_command as add_verify
 from .why_command import add_command as add_why
 
@@ -67,6 +68,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_verify(commands)
     add_diff(commands)
     add_why(commands)
+    add_fuzz(commands)
     arguments = parser.parse_args(argv)
     if arguments.command != "calibrate":
         return arguments

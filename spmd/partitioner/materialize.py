@@ -187,8 +187,8 @@ class Materializer:
     def _viewed(self, value: Value) -> Value | None:
         """The value that ``value`` is a view of, if it is a view of all of it."""
         node = value.source
-        if not has(node.target, Trait.VIEW):
-            return None
+        if not has(node.target, Trait.VIEW) or not isinstance(node.meta["val"], torch.Tensor):
+            return None  # a split into one piece gives a list
         viewed = self.values[node.args[0]]  # type: ignore[index]
         return viewed if isinstance(viewed, Value) and prod(viewed.shape) == prod(value.shape) else None
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from passes import OutputKind, Program, Role
+from passes.ir.collectives import is_collective
 
 from .._torch import tree_flatten_with_path
 from ..call.found import with_found
@@ -275,9 +276,10 @@ def described(guilty: Guilty, what: str = "") -> dict[str, Any]:
 
 
 def _dtypes(program: Program) -> list[torch.dtype]:
-    """The dtypes that values of forward and backward pass through."""
-    vals = [node.meta.get("val") for node in program.graph.nodes if str(node.meta.get("phase", "")) != "update"]
-    return [val.dtype for val in vals if isinstance(val, Tensor) and val.ndim]
+    """The dtypes that values of forward and backward pass through; of single numbers, those that are sent."""
+    nodes = [node for node in program.graph.nodes if str(node.meta.get("phase", "")) != "update"]
+    vals = [(node.meta.get("val"), is_collective(node)) for node in nodes]
+    return [val.dtype for val, is_sent in vals if isinstance(val, Tensor) and (val.ndim or is_sent)]
 
 
 def _as(value: Any, like: Any) -> Any:
