@@ -126,7 +126,7 @@ def test_commands_can_be_given(document: str, command: str) -> None:
         case ["torchrun", *options]:
             torchrun_parser().parse_args(["2" if "$" in word else word for word in options])
         case ["python", "-m", "spmd", *options]:
-            spmd_command._arguments(options)
+            spmd_command.parser().parse_args(options)
         case ["python", script, *_]:
             assert (ROOT / script).exists()
         case ["pytest", *options]:

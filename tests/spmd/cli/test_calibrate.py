@@ -64,7 +64,9 @@ def test_on_nccl_coalesced_collectives_are_measured(ranks: Ranks) -> None:
 @pytest.mark.processes
 def test_the_command_starts_ranks_and_writes_a_table(tmp_path: Path, capfd: Any) -> None:
     out = tmp_path / "costs.json"
-    main(["calibrate", "--rounds", "1", "--max-bytes", "4096", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate", "--rounds", "1", "--max-bytes", "4096", "--out", str(out)])
+    assert ended.value.code == 0
     output = capfd.readouterr().out
     link = Table.read(out).links[0]
     assert (link.axis, link.ranks) == ("dp", 2)
