@@ -101,6 +101,18 @@ class Report:
         """The report as plain data, ready for JSON."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Report:
+        """What ``to_dict`` made into plain data. Raises ``ValueError`` for anything else."""
+        try:
+            traffic = tuple(Traffic(**row) for row in given["traffic"])
+            every = tuple(OneCollective(**{**one, "of": tuple(one["of"])}) for one in given["every"])
+            memory = {device: PlannedMemory.from_dict(each) for device, each in given["memory"].items()}
+            notes, history = tuple(given["notes"]), tuple(given["history"])
+            return cls(given["name"], given["mesh"], traffic, given["seconds"], notes, history, every, memory)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no report of this version: {error!r}") from error
+
     def _rows(self, kind: str) -> list[Traffic]:
         if kind not in list(Kind):
             raise ValueError(f"expected a kind of collective, one of {', '.join(Kind)}, got {kind!r}")

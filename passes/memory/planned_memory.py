@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -49,6 +49,12 @@ class PlannedMemory:
     arena_used: int
     at: str
     largest: tuple[LiveValue, ...]
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> PlannedMemory:
+        """What ``dataclasses.asdict`` made into plain data."""
+        largest = tuple(LiveValue(**{**each, "shape": tuple(each["shape"])}) for each in given["largest"])
+        return cls(**{**given, "largest": largest})
 
 
 def planned_memory(program: Program) -> dict[str, PlannedMemory]:

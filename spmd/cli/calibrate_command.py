@@ -1,7 +1,7 @@
 """``spmd calibrate``: measure what communication costs on these machines, into a file.
 
-Compiled steps choose algorithms by it. Run alone, the command starts ranks of its own on this machine; under torchrun it
-measures those ranks::
+Compiled steps choose algorithms by it. Run alone, the command starts ranks of its own on this machine; under torchrun
+it measures those ranks::
 
     python -m spmd calibrate --out costs.json
     torchrun --nnodes 2 --nproc-per-node 8 ... -m spmd calibrate --mesh 2x8 --axes dp,tp --out costs.json

@@ -5,9 +5,25 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import calibrate_command, diff_command, fuzz_command, verify_command, why_command
+from . import (
+    calibrate_command,
+    diff_command,
+    doctor_command,
+    fuzz_command,
+    inspect_command,
+    verify_command,
+    why_command,
+)
 
-_COMMANDS = (verify_command, fuzz_command, diff_command, why_command, calibrate_command)
+_COMMANDS = (
+    inspect_command,
+    diff_command,
+    why_command,
+    verify_command,
+    fuzz_command,
+    calibrate_command,
+    doctor_command,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+from passes import Report
 
 
 def program_folder(folder: Path) -> Path:
@@ -24,6 +27,15 @@ def program_folder(folder: Path) -> Path:
             else f"{folder} has no dump: let a step write one with spmd.compile(dump={str(folder)!r})"
         )
     return found[0]
+
+
+def report_of(folder: Path) -> Report:
+    """The report of the program in ``folder``. Raises ``ValueError`` for a file that is none."""
+    path = folder / "report.json"
+    try:
+        return Report.from_dict(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def stages_of(folder: Path) -> list[Path]:

@@ -26,7 +26,7 @@ from passes import OneCollective
 from passes.ir.dump_text import read_statements
 from passes.ir.printer import short_dtype
 
-from .dump_folder import program_folder, stages_of
+from .dump_folder import program_folder, report_of, stages_of
 
 _SHOWN = 12
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Find, print, and return the exit code."""
     try:
         folder = program_folder(arguments.folder)
-        every = _collectives(folder / "report.json")
+        every = report_of(folder).every
         found = [one for one in every if one.serves(arguments.name)]
         if not found:
             _check_name(arguments.name, folder, every)
@@ -62,14 +62,6 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     else:
         print(f"{arguments.name} causes no communication")
     return 0 if found else 1
-
-
-def _collectives(path: Path) -> list[OneCollective]:
-    """Those of ``report.json``. Raises ``ValueError`` for a file that has none."""
-    try:
-        return [OneCollective(**each | {"of": tuple(each["of"])}) for each in json.loads(path.read_text())["every"]]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is no report of this version: {error!r}") from error
 
 
 def _check_name(name: str, folder: Path, every: Sequence[OneCollective]) -> None:

@@ -68,4 +68,4 @@ def test_a_report_of_something_else_is_named(folder: Path, tmp_path: Path, capsy
     (tmp_path / "00_capture.py").write_text("")
     (tmp_path / "report.json").write_text("{}")
     assert run(tmp_path, "x") == 2
-    assert "report.json is no report of this version" in capsys.readouterr().err
+    assert "report.json cannot be read: it is no report of this version" in capsys.readouterr().err
