@@ -221,7 +221,7 @@ def state_in(checkpoint: Path) -> dict[str, Any]:
     """The model, and the place in the data, as one process loads them."""
     options = train_gpt.parse(TINY)
     model = train_gpt.gpt.GPT(options.model).double()
-    batches = train_gpt.Batches(b"", 1, 16, 0, 1, torch.device("cpu"), 0)
+    batches = train_gpt.Batches(bytes(64), 1, 16, 0, 1, torch.device("cpu"), 0)
     assert spmd.load(checkpoint, model=model, batches=batches) == 6
     return {"batches": batches.state_dict(), **model.state_dict()}
 
