@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from .members import Members
 from .patience import LateError, Patience
 from .standing import WAY_OUT, Standing, StateError, check_equal
 from .watched_store import WatchedStore
-from .world import ranks_of_part
+from .world import ranks_of_part, restarts
 
 CONNECTING = 20.0  # seconds for ranks that know the addresses of all others to connect to them
 
@@ -393,16 +392,13 @@ def _all_reduce_in(group: Any) -> Callable[[float], bool]:
 def _next_name(sizes: list[int], members: Members) -> str:
     """The name of the attempt that begins now, equal on all ranks, and used once in a process group.
 
-    ``torchrun --max-restarts`` starts all ranks anew with the store of those before, and with failures in it. Each
-    node counts restarts by itself, so that only those of a single node are surely equal on all ranks; on several, the
-    failures of before are raised.
+    ``torchrun --max-restarts`` starts all ranks anew with the store of those before, and with failures in it. On
+    several nodes, where restarts are not known, these are raised.
     """
     mesh = hashlib.sha256(repr([sizes, list(members.ranks)]).encode()).hexdigest()[:8]
-    has_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_one_node else "0"
     attempts = _attempts.setdefault(dist.group.WORLD, Counter())
     attempts[mesh] += 1
-    return f"spmd/{restarts}/{mesh}/{attempts[mesh]}"
+    return f"spmd/{restarts()}/{mesh}/{attempts[mesh]}"
 
 
 def has_gloo(group: Any) -> bool:

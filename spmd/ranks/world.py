@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import Replicate
 
 import passes
@@ -162,7 +163,29 @@ def _init(kind: str) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        _init_from_environment("nccl" if kind == "cuda" else "gloo")
     else:
         # The fake backend moves no data, and at world size one there is none to move; it opens no port.
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+
+
+def _init_from_environment(backend: str) -> None:
+    """Make torchrun's process group, after a restart with keys of its own.
+
+    ``torchrun --max-restarts`` keeps its store, and in it the addresses of the ranks before: torch's ranks may read
+    these, and wait for half an hour (or what ``timeout`` they have) for connections that nobody accepts any more.
+    """
+    if restarts() == "0":
+        return dist.init_process_group(backend)
+    store, rank, size = next(rendezvous("env://"))
+    store = dist.PrefixStore(f"spmd/restart-{restarts()}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def restarts() -> str:
+    """How often torchrun has restarted the ranks, by which their keys in its store differ; "0" where that is not known.
+
+    Each node counts restarts by itself, so that only those of a single node are surely equal on all ranks.
+    """
+    has_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_one_node else "0"

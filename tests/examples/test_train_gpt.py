@@ -19,6 +19,7 @@ import train_gpt
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_map
 
+import spmd
 from tests.harness import programs
 from tests.harness.pool import RankError, Ranks
 
@@ -204,7 +205,7 @@ def test_a_run_that_was_ended_or_killed_goes_on_with_the_same_bits(ranks: Ranks,
 
 
 def contents(checkpoint: Path) -> dict[str, Any]:
-    """What each file holds, as plain numbers: nan is not among them."""
+    """What each file holds, as plain numbers: nan is not among them. Without the folder's name, which is random."""
 
     def plain(leaf: Any) -> Any:
         return leaf.tolist() if isinstance(leaf, torch.Tensor) and not leaf.is_meta else str(leaf)
@@ -212,7 +213,66 @@ def contents(checkpoint: Path) -> dict[str, Any]:
     found = {path.name: torch.load(path) for path in checkpoint.glob("data-*/values.pt")}
     found |= {path.name: load_file(path) for path in checkpoint.glob("data-*/*.safetensors")}
     assert len(found) == 3
+    assert checkpoint / found["values.pt"].pop("folder") in [*checkpoint.iterdir()]
     return tree_map(plain, found)  # type: ignore[no-any-return]
+
+
+def state_in(checkpoint: Path) -> dict[str, Any]:
+    """The model, and the place in the data, as one process loads them."""
+    options = train_gpt.parse(TINY)
+    model = train_gpt.gpt.GPT(options.model).double()
+    batches = train_gpt.Batches(bytes(64), 1, 16, 0, 1, torch.device("cpu"), 0)
+    assert spmd.load(checkpoint, model=model, batches=batches) == 6
+    return {"batches": batches.state_dict(), **model.state_dict()}
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_with_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank has as many rows as make up the same global batch, of twelve."""
+    options = [*TINY, "--checks", "1", "--mode", "fully_shard", "--save-every", "6", "--dump", str(tmp_path / "d")]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    (first,) = ranks.run(1, printed_by_main, [*options, "--batch", "12", "--checkpoints", str(whole)])
+    options += ["--resume"]
+    four, *_ = ranks.run(4, run_until, [*options, "--batch", "3"], 2, signal.SIGTERM, parts)
+    two, _ = ranks.run(2, run_until, [*options, "--batch", "6"], 2, signal.SIGTERM, parts)
+    three, *_ = ranks.run(3, printed_by_main, [*options, "--batch", "4", "--checkpoints", str(parts)])
+    assert [losses(each) for each in (four, two, three)] == [losses(first)[k : k + 2] for k in (0, 2, 4)]
+    torch.testing.assert_close(state_in(parts), state_in(whole), rtol=1e-9, atol=1e-12)
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """The process that is a rank of a launcher."""
+    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for child in children.read_text().split():
+            if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
+                return int(child)
+    raise LookupError(f"{launcher} has no rank {rank}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_torchrun_restarts_a_run_whose_ranks_are_killed(ranks: Ranks, tmp_path: Path) -> None:
+    """It goes on where it last saved; SIGTERM ends it with status 0, and another run goes on from there."""
+    more = "--batch 4 --checks 1 --mode fully_shard --save-every 2 --resume --steps 60".split()
+    options = [*TINY, *more, "--dump", str(tmp_path / "d"), "--checkpoints"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks.run(2, printed_by_main, [*options, str(whole)])
+    launch = [LAUNCH[0], "--max-restarts", "4", *LAUNCH[1:]]
+    command = [sys.executable, *launch, *options, str(parts)]
+    ends = {5: (1, signal.SIGKILL), 21: (0, signal.SIGKILL), 30: (None, signal.SIGTERM)}
+    resumed = []
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        for line in program.stdout:
+            if found := re.match(r"resumed after step (\d+)", line):
+                resumed.append(int(found[1]))
+            if (found := re.match(r"step (\d+)/60", line)) and int(found[1]) >= min(ends, default=61):
+                victim, end = ends.pop(min(ends))
+                os.kill(program.pid if victim is None else rank_of(program.pid, victim), end)
+    assert program.returncode == 0 and not ends
+    assert len(resumed) == 2 and resumed[0] >= 4 and resumed[1] >= 20, resumed
+    ranks.run(2, printed_by_main, [*options, str(parts)])
+    assert contents(whole / "step-60") == contents(parts / "step-60")
 
 
 @pytest.mark.parametrize(

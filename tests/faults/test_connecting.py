@@ -144,5 +144,25 @@ def restarted(rank: int, world: int) -> int:
         return int(spmd.compile(lambda x: x.sum())(torch.ones(3)))
 
 
+def restarted_late(rank: int, world: int, port: int) -> int:
+    """As above, where torchrun's store has the addresses of the ranks before, and rank 0 comes later than rank 1."""
+    torchrun = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in (torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+            patched.setenv(name, value)
+        spmd.world()
+        dist.destroy_process_group()
+        patched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        time.sleep(1 - rank)
+        total = int(spmd.compile(lambda x: x.sum())(torch.ones(3)))
+        dist.destroy_process_group()
+    return total
+
+
+def test_a_rank_that_restarts_first_waits_for_the_others(ranks: Ranks) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert ranks.run(2, restarted_late, store.port, process_group=False, timeout=20) == [6, 6]
+
+
 def test_failures_before_a_restart_of_all_ranks_are_forgotten(ranks: Ranks) -> None:
     assert ranks.run(2, restarted) == [6, 6]
