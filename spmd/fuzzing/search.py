@@ -19,7 +19,7 @@ from .shrink import shrunk
 from .writer import write
 
 _BITS, _NUMBERS = 7, 5
-_MOST_STATEMENTS, _MOST_CHANGES = 6, 2
+_MOST_STATEMENTS, _MOST_CHANGES = 5, 2
 
 # A number as bits: of numbers, hypothesis chooses some more often because they stand in files that are imported.
 _number = st.tuples(*[st.booleans()] * _BITS).map(lambda bits: int("".join(str(int(bit)) for bit in bits), 2))
