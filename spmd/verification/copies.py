@@ -104,8 +104,8 @@ class Subject:
             return copy.deepcopy((self.args, self.kwargs), memo)
         except Exception as error:  # of any class among the arguments
             raise ValueError(
-                "expected arguments that copy.deepcopy can copy, since verify computes on copies of them, but it raises "
-                f"{type(error).__name__}: {error}"
+                "expected arguments that copy.deepcopy can copy, since verify computes on copies of them, but it "
+                f"raises {type(error).__name__}: {error}"
             ) from error
 
     def _to_double(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -220,7 +220,7 @@ def test_what_cannot_be_verified_is_refused() -> None:
         with pytest.raises(ValueError, match=says):
             spmd.verify(step, *given, **options)
     given[0][0].computed = given[0][0].weight * 2  # a tensor with its graph
-    with pytest.raises(ValueError, match="copies of them, but it raises RuntimeError: Only Tensors created explicitly"):
+    with pytest.raises(ValueError, match="copies of them, but it raises RuntimeError: Only Tensors"):
         spmd.verify(step, *given)
     with torch.device("meta"):
         model = nn.Linear(2, 2)
