@@ -47,8 +47,8 @@ class FoldViews(Pass):
 
 def _drop_copy(node: fx.Node, kept: set[fx.Node], layouts: Layouts) -> int:
     source = node.args[0]
-    if node in kept or not isinstance(source, fx.Node) or not _is_equal_view(source, node, layouts):
-        return 0
+    if node in kept or not isinstance(source, fx.Node) or not _is_equal(source, node, layouts):
+        return 0  # whatever the offset of the source, which is another one on each rank where it is a slice
     stand_in(node, source)
     return 1
 
@@ -85,8 +85,11 @@ def _above(node: fx.Node, layouts: Layouts) -> Iterator[fx.Node]:
 
 
 def _is_equal_view(one: fx.Node, other: fx.Node, layouts: Layouts) -> bool:
+    same_offset = one.meta["val"].storage_offset() == other.meta["val"].storage_offset()
+    return bool(same_offset) and _is_equal(one, other, layouts)
+
+
+def _is_equal(one: fx.Node, other: fx.Node, layouts: Layouts) -> bool:
     if not layouts.have_same_layout(one, other) or overlaps(one.meta["val"]):
         return False
-    if one.meta.get("placement") != other.meta.get("placement"):
-        return False
-    return bool(one.meta["val"].storage_offset() == other.meta["val"].storage_offset())
+    return bool(one.meta.get("placement") == other.meta.get("placement"))

@@ -25,6 +25,8 @@ from rich.progress import Progress as Bar
 if TYPE_CHECKING:
     from ..fuzzing.search import Findings, Progress
 
+_LINE_EACH = 100  # steps
+
 
 def add_command(commands: Any) -> None:
     """Add ``fuzz`` and its options to the commands of a parser."""
@@ -60,11 +62,15 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 @contextmanager
 def _progress(count: int) -> Iterator[Progress]:
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    """A bar on a terminal; a line for each hundred steps in a log."""
+    console = Console(stderr=True, soft_wrap=True)
+    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=count)
 
-        def update(what: str, done: int) -> None:
-            bar.update(task, description=what, completed=done)
+        def update(what: str, findings: Findings) -> None:
+            bar.update(task, description=what, completed=findings.count)
+            if not console.is_terminal and findings.count and findings.count % _LINE_EACH == 0:
+                console.print(findings.summary(), markup=False)
 
         yield update
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from .shrink import shrunk
 from .writer import write
 
 _BITS, _NUMBERS = 7, 5
-_MOST_STATEMENTS, _MOST_CHANGES = 6, 2
+_MOST_STATEMENTS, _MOST_CHANGES = 5, 2
 
 # A number as bits: of numbers, hypothesis chooses some more often because they stand in files that are imported.
 _number = st.tuples(*[st.booleans()] * _BITS).map(lambda bits: int("".join(str(int(bit)) for bit in bits), 2))
@@ -37,8 +38,6 @@ _drawn = st.fixed_dictionaries(
         "passes": _numbers,
     }
 )
-
-Progress = Callable[[str, int], None]  # what is done, and how many steps are verified
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,9 @@ class Findings:
         }
 
 
+Progress = Callable[[str, Findings], None]  # what is done now, and what was found so far
+
+
 def fuzz(count: int, seed: int, folder: Path, progress: Progress = lambda *_: None, attempts: int = 150) -> Findings:
     """Verify ``count`` random steps. For each kind of failure the smallest file is written into ``folder``.
 
@@ -99,7 +101,8 @@ def fuzz(count: int, seed: int, folder: Path, progress: Progress = lambda *_: No
     )
     with quiet(), tempfile.TemporaryDirectory(prefix="fuzzed") as files:
         search = _Search(Findings(seed), folder, Path(files), progress, attempts)
-        seeded(seed)(options(given(_drawn)(search.verify)))()
+        with suppress(KeyboardInterrupt):  # what was found until then counts
+            seeded(seed)(options(given(_drawn)(search.verify)))()
     return search.findings
 
 
@@ -121,7 +124,7 @@ class _Search:
         if script is None:
             reject()
         found = self.findings
-        self.progress("verifying", found.count)
+        self.progress("verifying", found)
         outcome = self._outcome(script.text())
         if outcome.kind == "agreed":
             found.agreed += 1
@@ -142,7 +145,7 @@ class _Search:
 
     def _failure(self, choices: Choices, reason: str) -> Failure:
         """Shrink the step, as long as it fails in the same way, and write it down."""
-        self.progress(f"shrinking: {reason}", self.findings.count)
+        self.progress(f"shrinking: {reason}", self.findings)
         most = len(self.outcomes) + self.attempts
 
         def fails(simpler: Choices) -> bool:

@@ -118,7 +118,7 @@ torch.tanh(h) | torch.sigmoid(h) | F.relu(h) | F.gelu(h) | F.silu(h) | h * h | h
 F.layer_norm(h, h.shape[1:]) | F.normalize(h, dim=-1) | F.glu(h) | F.elu(h) | F.hardtanh(h) | torch.atan2(h, h + 2)
 h - h.mean(-1, keepdim=True) | h * h.amax(-1, keepdim=True) | h.sum(-1) | h.mean(1) | h.logsumexp(1) | h.prod(-1)
 h.cumsum(1) | h.flip(1) | h.roll({k}, 1) | h.sort(1).values | h.topk(2, 1).values | h.max(1).values | h.norm(dim=1)
-h.var(1) | h.median(1).values | h.kthvalue(1, 1).values | h.cumprod(1) | h.logcumsumexp(1) | h.amin(1)
+h.var(1) | h.median(1).values | h.kthvalue(1, 1).values | h.logcumsumexp(1) | h.amin(1)
 h.argmax(1) * h[:, 0] | h.unsqueeze(1) | h.unsqueeze(-1) | h.squeeze(1) | h.transpose(1, -1) | h.flatten(1)
 h.reshape(h.shape[0], 2, -1) | h.reshape(h.shape[0], -1, 2) | h.unflatten(1, (2, -1)) | h.view(len(h), -1)
 h[:, :2] | h[:, 1:] | h[:, ::2] | h[..., 0] | h[:, [0, 1, 0]] | h[:, -1] | h.narrow(1, 0, 1) | h.repeat(1, 2)

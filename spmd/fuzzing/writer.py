@@ -23,7 +23,7 @@ from .training import CHANGES, LOSSES, OPTIMIZERS, PARAMETERS, RESULTS, TRAINING
 _ROWS = (4, 8, 6, 5, 7, 3, 12, 9, 2, 1)
 _SHAPES = ((4,), (6,), (3, 4), (5,), (4, 4), (2, 3), (1,), (4, 2, 3), ())
 _BATCHES = ("torch.randn({shape})", "torch.randint(5, {shape})", "torch.randn({shape}, dtype=torch.float64)")
-_STEPS = (2, 2, 2, 3, 1)
+_STEPS = (2, 1, 2, 1, 3)
 
 
 def write(choices: Choices) -> Script | None:

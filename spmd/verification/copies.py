@@ -85,7 +85,7 @@ class Subject:
     def copied(self, in_double: bool) -> Copy:
         """Deep copies of the arguments, with the annotations of their modules. ``in_double``: float32 as float64."""
         memo: dict[int, Any] = {}
-        args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
+        args, kwargs = self._deep_copies(memo)
         given = with_found(self.function, self.read(self.args, self.kwargs))
         _copy_attributes(given.optimizers.values(), memo)
         modules = {each for module in given.modules.values() for each in module.modules()}
@@ -98,6 +98,15 @@ class Subject:
         if in_double:
             self._to_double(args, kwargs)
         return Copy(args, kwargs, ignored)
+
+    def _deep_copies(self, memo: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            return copy.deepcopy((self.args, self.kwargs), memo)
+        except Exception as error:  # of any class among the arguments
+            raise ValueError(
+                "expected arguments that copy.deepcopy can copy, since verify computes on copies of them, but it "
+                f"raises {type(error).__name__}: {error}"
+            ) from error
 
     def _to_double(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give copies float64 in the place of float32."""

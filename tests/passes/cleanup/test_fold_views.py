@@ -96,6 +96,17 @@ def test_what_only_looks_the_same_on_this_rank_stays() -> None:
     assert "slice.Tensor" in targets(run(program, [FoldViews()]))
 
 
+@pytest.mark.parametrize("start", [0, 2])
+def test_all_ranks_drop_the_copy_of_their_part(start: int) -> None:
+    """The part of the first rank begins where the whole does, that of the second does not."""
+    program = make_program(
+        lambda x: (aten.neg.default(aten._to_copy.default(aten.slice.Tensor(x, 0, start, start + 2))),), x=f64(4)
+    )
+    after = run(program, [FoldViews(), DeadCode()])
+    assert targets(after) == ["slice.Tensor", "neg.default"]
+    assert_same_bits(program, after)
+
+
 def test_a_reshape_that_copies_ends_a_chain() -> None:
     def step(x: Any) -> Any:
         return (aten.reshape.default(aten.reshape.default(aten.t.default(x), [2, 8]), [4, 4]),)

@@ -123,3 +123,15 @@ def test_failures_are_counted_once_for_each_kind(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(search, "run", lambda path: Outcome("failed", "always"))
     findings: Findings = fuzz(4, 0, tmp_path, attempts=3)
     assert (len(findings.failures), findings.again, findings.count) == (1, 3, 4)
+
+
+def test_an_interrupt_leaves_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(path: Path) -> Outcome:
+        if len(found) == 3:
+            raise KeyboardInterrupt
+        found.append(path)
+        return Outcome("agreed")
+
+    found: list[Path] = []
+    monkeypatch.setattr(search, "run", read)
+    assert fuzz(9, 0, tmp_path).agreed == 3

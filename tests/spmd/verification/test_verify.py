@@ -219,6 +219,9 @@ def test_what_cannot_be_verified_is_refused() -> None:
     for options, says in (({"world": 17}, "16 ranks"), ({"steps": 0}, "1 or more"), ({"mesh": {"dp": 3}}, "3 ranks")):
         with pytest.raises(ValueError, match=says):
             spmd.verify(step, *given, **options)
+    given[0][0].computed = given[0][0].weight * 2  # a tensor with its graph
+    with pytest.raises(ValueError, match="copies of them, but it raises RuntimeError: Only Tensors"):
+        spmd.verify(step, *given)
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="meta device"):
