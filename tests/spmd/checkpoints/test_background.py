@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from spmd.checkpoints import background, storage
 from spmd.lowering.background_reads import READS
 from tests.harness.pool import RankError, Ranks
 
-from .runs import Run, unequal
+from .runs import PLAIN, USUAL, Run, unequal
 
 SLOW = 0.15  # seconds before a file is written: a step of these models takes less
 write = storage.save_file
@@ -80,13 +81,20 @@ def trained_meanwhile(rank: int, world: int, layout: str, optimizer: str, folder
     return wrong + unequal(run.state(), fresh.state())
 
 
-@pytest.mark.parametrize(
-    "layout, optimizer", [("fully_shard", "Adam"), ("replicate", "SGD"), ("shard_optimizer", "Muon")]
-)
+@pytest.mark.parametrize("layout, world, optimizer", [
+    ("fully_shard", 2, "Adam"),
+    ("replicate", 2, "SGD"),
+    ("shard_optimizer", 2, "Muon"),
+    *(
+        pytest.param(*place, optimizer, marks=pytest.mark.exhaustive)
+        for place, optimizer in zip(USUAL, cycle(("Adam", "Adafactor", "SGD", "Muon")), strict=False)
+        if place != PLAIN
+    ),
+])  # fmt: skip
 def test_steps_go_on_and_the_checkpoint_is_of_the_call(
-    layout: str, optimizer: str, ranks: Ranks, tmp_path: Path
+    layout: str, world: int, optimizer: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    assert ranks.run(2, trained_meanwhile, layout, optimizer, tmp_path) == [[], []]
+    assert ranks.run(world, trained_meanwhile, layout, optimizer, tmp_path) == [[]] * world
 
 
 def full(*args: Any) -> Any:

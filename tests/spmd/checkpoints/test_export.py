@@ -19,10 +19,10 @@ from tests.harness.pool import Ranks
 from .runs import Run, unequal, whole
 
 
-def round_trip(rank: int, world: int, folder: Path) -> list[str]:
+def round_trip(rank: int, world: int, layout: str, folder: Path) -> list[str]:
     """What differs after exports of shards, as one process reads them, and as ranks do into other shards."""
-    run = Run("fully_shard")
-    run.train(rank, 0, 1)
+    run = Run(layout, on_meta=True)
+    run.update()
     expected = {name: whole(value) for name, value in run.model.state_dict().items()}
     wrong = []
     for limit in (500, 1_000_000):
@@ -35,18 +35,19 @@ def round_trip(rank: int, world: int, folder: Path) -> list[str]:
             with safe_open(path, framework="pt") as file:
                 assert file.metadata() == {"format": "pt"}
                 found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        other = Run("fully_shard", seed=1, on_meta=True).model
+        other = Run(layout, seed=1, on_meta=True).model
         assert spmd.load(folder / str(limit), model=other) is None
         got = {name: whole(value) for name, value in other.state_dict().items()}
         wrong += unequal(expected, found) + unequal(expected, got)
     return wrong
 
 
-def test_shards_become_files_and_files_shards(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout, world", [("fully_shard", 2), ("hybrid", 4), ("tensor parallel", 3), ("annotated", 2)])
+def test_shards_become_files_and_files_shards(layout: str, world: int, ranks: Ranks, tmp_path: Path) -> None:
     earlier = tmp_path / "500" / "model-00001-of-00009.safetensors"
     earlier.parent.mkdir()
     earlier.touch()
-    assert ranks.run(2, round_trip, tmp_path) == [[]] * 2
+    assert ranks.run(world, round_trip, layout, tmp_path) == [[]] * world
     assert [path.name for path in (tmp_path / "1000000").iterdir()] == ["model.safetensors"]
     *files, index = sorted(path.name for path in (tmp_path / "500").iterdir())
     assert index == "model.safetensors.index.json"
