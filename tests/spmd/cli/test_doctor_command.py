@@ -92,9 +92,31 @@ def test_dumps_that_cannot_be_written_are_slower(
     assert findings(capsys)["dumps"]["state"] == "slower"
 
 
+def failing_rank(rank: int, folder: str) -> None:
+    """Stands for a rank whose gloo finds no interface."""
+    raise RuntimeError("Unable to find address for: nothing0")
+
+
 @pytest.mark.processes
+@pytest.mark.exhaustive  # the error of one rank takes three imports of torch
 def test_ranks_that_cannot_train_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    monkeypatch.setattr(doctor_command, "_train", failing_rank)
     run("--json")
     found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
-    assert found["two ranks"]["state"] == "fails" and found["two ranks"]["found"]
+    assert found["two ranks"]["state"] == "fails" and "nothing0" in found["two ranks"]["found"]
+
+
+class NeverEnds:
+    """Stands for ranks that wait for each other."""
+
+    processes = ()
+
+    def join(self, timeout: float) -> bool:
+        return False
+
+
+def test_ranks_that_do_not_end_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_command, "spawn", lambda *_, **__: NeverEnds())
+    monkeypatch.setattr(doctor_command, "_RANKS_WITHIN", 0.0)
+    assert run() == 1
+    assert "they had not ended" in " ".join(capsys.readouterr().out.split())
