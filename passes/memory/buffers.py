@@ -148,6 +148,8 @@ class Buffers:
         if len(self.found[node]) != 1:
             return None
         (storage,) = self.found[node]
+        if self.layouts.is_even(node) != self.layouts.is_even(storage):
+            return None  # a part, which is all there is on this rank alone
         buffers = self.of.get(storage, [])
         val = node.meta["val"]
         same = len(buffers) == 1 and (buffers[0].val.numel(), buffers[0].val.dtype) == (val.numel(), val.dtype)

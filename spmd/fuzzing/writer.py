@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from ..call.rng import random_state_kept
 from .choices import Choices, Gene
 from .forward import Forward
 from .modes import ANNOTATIONS, MESHES, PLACED, ROUNDED, STYLES, pipelines
@@ -36,7 +37,13 @@ def write(choices: Choices) -> Script | None:
 
 
 def written(choices: Choices) -> Script:
-    """The script of these choices, whatever its plain step does."""
+    """The script of these choices, whatever its plain step does. Lines are tried on the same numbers each time."""
+    with random_state_kept():
+        torch.manual_seed(0)
+        return _written(choices)
+
+
+def _written(choices: Choices) -> Script:
     script, data = Script(), Gene(choices.data)
     shape = (data.of(_ROWS), *data.of(_SHAPES))
     script.data["x"] = data.rarely(data.of(_BATCHES), _BATCHES[0]).format(shape=shape)

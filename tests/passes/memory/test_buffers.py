@@ -66,6 +66,19 @@ def test_an_op_with_two_results_has_two() -> None:
     assert [buffer.val.dtype for buffer in found["topk"]] == [torch.float64, torch.int64]
 
 
+@pytest.mark.parametrize("uneven", [None, "rows"])
+def test_a_part_that_is_all_there_is_on_this_rank_alone_is_copied(uneven: str | None) -> None:
+    """The other rank's part of a single row is empty."""
+
+    def join(x: Any) -> Any:
+        return aten.cat.default([aten.slice.Tensor(aten.mul.Tensor(x, 2), 0, 0, 1)])
+
+    program = make_program(lambda x: (aten.sum.default(join(x)),), x=f64(1))
+    (part,) = program.graph.find_nodes(op="call_function", target=aten.slice.Tensor)
+    part.meta["uneven"] = uneven
+    assert bool(Buffers(program.graph).members) == (uneven is None)
+
+
 def test_members_of_a_concatenation_are_parts_of_it() -> None:
     def join(x: Any) -> Any:
         return aten.cat.default([aten.mul.Tensor(x, 2), x, aten.neg.default(x)])

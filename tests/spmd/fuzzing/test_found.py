@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import spmd
 
@@ -45,9 +46,24 @@ def one_number_in_a_narrow_dtype(model: nn.Module, optimizer: torch.optim.Optimi
     return loss
 
 
+def an_empty_part(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    """Of a parameter with one element, one rank has all, and the other has nothing."""
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 FOUND: dict[Step, tuple[Callable[[], nn.Module], dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
     a_split_into_one_piece: (line, {}, (3, 4), {"mesh": {"tp": 1}, "world": 1}),
     one_number_in_a_narrow_dtype: (Scale, {"reduce_dtype": torch.bfloat16}, (4, 4), {"world": 2}),
+    an_empty_part: (
+        nn.PReLU,
+        {"params": {"model.weight": {"tp": Shard(0)}}},
+        (4, 4),
+        {"mesh": {"dp": 2, "tp": 2}, "world": 4},
+    ),
 }
 
 
