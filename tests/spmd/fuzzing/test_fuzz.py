@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_fifty_steps_run_clean(seed: int, tmp_path: Path) -> None:
-    findings = fuzz(25, seed, tmp_path)
+@pytest.mark.timeout(900)  # 50 seconds of a core that is not shared
+def test_fifty_steps_run_clean(tmp_path: Path) -> None:
+    findings = fuzz(50, 0, tmp_path)
     assert not findings.failures, findings.failures[0].outcome.details
-    assert findings.count == 25 and findings.agreed >= 20, findings.refusals
+    assert findings.count == 50 and findings.agreed >= 40, findings.refusals
 
 
 def planted(program: Program) -> int:
