@@ -80,7 +80,7 @@ class Peer:
         for name, each in declared.items():
             if name in compiled.guards.kept.names:
                 _check_replicated(each)
-            elif name not in self._state and _is_own(each):
+            elif name not in self._state and _is_own(each, theirs[name]):
                 self._state[name] = self._first_value(each, theirs[name])
         if id(compiled) not in self._programs:
             state = [self._state[each.name] for each in compiled.captured.program.inputs if each.role.is_state]
@@ -140,8 +140,10 @@ class Peer:
         }
 
 
-def _is_own(declared: Input) -> bool:
-    """Whether ranks have values of their own of an input."""
+def _is_own(declared: Input, value: Any) -> bool:
+    """Whether ranks have values of their own of an input: a learning rate that is a tensor may be written."""
+    if declared.role is Role.HYPER_PARAMETER:
+        return isinstance(value, Tensor)
     return declared.role.is_state or declared.role in (Role.BATCH, Role.ARGUMENT)
 
 

@@ -62,6 +62,21 @@ def test_a_clean_step_agrees(name: str) -> None:
     assert verdict.compared >= 20
 
 
+def test_a_learning_rate_that_the_step_writes_is_each_ranks_own() -> None:
+    def halves_its_rate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    verdict = spmd.verify(spmd.compile(halves_its_rate), model, optimizer, torch.randn(4, 4), steps=3, world=2)
+    assert verdict, verdict
+
+
 def test_nothing_of_the_users_changes() -> None:
     step = spmd.compile(train_step, parallel_mode=spmd.DataParallel("fully_shard"))
     given = arguments()
