@@ -43,7 +43,7 @@ from .ranks.consensus import (
     notifying,
 )
 from .ranks.failures import StateIs
-from .source_lines import defined_at, warn_user
+from .source_lines import warn_user
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
 
@@ -81,10 +81,13 @@ class Turn:
 
 
 class Dispatch:
-    """The programs of one step, in the order in which they were compiled, and the one last run."""
+    """The programs of one step, in the order in which they were compiled, and the one last run.
 
-    def __init__(self, name: str, function: Callable[..., Any], options: Options) -> None:
-        self.name, self.options = name, options
+    ``where``: the line of the step, for errors.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], options: Options, where: str) -> None:
+        self.name, self.options, self._where = name, options, where
         self.programs: list[Compiled] = []
         self.compiled = 0  # programs so far, those of models that are gone included
         self.last: Compiled | None = None
@@ -158,7 +161,7 @@ class Dispatch:
 
         Where there is none, find what the call uses besides its arguments, to compile one.
         """
-        with unexpected_errors("finding the program", self.name, f"\n    {defined_at(self._function)}"):
+        with unexpected_errors("finding the program", self.name, self._where):
             self._fit(turn, given)
 
     def _fit(self, turn: Turn, given: Arguments) -> None:

@@ -70,10 +70,11 @@ class CompiledStep:
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
+        self._where = f"\n    {defined_at(function)}"
         signature = inspect.signature(function)
         if "last_train_step" in signature.parameters:
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
-        self._dispatch = Dispatch(self._name, function, options)
+        self._dispatch = Dispatch(self._name, function, options, self._where)
         self._arenas: dict[DeviceMesh, Arenas] = {}  # ranks of two meshes need not wait for each other
         self._dumps = StepFolders(self._name)
         self._failed: Call | None = None  # the call that failed last
@@ -101,10 +102,6 @@ class CompiledStep:
     @property
     def _name(self) -> str:
         return str(getattr(self._function, "__name__", type(self._function).__name__))
-
-    @property
-    def _where(self) -> str:
-        return f"\n    {defined_at(self._function)}"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled method: the instance is its first argument. It has the attributes of the step: ``report()``."""
