@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from passes.runtime.ctc_loss import ctc_loss, ctc_loss_backward
 
 from ..._torch import TorchFunctionMode
-from ..unsupported import Refused
 
 aten = torch.ops.aten
 
@@ -62,9 +61,17 @@ def _backward(
 
 def _by_row(log_probs: Tensor, targets: Tensor, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Targets (row, label) and the lengths of inputs and targets (row,); without a batch there is one row."""
+    inputs, labels = inputs.reshape(-1), labels.reshape(-1)
     if targets.ndim == 1 and log_probs.shape[1] != 1:
-        raise Refused(
-            "it gives ctc_loss the targets of all rows in one dim, in which the place of a row depends on the lengths "
-            "of those before it. Pad them to one length, a row each: (batch, longest target)."
-        )
-    return targets if targets.ndim == 2 else targets.unsqueeze(0), inputs.reshape(-1), labels.reshape(-1)
+        return _padded(targets, labels, log_probs.shape[0]), inputs, labels.clamp(max=log_probs.shape[0] + 1)
+    return targets if targets.ndim == 2 else targets.unsqueeze(0), inputs, labels
+
+
+def _padded(targets: Tensor, labels: Tensor, frames: int) -> Tensor:
+    """The targets of all rows, one behind the other, as (row, label); what is behind a row's own does not count.
+
+    How long the longest is depends on values. No more than ``frames`` labels have a finite loss: one more is enough.
+    """
+    starts = labels.cumsum(0) - labels
+    places = starts.unsqueeze(1) + torch.arange(frames + 1, device=targets.device)
+    return targets[places.clamp(max=targets.shape[0] - 1)]

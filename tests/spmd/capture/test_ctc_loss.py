@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import spmd
@@ -77,8 +78,38 @@ def test_one_sequence_needs_no_batch() -> None:
     torch.testing.assert_close(spmd.compile(loss)(x), loss(x))
 
 
+@dataclass(frozen=True)
+class InOneDim(Aligned):
+    """The targets of all rows one behind the other, as many labels on each rank."""
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        x, targets, frames, labels = super().part(rank, step)
+        labels = torch.tensor([2, 0, 3]).roll(rank + step)
+        own = [row[:length] for row, length in zip(targets, labels.tolist(), strict=True)]
+        return x, torch.cat(own), frames, labels
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, x: Tensor, targets: Tensor, frames: Tensor, labels: Tensor) -> Any:
+        log_probs = model(x).view(len(x), FRAMES, CLASSES).transpose(0, 1).log_softmax(-1)
+        loss = F.ctc_loss(log_probs, targets, torch.full((len(x),), FRAMES), labels)
+        rows = F.ctc_loss(log_probs, targets, frames, labels, reduction="none", zero_infinity=True)
+        (loss + (rows * x[:, 0]).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, rows
+
+
+def test_targets_of_all_rows_in_one_dim(ranks: Ranks) -> None:
+    inputs = dict.fromkeys(("x", "targets", "frames", "labels"), Shard(0))
+    assert_agrees(ranks, 2, InOneDim(), {"parallel_style": "fully_shard", "inputs": inputs}, steps=3)
+
+
 @pytest.mark.usefixtures("alone")
-def test_targets_in_one_dim_are_refused() -> None:
-    compiled = spmd.compile(lambda x, y: F.ctc_loss(x.log_softmax(-1), y, [FRAMES] * 2, [2, 3]))
-    with pytest.raises(spmd.CaptureError, match=r"(?s)targets of all rows in one dim.*Pad them.*F\.ctc_loss"):
-        compiled(torch.randn(FRAMES, 2, CLASSES), torch.tensor([1, 2, 3, 1, 2]))
+def test_a_target_that_is_longer_than_its_frames_has_an_infinite_loss() -> None:
+    def loss(x: Tensor, y: Tensor, labels: Tensor) -> Tensor:
+        return F.ctc_loss(x.log_softmax(-1), y, torch.full((2,), 2), labels, reduction="none")
+
+    given = torch.randn(2, 2, CLASSES), torch.tensor([1, 2, 3, 1, 2, 3]), torch.tensor([5, 1])
+    mode = spmd.DataParallel(inputs=dict.fromkeys(("x", "y", "labels"), Shard(0)))
+    assert torch.equal(spmd.compile(loss, parallel_mode=mode)(*given), loss(*given))
+    assert loss(*given)[0].isinf() and loss(*given)[1].isfinite()
