@@ -64,8 +64,8 @@ UNEVEN = gpt.Config(width=15, layers=1, heads=3, context=5, vocabulary=7)
 @pytest.mark.parametrize(
     "case, style",
     [
-        (Bytes(replace(EVEN, layers=1)), "replicate"),
-        (Bytes(EVEN, sequence=True), "fully_shard"),
+        pytest.param(Bytes(replace(EVEN, layers=1)), "replicate", marks=pytest.mark.exhaustive),
+        pytest.param(Bytes(EVEN, sequence=True), "fully_shard", marks=pytest.mark.exhaustive),
         (Bytes(UNEVEN, sequence=True), "replicate"),
         (Bytes(UNEVEN, optimizer=torch.optim.AdamW), "fully_shard"),
     ],

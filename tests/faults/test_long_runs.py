@@ -31,7 +31,10 @@ def long_run(rank: int, world: int, style: str, transport: str, calls: int) -> t
 
 
 @pytest.mark.timeout(1800)  # with --exhaustive
-@pytest.mark.parametrize("style, transport", [("replicate", "shared memory"), ("fully_shard", "messages")])
+@pytest.mark.parametrize("style, transport", [
+    pytest.param("replicate", "shared memory", marks=pytest.mark.exhaustive),
+    ("fully_shard", "messages"),
+])  # fmt: skip
 def test_memory_and_open_files_stay_flat(
     ranks: Ranks, request: pytest.FixtureRequest, style: str, transport: str
 ) -> None:

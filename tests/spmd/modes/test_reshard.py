@@ -100,7 +100,7 @@ def test_so_many_units_are_whole_at_once(prefetch: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("limit", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_limit_of_gathers_caps_what_is_ahead_and_whole_at_once(limit: int) -> None:
     """Of what is kept whole, too, how much is under way."""
     result = compiled(reshard_after_forward=True, prefetch=(4, 2), limit_gathers=limit)
@@ -162,7 +162,7 @@ def test_memory_does_not_grow_with_depth() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_parameters_gradients_and_state_take_their_share_and_three_units(prefetch: int) -> None:
     """A unit that is on its way ahead of its use comes on top."""
     with fake_world(2):
