@@ -20,7 +20,7 @@ from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
 from .capture.reads import ReadSite
-from .guards.guards import Guards
+from .guards.guards import Guards, Live
 from .lowering.distribute_state import as_dtensor
 from .lowering.flat_storage import FlatInputs
 from .lowering.lower import Executable
@@ -84,42 +84,43 @@ class Compiled:
         """Whether the ranks that it communicates with are still connected: a call may have failed."""
         return self.connection is None or self.connection.is_open
 
-    def intent(self, arguments: Arguments) -> int:
+    def intent(self, arguments: Arguments, live: Live) -> int:
         """The number that ranks compare before a call: of the program, of numbers, and of the seed where it draws."""
         identity = identity_of(str(self.identity), describe_seed()) if self._pool.draws else self.identity
-        return (identity ^ digest(self._numbers(arguments))) & _INTENT_BITS | 16
+        return (identity ^ digest(self._numbers(arguments, live))) & _INTENT_BITS | 16
 
-    def describe_numbers(self, arguments: Arguments) -> list[str]:
+    def describe_numbers(self, arguments: Arguments, live: Live) -> list[str]:
         """A line for each number of a call that must be equal on all ranks."""
         names = [*self.guards.groups.names, *self.guards.leaves.tensor_names()]
-        found = zip(names, self._numbers(arguments), strict=True)
+        found = zip(names, self._numbers(arguments, live), strict=True)
         return [f"{name} = {each}" for name, value in found if (each := number(value)) is not None]
 
-    def _numbers(self, arguments: Arguments) -> list[Any]:
-        return [*self.guards.groups.values(arguments), *self.guards.leaves.tensors(arguments)]
+    def _numbers(self, arguments: Arguments, live: Live) -> list[Any]:
+        return [*live.numbers, *self.guards.leaves.tensors(arguments)]
 
-    def run(self, arguments: Arguments, tensors: list[torch.Tensor], restore: Restore | None = None) -> Any:
+    def run(self, arguments: Arguments, live: Live, restore: Restore | None = None) -> Any:
         """One call: gather the inputs, run, put results and new state where they belong.
 
-        ``tensors`` is the live state, as ``guards`` found it; ``restore`` makes the results that the caller expects.
+        ``live`` is as ``guards`` found it; ``restore`` makes the results that the caller expects.
         """
         if restore is not None and self._pool.written:
             raise RankMismatchError(
                 f"ranks brought unequal numbers of rows of {self._pool.names[self._pool.written[0]]}, which the step "
                 "writes into: pass equal numbers of rows, or return the new rows instead of writing them"
             )
-        running = self.start(arguments, tensors)
+        running = self.start(arguments, live)
         return self.finish(running, self.executable(running.inputs), restore)
 
-    def start(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Running:
+    def start(self, arguments: Arguments, live: Live) -> Running:
         """Gather the inputs of a call; ``run`` has the rest."""
         given = [*self.guards.leaves.tensors(arguments), *self.guards.kept.tensors()]
         contiguous = [tensor.contiguous() for tensor in given]
-        state = self.guards.layout.locals(tensors)
+        state = self.guards.layout.locals(live.tensors)
         state = [*state, *self._flats.enter(state)]
         for k in self._cleared:  # as the step does, so that new gradients find the memory
-            tensors[k].grad = None
-        return Running(arguments, tensors, given, contiguous, self._pool.inputs(arguments, state, contiguous))
+            live.tensors[k].grad = None
+        inputs = self._pool.inputs(live.numbers, state, contiguous)
+        return Running(arguments, live.tensors, given, contiguous, inputs)
 
     def finish(self, running: Running, returned: list[Any], restore: Restore | None = None) -> Any:
         """Put what the executable ``returned`` where it belongs, and return what the step does."""
@@ -215,12 +216,12 @@ class Pool:
         writes = {o.name for o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_state}
         self.names, self.written = names, [k for k, name in enumerate(names) if name in writes]
 
-    def inputs(self, arguments: Arguments, state: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Any]:
+    def inputs(self, numbers: list[Any], state: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[Any]:
         """The program's inputs; ``state`` is this rank's, each tensor by itself, then the flat ones."""
         compiled = self.compiled
         values = [
             *state,
-            *compiled.guards.groups.values(arguments),
+            *numbers,
             *given,
             *compiled.added.values(),
             *compiled.captured.constants,

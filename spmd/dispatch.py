@@ -15,8 +15,6 @@ from functools import partial, reduce
 from operator import or_
 from typing import Any
 
-import torch
-
 from passes import RankMismatchError
 
 from .call.argument_logs import LogsFound
@@ -30,6 +28,7 @@ from .capture import Captured
 from .capture.effects.carried import Carried
 from .capture.reads import ReadSite
 from .compiled import Compiled, Restore
+from .guards.guards import Live
 from .guards.leaves import Leaves, can_be_live
 from .options import Options
 from .ranks.connection import Connection
@@ -54,7 +53,7 @@ _MANY = 8  # programs of one step, before it warns
 class Turn:
     """One call of a step, as far as it has come: what the other ranks have to know should it fail.
 
-    ``compiled`` is the program that fits the call, None while there is none; ``tensors`` the live state it runs on.
+    ``compiled`` is the program that fits the call, None while there is none; ``live`` what it runs on.
     ``rows``: of the batch, where ranks brought unequal numbers of them.
     ``connection``: of the ranks that make this call together, None where there is one. ``is_distributing``: live state
     is being made equal and split.
@@ -63,7 +62,7 @@ class Turn:
     call: Call | None = None
     rows: UnequalRows | None = None
     compiled: Compiled | None = None
-    tensors: list[torch.Tensor] | None = None
+    live: Live | None = None
     connection: Connection | None = None
     is_distributing: bool = False
 
@@ -125,7 +124,9 @@ class Dispatch:
 
     def _agree(self, turn: Turn) -> None:
         """Wait until all ranks are about to do the same: to run the program that fits, or to compile."""
-        intent = turn.compiled.intent(turn.call.given) if turn.compiled and turn.call else COMPILE
+        intent = COMPILE
+        if turn.compiled and turn.call and turn.live:
+            intent = turn.compiled.intent(turn.call.given, turn.live)
         agree_on_program(turn.connection, self.name, intent, lambda: self._describe(turn), self.options.timeout)
 
     def _cut_rows(self, turn: Turn, given: Arguments) -> bool:
@@ -173,7 +174,7 @@ class Dispatch:
             admits = compiled.is_of_this_world() and compiled.is_connected() and compiled.uneven == uneven
             admitted = compiled.guards.admit(given) if admits else None
             if admitted is not None:
-                arguments, turn.tensors = admitted
+                arguments, turn.live = admitted
                 turn.call = Call(arguments, mode, uneven) if arguments is not given else turn.call
                 compiled.executable.commit.start(compiled.connection)
                 turn.compiled, turn.connection = compiled, compiled.connection
@@ -316,8 +317,8 @@ class Dispatch:
         assert turn.call is not None
         lines = Leaves.of(turn.call.given).describe()
         lines += [f"{each.name}: {type(each.value).__name__}" for each in turn.call.given.found]
-        if turn.compiled is not None:
-            numbers = turn.compiled.describe_numbers(turn.call.given)
+        if turn.compiled is not None and turn.live is not None:
+            numbers = turn.compiled.describe_numbers(turn.call.given, turn.live)
             return [*lines, *numbers, f"runs {turn.compiled.program.name}", describe_seed()]
         return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]
 

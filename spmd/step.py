@@ -152,9 +152,9 @@ class CompiledStep:
         self._dispatch.begin(turn, args, kwargs)
         assert turn.call is not None, "a call that has begun was read"
         compiled = self._ready(turn)
-        assert turn.tensors is not None, "a program fits the call that it was compiled for"
+        assert turn.live is not None, "a program fits the call that it was compiled for"
         with unexpected_errors("running", compiled.program.name, self._where):
-            result = compiled.run(turn.call.given, turn.tensors, self._dispatch.restore(turn))
+            result = compiled.run(turn.call.given, turn.live, self._dispatch.restore(turn))
         if turn.connection is not None:
             turn.connection.is_in_call = False
         self._failed = None
@@ -177,11 +177,11 @@ class CompiledStep:
         return turn
 
     def _ready(self, turn: Turn) -> Compiled:
-        """The program that a call runs, compiled where none fits; ``turn.tensors`` is the live state from then on."""
+        """The program that a call runs, compiled where none fits; ``turn.live`` is what it runs on."""
         assert turn.call is not None
         if turn.compiled is None:
             compiled = self._compile_on_all_ranks(turn, turn.call)
-            turn.tensors = compiled.guards.layout.read(turn.call.given)
+            turn.live = compiled.guards.live(turn.call.given)
             turn.compiled = compiled
             compiled.executable.commit.start(turn.connection)
         self._dispatch.use(turn.compiled)

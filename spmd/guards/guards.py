@@ -31,6 +31,14 @@ from .state_layout import StateLayout
 _DEVICES = ("cpu", "cuda")
 
 
+@dataclass(frozen=True)
+class Live:
+    """What a call runs on, read once: state ``tensors``, as ``layout.names``, and ``numbers``, as ``groups.names``."""
+
+    tensors: list[torch.Tensor]
+    numbers: list[Any]
+
+
 @dataclass
 class Guards:
     """The guards of one program."""
@@ -102,8 +110,8 @@ class Guards:
     def _owners(self) -> list[Any]:
         return [*self.leaves.owners(), *self.found.expected]
 
-    def admit(self, given: Arguments) -> tuple[Arguments, list[torch.Tensor]] | None:
-        """The arguments of a call, with what the step uses besides them, and the state tensors, as ``layout.names``.
+    def admit(self, given: Arguments) -> tuple[Arguments, Live] | None:
+        """The arguments of a call, with what the step uses besides them, and what it runs on.
 
         None unless the call may run the program.
         """
@@ -112,20 +120,25 @@ class Guards:
         arguments = self.found.complete(given)
         if arguments is None:
             return None
-        tensors = self._state(arguments)
-        return None if tensors is None else (arguments, tensors)
+        live = self._state(arguments)
+        return None if live is None else (arguments, live)
 
-    def _state(self, arguments: Arguments) -> list[torch.Tensor] | None:
+    def live(self, arguments: Arguments) -> Live | None:
+        """What a call runs on; None if state is laid out otherwise."""
+        tensors = self.layout.read(arguments)
+        return None if tensors is None else Live(tensors, self.groups.values(arguments))
+
+    def _state(self, arguments: Arguments) -> Live | None:
         if not self.tree.hold() or not self.reads.hold() or not self.groups.hold(arguments):
             return None
         if not self.kept.hold() or not self.annotations.hold():
             return None
-        tensors = self.layout.read(arguments)
-        if tensors is None or not self.leaves.hold_state(arguments, tensors):
+        live = self.live(arguments)
+        if live is None or not self.leaves.hold_state(arguments, live.tensors):
             return None
-        if not self.conditions.hold(self.groups.values(arguments)):
+        if not self.conditions.hold(live.numbers):
             return None
-        return tensors if self.conditions.hold_for_state(self.layout.names, tensors) else None
+        return live if self.conditions.hold_for_state(self.layout.names, live.tensors) else None
 
     def difference(self, arguments: Arguments, slots: Sequence[Slot]) -> str:
         """The first difference between a call and the compiled one, in the user's words."""

@@ -135,8 +135,8 @@ class SimulatedRank:
         """Compile, if need be, and gather the inputs of the next call."""
         with self.active():
             self.turn = self.step.prepare(self._given(), self._rows)
-            assert self.turn.call is not None and self.turn.tensors is not None
-            self.running = self.compiled.start(self.turn.call.given, self.turn.tensors)
+            assert self.turn.call is not None and self.turn.live is not None
+            self.running = self.compiled.start(self.turn.call.given, self.turn.live)
         return self.running.inputs
 
     def finish(self, outputs: tuple[Any, ...]) -> list[Any]:
