@@ -14,6 +14,7 @@ from passes import CaptureError
 
 from ...foreign_code import is_foreign_file
 from ...source_lines import user_line
+from .collector_callbacks import is_in_callback
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _CLOCKS: dict[Any, str] = {getattr(time, name): name for each in _NAMES for name in (each, f"{each}_ns")}
@@ -47,7 +48,7 @@ def _refusing(name: str, clock: Callable[[], Any]) -> Callable[[], Any]:
 
     def ask() -> Any:
         caller = sys._getframe(1)
-        if threading.get_ident() != thread or is_foreign_file(caller.f_code.co_filename):
+        if threading.get_ident() != thread or is_foreign_file(caller.f_code.co_filename) or is_in_callback(caller):
             return clock()
         raise CaptureError(
             f"the step asks time.{name}(), and each call of its program would get the time at which it was traced: "

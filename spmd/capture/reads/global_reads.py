@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import gc
 import os
 import sys
 import types
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...foreign_code import is_foreign_module
+from .collector_callbacks import callback_codes
 from .read_sites import MISSING
 
 
@@ -27,9 +27,7 @@ class GlobalReads:
     def watch(self) -> Iterator[None]:
         """Watch for the length of the context; a trace function that was there before is still called."""
         before = self._before = sys.gettrace()
-        # The garbage collector runs its callbacks at any time, also within the step.
-        collecting = [each.__code__ for each in gc.callbacks if isinstance(each, types.FunctionType)]
-        self._seen |= {id(code): code for code in collecting}
+        self._seen |= {id(code): code for code in callback_codes()}
         sys.settrace(self._tracer(before))
         try:
             yield

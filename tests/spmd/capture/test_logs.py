@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
 from collections import deque
@@ -327,6 +329,34 @@ def test_clocks_are_refused() -> None:
         with pytest.raises(spmd.CaptureError, match=rf"asks time.{name}\(\)"):
             each(*objects())
     assert monotonic is time.monotonic
+
+
+class Monitor:
+    """Measures how long the garbage collector takes, as monitors of training do."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def note(self, phase: str, info: dict[str, int]) -> None:
+        self.seconds.append(time.perf_counter() if phase == "start" else time.perf_counter() - self.seconds.pop())
+
+
+@pytest.mark.usefixtures("alone")
+def test_callbacks_of_the_garbage_collector_may_ask_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    @spmd.compile
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        gc.collect()
+        return trained(model, optimizer, x)
+
+    monitor, failures = Monitor(), list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", failures.append)
+    note = monitor.note
+    gc.callbacks.append(note)
+    try:
+        step(*objects())
+    finally:
+        gc.callbacks.remove(note)
+    assert failures == [] and monitor.seconds
 
 
 @pytest.mark.usefixtures("alone")
