@@ -20,6 +20,7 @@ class MixedPrecisionPolicy:
     - ``output_dtype``: what the module returns is cast to it.
     - ``buffer_dtype``: forward computes with buffers cast to it; what it writes to them is cast back.
     - ``cast_forward_inputs``: floating-point arguments of the module are cast to ``param_dtype``.
+    - ``full_precision_in_eval``: in ``eval()`` mode the module computes without any of these casts.
 
     Only floating-point tensors are cast. Raises ``ValueError`` for a dtype that is not floating-point.
     """
@@ -29,6 +30,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    full_precision_in_eval: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):

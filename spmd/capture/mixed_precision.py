@@ -55,6 +55,8 @@ class _Casts:
     def run(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call ``module`` on casts of its arguments, and cast what it returns."""
         policy, self.ran = self.policy, True
+        if policy.full_precision_in_eval and not module.training:
+            return call(module, *args, **kwargs)
         if policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         with _unwritten(self.parameters, policy.param_dtype), _written_back(self.buffers, policy.buffer_dtype):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -139,6 +139,50 @@ def test_numbers_are_those_of_casts_by_hand(ranks: Ranks, api: str, optimizer: s
     case = Mixed(api, optimizer)
     expected = plain_run(case, world, 5)
     assert ranks.run(world, differences, case, expected) == [[]] * world
+
+
+@dataclass(frozen=True)
+class Evaluated(Case):
+    """A model in ``eval()`` mode, whose policy holds in training only: it computes in fp64, as the plain one does."""
+
+    def build(self) -> tuple[Any, ...]:
+        """The model, annotated on ranks."""
+        model = Normed().eval()
+        for module in (model.up, model.norm, model.down):
+            module.double()
+        if torch.distributed.is_initialized():
+            spmd.fully_shard(model, mp_policy=replace(POLICY, full_precision_in_eval=True))
+        return (model,)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        """``x`` and ``gain``: (5, 6) and (5, 1)."""
+        return Mixed().part(rank, step)[:2]
+
+    @staticmethod
+    def step(model: nn.Module, x: Tensor, gain: Tensor) -> Tensor:
+        """Forward."""
+        loss: Tensor = model(x, gain=gain).square().mean()
+        return loss
+
+
+def evaluation_differences(rank: int, world: int, expected: list[Any]) -> list[str]:
+    case = Evaluated()
+    result, got = compiled_run(rank, case, 2)
+    lines = all_unequal(expected, got, rank, world, case.rtol, case.atol)
+    return lines + [f"{each}" for each in dtypes(result.report(), Role.PARAMETER) if each != ("all_gather", "float64")]
+
+
+def test_in_eval_mode_a_module_computes_in_full_precision_where_asked(ranks: Ranks) -> None:
+    assert ranks.run(2, evaluation_differences, plain_run(Evaluated(), 2, 2)) == [[]] * 2
+
+
+def test_a_module_that_is_put_into_eval_mode_loses_its_casts() -> None:
+    with fake_world(2):
+        policy = spmd.MixedPrecisionPolicy(BF16, full_precision_in_eval=True)
+        model = spmd.fully_shard(nn.Linear(4, 4), mp_policy=policy)
+        result = spmd.compile(lambda model, x: model(x))
+        found = [result(model.train(mode), torch.randn(4, 4)).dtype for mode in (True, False, True)]
+    assert found == [BF16, FP32, BF16] and len(result.programs) == 2
 
 
 def test_buffers_keep_their_names_and_dtypes() -> None:
