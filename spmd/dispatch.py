@@ -53,7 +53,7 @@ _MANY = 8  # programs of one step, before it warns
 class Turn:
     """One call of a step, as far as it has come: what the other ranks have to know should it fail.
 
-    ``compiled`` is the program that fits the call, None while there is none; ``live`` what it runs on.
+    ``compiled`` is the program that fits the call, and ``live`` what it runs on; both None while there is none.
     ``rows``: of the batch, where ranks brought unequal numbers of them.
     ``connection``: of the ranks that make this call together, None where there is one. ``is_distributing``: live state
     is being made equal and split.
@@ -125,7 +125,8 @@ class Dispatch:
     def _agree(self, turn: Turn) -> None:
         """Wait until all ranks are about to do the same: to run the program that fits, or to compile."""
         intent = COMPILE
-        if turn.compiled and turn.call and turn.live:
+        if turn.compiled is not None:
+            assert turn.call is not None and turn.live is not None, "a program fits a call that was read"
             intent = turn.compiled.intent(turn.call.given, turn.live)
         agree_on_program(turn.connection, self.name, intent, lambda: self._describe(turn), self.options.timeout)
 
@@ -168,7 +169,7 @@ class Dispatch:
     def _fit(self, turn: Turn, given: Arguments) -> None:
         mode, uneven = self.options.mode, turn.rows.uneven if turn.rows else {}
         check_is_sharded(given.modules.values())
-        turn.call, turn.compiled = Call(given, mode, uneven), None
+        turn.call, turn.compiled, turn.live = Call(given, mode, uneven), None, None
         last = [self.last] if self.last else []
         for compiled in [*last, *(each for each in self.programs if each is not self.last)]:
             admits = compiled.is_of_this_world() and compiled.is_connected() and compiled.uneven == uneven
@@ -317,7 +318,8 @@ class Dispatch:
         assert turn.call is not None
         lines = Leaves.of(turn.call.given).describe()
         lines += [f"{each.name}: {type(each.value).__name__}" for each in turn.call.given.found]
-        if turn.compiled is not None and turn.live is not None:
+        if turn.compiled is not None:
+            assert turn.live is not None, "a program fits a call that was read"
             numbers = turn.compiled.describe_numbers(turn.call.given, turn.live)
             return [*lines, *numbers, f"runs {turn.compiled.program.name}", describe_seed()]
         return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]

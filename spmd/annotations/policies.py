@@ -20,7 +20,8 @@ class MixedPrecisionPolicy:
     - ``output_dtype``: what the module returns is cast to it.
     - ``buffer_dtype``: forward computes with buffers cast to it; what it writes to them is cast back.
     - ``cast_forward_inputs``: floating-point arguments of the module are cast to ``param_dtype``.
-    - ``full_precision_in_eval``: in ``eval()`` mode the module computes without any of these casts.
+    - ``full_precision_in_eval``: in ``eval()`` mode the module computes without casts. Its gradients, if there are any,
+      are reduced as in training.
 
     Only floating-point tensors are cast. Raises ``ValueError`` for a dtype that is not floating-point.
     """

@@ -14,7 +14,7 @@ def callback_codes() -> list[types.CodeType]:
 
 def is_in_callback(frame: types.FrameType | None) -> bool:
     """Whether ``frame``, or one that called it, is such a callback."""
-    codes = callback_codes()
-    while frame is not None and frame.f_code not in codes:
+    codes = set(map(id, callback_codes()))  # code that is equal may be of another function
+    while frame is not None and id(frame.f_code) not in codes:
         frame = frame.f_back
     return frame is not None

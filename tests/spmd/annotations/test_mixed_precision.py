@@ -185,6 +185,16 @@ def test_a_module_that_is_put_into_eval_mode_loses_its_casts() -> None:
     assert found == [BF16, FP32, BF16] and len(result.programs) == 2
 
 
+def test_gradients_of_a_module_in_eval_mode_are_reduced_as_in_training() -> None:
+    with fake_world(4):
+        policy = spmd.MixedPrecisionPolicy(BF16, full_precision_in_eval=True)
+        model = spmd.fully_shard(Model(16, 1), mp_policy=policy).eval()
+        result = spmd.compile(step)
+        result(model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(4, 16))
+    assert dtypes(result.report(), Role.PARAMETER) == {("all_gather", "float32")}
+    assert dtypes(result.report(), Role.GRADIENT) == {("reduce_scatter", "bfloat16")}
+
+
 def test_buffers_keep_their_names_and_dtypes() -> None:
     with fake_world(2):
         model, optimizer = Mixed().build()
