@@ -12,10 +12,12 @@ import os
 import select
 import socket
 import struct
+import time
 import warnings
 from collections import deque
 from contextlib import suppress
 from mmap import PROT_READ, mmap
+from typing import Any
 
 import torch
 
@@ -24,6 +26,10 @@ from .segments import EMPTY, Segment, SharedBytes
 Triple = tuple[int, int, int]
 
 _MESSAGE = struct.Struct("<qqqq")
+_FILE = struct.Struct("i")
+_ANCILLARY = socket.CMSG_LEN(_FILE.size)
+# Seconds for which a rank looks again before it sleeps: ranks in step come within them, and to wake up takes longer.
+_SPIN = 100e-6
 # In the place of a publication's length:
 _RELEASE = -1  # the segment is closed
 _ARRIVAL = -2  # the rank has arrived at a barrier, with the three integers before
@@ -83,19 +89,19 @@ class PeerConnection:
     def receive(self) -> bool:
         """Receive one message. Returns False if there is none."""
         try:
-            message, files, _, _ = socket.recv_fds(self.socket, _MESSAGE.size, 1)
+            message, ancillary, _, _ = self.socket.recvmsg(_MESSAGE.size, _ANCILLARY)
         except BlockingIOError:
             return False
         except OSError as error:
             raise PeerLostError(self._lost()) from error
         if not message:
             raise PeerClosedError(self._lost())
-        self._handle(files, *_MESSAGE.unpack(message))
+        self._handle(ancillary, *_MESSAGE.unpack(message))
         return True
 
-    def _handle(self, files: list[int], number: int, segment: int, offset: int, size: int) -> None:
-        if files:
-            self.mapped[segment] = RemoteSegment(_map(files[0]))
+    def _handle(self, ancillary: list[Any], number: int, segment: int, offset: int, size: int) -> None:
+        for _, _, file in ancillary:  # one at most, as in ``send``
+            self.mapped[segment] = RemoteSegment(_map(*_FILE.unpack(file)))
         if size == _ABORT:
             message = f"rank {self.rank} of the group has given up on the others: its call failed"
             raise PeerLostError(message) if number else PeerClosedError(message)
@@ -114,6 +120,11 @@ class PeerConnection:
     def poll(self, events: int, seconds: float) -> bool:
         """Wait for one of the ``events`` of the socket, an hour at most. Returns False if none came in time."""
         self._poll.register(self.socket, events)
+        spun = time.perf_counter() + min(_SPIN, seconds)
+        while time.perf_counter() < spun:
+            if self._poll.poll(0):
+                return True
+            os.sched_yield()
         return bool(self._poll.poll(max(0.0, min(seconds, 3600.0)) * 1000))  # poll counts in an int of milliseconds
 
     def has(self, number: int) -> bool:
