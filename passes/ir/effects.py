@@ -10,7 +10,7 @@ from torch import fx
 
 from .._torch import OpOverload
 from ..runtime.random import draw
-from .ops import PURE_FUNCTIONS, Trait, has
+from .ops import PURE_FUNCTIONS, Trait, has, traits
 from .schemas import argument, schema
 
 
@@ -35,8 +35,8 @@ def mutates(node: fx.Node) -> bool:
     if node.op == "call_method":
         name = str(node.target)
         return name.endswith("_") and not name.startswith("__")
-    op = node.args[0] if node.target is draw else node.target
-    return has(op, Trait.MUTABLE) or (has(op, Trait.WRITES_STATISTICS) and _in_training(node))
+    known = traits(node.args[0] if node.target is draw else node.target)
+    return Trait.MUTABLE in known or (Trait.WRITES_STATISTICS in known and _in_training(node))
 
 
 def written(node: fx.Node) -> list[fx.Node]:

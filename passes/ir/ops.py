@@ -175,7 +175,14 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
 
 def traits(target: Any) -> frozenset[Trait]:
     """All that is known of what a node calls: an op or a Python function."""
-    return _traits_of_op(target) if isinstance(target, OpOverload) else _listed_by_op().get(target, _NONE)
+    known = _TRAITS.get(id(target))
+    if known is not None:
+        return known[1]
+    if not isinstance(target, OpOverload):
+        return _listed_by_op().get(target, _NONE)
+    found = _listed_by_op().get(target, _NONE).union(_read(target))
+    _TRAITS[id(target)] = target, found
+    return found
 
 
 def has(target: Any, *any_of: Trait) -> bool:
@@ -189,17 +196,13 @@ def listed(*any_of: Trait) -> frozenset[Any]:
 
 
 _NONE: frozenset[Trait] = frozenset()
+_TRAITS: dict[int, tuple[OpOverload, frozenset[Trait]]] = {}  # by the id of the op, whose own hash is slow
 
 
 @cache
 def _listed_by_op() -> dict[Any, frozenset[Trait]]:
     everything = {op for ops in _LISTED.values() for op in ops}
     return {op: frozenset(trait for trait, ops in _LISTED.items() if op in ops) for op in everything}
-
-
-@cache
-def _traits_of_op(op: OpOverload) -> frozenset[Trait]:
-    return _listed_by_op().get(op, _NONE).union(_read(op))
 
 
 def _read(op: OpOverload) -> Iterator[Trait]:
