@@ -40,6 +40,7 @@ from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
 from .memory.planned_memory import LiveValue, PlannedMemory
+from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import default
@@ -90,6 +91,7 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "Realise",
+    "ReduceInPlace",
     "Report",
     "Reshard",
     "ReuseMemory",

@@ -24,6 +24,7 @@ from .ir.program import Mesh
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
+from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
 from .update.fuse_foreach import FuseForeach
@@ -68,6 +69,7 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         UpdateLast(),
         # Nothing below may reorder: from here on, values are overwritten.
         UpdateInPlace(),
+        ReduceInPlace(),
         # The order is final: it says how long each value lives.
         # What can write into planned memory, and in which layout, is settled before memory is planned.
         Canonicalize(),

@@ -13,7 +13,7 @@ from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes
 from ..analysis.out_variants import CONSTANT_BYTES
-from ..ir.collectives import group_of, reduction_of, waits_of
+from ..ir.collectives import Kind, group_of, kind_of, reduction_of, waits_of
 from ..runtime import shared_memory_collectives
 from .realisation import Realisation
 
@@ -45,6 +45,19 @@ def scratch(task: Realisation, published: fx.Node) -> fx.Node | None:
 def read_by_peers(start: fx.Node) -> list[fx.Node]:
     """The tensors of a collective through shared memory that other ranks read where they lie: operand and scratch."""
     return [each for each in start.args if isinstance(each, fx.Node)]
+
+
+def reduce_in_place(start: fx.Node) -> None:
+    """Let each rank reduce its part of an all_reduce in the operand, which nothing else may read from then on."""
+    operand, unused, *rest = start.args
+    start.args = (operand, operand, *rest)
+    if isinstance(unused, fx.Node):
+        start.graph.erase_node(unused)
+
+
+def reduces_in_place(start: fx.Node) -> bool:
+    """Whether ``reduce_in_place`` was called for a collective through shared memory."""
+    return kind_of(start) is Kind.ALL_REDUCE and start.args[0] is start.args[1]
 
 
 def read_by_all(start: fx.Node, shared: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> int:

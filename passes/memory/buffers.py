@@ -12,8 +12,8 @@ from .._torch import c10d
 from ..analysis.aliases import escaping, last_reads, storages
 from ..analysis.out_variants import is_constant, out_variant, results_of
 from ..analysis.strides import Layouts, is_dense
-from ..communication.published import read_by_all, read_by_peers
-from ..ir.collectives import is_shared
+from ..communication.published import read_by_all, read_by_peers, reduces_in_place
+from ..ir.collectives import is_shared, operands
 from ..ir.ops import Trait, has
 from ..ir.schemas import argument
 from ..runtime.arena import extent
@@ -124,6 +124,9 @@ class Buffers:
             for block in self._blocks(operand):
                 block.shared = block.fixed = True
                 block.last = max(block.last, read)
+        buffer = self._shown(operands(start)[0])
+        if reduces_in_place(start) and start in self.of and buffer is not None:
+            self.of[start][0].move_into(buffer, 0)
 
     def _reuse_operand(self, node: fx.Node) -> None:
         """Let an elementwise ``node`` write over an operand that has no later readers."""

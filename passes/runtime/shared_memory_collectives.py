@@ -6,7 +6,8 @@ get the same bits. The members of a bucket are stored one after the other, so no
 
 - ``shared_all_reduce(x, scratch, reduce_op, group)``: x of any shape to the same shape. Without ``scratch`` each rank
   reads the whole operands of all others, which is fastest for two ranks or few bytes. With it, as long as the longest
-  part by ``collective_ops.bounds``, each rank reduces one part into it and reads the other parts from the others.
+  part by ``collective_ops.bounds``, each rank reduces one part into it and reads the other parts from the others. If
+  ``scratch`` is ``x``, each reduces its part in place, since nobody else reads that, and the result may lie in ``x``.
 - ``scratch(x, size, reduce_op, group)``: (size,) such memory, for the all_reduce of x alone.
 - ``shared_reduce_scatter(x, reduce_op, lengths, ranks, group)``: see ``collective_ops.define_scatter``.
 - ``shared_all_gather(x, lengths, ranks, group)``: the inverse, see ``collective_ops.define_gather``.
@@ -100,8 +101,13 @@ def _shared_all_reduce(
     sizes = [end - begin for begin, end in pairwise(ends)]
 
     def prepare(operands: list[Tensor], rank: int) -> _Compute:
-        parts, reduced = [operand.split(sizes)[rank] for operand in operands], scratch[: sizes[rank]]
-        others = SharedMemoryWork(reduced, group_name, lambda parts, rank: partial(torch.cat, parts, out=into))
+        parts = [operand.split(sizes)[rank] for operand in operands]
+        if scratch.data_ptr() == x.data_ptr():
+            reduced = x.view(-1).split(sizes)[rank]
+            parts.insert(0, parts.pop(rank))  # it is overwritten by the first sum
+        else:
+            reduced = scratch[: sizes[rank]]
+        others = SharedMemoryWork(reduced, group_name, lambda parts, rank: partial(_copy, parts, into.split(sizes)))
 
         def compute() -> None:
             _reduce(parts, reduce_op, reduced)
@@ -145,6 +151,13 @@ def _reduce(operands: Sequence[Tensor], reduction: str, out: Tensor) -> None:
     combine, so_far = REDUCTIONS[reduction], operands[0]
     for other in operands[1:]:
         so_far = combine(so_far, other, out=out)
+
+
+def _copy(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Copy each part, but for one that was reduced where it is copied to."""
+    for part, to in zip(parts, into, strict=True):
+        if part.data_ptr() != to.data_ptr():
+            to.copy_(part)
 
 
 def _scratch(x: Tensor, size: int, reduce_op: str, group_name: str, *, out: Tensor) -> Tensor:

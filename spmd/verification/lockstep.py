@@ -7,16 +7,19 @@ keep its values until all ranks are known to have read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from passes import Mesh, Program, SpmdError
+from passes.communication.published import reduces_in_place
 from passes.ir.collectives import c10d, group_of, is_collective, is_shared, is_wait
 from passes.ir.schemas import argument, schema
+from passes.runtime.collective_ops import bounds
 
 from .._torch import DisableAutocast, storage_id, tree_flatten
 from .collectives import COPIES_FIRST, SEMANTICS
@@ -141,7 +144,18 @@ class _Lockstep:
         for rank, into in enumerate(pending.results):
             for tensor, result in zip(into, _tensors(computed[rank]), strict=True):
                 tensor.copy_(result.reshape(tensor.shape))
+        if is_shared(pending.node) and reduces_in_place(pending.node):
+            self._overwrite_operands(pending, computed)
         self.published.wait(pending.node)
+
+    def _overwrite_operands(self, pending: _Pending, computed: Mapping[int, Any]) -> None:
+        """Let each rank have reduced its part in its operand, where the others read it from then on."""
+        for members in groups_of(self.programs, group_of(pending.node), pending.node):
+            for k, rank in enumerate(members):
+                operand, result = pending.operands[rank].view(-1), computed[rank].reshape(-1)
+                start, stop = list(pairwise(bounds(operand.numel(), len(members))))[k]
+                operand[start:stop].copy_(result[start:stop])
+        self.published.publish_again(pending.node)
 
 
 class _Rank(fx.Interpreter):
@@ -181,6 +195,10 @@ class _Published:
     def start(self, node: fx.Node, tensors: Sequence[Tensor]) -> None:
         self._all[node] = [(x, x.clone()) for x in tensors]
         self._before[node] = list(self._waited)
+
+    def publish_again(self, node: fx.Node) -> None:
+        """Other ranks read what the operands hold now."""
+        self._all[node] = [(now, now.clone()) for now, _ in self._all.get(node, ())]
 
     def wait(self, node: fx.Node) -> None:
         if node in self._all:

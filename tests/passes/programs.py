@@ -27,6 +27,7 @@ from passes import (
     print_program,
     run,
 )
+from passes.communication.published import reduces_in_place
 from passes.ir.collectives import (
     WAIT,
     c10d,
@@ -38,6 +39,7 @@ from passes.ir.collectives import (
     operands,
     reduction_of,
 )
+from passes.runtime.collective_ops import bounds
 from passes.runtime.message_collectives import swap
 
 GROUP = "0"
@@ -143,6 +145,8 @@ def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[An
             for k, (rank, node) in enumerate(everyone):
                 started = node.args[0]
                 rank.env[node] = _written(started, rank, _collect(started, rank.env[started], k))
+            if is_shared(nodes[0].args[0]) and reduces_in_place(nodes[0].args[0]):
+                published.start(nodes[0].args[0], _reduce_in_operands(everyone))
             published.wait(nodes[0].args[0])
         else:
             for rank, node in everyone:
@@ -181,6 +185,17 @@ def _written(started: fx.Node, rank: _Rank, value: torch.Tensor) -> torch.Tensor
     in_place = started.target is c10d.all_reduce_.default
     target = started.args[0] if in_place else started.kwargs.get("out")
     return rank.env[target].copy_(value) if isinstance(target, fx.Node) else value
+
+
+def _reduce_in_operands(waits: Sequence[tuple[_Rank, fx.Node]]) -> list[torch.Tensor]:
+    """The operands, in which each rank has reduced its part."""
+    published = []
+    for k, (rank, wait) in enumerate(waits):
+        operand = rank.env[wait.args[0].args[0]].view(-1)  # type: ignore[union-attr, index]
+        start, stop = bounds(operand.numel(), len(waits))[k : k + 2]
+        operand[start:stop] = rank.env[wait].view(-1)[start:stop]
+        published.append(operand)
+    return published
 
 
 def _collect(node: fx.Node, sent: list[list[torch.Tensor]], rank: int) -> torch.Tensor:

@@ -140,6 +140,17 @@ def test_what_other_ranks_read_is_shared_and_written_over_by_nothing() -> None:
     assert not only(found["shared_all_reduce"]).shared and only(found["neg"]).parent is only(found["shared_all_reduce"])
 
 
+def test_what_is_reduced_in_place_lies_in_its_operand() -> None:
+    def step(x: Any) -> Any:
+        published = aten.cat.default([aten.exp.default(x)])
+        total = c10d.wait_tensor.default(shared_all_reduce.default(published, published, "sum", GROUP))
+        return aten.sum.default(aten.neg.default(total))
+
+    found = assigned(make_program(step, x=f64(4)))
+    assert only(found["shared_all_reduce"]).parent is only(found["cat"]) and only(found["cat"]).shared
+    assert only(found["neg"]).parent is None, "other ranks may read the sum still"
+
+
 def test_the_result_of_a_collective_through_shared_memory_is_written_at_the_wait() -> None:
     def step(x: Any) -> Any:
         started = shared_all_reduce.default(aten.cat.default([aten.exp.default(x)]), None, "sum", GROUP)

@@ -49,6 +49,22 @@ def test_each_rank_reduces_a_part_and_reads_the_others(group: list[LocalPeers]) 
     assert all(torch.equal(each, x[0] + x[1] + x[2]) for each in got)
 
 
+@pytest.mark.parametrize("place", [in_segment, torch.clone])
+@pytest.mark.parametrize("elements", [7, 2])
+def test_each_rank_reduces_its_part_of_the_operand(group: list[LocalPeers], place: Any, elements: int) -> None:
+    given = [torch.arange(float(elements)) * 3**rank + 0.1 for rank in range(3)]
+    x, elsewhere = [place(each) for each in given], [torch.zeros(elements) for _ in range(3)]
+    for outs in (elsewhere, x):
+        for rank in range(3):
+            x[rank].copy_(given[rank])
+        started = [shared_all_reduce.out(x[k], x[k], "sum", str(k), out=outs[k]) for k in range(3)]
+        with ThreadPoolExecutor(3) as threads:
+            got = list(threads.map(WAIT, started))
+        assert [each.data_ptr() for each in got] == [each.data_ptr() for each in outs]
+        assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+        torch.testing.assert_close(got[0], sum(given))
+
+
 def test_members_are_stored_one_after_the_other(group: list[LocalPeers]) -> None:
     members = [torch.arange(6.0), torch.arange(10.0, 13.0)]  # lengths of a rank's part: 2, 1
     whole = torch.cat(members)

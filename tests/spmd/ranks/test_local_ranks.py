@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 import passes
 import spmd
-from passes import Program, ReuseMemory
+from passes import Program, ReduceInPlace, ReuseMemory
 from passes.analysis.costs import Algorithm
 from passes.ir.collectives import is_shared
 from passes.runtime import local_peers
@@ -50,6 +50,12 @@ def test_numbers_are_the_same(ranks: Ranks, style: str, world: int, optimizer: s
 
 def test_numbers_are_the_same_where_each_of_three_ranks_reduces_a_part(ranks: Ranks) -> None:
     assert_agrees(ranks, 3, MLP((48, 64, 32), NARROW.rows, "SGD"), "replicate", SHARED, 3)
+
+
+@pytest.mark.parametrize("world, optimizer", [(2, "AdamW fused"), (3, "SGD")])
+def test_numbers_are_the_same_where_gradients_are_reduced_in_place(ranks: Ranks, world: int, optimizer: str) -> None:
+    pipeline = [ReduceInPlace(min_bytes=1) if isinstance(each, ReduceInPlace) else each for each in SHARED]
+    assert_agrees(ranks, world, MLP((48, 64, 32), NARROW.rows, optimizer), "replicate", pipeline)
 
 
 def test_numbers_are_the_same_without_planned_memory(ranks: Ranks) -> None:
