@@ -10,9 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..analysis.out_variants import out_variant
+from ..analysis.agreed_sizes import most_bytes
+from ..analysis.aliases import storages
+from ..analysis.out_variants import CONSTANT_BYTES, out_variant
 from ..analysis.strides import Layouts
 from ..base import Pass
+from ..ir.collectives import is_shared
 from ..ir.edit import insert_before
 from ..ir.program import Program
 from ..runtime.arena import reserve, view_at, whole
@@ -43,6 +46,7 @@ class ReuseMemory(Pass):
     def rewrite(self, program: Program) -> int:
         """Plan an arena for each device, then let nodes write into it."""
         _drop_contiguous(program.graph)
+        _copy_results(program.graph)
         buffers = Buffers(program.graph)
         emitter = _Emitter(_places(program, buffers.all()))
         for node, results in buffers.of.items():
@@ -59,6 +63,19 @@ def _drop_contiguous(graph: fx.Graph) -> None:
     layouts = Layouts(graph)
     for node in graph.find_nodes(op="call_function", target=aten.contiguous.default):
         drop_contiguous(node, layouts)
+
+
+def _copy_results(graph: fx.Graph) -> None:
+    """Return copies of what small collectives through shared memory give, such as a loss.
+
+    So these write into planned memory, and what has only fixed tensors is prepared once for all calls.
+    """
+    found, output = storages(graph), graph.output_node()
+    small = {node for node in graph.nodes if is_shared(node) and most_bytes(node) <= CONSTANT_BYTES}
+    for value in output.all_input_nodes:
+        if found[value] & small:
+            copy = insert_before(output, aten.clone.default, value, like=value)
+            output.replace_input_with(value, copy)
 
 
 _Places = dict[int, tuple[fx.Node, int]]  # by the id of a block: its arena, and its offset there
