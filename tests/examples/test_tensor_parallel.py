@@ -66,10 +66,10 @@ UNEVEN = gpt.Config(width=15, layers=1, heads=3, context=5, vocabulary=7)
     [
         pytest.param(Bytes(replace(EVEN, layers=1)), "replicate", marks=pytest.mark.exhaustive),
         pytest.param(Bytes(EVEN, sequence=True), "fully_shard", marks=pytest.mark.exhaustive),
-        (Bytes(UNEVEN, sequence=True), "replicate"),
-        (Bytes(UNEVEN, optimizer=torch.optim.AdamW), "fully_shard"),
+        pytest.param(Bytes(UNEVEN, sequence=True), "replicate", marks=pytest.mark.exhaustive),
+        (Bytes(UNEVEN, sequence=True, optimizer=torch.optim.AdamW), "fully_shard"),
     ],
-    ids=["even", "even, sequence", "uneven, sequence", "uneven"],
+    ids=["even", "even, sequence", "uneven", "uneven, sequence"],
 )
 def test_losses_and_parameters_are_those_of_one_device(ranks: Ranks, case: Bytes, style: str) -> None:
     assert ranks.run(4, run_on_two_axes, case, style) == [[]] * 4

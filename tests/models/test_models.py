@@ -12,7 +12,7 @@ from .catalog import ENTRIES
 from .examine import Style, Training, assert_trains_in_place
 
 # In every run a decoder and an encoder-decoder, one in each style; `--exhaustive` takes all, in both.
-USUAL = {"GPT2": "fully_shard", "T5": "replicate"}
+USUAL = {"GPT2": "fully_shard", "Bert": "replicate"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

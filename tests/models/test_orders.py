@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 # `--exhaustive` takes all, with all layers.
 USUAL = (
     "ModernBert Bert DistilBert Albert FNet SqueezeBert GPT2 OPT Electra Falcon Mpt GPTNeoX Bloom Mistral Llama "
-    "Nemotron Qwen3 Phi3 Olmo2 GPTNeo BioGpt Glm NanoChat IJepa ViT DeiT ViTMSN VideoMAE TextNet PatchTSMixer"
+    "Nemotron Qwen3 Phi3 Olmo2 GPTNeo BioGpt Glm NanoChat IJepa ViT DeiT ViTMSN VideoMAE PatchTSMixer Yoso"
 ).split()
 SEEDS = ("1", "3")  # for which {"full_attention", "sliding_attention"} has two orders
 

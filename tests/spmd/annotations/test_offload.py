@@ -95,8 +95,8 @@ def differences(rank: int, world: int, case: Offloaded, passes: Any = None) -> l
 
 
 @pytest.mark.parametrize("strategy, optimizer", [
-    ("per block", "Adam"), ("replicated", "Adam"), ("siblings", "AdamW"), ("mode", "SGD momentum"),
-    ("shard optimizer", "AdamW"),
+    ("per block", "Adam"), ("replicated", "Adam"), ("mode", "SGD momentum"), ("shard optimizer", "AdamW"),
+    pytest.param("siblings", "AdamW", marks=pytest.mark.exhaustive),
     pytest.param("per block", "SGD", marks=pytest.mark.exhaustive),
     pytest.param("siblings", "SGD", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
@@ -127,7 +127,9 @@ class Kept(Offloaded):
         return loss.detach(), before
 
 
-@pytest.mark.parametrize("strategy, passes", [("per block", None), ("replicated", ()), ("mode", ())])
+@pytest.mark.parametrize("strategy, passes", [
+    ("mode", None), ("replicated", ()), pytest.param("per block", None, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_gradients_that_are_kept_and_averages(ranks: Ranks, strategy: str, passes: Any) -> None:
     assert ranks.run(2, differences, Kept(strategy, "SGD momentum"), passes) == [[], []]
 

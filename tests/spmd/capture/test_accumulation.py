@@ -131,19 +131,22 @@ class EveryThirdToZero(EveryThird):
 
 CASES: list[tuple[Case, dict[str, Any]]] = [
     (Chunks(), {}),
-    (Chunks(), {"reduce_gradients": "each"}),
     (UnequalChunks(), {}),
-    (UnequalChunks(), {"reduce_gradients": "each"}),
     (Listed(), {}),
     (Listed(), {"reduce_gradients": "each"}),
     (Stacked(), {"input_batch_dim": 1}),
     (EveryThird(optimizer="AdamW"), {}),
-    (EveryThird(), {"reduce_gradients": "each"}),
     (EveryThirdToZero(), {}),
+]
+REDUCED_EACH = [
+    pytest.param(case, {"reduce_gradients": "each"}, marks=pytest.mark.exhaustive)
+    for case in (Chunks(), UnequalChunks(), EveryThird())
 ]
 
 
-@pytest.mark.parametrize("case, options", CASES, ids=lambda x: str(x) if isinstance(x, dict) else type(x).__name__)
+@pytest.mark.parametrize(
+    "case, options", [*CASES, *REDUCED_EACH], ids=lambda x: str(x) if isinstance(x, dict) else type(x).__name__
+)
 def test_accumulated_gradients_are_those_of_the_plain_step(
     ranks: Ranks, case: Case, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:

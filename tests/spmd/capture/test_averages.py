@@ -61,7 +61,12 @@ def programs(rank: int, world: int, case: Case, style: str) -> tuple[list[str], 
 
 
 @pytest.mark.parametrize(
-    "how, style", [("equal", "fully_shard"), ("ema", "replicate"), ("ema of all at once", "fully_shard")]
+    "how, style",
+    [
+        ("ema", "replicate"),
+        ("ema of all at once", "fully_shard"),
+        pytest.param("equal", "fully_shard", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_first_average_copies_in_a_program_of_its_own_and_none_is_gathered(
     ranks: Ranks, how: str, style: str

@@ -101,7 +101,7 @@ class Checkpointed(MLP):
         ("each", False, 2, "replicate"),
         ("each", True, 2, "fully_shard"),
         ("same_twice", True, 2, "fully_shard"),
-        ("nested", False, 3, "fully_shard"),
+        pytest.param("nested", False, 3, "fully_shard", marks=pytest.mark.exhaustive),
         ("nested", True, 2, "fully_shard"),
         ("in_segments", False, 2, "replicate"),
     ],
@@ -182,7 +182,9 @@ def test_dropout_is_that_of_the_step_without_checkpoint() -> None:
         assert not all_unequal(expected, got, 0, 1), (form, reentrant)
 
 
-@pytest.mark.parametrize(("reentrant", "world", "style"), [(False, 2, "fully_shard"), (True, 2, "replicate")])
+@pytest.mark.parametrize(("reentrant", "world", "style"), [
+    (True, 2, "fully_shard"), pytest.param(False, 2, "replicate", marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_dropout_on_ranks(ranks: Ranks, reentrant: bool, world: int, style: str) -> None:
     assert not any(ranks.run(world, with_and_without, reentrant, style))
 

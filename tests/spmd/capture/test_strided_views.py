@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import spmd
 from spmd.capture.strided_views import strided_view
 from spmd.capture.unsupported import Refused
-from tests.harness.cases import MLP, STYLES
+from tests.harness.cases import MLP
 from tests.harness.oracle import assert_agrees, random_generator
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, counts, nodes_of, regression
@@ -134,7 +134,7 @@ class Strided(MLP):
         return {name: term.detach() for name, term in terms.items()}
 
 
-@pytest.mark.parametrize("style", STYLES[:2])
+@pytest.mark.parametrize("style", [pytest.param("replicate", marks=pytest.mark.exhaustive), "fully_shard"])
 def test_strides_are_those_of_the_plain_step(ranks: Ranks, style: str) -> None:
     assert_agrees(ranks, 2, Strided(), style, steps=3)
 

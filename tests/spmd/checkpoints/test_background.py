@@ -84,7 +84,7 @@ def trained_meanwhile(rank: int, world: int, layout: str, optimizer: str, folder
 @pytest.mark.parametrize("layout, world, optimizer", [
     ("fully_shard", 2, "Adam"),
     ("replicate", 2, "SGD"),
-    ("shard_optimizer", 2, "Muon"),
+    pytest.param("shard_optimizer", 2, "Muon", marks=pytest.mark.exhaustive),
     *(
         pytest.param(*place, optimizer, marks=pytest.mark.exhaustive)
         for place, optimizer in zip(USUAL, cycle(("Adam", "Adafactor", "SGD", "Muon")), strict=False)

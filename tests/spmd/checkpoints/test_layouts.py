@@ -77,7 +77,7 @@ def test_every_layout_loads_from_every_other(
 ) -> None:
     """State by name, and that of the optimizer, bit by bit: from any layout on any number of ranks into any other.
 
-    In every run each checkpoint is loaded into three layouts, and each layout loads three; all with --exhaustive.
+    In every run each checkpoint is loaded into two layouts, and each layout loads two; all with --exhaustive.
     """
     count, is_exhaustive = len(places), request.config.getoption("--exhaustive")
 
@@ -89,7 +89,7 @@ def test_every_layout_loads_from_every_other(
     for number in range(count):
         run(number, saved)
     for number, place in enumerate(places):
-        sources = [(number + k) % count for k in (range(1, count) if is_exhaustive else (1, 4, 8))]
+        sources = [(number + k) % count for k in (range(1, count) if is_exhaustive else (1, 4))]
         assert not any(wrong := run(number, loaded, sources)), f"into {place} from {list(enumerate(places))}: {wrong}"
 
 

@@ -57,7 +57,7 @@ def run(rank: int, world: int, case: Blocks, on: str, mode: str, placements: dic
 
 
 @pytest.mark.parametrize("case, on, mode, placements", [
-    (EVEN, "tp", "replicate on dp", MEGATRON),
+    pytest.param(EVEN, "tp", "replicate on dp", MEGATRON, marks=pytest.mark.exhaustive),
     (UNEVEN, "tp", "fully_shard on dp", MEGATRON),
     (UNEVEN, "tp", "replicate on both", MEGATRON),
     (UNEVEN, "both", "fully_shard on both", {"weight": [Replicate(), Shard(1)], "bias": [Shard(0), Shard(0)]}),

@@ -21,7 +21,7 @@ from tests.harness.fake import fake_world
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 
-LAYERS = 5
+LAYERS = 4
 GATHER = Kind.ALL_GATHER, Role.PARAMETER
 
 
@@ -200,7 +200,7 @@ class Accumulated(Deep):
 
 @pytest.mark.parametrize("case, world, options", [
     (Deep(optimizer="SGD"), 2, {}),
-    (Deep(optimizer="AdamW"), 4, {"reshard_after_forward": True, "prefetch": (0, 2)}),
+    (Deep(optimizer="AdamW"), 2, {"reshard_after_forward": True, "prefetch": (0, 2)}),
     (Deep(sizes=(8, 8), optimizer="SGD"), 2, {"reshard_after_forward": True}),
     (Accumulated(optimizer="SGD momentum"), 2, {"reshard_after_forward": True}),
     (Accumulated(sizes=(8, 8), optimizer="SGD"), 4, {"reduce_gradients": "each", "limit_gathers": 1}),

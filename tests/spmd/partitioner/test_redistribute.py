@@ -237,7 +237,19 @@ def check_all(sizes: Sequence[int], shape: tuple[int, ...], which: Iterable[tupl
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=_name)
-@pytest.mark.parametrize("sizes", MESHES, ids=_name)
+@pytest.mark.parametrize("sizes", [(2,), (3,)], ids=_name)
+def test_every_pair_on_one_axis(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    check_all(sizes, shape, pairs(1))
+
+
+@pytest.mark.parametrize("sizes, shape", [
+    ((2, 2), (5, 7)),
+    ((2, 2), (1, 3)),
+    ((2, 3), (4, 6)),
+    pytest.param((2, 2), (4, 6), marks=pytest.mark.exhaustive),
+    pytest.param((2, 3), (5, 7), marks=pytest.mark.exhaustive),
+    pytest.param((2, 3), (1, 3), marks=pytest.mark.exhaustive),
+], ids=_name)  # fmt: skip
 def test_every_pair_of_placements(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     check_all(sizes, shape, pairs(len(sizes)))
 
