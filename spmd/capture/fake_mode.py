@@ -13,12 +13,18 @@ import torch
 
 from .._torch import FakeTensor, FakeTensorMode
 
+_ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
+
 
 class ShapesOnly(FakeTensorMode):
     """A fake mode that passes ops the present value of each symbolic float."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _ZERO_TENSOR:
+            # Torch's cache takes a zero tensor for any tensor of its shape, so what forward-mode differentiation traces
+            # would depend on what this process has traced before, and differ from rank to rank (torch 2.11 to 2.15).
+            self.cache_enabled = False
         values = tuple(map(_present_value, args)), {name: _present_value(value) for name, value in kwargs.items()}
         result = super().__torch_dispatch__(func, types, *values)
         if any(isinstance(value, torch.SymFloat) for value in (*args, *kwargs.values())):

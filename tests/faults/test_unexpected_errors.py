@@ -156,9 +156,10 @@ def backward(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-MISTAKES: list[tuple[Any, type[Exception]]] = [
+takes_floats = pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="its shape function takes them")
+MISTAKES: list[Any] = [
     (lambda self, rows: rows @ torch.ones(4, 4, dtype=rows.dtype), RuntimeError),
-    (lambda self, rows: F.embedding_bag(rows, self.rows.weight), RuntimeError),  # floats for indices
+    pytest.param(lambda self, rows: F.embedding_bag(rows, self.rows.weight), RuntimeError, marks=takes_floats),
     (lambda self, rows: F.batch_norm(rows, None, None, torch.ones(2, dtype=rows.dtype), training=True), RuntimeError),
     (lambda self, rows: F.linear(rows, [1.0]), TypeError),
     (lambda self, rows: rows[:, 3], IndexError),

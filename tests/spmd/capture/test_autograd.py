@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
+import spmd
+from passes import print_program
 from tests.harness.cases import MLP, mlp
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
@@ -287,6 +290,25 @@ def cases() -> Iterator[Any]:
     for index, (loss, model) in enumerate(pairs):
         style, world = (("replicate", 2), ("fully_shard", 2), ("fully_shard", 3))[index % 3]
         yield pytest.param(Trained(loss=loss, model=model), style, world, id=f"{loss} {model}")
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_was_traced_before_changes_no_program() -> None:
+    """Ranks have pasts of their own, and torch's cache of fake tensors is that of the process."""
+
+    def captured() -> str:
+        case = Trained(loss="products_with_jacobians")
+        torch.manual_seed(0)
+        step = spmd.compile(case.step)
+        step(*case.build(), *case.part(0, 0))
+        return print_program(step._dispatch.last.captured.program)
+
+    FakeTensorMode.cache_clear()
+    first = captured()
+    FakeTensorMode.cache_clear()
+    with torch.no_grad():
+        spmd.compile(lambda x: x.clone().t().sum())(torch.ones(7, 6, dtype=torch.float64))  # as a tangent of zeros is
+    assert captured() == first
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
