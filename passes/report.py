@@ -1,4 +1,4 @@
-"""The report of a program: the collectives of one step, the memory it needs, the seconds to compile it."""
+"""The report of a program: the collectives of one step, its estimated time, the memory it needs, the compile time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
+from .analysis.costs import BUILT_IN
+from .analysis.costs import Table as Costs
 from .ir.collectives import Collective, Kind, input_bytes, operands
 from .ir.printer import short_dtype
 from .ir.program import Program
 from .memory.planned_memory import PlannedMemory, planned_memory
+from .schedule.estimate import estimate
+from .schedule.simulation import Timeline, TransferTime
 
 _MODULES = 4  # named in a row
 _PATH = 16  # longest module path in the table
@@ -26,7 +30,8 @@ _PATH = 16  # longest module path in the table
 class Traffic:
     """Collectives of a step that agree in kind, axis, role, dtype, reason and implementation.
 
-    ``bytes``: of one rank's local input. ``by``: the implementation, empty for the backend's own op.
+    ``bytes``: of one rank's local input. ``by``: the implementation, empty for the backend's own op. ``seconds``: how
+    long they are estimated to take, and ``exposed``: by how much of that they make the step longer.
     """
 
     kind: str
@@ -37,13 +42,16 @@ class Traffic:
     bytes: int
     why: str
     by: str = ""
+    seconds: float = 0.0
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True)
 class OneCollective(Traffic):
     """One collective. ``of``: the parameters, gradients or results that it serves; ``node``: its name in a dump.
 
-    ``phase``, ``module``, ``line``: where in the step it belongs, where that is known.
+    ``phase``, ``module``, ``line``: where in the step it belongs, where that is known. ``behind``: the modules whose
+    compute is estimated to run meanwhile, with seconds.
     """
 
     node: str = ""
@@ -51,6 +59,7 @@ class OneCollective(Traffic):
     phase: str = ""
     module: str = ""
     line: str = ""
+    behind: tuple[tuple[str, float], ...] = ()
 
     def serves(self, name: str) -> bool:
         """Whether it is caused by this parameter, result or module, or by one inside of it."""
@@ -58,11 +67,30 @@ class OneCollective(Traffic):
 
 
 @dataclass(frozen=True)
+class EstimatedTime:
+    """The time of one step on one rank, by simulation: ``exposed`` communication is what nothing hides.
+
+    ``seconds``: of the step. ``compute`` and ``communication``: of all ops, and of all collectives.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+
+    @classmethod
+    def of(cls, found: Timeline) -> EstimatedTime:
+        """The sums of a simulated step."""
+        return cls(found.seconds, found.compute, found.communication, found.exposed)
+
+
+@dataclass(frozen=True)
 class Report:
     """The communication of one step of a program; rich prints it.
 
     ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start;
-    ``caused_by`` has those of one parameter or module.
+    ``caused_by`` has those of one parameter or module. ``estimated``: the time of a step, None on a device of which
+    nothing is known.
     ``seconds``: the time of each stage of compiling. ``notes``: messages for users, such as the ops that run replicated
     because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
     what is largest then.
@@ -76,14 +104,29 @@ class Report:
     history: tuple[str, ...] = ()
     every: tuple[OneCollective, ...] = ()
     memory: dict[str, PlannedMemory] = field(default_factory=dict)
+    estimated: EstimatedTime | None = None
 
     @classmethod
-    def of(cls, program: Program, seconds: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> Report:
-        """The report of ``program``; every collective in it must be described, as ``check`` demands."""
+    def of(
+        cls,
+        program: Program,
+        seconds: Mapping[str, float] | None = None,
+        notes: Sequence[str] = (),
+        *,
+        costs: Costs = BUILT_IN,
+        backend: str | None = None,
+    ) -> Report:
+        """The report of ``program``; every collective in it must be described, as ``check`` demands.
+
+        ``costs`` estimate the time, for the axes' backends or for this one.
+        """
         mesh, history = str(program.mesh), tuple(program.history)
-        every = tuple(_one(node) for node in program.collectives())
+        found = estimate(program, costs, backend=backend)
+        times = {each.node: each for each in found.transfers} if found else {}
+        every = tuple(_one(node, times.get(node.name)) for node in program.collectives())
         traffic, memory = _traffic(every), planned_memory(program)
-        return cls(program.name, mesh, traffic, dict(seconds or {}), tuple(notes), history, every, memory)
+        estimated = EstimatedTime.of(found) if found else None
+        return cls(program.name, mesh, traffic, dict(seconds or {}), tuple(notes), history, every, memory, estimated)
 
     def count(self, kind: str) -> int:
         """The number of collectives of this kind in one step. Raises ``ValueError`` for an unknown kind."""
@@ -106,10 +149,12 @@ class Report:
         """What ``to_dict`` made into plain data. Raises ``ValueError`` for anything else."""
         try:
             traffic = tuple(Traffic(**row) for row in given["traffic"])
-            every = tuple(OneCollective(**{**one, "of": tuple(one["of"])}) for one in given["every"])
+            every = tuple(_read(one) for one in given["every"])
             memory = {device: PlannedMemory.from_dict(each) for device, each in given["memory"].items()}
             notes, history = tuple(given["notes"]), tuple(given["history"])
-            return cls(given["name"], given["mesh"], traffic, given["seconds"], notes, history, every, memory)
+            estimated = EstimatedTime(**given["estimated"]) if given.get("estimated") else None
+            seconds = given["seconds"]
+            return cls(given["name"], given["mesh"], traffic, seconds, notes, history, every, memory, estimated)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no report of this version: {error!r}") from error
 
@@ -121,6 +166,8 @@ class Report:
     def __rich__(self) -> RenderableType:
         """The table and the lines below it."""
         parts: list[RenderableType] = [self._collectives()]
+        if self.estimated is not None:
+            parts += _times(self.estimated, self.traffic)
         if self.seconds:
             times = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
             parts.append(Text(f"seconds by stage: {times}"))
@@ -155,6 +202,27 @@ def _cells(row: Traffic) -> tuple[str, ...]:
     return row.kind, row.axis, dtype, f"{row.count:,}", f"{row.bytes:,}", _shortened(row.why), row.by
 
 
+def _times(estimated: EstimatedTime, traffic: Sequence[Traffic]) -> list[RenderableType]:
+    """The estimated time of a step, and of the collectives in it."""
+    step = f"one step, estimated: {_ms(estimated.seconds)} ms"
+    if not traffic:
+        return [Text(step)]
+    hidden = f"{_ms(estimated.exposed)} ms of {_ms(estimated.communication)} ms of communication exposed"
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for heading in ("collective", "axis", "role"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("count", "ms", "exposed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in traffic:
+        cells = (row.kind, row.axis, row.role, f"{row.count:,}", _ms(row.seconds), _ms(row.exposed))
+        table.add_row(*map(Text, cells))
+    return [Text(f"{step}; {hidden}"), table]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"
+
+
 def _memory(device: str, memory: PlannedMemory) -> RenderableType:
     """The peak; side by side what it is made of, and what is largest then."""
     arena = f", {memory.arena:,} in an arena" if memory.arena else ""
@@ -176,16 +244,33 @@ def _sizes(heading: str) -> Table:
     return table
 
 
-def _one(node: fx.Node) -> OneCollective:
+def _one(node: fx.Node, time: TransferTime | None) -> OneCollective:
     """The row of one collective."""
     described: Collective = node.meta["collective"]
-    dtype = _dtype(operands(node)[0].meta["val"])
-    kind, axis, role = str(described.kind), described.axis, str(described.role)
-    where = (str(node.meta.get(key) or "") for key in ("phase", "module", "source"))
-    of = tuple(described.of)
     return OneCollective(
-        kind, axis, role, dtype, 1, input_bytes(node), described.why, described.by, node.name, of, *where
+        kind=str(described.kind),
+        axis=described.axis,
+        role=str(described.role),
+        dtype=_dtype(operands(node)[0].meta["val"]),
+        count=1,
+        bytes=input_bytes(node),
+        why=described.why,
+        by=described.by,
+        seconds=time.seconds if time else 0.0,
+        exposed=time.exposed if time else 0.0,
+        node=node.name,
+        of=tuple(described.of),
+        phase=str(node.meta.get("phase") or ""),
+        module=str(node.meta.get("module") or ""),
+        line=str(node.meta.get("source") or ""),
+        behind=time.behind if time else (),
     )
+
+
+def _read(one: Mapping[str, Any]) -> OneCollective:
+    """A row that ``to_dict`` made into plain data."""
+    behind = tuple((str(name), float(seconds)) for name, seconds in one.get("behind", ()))
+    return OneCollective(**{**one, "of": tuple(one["of"]), "behind": behind})
 
 
 def _traffic(every: Sequence[OneCollective]) -> tuple[Traffic, ...]:
@@ -199,7 +284,8 @@ def _traffic(every: Sequence[OneCollective]) -> tuple[Traffic, ...]:
 
 def _sum(every: Sequence[OneCollective]) -> Traffic:
     first, size, why = every[0], sum(one.bytes for one in every), _summary([one.why for one in every])
-    return Traffic(first.kind, first.axis, first.role, first.dtype, len(every), size, why, first.by)
+    seconds, exposed = sum(one.seconds for one in every), sum(one.exposed for one in every)
+    return Traffic(first.kind, first.axis, first.role, first.dtype, len(every), size, why, first.by, seconds, exposed)
 
 
 def _summary(reasons: Sequence[str]) -> str:

@@ -230,10 +230,11 @@ class CompiledStep:
             program = transform_graph_module(program, options.gm_transformation)
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
-        report = Report.of(program, stages.progress.seconds, program.notes)
+        costs = table_of(options.pipeline)
+        report = Report.of(program, stages.progress.seconds, program.notes, costs=costs)
         dump.stage(99, "lowered", program)
         dump.report(report)
-        description = describe_for_agreement(captured, program, table_of(options.pipeline), call)
+        description = describe_for_agreement(captured, program, costs, call)
         numbers = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
         base, calls, *seeds = agreement.agree(description, numbers)
         adopt([base, calls])

@@ -29,6 +29,7 @@ ORDER = {
         communication/
         update/
         memory/
+        schedule/
         pipeline runner report
         __init__
     """,

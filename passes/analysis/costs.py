@@ -87,6 +87,14 @@ class Link:
         points = self.curves.get((kind, algorithm), ())
         return _at(size, points) if points else None
 
+    def point(self, kind: Kind, algorithm: Algorithm, size: int) -> Point | None:
+        """Seconds and CPU seconds at ``size`` bytes, between the measured points as ``cost``; None if unmeasured."""
+        points = self.curves.get((kind, algorithm), ())
+        if not points:
+            return None
+        seconds = [Point(each.bytes, each.seconds, 0.0) for each in points]
+        return Point(size, _at(size, seconds), _at(size, [Point(each.bytes, each.cpu, 0.0) for each in points]))
+
     def rate(self, axis: Axis) -> Rate | None:
         """Latency and time per byte along ``axis``, each collective by its cheapest algorithm; None if unmeasured.
 

@@ -104,7 +104,7 @@ def _write_in_place(
 ) -> dict[fx.Node, fx.Node]:
     spared = {(entry.argument, entry.index) for node, entry in entries if node in overwriting}
     for argument in _written(op):
-        if argument not in _only_read(op):
+        if argument not in only_read(op):
             values = [
                 value if (argument, k) in spared else _clone(value, op)
                 for k, value in enumerate(op.args[argument])  # type: ignore[arg-type]
@@ -150,9 +150,11 @@ def _clones_all(node: fx.Node) -> bool:
     return schema(node.target).name.startswith("_fused_")
 
 
-def _only_read(node: fx.Node) -> set[int]:
+def only_read(node: fx.Node) -> set[int]:
     """Positions of lists that the in-place variant only declares to write: gradients that need no unscaling, counts."""
-    if not _clones_all(node) or node.kwargs.get("grad_scale") is not None:
+    if not isinstance(node.target, OpOverload) or not _clones_all(node) or node.kwargs.get("grad_scale") is not None:
         return set()
     names = schema(node.target).names
+    if "grads" not in names:
+        return set()
     return {names.index("grads")} | ({names.index("state_steps")} if "state_steps" in names else set())

@@ -50,6 +50,7 @@ _CAPTURE, _PARTITIONER = "spmd/capture", "spmd/partitioner"
 _PRINTER = "passes/ir/printer.py"
 _ERRORS = "passes/unexpected_errors.py"
 _MEMORY = "passes/memory"
+_SCHEDULE = "passes/schedule"
 _REPORT = "passes/report.py"
 _MERGE_EQUAL = "passes/cleanup/merge_equal.py"
 
@@ -68,6 +69,7 @@ KEYS: tuple[Key, ...] = (
             "passes/update",
             _MEMORY,
             "spmd/verification",
+            _SCHEDULE,
             _REPORT,
         ),
         Relation.HELPER,
@@ -77,7 +79,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the path of the module whose forward was running, or whose backward this is",
         (_CAPTURE, _PARTITIONER, "passes/communication"),
-        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", _MEMORY, _ERRORS, _REPORT),
+        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", _MEMORY, _ERRORS, _SCHEDULE, _REPORT),
         Relation.HELPER,
     ),
     # The work that the node does.
@@ -179,6 +181,7 @@ KEYS: tuple[Key, ...] = (
             _MERGE_EQUAL,
             "passes/communication",
             _MEMORY,
+            _SCHEDULE,
             "passes/report.py",
             _PARTITIONER,
             "spmd/compiled.py",
@@ -198,7 +201,7 @@ KEYS: tuple[Key, ...] = (
         OpOverload,
         "the functional op that a node performs by an out variant",
         (_MEMORY,),
-        (_MEMORY, "tests/harness/structure.py"),
+        (_MEMORY, _SCHEDULE, "tests/harness/structure.py"),
         None,
     ),
     Key(

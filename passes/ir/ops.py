@@ -61,6 +61,8 @@ class Trait(StrEnum):
     KEEPS_CONTIGUOUS = auto()  # contiguous if all operands are
     # Listed: what it costs, and what it is there for.
     CHEAP = auto()  # it costs next to nothing
+    TRANSCENDENTAL = auto()  # it computes a function such as exp, erf or tanh of each element
+    LOOKS_UP = auto()  # it reads no more of its first tensor than its result has
     PACKS = auto()  # it only brings the operand of a collective into shape
     UNPACKS = auto()  # it only unpacks the result of a collective
 
@@ -156,6 +158,15 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
         "_to_copy _unsafe_view clone detach expand permute slice.Tensor squeeze squeeze.dim squeeze.dims t "
         "transpose.int unsqueeze view view.dtype"
     ),
+    # Division and square roots are counted, too: on the CPU they take about as long as vectorized functions do.
+    Trait.TRANSCENDENTAL: aten(
+        "_log_softmax _softmax _softmax_backward_data _log_softmax_backward_data acos asin atan atan2 cos cosh elu "
+        "elu_backward erf erfc erfinv exp exp2 expm1 gelu gelu_backward lgamma log log10 log1p log2 "
+        "log_sigmoid_forward logsumexp mish mish_backward native_group_norm native_group_norm_backward "
+        "native_layer_norm native_layer_norm_backward pow.Tensor_Scalar pow.Tensor_Tensor rsqrt sigmoid sigmoid_backward silu "
+        "silu_backward sin sinh softplus softplus_backward sqrt tan tanh tanh_backward"
+    ),
+    Trait.LOOKS_UP: aten("embedding gather index.Tensor index_select nll_loss_forward take"),
     # What passes and the partitioner put around collectives.
     Trait.PACKS: (
         host_memory.to_device,

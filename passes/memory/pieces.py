@@ -125,7 +125,7 @@ class Pieces:
         """Whether a piece has memory: an op that may return a view of its operand does so where it can."""
         if node.target in (reserve, whole) or has(node.target, Trait.UNDECLARED_VIEW):
             return False
-        return not has(node.target, Trait.COMPOSITE) or _copies(node, self.layouts)
+        return not has(node.target, Trait.COMPOSITE) or copies(node, self.layouts)
 
 
 def tensors(val: Any) -> Iterator[torch.Tensor]:
@@ -149,15 +149,15 @@ def _of_their_own(graph: fx.Graph, layouts: Layouts) -> dict[fx.Node, Storages]:
     known: dict[fx.Node, Storages] = {}
     results: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        copies = has(node.target, Trait.COMPOSITE) and _copies(node, layouts)
-        if node.target is view_at or copies:
+        copied = has(node.target, Trait.COMPOSITE) and copies(node, layouts)
+        if node.target is view_at or copied:
             known[node] = frozenset({node})
         elif node.target is operator.getitem and _makes_several(node.args[0]):
             known[node] = frozenset({results.setdefault(node.args, node)})
     return known
 
 
-def _copies(node: fx.Node, layouts: Layouts) -> bool:
+def copies(node: fx.Node, layouts: Layouts) -> bool:
     """Whether an op that gives its operand back, or a view of it, where it can, has to copy."""
     source = next(iter(node.all_input_nodes), None)
     if source is None or not isinstance(source.meta.get("val"), torch.Tensor):

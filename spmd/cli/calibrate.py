@@ -22,11 +22,10 @@ from passes.analysis.costs import ALGORITHMS, Algorithm, Link, Point, algorithms
 from ..ranks.local_ranks import connect_local_ranks
 from ..ranks.world import describe
 from .measured_collectives import Operands
+from .measured_compute import measurements, rates
 
 SIZES = tuple(4096 * 4**k for k in range(7))  # bytes: 4 KiB to 16 MiB
 _WARM_UP = 3
-_MATRIX = 1024  # rows and columns of the matrices that are multiplied
-_COPIED = 1 << 26  # bytes
 
 Progress = Callable[[str, int, int], None]  # what is measured next, how many are done, how many there are
 
@@ -95,13 +94,10 @@ class _Machine:
             torch.cuda.synchronize()
 
     def rates(self) -> dict[str, float]:
-        """The rates of one rank while all compute: FLOP/s of matrix products, bytes/s read and written."""
-        a, b = (torch.rand(_MATRIX, _MATRIX, device=self.device) for _ in range(2))
-        c, copy = torch.empty_like(a), torch.zeros(_COPIED // 4, device=self.device)
-        other = torch.zeros_like(copy)
-        (multiply, _), (move, _) = self.times([lambda: torch.mm(a, b, out=c), lambda: other.copy_(copy)])
-        slowest = self.slowest([multiply, move])
-        return {"matmul float32": 2 * _MATRIX**3 / slowest[0], "memory": 2 * _COPIED / slowest[1]}
+        """The rates of one rank while all compute, by the names of ``Table.compute``."""
+        todo = list(measurements(self.device))
+        seconds = self.slowest([elapsed for elapsed, _ in self.times([each.run for each in todo])])
+        return rates(todo, seconds)
 
     def slowest(self, figures: Sequence[float]) -> list[float]:
         """The largest of each figure over all ranks, so that all have the same."""

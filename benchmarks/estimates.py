@@ -1,0 +1,154 @@
+"""Estimated and measured seconds of a step, side by side: GPTs on two ranks of this machine, by loopback.
+
+    python -m benchmarks.estimates [--models width256x4 width64x12] [--styles replicate fully_shard] [--rounds 15]
+
+The ranks first measure what this machine costs, as ``python -m spmd calibrate`` does, then compile each step, estimate
+it by that table, and run it. Each rank has a core of its own. ``--messages`` sends messages instead of using shared
+memory. ``--smoke`` runs one tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table as RichTable
+from torch.optim import AdamW
+
+import passes
+import spmd
+from benchmarks.peers.models import SMOKE, WORKLOADS, RandomBatches, Workload, build, train_step
+from passes.schedule.estimate import estimate
+from spmd.cli.calibrate import SIZES, calibrate
+
+STYLES = ("replicate", "fully_shard")
+STEPS = 4  # in a round
+RANKS = 2
+
+
+def measure(workload: Workload, style: str, table: passes.Table, options: argparse.Namespace) -> dict[str, Any]:
+    """One row: what the step was estimated to take, and what it took on the slowest rank."""
+    device = torch.device("cpu")
+    model = build(workload, device)
+    optimizer = AdamW(model.parameters())
+    batches = RandomBatches(workload, RANKS, dist.get_rank(), RANKS, device)
+    pipeline = None if not options.messages else messages_only()
+    mode = spmd.DataParallel(style)
+    step = spmd.compile(parallel_mode=mode, keep_freed_memory=True, passes=pipeline)(train_step)
+    for _ in range(4):
+        step(model, optimizer, *batches.draw())
+    program = step.program
+    assert program is not None
+    found = estimate(program, table)
+    assert found is not None
+    seconds = [round_of(lambda: step(model, optimizer, *batches.draw())) for _ in range(options.rounds)]
+    return {
+        "model": workload.name,
+        "style": style,
+        "estimated": found.seconds,
+        "compute": found.compute,
+        "communication": found.communication,
+        "exposed": found.exposed,
+        "measured": statistics.median(seconds),
+        "fastest": min(seconds),
+    }
+
+
+def messages_only() -> tuple[passes.Pass, ...]:
+    """The default passes, with a table by which shared memory costs too much."""
+    table = passes.pipeline.BUILT_IN
+    links = tuple(replace(link, curves=_slow_shared(link)) for link in table.links)
+    return passes.default(table=replace(table, links=links))
+
+
+def _slow_shared(link: Any) -> dict[Any, Any]:
+    return {
+        (kind, algorithm): tuple(replace(p, seconds=p.seconds + (1e3 if algorithm == "shared" else 0)) for p in points)
+        for (kind, algorithm), points in link.curves.items()
+    }
+
+
+def round_of(call: Any) -> float:
+    """Seconds per step of one round, of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        call()
+    took = torch.tensor((time.perf_counter() - start) / STEPS)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
+    """One rank: calibrate, then a row for each model and style."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    rounds = 2 if options.smoke else 15
+    table = calibrate(mesh, SIZES[:2] if options.smoke else SIZES, rounds)
+    rows = [measure(workload, style, table, options) for workload in workloads(options) for style in options.styles]
+    if rank == 0:
+        Path(folder, "rows").write_text(json.dumps({"rows": rows, "compute": dict(table.compute)}))
+    dist.destroy_process_group()
+
+
+def workloads(options: argparse.Namespace) -> list[Workload]:
+    """The models to run."""
+    return [SMOKE] if options.smoke else [each for each in WORKLOADS if each.name in options.models]
+
+
+def table_of(rows: list[dict[str, Any]]) -> RichTable:
+    """The rows, in milliseconds, and the ratio of estimate and measurement."""
+    shown = RichTable(title=f"one step on {RANKS} ranks, ms")
+    for heading in ("model", "style"):
+        shown.add_column(heading)
+    columns = ("estimated", "exposed", "measured", "fastest")
+    for heading in (*columns, "ratio"):
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        figures = (f"{row[name] * 1e3:.2f}" for name in columns)
+        shown.add_row(row["model"], row["style"], *figures, f"{row['estimated'] / row['measured']:.2f}")
+    return shown
+
+
+def parse() -> argparse.Namespace:
+    """The options of the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [each.name for each in WORKLOADS]
+    parser.add_argument("--models", nargs="+", choices=names, default=names[:2], help="(%(default)s)")
+    parser.add_argument("--styles", nargs="+", choices=STYLES, default=list(STYLES), help="by default both")
+    parser.add_argument("--rounds", type=int, default=15, help=f"of {STEPS} steps (%(default)s)")
+    parser.add_argument("--messages", action="store_true", help="send messages, also between ranks of one host")
+    parser.add_argument("--smoke", action="store_true", help="one tiny model, few rounds")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
+    if options.smoke:
+        options.rounds = 1
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_rank, (options, folder), nprocs=RANKS)
+        found = json.loads(Path(folder, "rows").read_text())
+    Console().print(table_of(found["rows"]))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

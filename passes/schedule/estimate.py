@@ -1,0 +1,28 @@
+"""The estimated time of one step, for reports: the simulation of a final program by a table of costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..analysis.costs import BUILT_IN, Table
+from ..ir.program import Program
+from .node_costs import NodeCosts, device_of
+from .rates import rates_of
+from .simulation import Timeline, simulate
+
+
+def estimate(
+    program: Program,
+    table: Table = BUILT_IN,
+    *,
+    backend: str | None = None,
+    measured: Mapping[str, float] | None = None,
+) -> Timeline | None:
+    """The step of one rank as it is expected to run; None on a device of which nothing is known.
+
+    ``backend`` overrides that of the mesh; ``measured``: seconds of ops by the name of their node, where known.
+    """
+    rates = rates_of(table, device_of(program), program.mesh)
+    if rates is None:
+        return None
+    return simulate(program, NodeCosts(program, rates, table, backend=backend, measured=measured))

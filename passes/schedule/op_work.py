@@ -1,0 +1,147 @@
+"""What an op does when it runs: bytes that it reads and writes, FLOPs of its matrix products, functions like ``exp``.
+
+FLOPs are counted by torch's formulas (``torch.utils.flop_counter``), the rest by shapes and ``ops.py``. Values count as
+this rank has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from .._torch import OpOverload
+from ..analysis.list_ops import only_read
+from ..ir.effects import written
+from ..ir.ops import Trait, has
+from ..ir.schemas import schema
+from ..memory.pieces import tensors
+
+aten = torch.ops.aten
+
+
+class OpClass(StrEnum):
+    """What the time of an op depends on most."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    TRANSCENDENTAL = "transcendental"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one call.
+
+    ``flops``: of matrix products, in which operands of ``dtype`` are multiplied; ``product``: of one of them, if an op
+    does many. ``transcendental``: elements that a function such as ``exp`` is computed of. ``tensors``: how many an op
+    over lists goes through, else one.
+    """
+
+    kind: OpClass
+    bytes: int
+    dtype: torch.dtype = torch.float32
+    flops: int = 0
+    product: int = 0
+    transcendental: int = 0
+    tensors: int = 1
+
+
+# The kernels for CPU take their operands in the same order as those that torch has formulas for.
+_FORMULAS: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+_ATTENTION = "attention"  # in the name of every op that multiplies, exponentiates and multiplies again
+
+
+def work_of(node: fx.Node) -> Work:
+    """The work of a node that computes something."""
+    op = node.meta.get("computes", node.target)
+    read, results = list(_read(node)), list(_results(node))
+    size = _bytes_of(node, op, read, results)
+    entries = max([1, *(len(each) for each in node.args if isinstance(each, (list, tuple)) and _has_nodes(each))])
+    flops = _flops(op, node)
+    dtype = next((val.dtype for val in read if val.dtype.is_floating_point), torch.float32)
+    if flops and _ATTENTION in op.overloadpacket.__name__:
+        scores, product = _scores(op, read)
+        return Work(OpClass.ATTENTION, size, dtype, flops, product, scores)
+    if flops:
+        return Work(OpClass.MATMUL, size, dtype, flops, flops // _products(read))
+    if has(op, Trait.TRANSCENDENTAL):
+        elements = max((val.numel() for val in (*read, *results)), default=0)
+        return Work(OpClass.TRANSCENDENTAL, size, dtype, transcendental=elements, tensors=entries)
+    return Work(OpClass.MEMORY, size, dtype, tensors=entries)
+
+
+def _bytes_of(node: fx.Node, op: Any, read: list[torch.Tensor], results: list[torch.Tensor]) -> int:
+    """Bytes read and written; an op that looks rows up reads no more of a table than it has results."""
+    made = sum(val.nbytes for val in results)
+    if has(op, Trait.LOOKS_UP):
+        table, *others = read or [torch.empty(0)]
+        return made + min(made, table.nbytes) + sum(val.nbytes for val in others)
+    return made + sum(val.nbytes for val in read)
+
+
+def _read(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The tensors that a node reads; what it only writes into is among the results."""
+    outs = {name for name in node.kwargs if name in _out_names(node.target)}
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k not in outs}), found.append)
+    copied_into = node.args[0] if node.target in (aten.copy_.default, aten.fill_.Scalar) else None
+    yield from (val for each in found if each is not copied_into for val in tensors(each.meta.get("val")))
+
+
+def _out_names(op: Any) -> set[str]:
+    return {each.name for each in schema(op).arguments if each.is_out} if isinstance(op, OpOverload) else set()
+
+
+def _results(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The tensors that a node writes: its results, or in place."""
+    if node.meta.get("val") is not None:
+        yield from tensors(node.meta["val"])
+        return
+    unchanged = {each for k in only_read(node) for each in _nodes(node.args[k])}
+    yield from (val for each in written(node) if each not in unchanged for val in tensors(each.meta.get("val")))
+
+
+def _flops(op: Any, node: fx.Node) -> int:
+    """FLOPs by torch's formula; 0 if it has none."""
+    packet = op.overloadpacket if isinstance(op, OpOverload) else None
+    formula = flop_registry.get(_FORMULAS.get(packet, packet))
+    if formula is None:
+        return 0
+    args = fx.map_arg(node.args, lambda each: each.meta["val"])
+    outs = _out_names(node.target)
+    kwargs = {name: fx.map_arg(value, lambda each: each.meta["val"]) for name, value in node.kwargs.items()}
+    return int(formula(*args, **{k: v for k, v in kwargs.items() if k not in outs}, out_val=node.meta["val"]))
+
+
+def _products(read: list[torch.Tensor]) -> int:
+    """How many matrix products one op does: a batch of them, if both operands have three dims."""
+    batched = [val for val in read if val.dim() == 3]
+    return max(1, batched[0].shape[0]) if len(batched) >= 2 else 1
+
+
+def _scores(op: Any, read: list[torch.Tensor]) -> tuple[int, int]:
+    """The elements of the matrix of scores (batch, heads, queries, keys), and the FLOPs of one head's product."""
+    first = 1 if "backward" in op.overloadpacket.__name__ else 0
+    query, key = read[first], read[first + 1]
+    heads, (queries, width), keys = prod(query.shape[:-2]), query.shape[-2:], key.shape[-2]
+    return heads * queries * keys, 2 * queries * keys * width
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+def _has_nodes(values: Any) -> bool:
+    return any(isinstance(each, fx.Node) for each in values)

@@ -1,0 +1,127 @@
+"""Published figures of GPUs and of what connects them, as tables of costs, for machines that nobody has measured.
+
+A step on 512 ranks can be estimated with them on a laptop::
+
+    table = passes.published("H100", mesh)
+    step = spmd.compile(passes=passes.default(table=table), ...)
+
+Published are peaks. What programs reach of them is an assumption, and named as one (``ACHIEVED``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..analysis.costs import Algorithm, Link, Point, Table
+from ..ir.collectives import Kind
+from ..ir.program import Axis, Mesh
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks of one GPU, dense.
+
+    ``tflops`` by dtype, ``memory`` in TB/s, ``nvlink`` and ``network`` in GB/s that one GPU sends while it receives as
+    much; ``host_link`` likewise, to and from host memory.
+    """
+
+    tflops: Mapping[str, float]
+    memory: float
+    nvlink: float
+    network: float
+    host_link: float
+
+
+def _tflops(half: float, float32: float, float64: float, float8: float | None = None) -> dict[str, float]:
+    """``float8``: None where the GPU has none. float32 is computed as such, as torch does unless TF32 is allowed."""
+    eights = {} if float8 is None else {"float8_e4m3fn": float8, "float8_e5m2": float8}
+    return {"float16": half, "bfloat16": half, "float32": float32, "float64": float64, **eights}
+
+
+GPUS: dict[str, Gpu] = {
+    # NVIDIA A100 datasheet (SXM, 80 GB); DGX A100 datasheet: a 200 Gb/s ConnectX-6 for each GPU; PCIe 4.0 x16.
+    "A100": Gpu(_tflops(312, 19.5, 19.5), 2.039, 300, 25, 32),
+    # NVIDIA H100 datasheet (SXM; half of what it gives with sparsity); DGX H100 datasheet: a 400 Gb/s ConnectX-7 for
+    # each GPU; PCIe 5.0 x16.
+    "H100": Gpu(_tflops(989.4, 66.9, 66.9, 1978.9), 3.35, 450, 50, 64),
+    # NVIDIA H200 datasheet (SXM): the compute of an H100.
+    "H200": Gpu(_tflops(989.4, 66.9, 66.9, 1978.9), 4.8, 450, 50, 64),
+    # NVIDIA DGX B200 datasheet, an eighth of it each (half of what it gives with sparsity); a 400 Gb/s ConnectX-7 for
+    # each GPU; PCIe 5.0 x16. HGX B200 datasheet: float32 and float64.
+    "B200": Gpu(_tflops(2250, 75, 37, 4500), 8.0, 900, 50, 64),
+}
+
+ACHIEVED = {"matmul": 0.7, "memory": 0.85, "nvlink": 0.8, "network": 0.9, "host link": 0.8}
+"""What a program reaches of a peak: assumptions, neither published nor measured by us."""
+
+LAUNCH, VIEW = 5e-6, 2e-6
+"""Seconds of the host for a kernel, and for a view: assumptions, too."""
+
+RANKS_PER_HOST = 8  # of DGX and HGX systems
+
+# NCCL's own model of its rings, by protocol: microseconds to begin, for a step over NVLink and for one over the
+# network, and the part of the bandwidth that it reaches (NCCL 2.8, src/graph/tuning.cc, on
+# https://github.com/NVIDIA/nccl). NCCL takes the quickest.
+_PROTOCOLS: tuple[tuple[float, float, float, float], ...] = (
+    (3.6, 0.47 * 1.8, 2.7, 0.25),  # LL
+    (10.0, 1.9, 4.0, 0.92),  # LL128
+    (8.4, 3.4, 9.6, 1.0),  # Simple
+)
+_SIZES = tuple(4096 * 4**k for k in range(11))  # bytes: 4 KiB to 4 GiB
+_KINDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+
+def published(gpu: str, mesh: Mesh, ranks_per_host: int = RANKS_PER_HOST) -> Table:
+    """The table of ``mesh`` on GPUs of this name, in hosts of so many. Raises ``ValueError`` for an unknown GPU.
+
+    Ranks that follow each other are on one host.
+    """
+    if gpu not in GPUS:
+        raise ValueError(f"expected a GPU with published figures, one of {', '.join(GPUS)}, got {gpu!r}")
+    links = tuple(published_link(gpu, axis, mesh, ranks_per_host) for axis in mesh.axes if axis.size > 1)
+    return Table(f"{gpu}, published", links, compute_of(gpu))
+
+
+def compute_of(gpu: str) -> dict[str, float]:
+    """The rates of ``Table.compute`` by the published figures."""
+    figures = GPUS[gpu]
+    products = {f"matmul {dtype}": ACHIEVED["matmul"] * peak * 1e12 for dtype, peak in figures.tflops.items()}
+    return products | {
+        "memory": ACHIEVED["memory"] * figures.memory * 1e12,
+        "host link": ACHIEVED["host link"] * figures.host_link * 1e9,
+        "launches": 1 / LAUNCH,
+        "views": 1 / VIEW,
+        "host runs ahead": 1.0,
+    }
+
+
+def published_link(gpu: str, axis: Axis, mesh: Mesh, ranks_per_host: int = RANKS_PER_HOST) -> Link:
+    """NCCL along one axis, by its model of a ring: through every rank of a host, then by all of their network cards."""
+    stride = 1
+    for other in reversed(mesh.axes):
+        if other.name == axis.name.partition("/")[0]:
+            break
+        stride *= other.size
+    on_a_host = max(1, min(axis.size, ranks_per_host // stride))
+    hosts = -(-axis.size // on_a_host)
+    curves = {
+        (kind, Algorithm.NATIVE): tuple(
+            Point(size, _ring(GPUS[gpu], kind, size, axis.size, hosts, on_a_host), 0.0) for size in _SIZES
+        )
+        for kind in _KINDS
+    }
+    return Link("nccl", axis.name, axis.size, curves)
+
+
+def _ring(gpu: Gpu, kind: Kind, size: int, ranks: int, hosts: int, on_a_host: int) -> float:
+    """Seconds of a collective whose longer side has ``size`` bytes, by the quickest protocol."""
+    rounds = 2 if kind is Kind.ALL_REDUCE else 1
+    steps, between_hosts = rounds * (ranks - 1), rounds * (hosts - 1)
+    within, across = ACHIEVED["nvlink"] * gpu.nvlink, ACHIEVED["network"] * gpu.network * on_a_host
+    bandwidth = (within if hosts == 1 else min(within, across) if on_a_host > 1 else across) * 1e9
+    sent = rounds * size * (ranks - 1) / ranks
+    return min(
+        (begin + (steps - between_hosts) * nvlink + between_hosts * network) * 1e-6 + sent / (part * bandwidth)
+        for begin, nvlink, network, part in _PROTOCOLS
+    )

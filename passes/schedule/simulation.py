@@ -1,0 +1,223 @@
+"""One rank's step simulated node by node: when compute runs, when each axis communicates, and what is not hidden.
+
+The thread that launches ops computes them, too, or runs ahead of a device that does. A collective stands in line with
+the others of its axis from its start on, and its wait blocks compute until it is done. While gloo moves data it takes
+CPU time from compute; a collective through shared memory is done by the thread that computes, when it waits. All ranks
+are assumed to run as this one does, so that nobody waits for a late one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ..ir.collectives import is_collective, is_wait
+from ..ir.program import Program
+from ..runtime.host_memory import wait_copy
+from .node_costs import Cost, NodeCosts, Transfer
+
+_NAMED = 3  # of what a collective hides behind
+
+
+@dataclass(frozen=True)
+class Span:
+    """What runs from ``start`` to ``end``, in seconds since the call began; ``queue``: empty for compute."""
+
+    node: str
+    start: float
+    end: float
+    queue: str = ""
+
+
+@dataclass(frozen=True)
+class TransferTime:
+    """One collective or copy: how long it takes, and by how much it makes the step longer.
+
+    ``seconds`` from ``start`` to ``end`` in its queue. ``exposed``: compute waits for it, or for what stands in line
+    behind it, or has its core taken, for so long. ``behind``: the modules, or else the phases, whose compute runs meanwhile, with seconds, longest first.
+    """
+
+    node: str
+    queue: str
+    start: float
+    end: float
+    exposed: float
+    behind: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The simulated step of one rank.
+
+    ``seconds``: of a call, from the first node to the last. ``compute``: of those, how long ops run, with their
+    launches where the host computes. ``transfers``: in the order of their starts; ``spans``: all that takes time.
+    """
+
+    seconds: float
+    compute: float
+    transfers: tuple[TransferTime, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all transfers, whether anything hides them."""
+        return sum(each.seconds for each in self.transfers)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds by which transfers make the step longer."""
+        return sum(each.exposed for each in self.transfers)
+
+
+def simulate(program: Program, costs: NodeCosts) -> Timeline:
+    """The step of ``program`` as one rank runs it, with these costs. Linear in the number of nodes."""
+    rank = _Rank(costs.rates.is_asynchronous)
+    for node in program.graph.nodes:
+        rank.step(node, costs.of(node))
+    return rank.timeline()
+
+
+@dataclass
+class _Flight:
+    """A transfer that was started."""
+
+    node: fx.Node
+    transfer: Transfer
+    start: float = 0.0
+    end: float = 0.0
+    exposed: float = 0.0
+    behind: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """The part of a core that it takes while data moves."""
+        return min(1.0, self.transfer.cpu / self.transfer.seconds) if self.transfer.seconds else 0.0
+
+    def time(self) -> TransferTime:
+        longest = sorted(self.behind.items(), key=lambda entry: -entry[1])[:_NAMED]
+        return TransferTime(self.node.name, self.transfer.queue, self.start, self.end, self.exposed, tuple(longest))
+
+
+class _Rank:
+    """The clocks of one rank, and what is in flight."""
+
+    def __init__(self, is_asynchronous: bool) -> None:
+        self.is_asynchronous = is_asynchronous
+        self.host = self.device = self.compute = 0.0  # the clocks are one where the host computes
+        self.flights: list[_Flight] = []
+        self.started: dict[fx.Node, _Flight] = {}  # by the nodes that stand for its result
+        self.queues: dict[str, deque[_Flight]] = {}  # those that are not over yet
+        self.free: dict[str, float] = {}  # when the last one in a queue ends
+        self.spans: list[Span] = []
+
+    def step(self, node: fx.Node, cost: Cost) -> None:
+        """Launch one node, and run it."""
+        self._await_copies(node)
+        seconds = cost.compute
+        if self.is_asynchronous:
+            self.host += cost.launch
+        else:
+            seconds += cost.launch
+        if seconds:
+            self._compute(node, seconds)
+        if cost.transfer is not None:
+            self._start(node, cost.transfer)
+        elif is_wait(node) or node.target is wait_copy:
+            self._wait(node)
+        elif node.target is operator.getitem and node.args[0] in self.started:  # of a coalesced result
+            self.started[node] = self.started[node.args[0]]  # type: ignore[index]
+
+    def _start(self, node: fx.Node, transfer: Transfer) -> None:
+        flight = _Flight(node, transfer)
+        self.flights.append(flight)
+        self.started[node] = flight
+        if transfer.at_wait:
+            return
+        flight.start = max(self._now(), self.free.get(transfer.queue, 0.0))
+        flight.end = self.free[transfer.queue] = flight.start + transfer.seconds
+        self.queues.setdefault(transfer.queue, deque()).append(flight)
+
+    def _wait(self, node: fx.Node) -> None:
+        """Block compute until the transfer is done; one through shared memory is done here."""
+        flight = self.started.get(node.args[0])  # type: ignore[arg-type]
+        if flight is None:
+            return
+        if flight.transfer.at_wait:
+            if flight.end == 0.0:
+                flight.start = self._now()
+                self._advance(flight.transfer.seconds, node)
+                flight.end, flight.exposed = self.device, self.device - flight.start
+            return
+        self._block(flight)
+
+    def _block(self, flight: _Flight) -> None:
+        """Compute idles until a transfer is done, and those are exposed that its queue does until then."""
+        now = self._now()
+        if flight.end <= now:
+            return
+        for each in self.queues[flight.transfer.queue]:
+            if each.start >= flight.end:
+                break
+            each.exposed += max(0.0, min(each.end, flight.end) - max(each.start, now))
+        self.device = flight.end
+
+    def _await_copies(self, node: fx.Node) -> None:
+        """An op that reads what is copied to the device waits for the copy."""
+        for operand in node.all_input_nodes if self.free else ():
+            flight = self.started.get(operand)
+            if flight is not None and not is_collective(flight.node) and not is_wait(node):
+                self._block(flight)
+
+    def _compute(self, node: fx.Node, seconds: float) -> None:
+        start = self.device = self._now()
+        self._advance(seconds, node)
+        self.compute += seconds
+        self.spans.append(Span(node.name, start, self.device))
+
+    def _now(self) -> float:
+        return max(self.device, self.host)
+
+    def _advance(self, seconds: float, node: fx.Node) -> None:
+        """Compute for so long on one core, less what the transfers in flight take of it."""
+        label = str(node.meta.get("module") or node.meta.get("phase") or node.name)
+        while seconds > 0.0:
+            flying, until = self._in_flight()
+            shares = sum(flight.share for flight in flying)
+            speed = max(0.0, 1.0 - shares)
+            ends = speed > 0.0 and self.device + seconds / speed <= until
+            passed = seconds / speed if ends else until - self.device
+            for flight in flying:
+                flight.behind[label] = flight.behind.get(label, 0.0) + passed
+                flight.exposed += passed * (1.0 - speed) * flight.share / shares if shares else 0.0
+            self.device = self.device + passed if ends else until
+            seconds = 0.0 if ends else seconds - passed * speed
+
+    def _in_flight(self) -> tuple[list[_Flight], float]:
+        """The transfers that move data now, and until when it is those."""
+        flying, until = [], float("inf")
+        for queue in self.queues.values():
+            while queue and queue[0].end <= self.device:
+                queue.popleft()
+            if queue:
+                moves = queue[0].start <= self.device
+                until = min(until, queue[0].end if moves else queue[0].start)
+                flying += [queue[0]] if moves else []
+        return flying, until
+
+    def timeline(self) -> Timeline:
+        """What happened."""
+        moved = [
+            Span(flight.node.name, flight.start, flight.end, flight.transfer.queue)
+            for flight in self.flights
+            if not flight.transfer.at_wait
+        ]
+        transfers = tuple(flight.time() for flight in self.flights)
+        return Timeline(self._now(), self.compute, transfers, tuple(self.spans + moved))
