@@ -44,8 +44,11 @@ from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import default
-from .report import OneCollective, Report
+from .report import EstimatedTime, OneCollective, Report
 from .runner import run
+from .schedule.estimate import estimate
+from .schedule.published import published
+from .schedule.simulation import Timeline
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
 from .update.split_update import SplitUpdate
@@ -64,6 +67,7 @@ __all__ = [
     "Diff",
     "DropDetach",
     "DropProfiler",
+    "EstimatedTime",
     "Fact",
     "FoldLayoutCopies",
     "FoldViews",
@@ -100,14 +104,17 @@ __all__ = [
     "SpmdError",
     "StartEarly",
     "Table",
+    "Timeline",
     "UpdateInPlace",
     "UpdateLast",
     "WaitLate",
     "check",
     "default",
+    "estimate",
     "facts_of",
     "fill_vals",
     "interpret",
     "print_program",
+    "published",
     "run",
 ]

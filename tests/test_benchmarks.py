@@ -59,6 +59,15 @@ def test_compiler_measures_all_stages(tmp_path: Path) -> None:
     assert all(name in run.stdout for name in ("capture: trace", "total per layer", "GB, peak"))
 
 
+def test_estimates_stand_beside_measured_steps(tmp_path: Path) -> None:
+    run = programs.run(["-m", "benchmarks.estimates", "--smoke", "--json", tmp_path / "out"])
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "out").read_text())
+    (row,) = found["rows"]
+    assert row["measured"] >= row["fastest"] > 0 and row["estimated"] > row["exposed"] > 0
+    assert "matmul float32 64" in found["compute"] and "ratio" in run.stdout
+
+
 @pytest.mark.parametrize("systems", [
     ["no communication, eager", "DDP", "FSDP2 per block, fused AdamW", "spmd, replicate", "spmd, fully_shard"],
     pytest.param(["*"], marks=pytest.mark.exhaustive),

@@ -163,8 +163,8 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
         "_log_softmax _softmax _softmax_backward_data _log_softmax_backward_data acos asin atan atan2 cos cosh elu "
         "elu_backward erf erfc erfinv exp exp2 expm1 gelu gelu_backward lgamma log log10 log1p log2 "
         "log_sigmoid_forward logsumexp mish mish_backward native_group_norm native_group_norm_backward "
-        "native_layer_norm native_layer_norm_backward pow.Tensor_Scalar pow.Tensor_Tensor rsqrt sigmoid sigmoid_backward silu "
-        "silu_backward sin sinh softplus softplus_backward sqrt tan tanh tanh_backward"
+        "native_layer_norm native_layer_norm_backward pow.Tensor_Scalar pow.Tensor_Tensor rsqrt sigmoid "
+        "sigmoid_backward silu silu_backward sin sinh softplus softplus_backward sqrt tan tanh tanh_backward"
     ),
     Trait.LOOKS_UP: aten("embedding gather index.Tensor index_select nll_loss_forward take"),
     # What passes and the partitioner put around collectives.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -64,6 +64,22 @@ def planned_memory(program: Program) -> dict[str, PlannedMemory]:
     return {str(space): plan.of(space) for space in spaces}
 
 
+def live_bytes(program: Program) -> dict[str, list[tuple[int, int]]]:
+    """By device, the bytes in use from a position in the graph on, at each position where they change.
+
+    Of a graph whose memory is not planned yet, what its ops would allocate.
+    """
+    arenas: dict[Space, Any] = {Space.of(node): node.args[0] for node in _arenas(program)}
+    by_space: dict[Space, list[Piece]] = {}
+    for piece in Pieces(program.graph).all:
+        by_space.setdefault(piece.space, []).append(piece)
+    return {str(space): list(_AddressSpace(each, arenas.get(space, 0)).in_use()) for space, each in by_space.items()}
+
+
+def _arenas(program: Program) -> Sequence[fx.Node]:
+    return list(program.graph.find_nodes(op="call_function", target=reserve))
+
+
 class _Plan:
     """What is known of a program's memory."""
 
@@ -71,8 +87,7 @@ class _Plan:
         self.pieces = Pieces(program.graph)
         self.holds, self.names = holds(program, self.pieces), names(program, self.pieces)
         self.nodes = list(program.graph.nodes)
-        found = program.graph.find_nodes(op="call_function", target=reserve)
-        self.arenas: dict[Space, fx.Node] = {Space.of(node): node for node in found}
+        self.arenas: dict[Space, fx.Node] = {Space.of(node): node for node in _arenas(program)}
 
     def of(self, space: Space) -> PlannedMemory:
         """The plan of one space."""
@@ -122,7 +137,15 @@ class _AddressSpace:
 
     def fullest(self) -> int:
         """The first position at which most bytes are in use."""
-        living, used, most, at = [0] * len(self.bounds), 0, 0, 0
+        most, at = 0, 0
+        for position, used in self.in_use():
+            if used > most:
+                most, at = used, position
+        return at
+
+    def in_use(self) -> Iterator[tuple[int, int]]:
+        """The positions at which values come or go, in order, and the bytes in use from there on."""
+        living, used = [0] * len(self.bounds), 0
         changes = [(piece.first, 1, piece) for piece in self.pieces]
         changes += [(piece.last + 1, -1, piece) for piece in self.pieces]
         for position, group in groupby(sorted(changes, key=itemgetter(0)), key=itemgetter(0)):
@@ -130,9 +153,7 @@ class _AddressSpace:
                 for k in self._cells(piece):
                     was, living[k] = living[k], living[k] + change
                     used += (bool(living[k]) - bool(was)) * (self.bounds[k + 1] - self.bounds[k])
-            if used > most:
-                most, at = used, position
-        return at
+            yield position, used
 
     def visible(self, at: int) -> dict[Piece, int]:
         """The bytes of each piece that lives at a position; where several lie on another, those of the last one."""

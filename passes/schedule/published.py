@@ -58,6 +58,8 @@ ACHIEVED = {"matmul": 0.7, "memory": 0.85, "nvlink": 0.8, "network": 0.9, "host 
 LAUNCH, VIEW = 5e-6, 2e-6
 """Seconds of the host for a kernel, and for a view: assumptions, too."""
 
+AHEAD = "host runs ahead"  # in the place of a rate: of a device that computes while its host launches
+
 RANKS_PER_HOST = 8  # of DGX and HGX systems
 
 # NCCL's own model of its rings, by protocol: microseconds to begin, for a step over NVLink and for one over the
@@ -92,7 +94,7 @@ def compute_of(gpu: str) -> dict[str, float]:
         "host link": ACHIEVED["host link"] * figures.host_link * 1e9,
         "launches": 1 / LAUNCH,
         "views": 1 / VIEW,
-        "host runs ahead": 1.0,
+        AHEAD: 1.0,
     }
 
 

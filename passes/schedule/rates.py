@@ -11,7 +11,7 @@ import torch
 
 from ..analysis.costs import Link, Table
 from ..ir.program import Axis, Mesh
-from .published import GPUS, compute_of, published_link
+from .published import AHEAD, GPUS, compute_of, published_link
 
 COPIED = 1 << 26  # bytes of the copy that is measured as "memory"
 MATRIX = 1024  # rows and columns of the matrices that are measured as "matmul float32"
@@ -59,7 +59,7 @@ class Rates:
     @property
     def is_asynchronous(self) -> bool:
         """Whether the host runs ahead of the device."""
-        return "host runs ahead" in self.figures
+        return AHEAD in self.figures
 
     @property
     def host_link(self) -> float:
@@ -106,14 +106,12 @@ class Rates:
 def rates_of(table: Table, device: torch.device, mesh: Mesh) -> Rates | None:
     """The rates of a device; None if nothing is known of it."""
     gpu = _gpu_of(device)
-    if device.type == "cpu":
+    if AHEAD in table.compute:  # the table is of another device, which this one stands for
+        built_in = {}
+    elif device.type == "cpu":
         built_in = BUILT_IN_CPU
-    elif gpu is not None:
-        built_in = compute_of(gpu)
-    elif any(name.startswith("matmul") for name in table.compute):
-        built_in = {"host runs ahead": 1.0}
     else:
-        return None
+        built_in = compute_of(gpu) if gpu is not None else {AHEAD: 1.0}
     measured = {_family(name) for name in table.compute}
     rest = {name: rate for name, rate in built_in.items() if _family(name) not in measured}
     figures = rest | dict(table.compute)

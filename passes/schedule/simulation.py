@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from ..ir.collectives import is_collective, is_wait
 from ..ir.program import Program
+from ..memory.planned_memory import live_bytes
 from ..runtime.host_memory import wait_copy
 from .node_costs import Cost, NodeCosts, Transfer
 
@@ -37,7 +39,8 @@ class TransferTime:
     """One collective or copy: how long it takes, and by how much it makes the step longer.
 
     ``seconds`` from ``start`` to ``end`` in its queue. ``exposed``: compute waits for it, or for what stands in line
-    behind it, or has its core taken, for so long. ``behind``: the modules, or else the phases, whose compute runs meanwhile, with seconds, longest first.
+    behind it, or has its core taken, for so long. ``behind``: the modules, or else the phases, whose compute runs
+    meanwhile, with seconds, longest first.
     """
 
     node: str
@@ -59,12 +62,19 @@ class Timeline:
 
     ``seconds``: of a call, from the first node to the last. ``compute``: of those, how long ops run, with their
     launches where the host computes. ``transfers``: in the order of their starts; ``spans``: all that takes time.
+    ``memory``: by device, the bytes in use from a second on, at each second when they change.
     """
 
     seconds: float
     compute: float
     transfers: tuple[TransferTime, ...]
     spans: tuple[Span, ...]
+    memory: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """By device, the most bytes that are in use at once."""
+        return {device: max(size for _, size in changes) for device, changes in self.memory.items()}
 
     @property
     def communication(self) -> float:
@@ -79,10 +89,15 @@ class Timeline:
 
 def simulate(program: Program, costs: NodeCosts) -> Timeline:
     """The step of ``program`` as one rank runs it, with these costs. Linear in the number of nodes."""
-    rank = _Rank(costs.rates.is_asynchronous)
+    rank, begins = _Rank(costs.rates.is_asynchronous), [0.0]
     for node in program.graph.nodes:
         rank.step(node, costs.of(node))
-    return rank.timeline()
+        begins.append(rank.now())
+    memory = {
+        device: tuple((begins[position], size) for position, size in changes if position < len(begins))
+        for device, changes in live_bytes(program).items()
+    }
+    return rank.timeline(memory)
 
 
 @dataclass
@@ -141,7 +156,7 @@ class _Rank:
         self.started[node] = flight
         if transfer.at_wait:
             return
-        flight.start = max(self._now(), self.free.get(transfer.queue, 0.0))
+        flight.start = max(self.now(), self.free.get(transfer.queue, 0.0))
         flight.end = self.free[transfer.queue] = flight.start + transfer.seconds
         self.queues.setdefault(transfer.queue, deque()).append(flight)
 
@@ -152,7 +167,7 @@ class _Rank:
             return
         if flight.transfer.at_wait:
             if flight.end == 0.0:
-                flight.start = self._now()
+                flight.start = self.now()
                 self._advance(flight.transfer.seconds, node)
                 flight.end, flight.exposed = self.device, self.device - flight.start
             return
@@ -160,7 +175,7 @@ class _Rank:
 
     def _block(self, flight: _Flight) -> None:
         """Compute idles until a transfer is done, and those are exposed that its queue does until then."""
-        now = self._now()
+        now = self.now()
         if flight.end <= now:
             return
         for each in self.queues[flight.transfer.queue]:
@@ -177,12 +192,13 @@ class _Rank:
                 self._block(flight)
 
     def _compute(self, node: fx.Node, seconds: float) -> None:
-        start = self.device = self._now()
+        start = self.device = self.now()
         self._advance(seconds, node)
         self.compute += seconds
         self.spans.append(Span(node.name, start, self.device))
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """When an op that is launched now can run."""
         return max(self.device, self.host)
 
     def _advance(self, seconds: float, node: fx.Node) -> None:
@@ -212,12 +228,12 @@ class _Rank:
                 flying += [queue[0]] if moves else []
         return flying, until
 
-    def timeline(self) -> Timeline:
-        """What happened."""
+    def timeline(self, memory: Mapping[str, tuple[tuple[float, int], ...]]) -> Timeline:
+        """What happened, with the bytes in use meanwhile."""
         moved = [
             Span(flight.node.name, flight.start, flight.end, flight.transfer.queue)
             for flight in self.flights
             if not flight.transfer.at_wait
         ]
         transfers = tuple(flight.time() for flight in self.flights)
-        return Timeline(self._now(), self.compute, transfers, tuple(self.spans + moved))
+        return Timeline(self.now(), self.compute, transfers, tuple(self.spans + moved), memory)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from passes import LiveValue, PlannedMemory, Report, Role
+from passes import EstimatedTime, LiveValue, PlannedMemory, Report, Role
 from passes.report import Traffic, _summary
 
 from .programs import all_gather, all_reduce, f64, make_program
@@ -138,6 +138,31 @@ def test_memory_fits_80_columns() -> None:
 def test_the_algorithm_is_a_column_unless_all_ops_are_the_backend_s() -> None:
     assert "algorithm" in text_of(LARGE, 80)
     assert "algorithm" not in text_of(replace(LARGE, traffic=LARGE.traffic[:2]), 80)
+
+
+def test_the_estimated_time_fits_80_columns() -> None:
+    rows = [replace(row, seconds=12.3456, exposed=1234.5678) for row in LARGE.traffic]
+    estimated = EstimatedTime(seconds=1534.5678, compute=300.0, communication=37.04, exposed=3703.70)
+    text = text_of(replace(LARGE, traffic=tuple(rows), estimated=estimated), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "one step, estimated: 1,534,567.80 ms; 3,703,700.00 ms of 37,040.00 ms" in text
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("reduce_scatter  tp    activation")]
+    assert row[-3:] == ["10", "12,345.60", "1,234,567.80"]
+    assert "estimated" not in text_of(LARGE, 80)
+
+
+def test_it_estimates_the_time_of_each_collective() -> None:
+    made = report()
+    assert made.estimated is not None and made.estimated.seconds > 0
+    assert sum(row.seconds for row in made.traffic) == pytest.approx(made.estimated.communication)
+    assert [one.seconds for one in made.every if one.kind == "all_gather"] == [
+        row.seconds for row in made.traffic if row.kind == "all_gather"
+    ]
+    assert sum(one.exposed for one in made.every) == pytest.approx(made.estimated.exposed)
+    again = Report.from_dict(json.loads(json.dumps(made.to_dict())))
+    assert again.estimated == made.estimated and again.every == made.every
+    older = {key: each for key, each in made.to_dict().items() if key != "estimated"}
+    assert Report.from_dict(older).estimated is None
 
 
 def test_a_program_that_communicates_nothing() -> None:

@@ -216,6 +216,27 @@ def test_copies_stand_in_line_of_their_own_where_they_overlap() -> None:
     assert timeline(step, compute=compute).seconds == 7.0  # in the stream that computes
 
 
+def test_memory_in_use_by_the_second() -> None:
+    """The operand of a collective lives until its wait."""
+
+    def step(x: Any) -> Any:
+        a = product(x)
+        started = c10d.all_gather_into_tensor.default(a, 2, GROUP)
+        b = product(product(x), 2)
+        return aten.sum.default(WAIT(started)), aten.sum.default(b)
+
+    found = timeline(step, link(1.0))
+    matrix, number = 8 * ROWS**2, 8
+    assert found.peaks == {"cpu": (1 + 1 + 2 + 2) * matrix}
+    (changes,) = found.memory.values()
+    x, result = matrix, 2 * matrix
+    # nothing takes time but products: after the first of them a and the gathered matrix, then two more at once
+    assert [size for second, size in changes if second == 0.0][-1] == x + matrix
+    assert max(size for second, size in changes if second == 1.0) == x + matrix + result + matrix
+    assert max(size for second, size in changes if second == 2.0) == x + matrix + result + 2 * matrix
+    assert [size for _, size in changes][-2:] == [x + 2 * number, x]  # what is returned, and after the call
+
+
 def test_it_is_linear_in_the_number_of_nodes() -> None:
     """20,000 nodes take under 2 s; here are a quarter of them."""
     graph = torch.fx.Graph()

@@ -38,6 +38,9 @@ def test_every_algorithm_of_every_axis_is_measured_and_all_ranks_know_the_same(r
             assert [point.bytes for point in points] == list(SIZES)
             assert all(point.seconds > 0 for point in points)
     assert all(rate > 0 for rate in table.compute.values())
+    families = {"matmul", "memory", "transcendental", "launches", "views"}
+    assert {name.split()[0] for name in table.compute} == families
+    assert {"matmul float32", "matmul float32 64", "matmul bfloat16 256", "memory 65536"} <= table.compute.keys()
     assert reports[0] == "0/13 all_reduce over dp, 4,096 bytes" and reports[-1] == "13/13 done"
 
 
