@@ -126,7 +126,7 @@ class NodeCosts:
     def _seconds(self, work: Work) -> float:
         rates = self.rates
         multiplying = rates.products(work.dtype, work.flops, work.product) if work.flops else 0.0
-        return max(rates.memory(work.bytes), multiplying + rates.transcendental(work.transcendental))
+        return max(rates.memory(work.bytes, work.fresh), multiplying + rates.transcendental(work.transcendental))
 
     def _copy(self, node: fx.Node) -> Cost:
         seconds = work_of(node).bytes / 2 / self.rates.host_link

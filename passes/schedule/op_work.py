@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .._torch import OpOverload
 from ..analysis.list_ops import only_read
-from ..ir.effects import written
+from ..ir.effects import mutates, written
 from ..ir.ops import Trait, has
 from ..ir.schemas import schema
 from ..memory.pieces import tensors
@@ -39,13 +39,15 @@ class OpClass(StrEnum):
 class Work:
     """The work of one call.
 
-    ``flops``: of matrix products, in which operands of ``dtype`` are multiplied; ``product``: of one of them, if an op
-    does many. ``transcendental``: elements that a function such as ``exp`` is computed of. ``tensors``: how many an op
-    over lists goes through, else one.
+    ``bytes``: read and written; ``fresh``: of those, what is written and was not read before. ``flops``: of matrix products, in which operands of ``dtype`` are multiplied; ``product``: of one of them, if an op
+    does many. ``transcendental``: elements that a function such as ``exp`` is computed of, half of those that are read
+    and written: more operands, as in a backward op, mean more work with each. ``tensors``: how many an op over lists
+    goes through, else one.
     """
 
     kind: OpClass
     bytes: int
+    fresh: int = 0
     dtype: torch.dtype = torch.float32
     flops: int = 0
     product: int = 0
@@ -58,6 +60,7 @@ _FORMULAS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
+_FILLS = (aten.copy_.default, aten.fill_.Scalar)  # they write to their first operand, and do not read it
 _ATTENTION = "attention"  # in the name of every op that multiplies, exponentiates and multiplies again
 
 
@@ -65,28 +68,33 @@ def work_of(node: fx.Node) -> Work:
     """The work of a node that computes something."""
     op = node.meta.get("computes", node.target)
     read, results = list(_read(node)), list(_results(node))
-    size = _bytes_of(node, op, read, results)
+    made = sum(val.nbytes for val in results)
+    size = (made + _bytes_read(op, read, made), 0 if _is_in_place(node) else made)
     entries = max([1, *(len(each) for each in node.args if isinstance(each, (list, tuple)) and _has_nodes(each))])
     flops = _flops(op, node)
     dtype = next((val.dtype for val in read if val.dtype.is_floating_point), torch.float32)
     if flops and _ATTENTION in op.overloadpacket.__name__:
         scores, product = _scores(op, read)
-        return Work(OpClass.ATTENTION, size, dtype, flops, product, scores)
+        return Work(OpClass.ATTENTION, *size, dtype, flops, product, scores)
     if flops:
-        return Work(OpClass.MATMUL, size, dtype, flops, flops // _products(read))
+        return Work(OpClass.MATMUL, *size, dtype, flops, flops // _products(read))
     if has(op, Trait.TRANSCENDENTAL):
-        elements = max((val.numel() for val in (*read, *results)), default=0)
-        return Work(OpClass.TRANSCENDENTAL, size, dtype, transcendental=elements, tensors=entries)
-    return Work(OpClass.MEMORY, size, dtype, tensors=entries)
+        elements = sum(val.numel() for val in (*read, *results)) // 2
+        return Work(OpClass.TRANSCENDENTAL, *size, dtype, transcendental=elements, tensors=entries)
+    return Work(OpClass.MEMORY, *size, dtype, tensors=entries)
 
 
-def _bytes_of(node: fx.Node, op: Any, read: list[torch.Tensor], results: list[torch.Tensor]) -> int:
-    """Bytes read and written; an op that looks rows up reads no more of a table than it has results."""
-    made = sum(val.nbytes for val in results)
-    if has(op, Trait.LOOKS_UP):
-        table, *others = read or [torch.empty(0)]
-        return made + min(made, table.nbytes) + sum(val.nbytes for val in others)
-    return made + sum(val.nbytes for val in read)
+def _bytes_read(op: Any, read: list[torch.Tensor], made: int) -> int:
+    """Bytes read; an op that looks rows up reads no more of a table than it has results."""
+    sizes = [val.nbytes for val in read]
+    if has(op, Trait.LOOKS_UP) and sizes:
+        sizes[0] = min(sizes[0], made)
+    return sum(sizes)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Whether results are written over what was read."""
+    return mutates(node) and not _out_names(node.target) and node.target not in _FILLS
 
 
 def _read(node: fx.Node) -> Iterator[torch.Tensor]:
@@ -94,7 +102,7 @@ def _read(node: fx.Node) -> Iterator[torch.Tensor]:
     outs = {name for name in node.kwargs if name in _out_names(node.target)}
     found: list[fx.Node] = []
     fx.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k not in outs}), found.append)
-    copied_into = node.args[0] if node.target in (aten.copy_.default, aten.fill_.Scalar) else None
+    copied_into = node.args[0] if node.target in _FILLS else None
     yield from (val for each in found if each is not copied_into for val in tensors(each.meta.get("val")))
 
 

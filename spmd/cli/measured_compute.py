@@ -13,12 +13,14 @@ import torch
 
 from passes.schedule.rates import COPIED, MATRIX
 
+aten = torch.ops.aten
+
 _SIZES = {"cpu": (64, 256), "cuda": (256, 4096)}  # rows and columns, beside the matrices that are always measured
 _HALVES = {"cpu": (256,), "cuda": (1024, 4096)}  # the same of other dtypes
 _DTYPES = (torch.bfloat16, torch.float64)
 _COPIES = (1 << 16, 1 << 20)  # bytes, beside the copy that is always measured
 _RECENT = 1 << 22  # bytes of all operands that take turns
-_ELEMENTS = 1 << 18  # of which sigmoid is computed
+_ELEMENTS = 1 << 18  # of which gelu is computed
 _FLOPS = 1 << 27  # of products that are measured as one
 _CALLS = 64  # ops and views that are measured as one
 
@@ -56,7 +58,7 @@ def measurements(device: str) -> Iterator[Measurement]:
     yield _copies(COPIED, device, "")
     for size in _COPIES:
         yield _copies(size, device, f" {size}")
-    yield _sigmoids(device)
+    yield _gelus(device)
     yield from _launches(device)
 
 
@@ -85,12 +87,12 @@ def _copies(size: int, device: str, suffix: str) -> Measurement:
     return Measurement(f"memory{suffix}", 2 * size * count, count, run)
 
 
-def _sigmoids(device: str) -> Measurement:
+def _gelus(device: str) -> Measurement:
     pairs = [[torch.rand(_ELEMENTS, device=device) for _ in range(2)] for _ in range(_RECENT // (8 * _ELEMENTS))]
 
     def run() -> None:
         for x, y in pairs:
-            torch.sigmoid(x, out=y)
+            aten.gelu.out(x, out=y)
 
     return Measurement("transcendental", _ELEMENTS * len(pairs), len(pairs), run)
 

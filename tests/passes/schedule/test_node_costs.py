@@ -49,7 +49,7 @@ def test_a_product_takes_its_flops() -> None:
     operands = {"x": f64(100, 200), "y": f64(200, 50)}
     cost = cost_of(step, **operands)
     assert (cost.launch, cost.kind) == (0.1, OpClass.MATMUL)
-    assert cost.compute == pytest.approx(8 * (20_000 + 10_000 + 5_000) / 1e6)  # slow memory
+    assert cost.compute == pytest.approx(8 * (20_000 + 10_000 + 2 * 5_000) * 2 / 3 / 1e6)  # slow memory
     quick = cost_of(step, {**RATES, "memory": math.inf}, **operands)
     assert quick.compute == pytest.approx(2 * 100 * 200 * 50 / 1e9)
 
@@ -70,19 +70,29 @@ def test_a_dtype_without_a_rate_takes_float32_s() -> None:
 
 def test_other_ops_take_the_bytes_that_they_read_and_write() -> None:
     cost = cost_of(lambda x, y: (aten.add.Tensor(x, y),), x=f64(100), y=f64(100))
-    assert (cost.launch, cost.kind, cost.compute) == (0.1, OpClass.MEMORY, pytest.approx(3 * 800 / 1e6))
+    assert (cost.launch, cost.kind, cost.compute) == (0.1, OpClass.MEMORY, pytest.approx((3 + 1) * 800 * 2 / 3 / 1e6))
+
+
+def test_what_is_written_over_an_operand_is_not_fetched_first() -> None:
+    """A copy is what was measured: fresh memory is read, too. On a GPU it is not."""
+    rates = Rates(RATES)
+    assert rates.memory(1600, 800) == rates.memory(1600) == pytest.approx(1600 / 1e6)
+    assert rates.memory(1600, 0) == pytest.approx(1600 * 2 / 3 / 1e6)
+    assert Rates({**RATES, "host runs ahead": 1.0}).memory(1600, 0) == pytest.approx(1600 / 1e6)
 
 
 def test_functions_like_exp_take_their_elements_where_that_is_longer() -> None:
     cost = cost_of(lambda x: (aten.gelu.default(x),), x=f64(100))
     assert cost == Cost(0.1, 100 / 1e3, OpClass.TRANSCENDENTAL)
+    both = cost_of(lambda x, y: (aten.gelu_backward.default(x, y),), x=f64(100), y=f64(100))
+    assert both.compute == 150 / 1e3
     cost = cost_of(lambda x: (aten.gelu.default(x),), {**RATES, "transcendental": 1e9}, x=f64(100))
     assert cost.compute == pytest.approx(2 * 800 / 1e6)
 
 
 def test_a_lookup_reads_the_rows_that_it_returns() -> None:
     cost = cost_of(lambda w, k: (aten.embedding.default(w, k),), w=f64(10_000, 8), k=torch.empty(5, dtype=torch.int64))
-    assert cost.compute == pytest.approx((2 * 5 * 8 * 8 + 5 * 8) / 1e6)
+    assert cost.compute == pytest.approx((3 * 5 * 8 * 8 + 5 * 8) * 2 / 3 / 1e6)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -149,7 +159,7 @@ def test_a_fused_update_reads_gradients_and_writes_the_rest() -> None:
         node = program.graph.call_function(
             aten._fused_adamw_.default, args, {"amsgrad": False, "maximize": False, **options}
         )
-    assert work_of(node).bytes == (4 + 3) * 400 + 4
+    assert (work_of(node).bytes, work_of(node).fresh) == ((4 + 3) * 400 + 4, 0)
 
 
 def test_what_was_measured_of_a_node_counts() -> None:
