@@ -133,8 +133,8 @@ def _clone(node: fx.Node, before: fx.Node) -> fx.Node:
 
 def _in_place(node: fx.Node) -> Any:
     """The op that writes the results over the arguments; None if there is none, or if ``node`` is no op over lists."""
-    op = node.target
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or not schema(op).name.startswith(_PREFIXES):
+    op: Any = node.target
+    if not is_over_lists(op):
         return None
     return find(f"{schema(op).name}_.{schema(op).overload}")
 
@@ -148,6 +148,11 @@ def _written(node: fx.Node) -> list[int]:
 def _clones_all(node: fx.Node) -> bool:
     """Whether the functional op runs its in-place variant on clones."""
     return schema(node.target).name.startswith("_fused_")
+
+
+def is_over_lists(op: Any) -> bool:
+    """Whether an op, functional or in place, computes entry by entry of lists of tensors."""
+    return isinstance(op, OpOverload) and op.namespace == "aten" and schema(op).name.startswith(_PREFIXES)
 
 
 def only_read(node: fx.Node) -> set[int]:

@@ -17,9 +17,9 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from .._torch import OpOverload
-from ..analysis.list_ops import only_read
+from ..analysis.list_ops import is_over_lists, only_read
 from ..ir.effects import mutates, written
-from ..ir.ops import Trait, has
+from ..ir.ops import Trait, find, has
 from ..ir.schemas import schema
 from ..memory.pieces import tensors
 
@@ -39,10 +39,10 @@ class OpClass(StrEnum):
 class Work:
     """The work of one call.
 
-    ``bytes``: read and written; ``fresh``: of those, what is written and was not read before. ``flops``: of matrix products, in which operands of ``dtype`` are multiplied; ``product``: of one of them, if an op
-    does many. ``transcendental``: elements that a function such as ``exp`` is computed of, half of those that are read
-    and written: more operands, as in a backward op, mean more work with each. ``tensors``: how many an op over lists
-    goes through, else one.
+    ``bytes``: read and written; ``fresh``: of those, what is written and was not read before. ``flops``: of matrix
+    products, in which operands of ``dtype`` are multiplied; ``product``: of one of them, if an op does many.
+    ``transcendental``: elements that a function such as ``exp`` is computed of, half of those that are read and
+    written: more operands, as in a backward op, mean more work. ``tensors``: how many an op over lists goes through.
     """
 
     kind: OpClass
@@ -55,13 +55,14 @@ class Work:
     tensors: int = 1
 
 
-# The kernels for CPU take their operands in the same order as those that torch has formulas for.
-_FORMULAS: dict[Any, Any] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
 _FILLS = (aten.copy_.default, aten.fill_.Scalar)  # they write to their first operand, and do not read it
-_ATTENTION = "attention"  # in the name of every op that multiplies, exponentiates and multiplies again
+# By position of the first of query, key and value: attention, which has no formula for some devices and layouts.
+_ATTENTION: dict[Any, int] = {
+    op: int("backward" in name)
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for name in (f"_scaled_dot_product_{kind}", f"_scaled_dot_product_{kind}_backward")
+    if (op := find(name)) is not None
+}
 
 
 def work_of(node: fx.Node) -> Work:
@@ -70,18 +71,29 @@ def work_of(node: fx.Node) -> Work:
     read, results = list(_read(node)), list(_results(node))
     made = sum(val.nbytes for val in results)
     size = (made + _bytes_read(op, read, made), 0 if _is_in_place(node) else made)
-    entries = max([1, *(len(each) for each in node.args if isinstance(each, (list, tuple)) and _has_nodes(each))])
-    flops = _flops(op, node)
     dtype = next((val.dtype for val in read if val.dtype.is_floating_point), torch.float32)
-    if flops and _ATTENTION in op.overloadpacket.__name__:
-        scores, product = _scores(op, read)
-        return Work(OpClass.ATTENTION, *size, dtype, flops, product, scores)
-    if flops:
+    if op in _ATTENTION:
+        return Work(OpClass.ATTENTION, *size, dtype, *_attention(read[_ATTENTION[op] :], bool(_ATTENTION[op])))
+    if flops := _flops(op, node):
         return Work(OpClass.MATMUL, *size, dtype, flops, flops // _products(read))
+    lists = [len(each) for each in node.args if isinstance(each, (list, tuple))] if is_over_lists(op) else []
+    entries = max(lists, default=1)
     if has(op, Trait.TRANSCENDENTAL):
         elements = sum(val.numel() for val in (*read, *results)) // 2
         return Work(OpClass.TRANSCENDENTAL, *size, dtype, transcendental=elements, tensors=entries)
     return Work(OpClass.MEMORY, *size, dtype, tensors=entries)
+
+
+def _attention(operands: list[torch.Tensor], is_backward: bool) -> tuple[int, int, int]:
+    """FLOPs of query (..., queries, width), key and value (..., keys, width), those of a head's product, and scores.
+
+    Forward multiplies twice. Backward computes the scores again, and a gradient of each operand of each product.
+    """
+    query, key, value = operands[:3]
+    scores = query.shape[-2] * key.shape[-2]
+    width = 3 * query.shape[-1] + 2 * value.shape[-1] if is_backward else query.shape[-1] + value.shape[-1]
+    heads = prod(query.shape[:-2])
+    return 2 * heads * scores * width, 2 * scores * query.shape[-1], heads * scores
 
 
 def _bytes_read(op: Any, read: list[torch.Tensor], made: int) -> int:
@@ -121,14 +133,14 @@ def _results(node: fx.Node) -> Iterator[torch.Tensor]:
 
 def _flops(op: Any, node: fx.Node) -> int:
     """FLOPs by torch's formula; 0 if it has none."""
-    packet = op.overloadpacket if isinstance(op, OpOverload) else None
-    formula = flop_registry.get(_FORMULAS.get(packet, packet))
-    if formula is None:
+    packet: Any = op.overloadpacket if isinstance(op, OpOverload) else None
+    formula = flop_registry.get(packet)
+    if formula is None or "attention" in packet.__name__ or any("val" not in each.meta for each in _nodes(node.args)):
         return 0
-    args = fx.map_arg(node.args, lambda each: each.meta["val"])
     outs = _out_names(node.target)
-    kwargs = {name: fx.map_arg(value, lambda each: each.meta["val"]) for name, value in node.kwargs.items()}
-    return int(formula(*args, **{k: v for k, v in kwargs.items() if k not in outs}, out_val=node.meta["val"]))
+    options = {name: value for name, value in node.kwargs.items() if name not in outs}
+    args, kwargs = fx.map_arg((node.args, options), lambda each: each.meta["val"])
+    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
 
 
 def _products(read: list[torch.Tensor]) -> int:
@@ -137,19 +149,7 @@ def _products(read: list[torch.Tensor]) -> int:
     return max(1, batched[0].shape[0]) if len(batched) >= 2 else 1
 
 
-def _scores(op: Any, read: list[torch.Tensor]) -> tuple[int, int]:
-    """The elements of the matrix of scores (batch, heads, queries, keys), and the FLOPs of one head's product."""
-    first = 1 if "backward" in op.overloadpacket.__name__ else 0
-    query, key = read[first], read[first + 1]
-    heads, (queries, width), keys = prod(query.shape[:-2]), query.shape[-2:], key.shape[-2]
-    return heads * queries * keys, 2 * queries * keys * width
-
-
 def _nodes(value: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(value, found.append)
     return found
-
-
-def _has_nodes(values: Any) -> bool:
-    return any(isinstance(each, fx.Node) for each in values)

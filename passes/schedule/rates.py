@@ -17,17 +17,19 @@ COPIED = 1 << 26  # bytes of the copy that is measured as "memory"
 MATRIX = 1024  # rows and columns of the matrices that are measured as "matmul float32"
 
 BUILT_IN_CPU: dict[str, float] = {
-    "matmul float32 64": 80e9,
-    "matmul float32 256": 140e9,
-    "matmul float32": 160e9,
-    "memory 65536": 25e9,
-    "memory 1048576": 20e9,
-    "memory": 10e9,
-    "transcendental": 1.2e9,
-    "launches": 4e5,
-    "views": 8e5,
+    "matmul float32 64": 1.0e11,
+    "matmul float32 256": 1.27e11,
+    "matmul float32": 1.53e11,
+    "matmul bfloat16 256": 2.7e10,
+    "matmul float64 256": 6.2e10,
+    "memory 65536": 1.4e10,
+    "memory 1048576": 1.2e10,
+    "memory": 1.2e10,
+    "transcendental": 1.0e9,
+    "launches": 2.9e5,
+    "views": 7.0e5,
 }
-"""One core, as ``python -m spmd calibrate`` measures it."""
+"""A core of a server of 2023, where the next one computes as well, as ``python -m spmd calibrate`` measures it."""
 
 _Curve = tuple[tuple[float, float], ...]  # amounts of work, each with the seconds that it takes
 

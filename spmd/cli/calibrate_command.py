@@ -130,9 +130,12 @@ def _print(table: Table, out: Path) -> None:
     console = Console()
     for link in table.links:
         console.print(_link_table(link))
+    rates = table.compute
     console.print(
-        f"compute per rank: {table.compute['matmul float32'] / 1e9:.1f} GFLOP/s (float32 matmul), "
-        f"{table.compute['memory'] / 1e9:.1f} GB/s (memory)"
+        f"compute per rank: {rates['matmul float32'] / 1e9:.1f} GFLOP/s (float32 matmul), "
+        f"{rates['memory'] / 1e9:.1f} GB/s (memory), {rates['transcendental'] / 1e9:.2f} G/s (gelu), "
+        f"{1e6 / rates['launches']:.1f} us to launch an op",
+        soft_wrap=True,
     )
     console.print(f"wrote {out}; on all ranks:", soft_wrap=True)
     console.print(f"passes=passes.default(table=passes.Table.read({str(out)!r}))", soft_wrap=True)

@@ -139,6 +139,50 @@ def test_a_reshape_that_copies_is_no_view() -> None:
     assert (costs["reshape"].compute, costs["reshape_1"].compute) == (pytest.approx(2 * 128 / 1e6), 0.0)
 
 
+def test_attention_of_fewer_keys_than_queries_has_no_rule_but_its_shapes() -> None:
+    """Grouped queries, values wider than keys: torch's formula refuses them."""
+    program = make_program(
+        lambda q, k, v: (aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)[0],),
+        q=torch.empty(2, 8, 32, 16),
+        k=torch.empty(2, 8, 64, 16),
+        v=torch.empty(2, 8, 64, 16),
+    )
+    (node,) = [node for node in program.graph.nodes if "attention" in node.name]
+    key, value = node.args[1:3]
+    key.meta["val"], value.meta["val"] = torch.empty(2, 2, 64, 16), torch.empty(2, 2, 64, 24)
+    work = work_of(node)
+    assert (work.flops, work.transcendental) == (2 * 2 * 8 * 32 * 64 * (16 + 24), 2 * 8 * 32 * 64)
+
+
+def test_what_is_no_op_of_torch_has_a_cost_as_well() -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * 2
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Doubled()
+            self.register_buffer("kept", torch.ones(4))
+
+        def forward(self, x: Any) -> Any:
+            return (self.inner(x).relu() + self.kept, x.shape[0] * 2)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: Any, name: str) -> bool:
+            return isinstance(module, Doubled)
+
+    step = Step()
+    graph_module = torch.fx.GraphModule(step, Tracer().trace(step))
+    program = Program.from_graph(graph_module)
+    assert {node.op for node in program.graph.nodes} >= {"call_module", "call_method", "get_attr"}
+    assert sum(cost.launch for cost in costs_of(program).values()) > 0  # no shapes are known, but ops are launched
+
+
+def test_a_concatenation_is_one_launch() -> None:
+    assert cost_of(lambda a, b: (aten.cat.default([a, b]),), a=f64(2), b=f64(3)).launch == 0.1
+
+
 def test_an_op_over_lists_launches_for_each_tensor() -> None:
     def step(a: Any, b: Any) -> Any:
         found = aten._foreach_mul.Scalar([a, b], 2.0)
