@@ -1,9 +1,9 @@
 """Estimated and measured seconds of a step, side by side: GPTs on two ranks of this machine, by loopback.
 
-    python -m benchmarks.estimates [--models width256x4 width64x12] [--styles replicate fully_shard] [--rounds 15]
+    python -m benchmarks.estimates [--models width256x4 width64x12] [--styles replicate fully_shard] [--rounds 10]
 
 The ranks first measure what this machine costs, as ``python -m spmd calibrate`` does, then compile each step, estimate
-it by that table, and run it. Compute is measured anew before each half of the steps. Each rank has a core of its own.
+it by that table, and run it. Compute is measured anew before each round of steps. Each rank has a core of its own.
 ``--messages`` sends messages instead of using shared memory. ``--smoke`` runs one tiny model.
 """
 
@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from benchmarks.peers.models import SMOKE, WORKLOADS, RandomBatches, Workload, b
 from spmd.cli.calibrate import SIZES, calibrate
 
 STYLES = ("replicate", "fully_shard")
-STEPS = 4  # in a round
+STEPS = 8  # in a round
+ROUNDS = 3  # of measurements of compute, before each round of steps
 RANKS = 2
 
 
@@ -51,16 +53,17 @@ def measure(
         step(model, optimizer, *batches.draw())
     program = step.program
     assert program is not None
-    seconds, tables = [], []
-    for _ in range(2):  # a machine that others use, too, is not always equally fast
-        tables.append(replace(table, compute=calibrate(mesh, (), options.rounds).compute))
-        seconds += [round_of(lambda: step(model, optimizer, *batches.draw())) for _ in range(options.rounds)]
-    found, other = (passes.estimate(program, each) for each in tables)
-    assert found is not None and other is not None
+    seconds, rates = list[float](), list[Mapping[str, float]]()
+    for _ in range(options.rounds):  # in turn, since a machine that others use, too, is not always equally fast
+        rates.append(calibrate(mesh, (), ROUNDS).compute)
+        seconds.append(round_of(lambda: step(model, optimizer, *batches.draw())))
+    compute = {name: statistics.median(each[name] for each in rates) for name in rates[0]}
+    found = passes.estimate(program, replace(table, compute=compute))
+    assert found is not None
     return {
         "model": workload.name,
         "style": style,
-        "estimated": (found.seconds + other.seconds) / 2,
+        "estimated": found.seconds,
         "compute": found.compute,
         "communication": found.communication,
         "exposed": found.exposed,
@@ -102,7 +105,7 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
-    table = calibrate(mesh, SIZES[:1] if options.smoke else SIZES, options.rounds)
+    table = calibrate(mesh, SIZES[:1] if options.smoke else SIZES, 1 if options.smoke else 15)
     rows = [
         measure(workload, style, mesh, table, options) for workload in workloads(options) for style in options.styles
     ]
@@ -136,7 +139,7 @@ def parse() -> argparse.Namespace:
     names = [each.name for each in WORKLOADS]
     parser.add_argument("--models", nargs="+", choices=names, default=names[:2], help="(%(default)s)")
     parser.add_argument("--styles", nargs="+", choices=STYLES, default=list(STYLES), help="by default both")
-    parser.add_argument("--rounds", type=int, default=15, help=f"of {STEPS} steps (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help=f"of {STEPS} steps (%(default)s)")
     parser.add_argument("--messages", action="store_true", help="send messages, also between ranks of one host")
     parser.add_argument("--smoke", action="store_true", help="one tiny model, few rounds")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
