@@ -121,7 +121,7 @@ class Report:
         ``costs`` estimate the time, for the axes' backends or for this one.
         """
         mesh, history = str(program.mesh), tuple(program.history)
-        found = estimate(program, costs, backend=backend)
+        found = estimate(program, costs, backend=backend, with_memory=False)
         times = {each.node: each for each in found.transfers} if found else {}
         every = tuple(_one(node, times.get(node.name)) for node in program.collectives())
         traffic, memory = _traffic(every), planned_memory(program)

@@ -17,12 +17,15 @@ def estimate(
     *,
     backend: str | None = None,
     measured: Mapping[str, float] | None = None,
+    with_memory: bool = True,
 ) -> Timeline | None:
     """The step of one rank as it is expected to run; None on a device of which nothing is known.
 
     ``backend`` overrides that of the mesh; ``measured``: seconds of ops by the name of their node, where known.
+    ``with_memory``: with the bytes in use.
     """
     rates = rates_of(table, device_of(program), program.mesh)
     if rates is None:
         return None
-    return simulate(program, NodeCosts(program, rates, table, backend=backend, measured=measured))
+    costs = NodeCosts(program, rates, table, backend=backend, measured=measured)
+    return simulate(program, costs, with_memory=with_memory)

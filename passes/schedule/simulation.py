@@ -87,15 +87,19 @@ class Timeline:
         return sum(each.exposed for each in self.transfers)
 
 
-def simulate(program: Program, costs: NodeCosts) -> Timeline:
-    """The step of ``program`` as one rank runs it, with these costs. Linear in the number of nodes."""
+def simulate(program: Program, costs: NodeCosts, *, with_memory: bool = True) -> Timeline:
+    """The step of ``program`` as one rank runs it, with these costs. Linear in the number of nodes.
+
+    ``with_memory``: also find the bytes in use, which takes longer than all the rest.
+    """
     rank, begins = _Rank(costs.rates.is_asynchronous), [0.0]
     for node in program.graph.nodes:
         rank.step(node, costs.of(node))
         begins.append(rank.now())
+    in_use = live_bytes(program) if with_memory else {}
     memory = {
         device: tuple((begins[position], size) for position, size in changes if position < len(begins))
-        for device, changes in live_bytes(program).items()
+        for device, changes in in_use.items()
     }
     return rank.timeline(memory)
 
