@@ -29,8 +29,10 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _reduced(operands: Sequence[Tensor], reduction: str) -> Tensor:
-    """All operands together, in the order of ranks."""
+def _reduced(operands: Sequence[Tensor], reduction: str | Callable[..., Tensor]) -> Tensor:
+    """All operands together, in the order of ranks; where ranks hold no numbers, ``reduction`` is a function of them."""
+    if callable(reduction):
+        return reduction(operands)
     total = reduce(_COMBINE[reduction], operands)
     return total / len(operands) if reduction == "avg" else total
 

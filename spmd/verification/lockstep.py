@@ -70,7 +70,7 @@ class _Lockstep:
 
     def run(self) -> list[tuple[Any, ...]]:
         ranks = [_Rank(program, given) for program, given in zip(self.programs, self.inputs, strict=True)]
-        self.published = _Published()
+        self.published = Published()
         for nodes in zip(*(program.graph.nodes for program in self.programs), strict=True):
             self._check_equal(nodes)
             try:
@@ -181,7 +181,7 @@ class _Rank(fx.Interpreter):
             self.env.pop(dead, None)
 
 
-class _Published:
+class Published:
     """What other ranks may look at, and must find unchanged.
 
     Who waits for a collective knows that all ranks have waited for those that were waited for before it started.
