@@ -18,19 +18,20 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
-from passes import Mesh, Program
+from passes import Axis, Mesh, Program, Role
 from passes.ir.collectives import Kind, c10d, group_of, is_collective, is_shared, is_wait, kind_of
 from passes.ir.program import Placements
 from passes.ir.schemas import argument, schema
+from passes.runtime.random import draw
 
 from .._torch import tree_flatten
-from ..placements import Interleaved
+from ..placements import local_runs
 from ..rules import Info, OpCall, Option, R, localize_of, rule_of
 from . import symbols
 from .collectives import COPIES_FIRST, SEMANTICS
 from .lockstep import LockstepError, Published, groups_of
-from .stages import by_name, values_after
-from .symbolic_ops import CapturedMachine, Machine, Unknown, functional, tensors_of
+from .stages import values_after
+from .symbolic_ops import CapturedMachine, Machine, Unknown, call_of, tensors_of
 from .wholes import part_of
 
 Ranks = list[Any]  # the value of each rank
@@ -59,7 +60,9 @@ class Certificate:
 
     def __str__(self) -> str:
         if self:
-            return f"shown: each of {self.outputs} outputs is the global output under its placement ({self.nodes} nodes)"
+            return (
+                f"shown: each of {self.outputs} outputs is the global output under its placement ({self.nodes} nodes)"
+            )
         says = self.why or f"expected {self.expected}, derived {self.derived}"
         return f"{self.outcome}: {self.what}, at {self.node}: {says} {self.line}".rstrip()
 
@@ -129,6 +132,8 @@ class _Certification:
     def _inputs_of(self, rank: int) -> list[Any]:
         wholes = {each.name: self.whole.env[node] for each, node in self._declared()}
         placed = {each.name: each.placement for each in self.partitioned[rank].inputs}
+        for each in self.final[rank].inputs:
+            wholes.setdefault(each.name, torch.tensor(symbols.key("input", each.name)))
         mesh = self.meshes[rank]
 
         def part(name: str) -> Any:
@@ -151,47 +156,48 @@ class _Certification:
             return self._start(nodes)
         if is_wait(node):
             self._wait([machine.env[each.args[0]] for machine, each in zip(self.ranks, nodes, strict=True)])
-        why = ""
-        chosen: tuple[fx.Node, list[Option]] | None = None
+        unknown: dict[int, str] = {}
         for rank, (machine, each) in enumerate(zip(self.ranks, nodes, strict=True)):
             try:
                 machine.step(each)
-            except Unknown as unknown:
-                found = None
-                if not rank:
-                    found = chosen = self._find(each)
-                elif chosen is not None and self._holds(rank, each, *chosen):
-                    found = chosen
-                if found is None:
-                    why = why or str(unknown)
-                    machine.give_unknown(each)
-                else:
-                    machine.give(each, self._results(rank, *found))
-        if why:
-            self.unshown[node] = why
+            except Unknown as error:
+                unknown[rank] = str(error)
+        found = self._find(nodes) if 0 in unknown else None
+        for rank, why in unknown.items():
+            if found is None:
+                self.ranks[rank].give_unknown(nodes[rank])
+                self.unshown.setdefault(node, why)
+            else:
+                self.ranks[rank].give(nodes[rank], self._results(rank, *found))
 
     # Ops by their rules.
 
-    def _find(self, node: fx.Node) -> tuple[fx.Node, list[Option]] | None:
-        """The captured node of which this one computes a part, and the options of its rule by which it does."""
-        target = functional(node.target)
-        named = [each for each in self.whole.by_target.get(target, ()) if each.name == node.meta.get("captured")]
-        for candidate in [*named, *(each for each in self.whole.by_target.get(target, ()) if each not in named)]:
-            for options in self._options(_call_of(candidate), 0):
-                if self._holds(0, node, candidate, options):
+    def _find(self, nodes: Sequence[fx.Node]) -> tuple[fx.Node, list[Option]] | None:
+        """The captured node of which these compute the parts, and the options of its rule by which they do."""
+        candidates = self.whole.by_op.get(call_of(nodes[0])[0], [])
+        hint = nodes[0].meta.get("captured")  # which to try first: nothing more
+        for candidate in sorted(candidates, key=lambda each: each.name != hint):
+            for options in self._options([_rule_call(candidate)], 0):
+                if all(self._holds(rank, node, candidate, options) for rank, node in enumerate(nodes)):
                     return candidate, options
         return None
 
-    def _options(self, call: OpCall, index: int) -> Iterator[list[Option]]:
-        if index == len(self.meshes[0].axes):
+    def _options(self, calls: list[OpCall], index: int) -> Iterator[list[Option]]:
+        """Options for the axes from ``index`` on that are right for parts of every length: ``calls`` has one each."""
+        mesh = self.meshes[0]
+        if index == len(mesh.axes):
             yield []
             return
-        rule, mesh = rule_of(call.target), self.meshes[0]
-        call = replace(call, size=mesh.axes[index].size)
-        whole = Option(tuple(R for _ in call.operands), tuple(None if r is None else R for r in call.results))
-        for option in [whole, *(rule(call) if rule is not None else [])]:
-            if option.local is None and not option.from_zero and all(map(_is_known, (*option.operands, *option.results))):
-                for rest in self._options(_narrowed(call, option, index, mesh), index + 1):
+        calls = [replace(call, size=mesh.axes[index].size) for call in calls]
+        of_each = [_options_of(call) for call in calls]
+        for option in of_each[0]:
+            if all(any(_same(option, other) for other in others) for others in of_each[1:]):
+                narrower = [
+                    _narrowed(call, option, replace(mesh.axes[index], coordinate=k))
+                    for call in calls
+                    for k in range(mesh.axes[index].size)
+                ]
+                for rest in self._options([c for k, c in enumerate(narrower) if c not in narrower[:k]], index + 1):
                     yield [option, *rest]
 
     def _holds(self, rank: int, node: fx.Node, candidate: fx.Node, options: list[Option]) -> bool:
@@ -203,8 +209,10 @@ class _Certification:
             part = self._part(rank, whole, tuple(option.operands[k] for option in options))
             if part.shape != own.shape or not _equal(part, own):
                 return False
-        call, args = _call_of(candidate), None
+        call, args = _rule_call(candidate), None
         results = [tuple(option.results[k] for option in options) for k in range(len(call.results))]
+        if self.whole.draws(candidate) and not self._draws_part(rank, node, candidate, results[0]):
+            return False
         localize = localize_of(call.target)
         if localize is not None:
             shapes = tuple(
@@ -213,6 +221,19 @@ class _Certification:
             )
             args = localize(call, call.args, call.kwargs, shapes)
         return self.whole.settings(candidate, args) == self.ranks[rank].settings(node)
+
+    def _draws_part(self, rank: int, node: fx.Node, candidate: fx.Node, placed: Placements) -> bool:
+        """Whether a rank draws its own part of what the candidate draws: the same number, and the part's region."""
+        if node.target is not draw or candidate.meta.get("draw") != node.args[2]:
+            return False
+        seeds = [
+            i.role is Role.SEED
+            for i, p in zip(self.final[rank].inputs, self.final[rank].placeholders, strict=True)
+            if p is node.args[1]
+        ]
+        val = candidate.meta["val"]
+        shape = (val[0] if isinstance(val, (list, tuple)) else val).shape
+        return seeds == [True] and tuple(map(tuple, node.args[3])) == local_runs(shape, placed, self.meshes[rank])
 
     def _results(self, rank: int, candidate: fx.Node, options: list[Option]) -> list[Any]:
         values = self.whole.env[candidate]
@@ -239,8 +260,7 @@ class _Certification:
         if node.target is c10d.all_reduce_.default:
             outs = operands
         results = [
-            out if out is not None else machine.fresh(each)
-            for (machine, each), out in zip(pairs, outs, strict=True)
+            out if out is not None else machine.fresh(each) for (machine, each), out in zip(pairs, outs, strict=True)
         ]
         if is_shared(node):
             self.published.start(node, [part for x in operands for part in symbols.pieces(x)])
@@ -341,7 +361,9 @@ class _Certification:
         known = self.whole.knows(found)
         if bool(known.all()):
             axes = [axis.name for k, axis in enumerate(self.meshes[0].axes) if bool((masks >> k & 1).any())]
-            derived = f"a sum that is pending over {', '.join(axes)}" if axes else "another value of the captured program"
+            derived = (
+                f"a sum that is pending over {', '.join(axes)}" if axes else "another value of the captured program"
+            )
             return self._not_shown("wrong", name, self._culprit(), expected=expected, derived=derived)
         if self.ranks[0].is_poisoned(found):
             return self._not_shown("wrong", name, self._culprit(), expected=expected, derived="memory without a value")
@@ -387,7 +409,7 @@ def _part_shape(shape: Sequence[int], placed: Placements, mesh: Mesh) -> torch.S
     return part_of(torch.empty(tuple(shape), device="meta"), placed, mesh).shape
 
 
-def _call_of(node: fx.Node) -> OpCall:
+def _rule_call(node: fx.Node) -> OpCall:
     """A captured call as rules want it."""
     vals = fx.node.map_arg((node.args, dict(node.kwargs)), lambda each: _info(each.meta.get("val")))
     args, kwargs = vals
@@ -401,9 +423,21 @@ def _info(val: Any, none: bool = False) -> Any:
     return Info(tuple(val.shape), val.dtype) if isinstance(val, Tensor) else (None if none else val)
 
 
-def _narrowed(call: OpCall, option: Option, index: int, mesh: Mesh) -> OpCall:
-    """The call on the largest part that an option leaves a rank: what the axes behind divide."""
-    first = Mesh((replace(mesh.axes[index], coordinate=0),))
+def _options_of(call: OpCall) -> list[Option]:
+    rule = rule_of(call.target)
+    whole = Option(tuple(R for _ in call.operands), tuple(None if r is None else R for r in call.results))
+    found = [whole, *(rule(call) if rule is not None else [])]
+    plain = [option for option in found if option.local is None and not option.from_zero]
+    return [option for option in plain if all(map(_is_known, (*option.operands, *option.results)))]
+
+
+def _same(one: Option, other: Option) -> bool:
+    return (one.operands, one.results) == (other.operands, other.results)
+
+
+def _narrowed(call: OpCall, option: Option, axis: Axis) -> OpCall:
+    """The call on the part that an option leaves a rank: what the axes behind divide."""
+    first = Mesh((axis,))
 
     def part(info: Any, placed: Any) -> Any:
         return None if info is None else replace(info, shape=tuple(_part_shape(info.shape, (placed,), first)))
@@ -416,9 +450,7 @@ def _narrowed(call: OpCall, option: Option, index: int, mesh: Mesh) -> OpCall:
     if localize is not None:
         args = localize(call, args, kwargs, tuple(None if each is None else each.shape for each in results))
     split = any(isinstance(entry, Shard) for entry in option.operands)
-    return replace(
-        call, args=args, kwargs=kwargs, operands=operands, results=results, of_parts=call.of_parts or split
-    )
+    return replace(call, args=args, kwargs=kwargs, operands=operands, results=results, of_parts=call.of_parts or split)
 
 
 def _map_infos(tree: Any, take: Callable[[], Any]) -> Any:

@@ -30,7 +30,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _reduced(operands: Sequence[Tensor], reduction: str | Callable[..., Tensor]) -> Tensor:
-    """All operands together, in the order of ranks; where ranks hold no numbers, ``reduction`` is a function of them."""
+    """All operands together, in the order of ranks; ``reduction`` may be a function of them."""
     if callable(reduction):
         return reduction(operands)
     total = reduce(_COMBINE[reduction], operands)

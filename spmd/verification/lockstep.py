@@ -193,6 +193,7 @@ class Published:
         self._before: dict[fx.Node, list[fx.Node]] = {}
 
     def start(self, node: fx.Node, tensors: Sequence[Tensor]) -> None:
+        """A collective publishes these."""
         self._all[node] = [(x, x.clone()) for x in tensors]
         self._before[node] = list(self._waited)
 
@@ -201,12 +202,14 @@ class Published:
         self._all[node] = [(now, now.clone()) for now, _ in self._all.get(node, ())]
 
     def wait(self, node: fx.Node) -> None:
+        """A collective was waited for. Raises ``LockstepError`` if what was read by then has changed."""
         if node in self._all:
             self._waited.append(node)
             for read in self._before[node]:
                 self._check(read)
 
     def check_all(self, node: fx.Node) -> None:
+        """The call is over. Raises ``LockstepError`` if anything that was published has changed."""
         for each in list(self._all):
             self._check(each)
 

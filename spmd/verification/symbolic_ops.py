@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from passes import Program
-from passes.ir.ops import PURE_FUNCTIONS, Trait, draws, has, over_lists
+from passes.ir.ops import PURE_FUNCTIONS, Trait, draws, has, lists_of, over_lists
 from passes.ir.schemas import argument, schema
 from passes.runtime.arena import reserve, view_at, whole
+from passes.runtime.random import draw
 
 from .._torch import OpOverload, tree_flatten, tree_map
 from ..rules.pointwise import LINEAR
@@ -54,10 +55,19 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dtype == torch.complex128]
 
 
+def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The functional op that a node performs, its arguments, and keyword arguments without memory for results."""
+    if node.target is draw:
+        return node.args[0], tuple(node.args[4:]), dict(node.kwargs)
+    op = functional(node.target)
+    outs = {each.name for each in schema(node.target).arguments if each.is_out} if isinstance(op, OpOverload) else set()
+    return op, node.args, {name: value for name, value in node.kwargs.items() if name not in outs}
+
+
 def operands_of(node: fx.Node) -> tuple[Any, dict[str, Any]]:
     """Arguments and keyword arguments without the memory for results."""
-    outs = set() if not isinstance(node.target, OpOverload) else {a.name for a in schema(node.target).arguments if a.is_out}
-    return node.args, {name: value for name, value in node.kwargs.items() if name not in outs}
+    _, args, kwargs = call_of(node)
+    return args, kwargs
 
 
 class Machine:
@@ -67,7 +77,7 @@ class Machine:
         self.program = program
         self.env: dict[fx.Node, Any] = {}
         self.first: dict[fx.Node, Tensor] = {}  # the symbols of each node, as it was computed
-        self.by_target: dict[Any, list[fx.Node]] = defaultdict(list)
+        self.by_op: dict[Any, list[fx.Node]] = defaultdict(list)
         self.returned: tuple[Any, ...] = ()
         self._arenas: set[int] = set()
         self._unknowns = 0
@@ -123,10 +133,12 @@ class Machine:
         """What a call gives beside tensors, as symbols; ``args``: instead of its own."""
         own, kwargs = operands_of(node)
         found = []
-        names = [each for each in schema(functional(node.target)).arguments]
+        names = schema(call_of(node)[0]).arguments
         for k, declared in enumerate(names):
-            given = (own if args is None or k >= len(args) else args)[k] if k < len(own) else kwargs.get(
-                declared.name, declared.default
+            given = (
+                (own if args is None or k >= len(args) else args)[k]
+                if k < len(own)
+                else kwargs.get(declared.name, declared.default)
             )
             if declared.name not in _MEMORY and not _is_tensor(given):
                 found.append(tree_map(self._number, given) if not isinstance(given, fx.Node) else int(self.env[given]))
@@ -164,10 +176,16 @@ class Machine:
         elif target is view_at:
             arena, offset, shape, stride, dtype = self.value(node.args)
             self.env[node] = arena.as_strided(shape, [dtype.itemsize * step for step in stride], offset)
-        elif target is whole or has(target, Trait.RETURNS_OPERAND) or target is torch.ops._c10d_functional.wait_tensor.default:
+        elif (
+            target is whole
+            or has(target, Trait.RETURNS_OPERAND)
+            or target is torch.ops._c10d_functional.wait_tensor.default
+        ):
             self._keep(node, self.env[node.args[0]])
         elif target is operator.getitem:
             self._keep(node, self.env[node.args[0]][node.args[1]])  # type: ignore[index]
+        elif target is draw:
+            raise Unknown("no random op of the captured program draws this part of it")
         elif has(target, Trait.PROFILING):
             self.env[node] = None
         elif not isinstance(target, OpOverload):
@@ -192,7 +210,8 @@ class Machine:
 
     def _op(self, node: fx.Node, op: OpOverload) -> None:
         name = schema(op).name
-        self.by_target[op].append(node)
+        self.by_op[op].append(node)
+        self._check_val(node, op)
         if isinstance(node.meta["val"], Tensor) and node.target is op and has(op, Trait.VIEW) and name in _MOVES:
             args, kwargs = self.value((node.args, dict(node.kwargs)))
             return self._keep(node, op(*args, **kwargs))
@@ -214,6 +233,27 @@ class Machine:
             return self.give(node, [_padded(x, pads, self._symbol(value[0] if value else 0))])
         self._by_operands(node, op)
 
+    def draws(self, node: fx.Node) -> bool:
+        """Whether a node draws numbers."""
+        op, args, kwargs = call_of(node)
+        return isinstance(op, OpOverload) and draws(op, args, kwargs)
+
+    def _check_val(self, node: fx.Node, op: OpOverload) -> None:
+        """Raise ``Unknown`` unless the result has the dtypes that the op gives, by the operands' own."""
+        if (
+            op.namespace != "aten"
+            or node.target is not op
+            or not _tensor_nodes(node)
+            or _LISTED.get(op)
+            or "fused" in str(op)
+        ):
+            return
+        args, kwargs = fx.node.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k != "device"}), _on_meta)
+        given = op(*args, **kwargs)
+        vals = [tree_flatten(each)[0] for each in (given, node.meta.get("val"))]
+        if [_described(each) for each in vals[0]] != [_described(each) for each in vals[1]]:
+            raise Unknown("its result is not of the dtype or the shape that its operands give")
+
     def args(self, node: fx.Node) -> list[Any]:
         """The values that a call gives by position, as they are read."""
         read = lambda each: self.read(each) if _is_tensor(each) else self.env[each]  # noqa: E731
@@ -222,7 +262,11 @@ class Machine:
     def _keep_moved(self, node: fx.Node, op: OpOverload) -> None:
         args, kwargs = operands_of(node)
         is_view = has(op, Trait.VIEW) or op in (aten._unsafe_view.default, aten.reshape.default)
-        read = (lambda each: self.env[each]) if is_view else (lambda each: self.read(each) if _is_tensor(each) else self.env[each])  # noqa: E731
+        read = (
+            (lambda each: self.env[each])
+            if is_view
+            else (lambda each: self.read(each) if _is_tensor(each) else self.env[each])
+        )
         args, kwargs = fx.node.map_arg((args, kwargs), read)
         kwargs = {name: value for name, value in kwargs.items() if name not in _MEMORY}
         result = op(*args, **kwargs)
@@ -249,6 +293,8 @@ class Machine:
         given = self._given_to(node, op)
         val = _val(node)
         tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.dtype == torch.complex128}
+        if schema(op).name == "copy":
+            del tensors["self"]  # what is there is not read
         dtypes = [each.meta["val"].dtype for each in _tensor_nodes(node)]
         name = schema(op).name
         masks = _linear(op, tensors)
@@ -258,7 +304,9 @@ class Machine:
             found = _cast(symbols.pieces(source)[0], which.meta["val"].dtype, val.dtype)
             return symbols.elements(found.expand(tuple(val.shape)), masks)
         settings = {k: v for k, v in given.items() if k not in _MEMORY and v is not None}
-        found = _function(name, val.dtype, [self._symbol(v) for v in settings.values()], list(settings), _ranked(dtypes))
+        found = _function(
+            name, val.dtype, [self._symbol(v) for v in settings.values()], list(settings), _ranked(dtypes)
+        )
         return symbols.elements(found.expand(tuple(val.shape)), masks)
 
     def _given_to(self, node: fx.Node, op: OpOverload) -> dict[str, Any]:
@@ -267,7 +315,9 @@ class Machine:
         found = {}
         for k, declared in enumerate(schema(op).arguments):
             given = args[k] if k < len(args) else kwargs.get(declared.name)
-            if given is None or (declared.default is not None and not isinstance(given, fx.Node) and given == declared.default):
+            if given is None or (
+                declared.default is not None and not isinstance(given, fx.Node) and given == declared.default
+            ):
                 continue
             value = self.read(given) if _is_tensor(given) else self.value(given)
             found[declared.name] = value
@@ -316,6 +366,10 @@ class Machine:
             new = symbols.fused_adam(*(x for x, _ in values[:4]), counted, given, decoupled)
             for into, x in zip((results[0], results[2], results[3]), new, strict=True):
                 into.append(symbols.elements(x))
+        if not schema(node.target).is_mutable:  # type: ignore[arg-type]
+            results[1] = [self.unknown(x.shape) for x in lists[1]]
+            self.env[node] = results
+            return
         for nodes, values in zip(node.args, results, strict=False):
             for each, x in zip(nodes, values, strict=False):  # type: ignore[arg-type]
                 self.write(self.env[each], x, each)
@@ -411,24 +465,18 @@ class CapturedMachine(Machine):
     _is_captured = True
 
 
-_LISTED = {
-    listed: base
-    for packet in dir(aten)
-    for base in [getattr(getattr(aten, packet), each) for each in ()]
-    for listed in over_lists(base)
-}
+_LISTED = {listed: base for base in lists_of() for listed in over_lists(base) if listed is not None}
 
 
-def _fill_listed() -> Iterator[tuple[Any, Any]]:
-    from passes.ir.ops import _OVER_LISTS
-
-    for base, both in _OVER_LISTS.items():
-        for listed in both:
-            if listed is not None and base is not None:
-                yield listed, base
+def _on_meta(node: fx.Node) -> Any:
+    val = node.meta.get("val")
+    if isinstance(val, Tensor):
+        return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")
+    return 1.0 if val is None else val
 
 
-_LISTED = dict(_fill_listed())
+def _described(x: Any) -> Any:
+    return (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None
 
 
 def _itemsize(node: fx.Node) -> int:
@@ -460,7 +508,9 @@ def _cast(found: Tensor, source: torch.dtype, to: torch.dtype) -> Tensor:
     return found if source == to else symbols.hashed(symbols.key("_to_copy", str(to)), found)
 
 
-def _function(name: str, dtype: torch.dtype, given: list[Tensor], names: list[str] | None = None, of: Any = None) -> Tensor:
+def _function(
+    name: str, dtype: torch.dtype, given: list[Tensor], names: list[str] | None = None, of: Any = None
+) -> Tensor:
     """A function of symbols, element by element: computed in the field if it can be, else a hash."""
     arithmetic: Callable[..., Tensor] | None = symbols.ARITHMETIC.get(name)
     plain = dtype.is_floating_point or (name in ("add", "sub", "rsub", "mul", "neg") and dtype is not torch.bool)
@@ -468,7 +518,11 @@ def _function(name: str, dtype: torch.dtype, given: list[Tensor], names: list[st
         extra = {n: v for n, v in zip(names or (), given, strict=False) if n in ("alpha", "value")}
         rest = [v for n, v in zip(names or [""] * len(given), given, strict=True) if n not in extra]
         found = arithmetic(*rest, **extra)
-        return found if of is None or of == dtype or not of.is_floating_point else symbols.hashed(symbols.key("_to_copy", str(dtype)), found)
+        return (
+            found
+            if of is None or of == dtype or not of.is_floating_point
+            else symbols.hashed(symbols.key("_to_copy", str(dtype)), found)
+        )
     settings = [n for n in names or () if n in ("alpha", "value", "rounding_mode", "approximate")]
     return symbols.hashed(symbols.key(name, str(dtype), len(given), settings), *torch.broadcast_tensors(*given))
 

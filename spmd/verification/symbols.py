@@ -115,7 +115,7 @@ def power(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def over(x: Tensor, y: Tensor) -> Tensor:
-    """x / y."""
+    """X / y."""
     return times(x, inverse(y))
 
 
