@@ -174,11 +174,14 @@ class _Certification:
 
     def _find(self, nodes: Sequence[fx.Node]) -> tuple[fx.Node, list[Option]] | None:
         """The captured node of which these compute the parts, and the options of its rule by which they do."""
+        ours = [machine.operands(each) for machine, each in zip(self.ranks, nodes, strict=True)]
+        if not all(bool(self.whole.knows(symbols.pieces(x)[0]).all()) for x in ours[0]):
+            return None  # they are parts of nothing that the captured program has
         candidates = self.whole.by_op.get(call_of(nodes[0])[0], [])
         hint = nodes[0].meta.get("captured")  # which to try first: nothing more
         for candidate in sorted(candidates, key=lambda each: each.name != hint):
             for options in self._options([_rule_call(candidate)], 0):
-                if all(self._holds(rank, node, candidate, options) for rank, node in enumerate(nodes)):
+                if all(self._holds(rank, node, ours[rank], candidate, options) for rank, node in enumerate(nodes)):
                     return candidate, options
         return None
 
@@ -200,9 +203,9 @@ class _Certification:
                 for rest in self._options([c for k, c in enumerate(narrower) if c not in narrower[:k]], index + 1):
                     yield [option, *rest]
 
-    def _holds(self, rank: int, node: fx.Node, candidate: fx.Node, options: list[Option]) -> bool:
+    def _holds(self, rank: int, node: fx.Node, ours: list[Tensor], candidate: fx.Node, options: list[Option]) -> bool:
         """Whether the operands of ``node`` on a rank are the parts of the candidate's that the options speak of."""
-        theirs, ours = self.whole.operands(candidate), self.ranks[rank].operands(node)
+        theirs = self.whole.operands(candidate)
         if len(theirs) != len(ours):
             return False
         for k, (whole, own) in enumerate(zip(theirs, ours, strict=True)):

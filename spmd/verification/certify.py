@@ -21,8 +21,8 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     """Derive what each value of the final programs is, and whether each output is the global one under its placement.
 
     ``step``, ``world``, ``mesh`` and the arguments are those of ``verify``. No numbers are compared and nothing is
-    rounded: what is derived holds for any values. What cannot be shown is told apart from what is wrong; ``verify``
-    settles the former. How the plain step was captured is not a part of it.
+    rounded: what is derived holds for any values. What cannot be shown is distinguished from what is wrong, and settled
+    by ``verify``. How the plain step was captured is not a part of it.
 
     Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
     """
@@ -36,7 +36,10 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
             with simulated_world(world, mesh, subject.device_type) as device_mesh, plain.dtypes():
                 wholes = kept(plain.state())
                 first = SimulatedRank(subject, subject.copied(plain.in_double), 0, device_mesh)
-                ranks = [first, *(Peer(first, number, wholes) for number in range(1, world))]
+                ranks: list[SimulatedRank | Peer] = [
+                    first,
+                    *(Peer(first, number, wholes) for number in range(1, world)),
+                ]
                 for rank in ranks:
                     rank.prepare()
                 programs = [rank.programs for rank in ranks]

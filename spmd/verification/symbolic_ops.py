@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import Program
+from passes.ir.collectives import WAIT
 from passes.ir.ops import PURE_FUNCTIONS, Trait, draws, has, lists_of, over_lists
 from passes.ir.schemas import argument, schema
 from passes.runtime.arena import reserve, view_at, whole
@@ -176,11 +177,7 @@ class Machine:
         elif target is view_at:
             arena, offset, shape, stride, dtype = self.value(node.args)
             self.env[node] = arena.as_strided(shape, [dtype.itemsize * step for step in stride], offset)
-        elif (
-            target is whole
-            or has(target, Trait.RETURNS_OPERAND)
-            or target is torch.ops._c10d_functional.wait_tensor.default
-        ):
+        elif target is whole or has(target, Trait.RETURNS_OPERAND) or target is WAIT:
             self._keep(node, self.env[node.args[0]])
         elif target is operator.getitem:
             self._keep(node, self.env[node.args[0]][node.args[1]])  # type: ignore[index]
@@ -377,13 +374,13 @@ class Machine:
 
     def _by_operands(self, node: fx.Node, op: OpOverload) -> None:
         """An op on whole operands, of which nothing is known but that it is a function."""
-        if self.program.mesh.size > 1 and not self._is_captured:
+        if self.program.mesh.size > 1 and not self.is_captured:
             raise Unknown("no node of the captured program computes it on operands of which these are parts")
         if not has(op, Trait.PURE) and not draws(op, node.args, node.kwargs):
             raise Unknown(f"nothing is known of {op}")
         self.give(node, self._function_of(node, op))
 
-    _is_captured = False
+    is_captured = False
 
     def _function_of(self, node: fx.Node, op: OpOverload) -> list[Any]:
         drawn = node.meta.get("draw", node.name) if draws(op, node.args, node.kwargs) else None
@@ -462,7 +459,7 @@ class Machine:
 class CapturedMachine(Machine):
     """The captured program: its ops are what the final ones are compared with."""
 
-    _is_captured = True
+    is_captured = True
 
 
 _LISTED = {listed: base for base in lists_of() for listed in over_lists(base) if listed is not None}
