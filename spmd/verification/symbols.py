@@ -4,8 +4,9 @@ Two programs that compute the same function agree at every point, without roundi
 products; two that do not agree at a random point with a probability of 2**-62 an element. Sums, products and quotients
 are those of the field, any other function of an element is a hash of its arguments. Two residues are packed in 62 bits.
 
-An element is a complex number of 128 bits, of which torch only ever moves the bits: its symbol, and a mask of the mesh
-axes over which the ranks' values are still to be summed. So views, copies and planned memory are torch's own.
+An element is a complex number of 128 bits, of which torch only ever moves the bits: its symbol, and its marks. These
+are the mesh axes over which the ranks' values are still to be reduced, by a bit for each axis and reduction, the dtype,
+and which byte of the value it is, in planned memory. So views, copies and planned memory are torch's own.
 """
 
 from __future__ import annotations
@@ -19,8 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import tree_flatten
+
 _PRIME = 2**31 - 1
 _ODD = (0x1B873593CC9E2D51, 0x2545F4914F6CDD1D)  # any odd numbers of 61 bits
+
+REDUCTIONS = ("sum", "max", "min")
+AXES = 8  # the bits of a reduction
+_DTYPE, _BYTE = 32, 48  # where the marks have the dtype, and the number of the byte
+PENDING = (1 << AXES * len(REDUCTIONS)) - 1
+"""The marks of what is still to be reduced."""
+UNKNOWN = 1 << 31
+"""The mark of what was computed from values that are not shown."""
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
 
 
 def key(*of: Any) -> int:
@@ -38,17 +51,101 @@ def number(value: float) -> int:
     return (residue << 31) | residue
 
 
+UNWRITTEN = key("memory without a value")
+
+
 def pieces(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The symbols of a tensor of elements, and the masks: views of its memory."""
+    """The symbols of a tensor of elements, and the marks: views of its memory."""
     both = torch.view_as_real(x).view(torch.int64)
     return both[..., 0], both[..., 1]
 
 
-def elements(symbols: Tensor, masks: Tensor | int = 0) -> Tensor:
+def elements(symbols: Tensor, marks: Tensor | int) -> Tensor:
     """A new tensor of elements."""
-    symbols = torch.as_tensor(symbols)
-    filled = torch.broadcast_to(torch.as_tensor(masks), symbols.shape)
+    filled = torch.broadcast_to(torch.as_tensor(marks), symbols.shape)
     return torch.view_as_complex(torch.stack([symbols, filled], -1).view(torch.float64))
+
+
+def pending(axis: int, reduction: str) -> int:
+    """The mark of values that are still to be reduced over an axis."""
+    return 1 << (axis + AXES * REDUCTIONS.index(reduction))
+
+
+def mark_of(dtype: torch.dtype) -> int:
+    """The mark of a dtype."""
+    return _CODES[dtype] << _DTYPE
+
+
+def byte(number: int) -> int:
+    """The mark of a byte of a value behind the first one."""
+    return number << _BYTE
+
+
+def dtype_of(x: Tensor) -> torch.dtype | None:
+    """The dtype that all elements are marked with; None if there is none such."""
+    codes = (pieces(x)[1] >> _DTYPE) & 0xFFFF
+    first = int(codes.reshape(-1)[0]) if codes.numel() else 0
+    return _DTYPES[first - 1] if first and bool((codes == first).all()) else None
+
+
+def is_unknown(x: Tensor) -> bool:
+    """Whether some element was computed from values that are not shown."""
+    return bool((pieces(x)[1] & UNKNOWN).any())
+
+
+def as_pending(x: Tensor, pending: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Elements as addends of a sum that is pending, too: what all ranks have, their sum has as many times."""
+    found, marks, pending = torch.broadcast_tensors(*pieces(x), pending)
+    for axis, size in enumerate(sizes):
+        missing = (pending & ~marks) >> axis & 1
+        found = torch.where(missing.bool(), times(found, torch.tensor(number(size))), found)
+    return elements(found, marks | pending)
+
+
+def with_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Elements as a value of another dtype: rounding is a function of an element."""
+    found, marks = pieces(x)
+    before = dtype_of(x)
+    if before != dtype and before is not None:
+        found = cast(found, dtype)
+    return elements(found, (marks & (PENDING | UNKNOWN)) | mark_of(dtype))
+
+
+def cast(found: Tensor, dtype: torch.dtype) -> Tensor:
+    """Symbols of values that were of another dtype."""
+    return hashed(key("_to_copy", str(dtype)), found)
+
+
+def of_values(x: Tensor) -> Tensor:
+    """The elements of a constant: each is the symbol of its number."""
+    x = x.detach().cpu()
+    if x.is_complex():
+        return elements(hashed(key("complex"), *(pieces(of_values(x.real))[0], pieces(of_values(x.imag))[0])), mark_of(x.dtype))
+    exact = x.double() if x.is_floating_point() else x.to(torch.int64)
+    if not x.is_floating_point():
+        found = torch.remainder(exact, _PRIME)
+        return elements(found << 31 | found, mark_of(x.dtype))
+    mantissa, exponent = torch.frexp(exact)
+    whole = torch.remainder(torch.nan_to_num(mantissa * 2**53, 0, 0, 0).to(torch.int64), _PRIME)
+    found = torch.remainder(whole * (1 << torch.remainder(exponent.long() - 53, 31)), _PRIME)  # 2**31 is 1
+    infinite = torch.tensor([key("number", each) for each in (float("inf"), float("-inf"), float("nan"))])
+    found = found << 31 | found
+    for symbol, these in zip(infinite, (exact == float("inf"), exact == float("-inf"), exact.isnan()), strict=True):
+        found = torch.where(these, symbol, found)
+    return elements(found, mark_of(x.dtype))
+
+
+def symbol(given: Any) -> Tensor:
+    """The symbols of what an op is given: elements, a number, a setting."""
+    if isinstance(given, Tensor):
+        return pieces(given)[0] if given.dtype == torch.complex128 else given
+    is_number = isinstance(given, (int, float))
+    return torch.tensor(number(given) if is_number else key("setting", str(given)))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of elements in a value."""
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dtype == torch.complex128]
 
 
 def hashed(start: int, *of: Tensor) -> Tensor:
@@ -141,20 +238,3 @@ ARITHMETIC: dict[str, Callable[..., Tensor]] = {
 }
 """What the ops mean that are sums, products and quotients of elements, by name."""
 
-
-def fused_adam(
-    param: Tensor, grad: Tensor, avg: Tensor, square: Tensor, step: Tensor, given: dict[str, Tensor], decoupled: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The new parameter and moments of torch's fused Adam, whose ``step`` is counted already."""
-    lr, one, two = given["lr"], given["beta1"], given["beta2"]
-    decay = given["weight_decay"]
-    grad = minus(torch.tensor(0), grad) if int(given["maximize"]) else grad
-    if decoupled:
-        param = minus(param, times(times(lr, decay), param))
-    else:
-        grad = plus(grad, times(decay, param))
-    avg = ARITHMETIC["lerp"](avg, grad, minus(_ONE, one))
-    square = plus(times(square, two), times(minus(_ONE, two), times(grad, grad)))
-    first, second = minus(_ONE, power(one, step)), minus(_ONE, power(two, step))
-    scaled = plus(over(power(square, _HALF), power(second, _HALF)), given["eps"])
-    return minus(param, times(over(lr, first), over(avg, scaled))), avg, square

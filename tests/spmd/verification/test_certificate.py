@@ -27,7 +27,7 @@ def certificate(base: str, pipeline: list[passes.Pass] | None = None) -> Certifi
     if pipeline is not None:
         final = [after_each(each.transformed, pipeline)[1] for each in given.programs]
     with torch.no_grad():
-        return certify_programs(given.captured, [each.partitioned for each in given.programs], final)
+        return certify_programs(given.captured, final)
 
 
 @pytest.mark.parametrize("base", MODES)
