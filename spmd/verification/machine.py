@@ -92,7 +92,7 @@ class Machine:
             given = kwargs.get(declared.name, declared.default)
             if k < len(own):
                 given = own[k] if args is None or k >= len(args) else args[k]
-            if declared.name not in _NOT_COMPUTED and not is_tensor(given):
+            if declared.name not in _NOT_COMPUTED and not (is_tensor(given) or hasattr(given, "shape")):
                 found.append(tree_map(self._number, given))
         return found
 

@@ -21,6 +21,7 @@ from passes.runtime.random import draw
 from .._torch import tree_flatten
 from ..placements import Interleaved, local_runs
 from ..rules import Info, OpCall, Option, R, localize_of, rule_of
+from ..rules.reductions import EXTREMES
 from . import symbols
 from .machine import CapturedMachine, Machine
 from .symbolic_ops import call_of
@@ -158,7 +159,8 @@ def _options_of(call: OpCall) -> list[Option]:
     rule = rule_of(call.target)
     whole = Option(tuple(R for _ in call.operands), tuple(None if r is None else R for r in call.results))
     found = [whole, *(rule(call) if rule is not None else [])]
-    plain = [option for option in found if option.local is None and not option.from_zero]
+    own = call.target in EXTREMES  # of a part that has elements, its own
+    plain = [option for option in found if (option.local is None or own) and not option.from_zero]
     return [option for option in plain if all(map(_is_known, (*option.operands, *option.results)))]
 
 

@@ -191,6 +191,9 @@ def _elementwise(sizes: Sizes, op: OpOverload, named: dict[str, Any], dtype: tor
         found = symbols.pieces(symbols.with_dtype(x, dtype))[0]
         return symbols.elements(found.expand(shape if name == "copy" else x.shape), marks)
     values = {k: symbols.symbol(v) for k, v in given.items()}
+    if name in _EQUIVALENT:
+        name, more = _EQUIVALENT[name]
+        values |= {k: symbols.symbol(v) for k, v in more.items()}
     found = function(name, dtype, list(values.values()), list(values), reduce(torch.promote_types, dtypes, torch.bool))
     shape = torch.broadcast_shapes(*(x.shape for x in tensors.values()))
     return symbols.elements(found.expand(shape), marks)
@@ -214,6 +217,7 @@ def function(
     return symbols.cast(found, dtype) if rounds else found
 
 
+_EQUIVALENT = {"relu": ("clamp_min", {"min": 0})}  # the same function by another name
 _WHOLE = ("add", "sub", "rsub", "mul", "neg")  # as exact for whole numbers
 
 
@@ -255,7 +259,7 @@ def _over_lists(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Resu
 
 
 def _updated(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
-    """The lists that a kernel of an optimizer returns; None for gradients, which it leaves undefined."""
+    """The lists that a kernel of an optimizer returns: gradients and counts as they are."""
     update = UPDATES[schema(op).name]
     why = why_unknown(update, kwargs)
     if why:
@@ -264,7 +268,7 @@ def _updated(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results
     if any(bool((symbols.pieces(x)[1] & symbols.PENDING).any()) for x in symbols.tensors_of(lists)):
         raise Unknown("it reads a value that is still to be reduced, which is not linear", wrong=True)
     numbers = {name: symbols.symbol(value) for name, value in kwargs.items() if value is not None}
-    results: dict[str, list[Any]] = {name: [None] * len(given) for name, given in lists.items()}
+    results = {name: list(given) for name, given in lists.items()}
     for k, param in enumerate(lists["self"]):
         entry = {name: given[k] for name, given in lists.items() if given}
         for name, new in _one_update(update, entry, numbers).items():
