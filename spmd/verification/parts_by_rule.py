@@ -25,9 +25,36 @@ from ..rules.reductions import EXTREMES
 from . import symbols
 from .machine import CapturedMachine, Machine
 from .symbolic_ops import call_of
+from .symbols import number
 from .wholes import part_of
+aten = torch.ops.aten
 
-Found = tuple[fx.Node, list[Option]]  # a captured call, and the option of its rule along each axis
+
+@dataclass(frozen=True)
+class Renamed:
+    """Another op that computes the same: the ``op`` of the captured program, and what of its call is changed."""
+
+    op: Any
+    operands: Callable[..., list[Tensor]]
+    results: Callable[[Tensor], Tensor]
+    settings: list[Any]
+
+
+RENAMED = {
+    aten.index_select.default: Renamed(
+        aten.embedding.default, lambda table, rows: [table, rows.reshape(-1)], lambda x: x.flatten(0, -2), [number(0)]
+    )
+}
+"""By the op of the final programs: rows of a table are selected by an op that has an out variant."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A captured call, the option of its rule along each axis, and how the ranks' call differs from it."""
+
+    node: fx.Node
+    options: list[Option]
+    renamed: Renamed | None = None
 
 
 @dataclass(frozen=True)
@@ -39,24 +66,26 @@ class PartsByRule:
 
     def find(self, nodes: Sequence[fx.Node], ours: Sequence[Sequence[Tensor]]) -> Found | None:
         """The call of which the ranks' ``nodes``, with these operands, compute the parts."""
-        candidates = self.captured.by_op.get(call_of(nodes[0])[0], [])
+        op = call_of(nodes[0])[0]
         hint = nodes[0].meta.get("captured")  # which to try first: nothing more
-        for in_runs in (False, True):
+        for in_runs, renamed in ((False, None), (False, RENAMED.get(op)), (True, None)):
+            candidates = self.captured.by_op.get(op if renamed is None else renamed.op, [])
             for candidate in sorted(candidates, key=lambda each: each.name != hint):
                 for options in self._options([rule_call(candidate, in_runs)], 0):
-                    if all(map(self._holds, self.ranks, nodes, ours, [candidate] * len(nodes), [options] * len(nodes))):
-                        return candidate, options
+                    found = Found(candidate, options, renamed)
+                    if all(self._holds(*each, found) for each in zip(self.ranks, nodes, ours, strict=True)):
+                        return found
         return None
 
     def results(self, rank: Machine, found: Found) -> list[Any]:
         """A rank's parts of the results."""
-        candidate, options = found
-        values = self.captured.env[candidate]
+        values = self.captured.env[found.node]
         given = []
         for k, value in enumerate(values if isinstance(values, (list, tuple)) else [values]):
-            placed = tuple(option.results[k] for option in options)
+            placed = tuple(option.results[k] for option in found.options)
             is_tensor = isinstance(value, Tensor) and value.dtype == torch.complex128
-            given.append(part(value, placed, rank.program.mesh) if is_tensor and None not in placed else value)
+            own = part(value, placed, rank.program.mesh) if is_tensor and None not in placed else value
+            given.append(found.renamed.results(own) if found.renamed else own)
         return given
 
     def _options(self, calls: list[OpCall], index: int) -> Iterator[list[Option]]:
@@ -78,16 +107,17 @@ class PartsByRule:
                 for rest in self._options(narrower, index + 1):
                     yield [option, *rest]
 
-    def _holds(
-        self, rank: Machine, node: fx.Node, ours: Sequence[Tensor], candidate: fx.Node, options: list[Option]
-    ) -> bool:
-        """Whether the operands of ``node`` on a rank are the parts of the candidate's that the options speak of."""
-        theirs, mesh = self.captured.operands(candidate), rank.program.mesh
-        if len(theirs) != len(ours):
+    def _holds(self, rank: Machine, node: fx.Node, ours: Sequence[Tensor], found: Found) -> bool:
+        """Whether the operands of ``node`` on a rank are the parts of the found call's that the options speak of."""
+        candidate, options, mesh = found.node, found.options, rank.program.mesh
+        theirs = [
+            part(whole, tuple(option.operands[k] for option in options), mesh)
+            for k, whole in enumerate(self.captured.operands(candidate))
+        ]
+        if found.renamed:
+            theirs = found.renamed.operands(*theirs)
+        if len(theirs) != len(ours) or not all(is_part(own, each, mesh) for own, each in zip(ours, theirs, strict=True)):
             return False
-        for k, (whole, own) in enumerate(zip(theirs, ours, strict=True)):
-            if not is_part(own, part(whole, tuple(option.operands[k] for option in options), mesh), mesh):
-                return False
         call, args = rule_call(candidate), None
         results = [tuple(option.results[k] for option in options) for k in range(len(call.results))]
         if self.captured.draws(candidate) and not _draws_part(rank.program, node, candidate, results[0]):
@@ -99,7 +129,8 @@ class PartsByRule:
                 for info, placed in zip(call.results, results, strict=True)
             )
             args = localize(call, call.args, call.kwargs, shapes)
-        return self.captured.settings(candidate, args) == rank.settings(node)
+        settings = found.renamed.settings if found.renamed else self.captured.settings(candidate, args)
+        return settings == rank.settings(node)
 
 
 _FEW = 16  # ranks along an axis, of which all are looked at
