@@ -10,7 +10,7 @@ captured one's part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,7 @@ class _Certification:
     def run(self) -> Certificate:
         """The outcome."""
         self.whole = CapturedMachine(self.captured)
-        self.ranks = [Machine(program) for program in self.final]
+        self.ranks = [Machine(program, self.whole) for program in self.final]
         self.parts = PartsByRule(self.whole, self.ranks)
         self.collectives = Collectives(self.whole, self.ranks)
         self.inputs = [self._inputs_of(program) for program in self.final]
@@ -119,14 +119,18 @@ class _Certification:
 
     def _step(self, nodes: Sequence[fx.Node]) -> None:
         """Run a node on all ranks."""
+        starts = is_collective(nodes[0])
         try:
-            if is_collective(nodes[0]):
-                return self.collectives.start(nodes)
-            if is_wait(nodes[0]):
-                self.collectives.wait(nodes[0].args[0])  # type: ignore[arg-type]
-        except Unknown as error:
-            self.unshown.setdefault(nodes[0], error)
-        self._compute(nodes)
+            if starts:
+                self.collectives.start(nodes)
+            elif is_wait(nodes[0]):
+                self.collectives.wait(nodes)
+        except (Unknown, RuntimeError, ValueError) as error:
+            self.unshown.setdefault(nodes[0], error if isinstance(error, Unknown) else Unknown(str(error)))
+            for machine, node in zip(self.ranks, nodes, strict=True) if starts else ():
+                machine.give_unknown(node)
+        if not starts:
+            self._compute(nodes)
 
     def _compute(self, nodes: Sequence[fx.Node]) -> None:
         unknown: dict[int, Unknown] = {}
@@ -150,53 +154,63 @@ class _Certification:
     # Outputs.
 
     def _outputs(self) -> Certificate:
-        expected = values_after(self.captured, list(map(self.whole.env.get, self.captured.placeholders)), self.whole.returned)
-        for program, given, machine in zip(self.final, self.inputs, self.ranks, strict=True):
-            after, placed = values_after(program, given, machine.returned), _placements(program)
-            kinds = [[(each.kind, each.name) for each in of.outputs if each.kind is not OutputKind.UPDATE] for of in (self.captured, program)]
-            if kinds[0] != kinds[1]:
-                return self._not_shown("wrong", "", program.output_node, "it returns other values than the step does")
-            for name, value in expected.items():
-                if name not in after:
-                    return self._not_shown("wrong", name, program.output_node, "it is no output of the program")
-                if not self._is_output(value, after[name], placed.get(name, ()), program):
-                    return self._mismatch(name, after[name], placed.get(name, ()), machine)
+        given = [self.whole.env[node] for node in self.captured.placeholders]
+        expected = values_after(self.captured, given, self.whole.returned)
+        found = [
+            each
+            for machine, own in zip(self.ranks, self.inputs, strict=True)
+            for each in self._of(machine, own, expected)
+        ]
+        if found:
+            return min(found, key=lambda each: each.outcome != "wrong")  # the first of those that are wrong, if any is
         return Certificate("shown", len(self.final), len(self.final[0].graph.nodes), len(expected))
 
+    def _of(self, machine: Machine, inputs: list[Any], expected: dict[str, Any]) -> Iterator[Certificate]:
+        """What is wrong with the outputs of a rank, and what is not shown."""
+        program = machine.program
+        after, placed = values_after(program, inputs, machine.returned), _placements(program)
+        if _returned(self.captured) != _returned(program):
+            yield self._not_shown("wrong", "", program.output_node, "it returns other values than the step does")
+        for name, value in expected.items():
+            if name not in after:
+                yield self._not_shown("wrong", name, program.output_node, "it is no output of the program")
+            elif not self._is_output(value, after[name], placed.get(name, ()), program):
+                yield self._mismatch(name, after[name], placed.get(name, ()), machine)
+
     def _is_output(self, value: Any, own: Any, placed: Placements, program: Program) -> bool:
-        if not isinstance(value, Tensor) or not isinstance(own, Tensor):
-            return bool(value == own) and type(value) is type(own)
-        if value.dtype != torch.complex128 or own.dtype != torch.complex128:
-            return value.dtype == own.dtype and bool(value == own)
-        return is_part(own, part(value, placed, program.mesh), program.mesh)
+        pair = symbols.tensors_of([value, own])
+        if len(pair) == 2:
+            return is_part(own, part(value, placed, program.mesh), program.mesh)
+        return not pair and own is not None and bool(symbols.symbol(value) == symbols.symbol(own))
 
     def _mismatch(self, name: str, own: Any, placed: Placements, machine: Machine) -> Certificate:
         """Wrong if all that it is computed from is known, or was used as it must not be; else it cannot be shown."""
-        tensor = own if isinstance(own, Tensor) and own.dtype == torch.complex128 else None
-        if tensor is not None and symbols.is_unknown(tensor):
-            nothing = self._culprit(machine), Unknown("nothing is known of it")
-            node, error = next(iter(self.unshown.items()), nothing)
+        if own is None or any(map(symbols.is_unknown, symbols.tensors_of(own))):
+            doubt = self._culprit(machine), Unknown("it computes a function that the captured program does not have")
+            node, error = next(iter(self.unshown.items()), doubt)
             certain = bool(self.unshown) and all(each.wrong for each in self.unshown.values())
             return self._not_shown("wrong" if certain else "cannot show", name, node, str(error))
-        found = "another function of the inputs"
-        if tensor is not None:
-            marks = symbols.pieces(tensor)[1]
-            axes = [axis.name for k, axis in enumerate(machine.program.mesh.axes) if _is_pending(marks, k)]
-            if machine.is_poisoned(tensor):
-                found = "memory without a value"
-            elif axes:
-                found = f"a value that is still to be reduced over {', '.join(axes)}"
-            elif self.whole.knows(tensor):
-                found = "another value of the captured program, or another part"
-        says = f"expected {name} under {' '.join(map(str, placed)) or 'no placement'}, derived {found}"
+        says = f"expected {name} under {' '.join(map(str, placed)) or 'no placement'}, derived {self._derived(own, machine)}"
         return self._not_shown("wrong", name, self._culprit(machine), says)
+
+    def _derived(self, own: Any, machine: Machine) -> str:
+        for x in symbols.tensors_of(own):
+            marks = symbols.pieces(x)[1]
+            axes = [axis.name for k, axis in enumerate(machine.program.mesh.axes) if _is_pending(marks, k)]
+            if machine.is_poisoned(x):
+                return "memory without a value"
+            if axes:
+                return f"a value that is still to be reduced over {', '.join(axes)}"
+            if self.whole.knows(x):
+                return "another value of the captured program, or another part"
+        return "another function of the inputs"
 
     def _culprit(self, machine: Machine) -> fx.Node:
         """The first node that computes what the captured program does not, of operands that it has."""
         strange: set[fx.Node] = set()
         for node in machine.program.graph.nodes:
             value = machine.first.get(node)
-            if value is not None and not self.whole.knows_symbols(value):
+            if value is not None and not bool(self.whole.has(value).all()):
                 strange.add(node)
                 if not strange.intersection(node.all_input_nodes):
                     return node  # type: ignore[no-any-return]
@@ -211,6 +225,10 @@ def _placements(program: Program) -> dict[str, Placements]:
     """The placements that a program declares of inputs, of parts of flat ones, and of outputs."""
     inputs = [each.input for flat in program.inputs for each in flat.parts] + list(program.inputs)
     return {each.name: each.placement for each in (*inputs, *program.outputs)}
+
+
+def _returned(program: Program) -> list[tuple[OutputKind, str]]:
+    return [(each.kind, each.name) for each in program.outputs if each.kind is not OutputKind.UPDATE]
 
 
 def _is_pending(marks: Tensor, axis: int) -> bool:

@@ -39,12 +39,12 @@ def _reduced(operands: Sequence[Tensor], reduction: str | Callable[..., Tensor])
 
 def _all_reduce(x: Sequence[Tensor], arguments: Arguments) -> Results:
     total = _reduced(x, arguments[0]["reduce_op"])
-    return [total.clone() for _ in x]
+    return [total for _ in x]
 
 
 def _all_gather(x: Sequence[Tensor], arguments: Arguments) -> Results:
     whole = torch.cat(list(x))
-    return [whole.clone() for _ in x]
+    return [whole for _ in x]
 
 
 def _reduce_scatter(x: Sequence[Tensor], arguments: Arguments) -> Results:
@@ -83,7 +83,7 @@ def _parts(given: tuple[Tensor, int]) -> list[Tensor]:
 def _gather_members(x: Sequence[Tensor], arguments: Arguments) -> Results:
     members = zip(*(each.split(arguments[0]["lengths"]) for each in x), strict=True)
     whole = torch.cat([part for parts in members for part in parts])
-    return [whole.clone() for _ in x]
+    return [whole for _ in x]
 
 
 def _scatter_members(x: Sequence[Tensor], arguments: Arguments) -> Results:

@@ -47,7 +47,10 @@ class Family:
         pieces = {k: symbols.pieces(x) for k, x in held.items()}
         self._symbols = {k: found.reshape(-1) for k, (found, _) in pieces.items()}
         marks = pieces[0][1]
-        if any(x.shape != held[0].shape or not torch.equal(mark, marks) for x, (_, mark) in zip(held.values(), pieces.values(), strict=True)):
+        if any(
+            x.shape != held[0].shape or not torch.equal(mark, marks)
+            for x, (_, mark) in zip(held.values(), pieces.values(), strict=True)
+        ):
             raise Unknown("the ranks that are looked at hold values of different kinds")
         self._splits = list(self._found(captured))
 

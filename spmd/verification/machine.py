@@ -32,8 +32,8 @@ _NOT_COMPUTED = {"device", "layout", "pin_memory", "memory_format", "non_blockin
 class Machine:
     """One program, and the values of its nodes: tensors of elements, or symbols of numbers."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, captured: CapturedMachine | None = None) -> None:
+        self.program, self._captured = program, captured
         self.env: dict[fx.Node, Any] = {}
         self.first: dict[fx.Node, Tensor] = {}  # the symbols of each node, as it was computed
         self.by_op: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -168,8 +168,17 @@ class Machine:
             self._check_numbers(node, computed is symbolic_ops.moved)
             _, args, kwargs = call_of(node)
             args, kwargs = self.read_all((args, kwargs))
-            return self.give(node, computed(self._sizes, op, *args, **kwargs))
+            results = computed(self._sizes, op, *args, **kwargs)
+            self._doubt(symbolic_ops.hashed(op, results))
+            return self.give(node, results)
         self._by_operands(node, op)
+
+    def _doubt(self, hashed: Sequence[Tensor]) -> None:
+        """Mark what may be equal to something else by an identity between functions that are hashes here."""
+        for x in hashed if self._captured is not None else ():
+            found, marks = symbols.pieces(x)
+            strange = ~self._captured.has(found)  # type: ignore[union-attr]
+            marks[strange & (found != symbols.UNWRITTEN)] |= symbols.UNKNOWN
 
     def _check_numbers(self, node: fx.Node, moves: bool = True) -> None:
         """Raise ``Unknown`` for a number that is computed where elements are moved by it."""
@@ -255,7 +264,10 @@ class Machine:
         dtype = self._dtype(into, planned)
         if into.shape != new.shape:
             raise Unknown(f"it writes {tuple(new.shape)} into {tuple(into.shape)}")
-        into.copy_(symbols.with_dtype(new, dtype))
+        cast = symbols.with_dtype(new, dtype)
+        if symbols.dtype_of(new) != dtype:
+            self._doubt([cast])
+        into.copy_(cast)
         if planned is not None:
             found, marks = symbols.pieces(into.clone())
             for k in range(1, dtype.itemsize):
@@ -314,13 +326,12 @@ class CapturedMachine(Machine):
 
     def knows(self, x: Tensor) -> bool:
         """Whether all elements are some of values of this program."""
-        return self.knows_symbols(symbols.pieces(x)[0])
+        return bool(self.has(symbols.pieces(x)[0]).all())
 
-    def knows_symbols(self, found: Tensor) -> bool:
-        """Whether all symbols are those of an element of some value of this program."""
-        found = found.contiguous()
-        at = torch.searchsorted(self._sorted, found).clamp(max=len(self._sorted) - 1)
-        return bool((self._sorted[at] == found).all())
+    def has(self, found: Tensor) -> Tensor:
+        """Which symbols are those of an element of some value of this program."""
+        at = torch.searchsorted(self._sorted, found.contiguous()).clamp(max=len(self._sorted) - 1)
+        return self._sorted[at] == found
 
     def _by_operands(self, node: fx.Node, op: Any) -> None:
         """An op of which nothing is known but that it is a function: its results are hashes of its operands."""

@@ -27,6 +27,7 @@ from .machine import CapturedMachine, Machine
 from .symbolic_ops import call_of
 from .symbols import number
 from .wholes import part_of
+
 aten = torch.ops.aten
 
 
@@ -116,7 +117,9 @@ class PartsByRule:
         ]
         if found.renamed:
             theirs = found.renamed.operands(*theirs)
-        if len(theirs) != len(ours) or not all(is_part(own, each, mesh) for own, each in zip(ours, theirs, strict=True)):
+        if len(theirs) != len(ours) or not all(
+            is_part(own, each, mesh) for own, each in zip(ours, theirs, strict=True)
+        ):
             return False
         call, args = rule_call(candidate), None
         results = [tuple(option.results[k] for option in options) for k in range(len(call.results))]

@@ -83,12 +83,18 @@ class Collectives:
         for (machine, each), result in zip(pairs, results, strict=True):
             machine.keep_result(each, result, argument(each, "out"))
 
-    def wait(self, node: fx.Node) -> None:
-        """Finish what writes to the first rank's value of ``node``. Raises ``Unknown`` if its results are not known."""
-        value = self.ranks[0].env[node]
-        for each in [one for one in self._flying if any(x is value for x in tensors_of(one.results[0]))]:
-            self._flying.remove(each)
-            self._finish(each)
+    def wait(self, nodes: Sequence[fx.Node]) -> None:
+        """Finish what writes to the values that are waited for. Raises ``Unknown`` if its results are not known."""
+        waited = [machine.env[each.args[0]] for machine, each in zip(self.ranks, nodes, strict=True)]  # type: ignore[index]
+        found = [
+            [k for k, each in enumerate(self._flying) if any(x is value for x in tensors_of(each.results[rank]))]
+            for rank, value in enumerate(waited)
+        ]
+        if any(each != found[0] for each in found):
+            raise LockstepError("expected all ranks to wait for the same collective", nodes[0])
+        for flying in [self._flying[k] for k in found[0]]:
+            self._flying.remove(flying)
+            self._finish(flying)
 
     def end(self, node: fx.Node) -> None:
         """The call is over."""
@@ -128,14 +134,15 @@ class Collectives:
         ]
         operands: list[Any] = []
         for k in group.along:
-            held = [
-                flying.before[line[k]][n] if family is None else family.at(k) for n, family in enumerate(families)
-            ]
+            held = [flying.before[line[k]][n] if family is None else family.at(k) for n, family in enumerate(families)]
             operands.append(held if is_list else held[0])
         if kind_of(node) in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST):
             self._check_complete(operands, group)
         given = [self._arguments(flying.nodes[line.get(k, line[0])], group) for k in group.along]
-        if len(line) < group.size and len({str(self._arguments(flying.nodes[rank], None)) for rank in line.values()}) > 1:
+        if (
+            len(line) < group.size
+            and len({str(self._arguments(flying.nodes[rank], None)) for rank in line.values()}) > 1
+        ):
             raise Unknown("the ranks that are looked at communicate in different ways")
         return SEMANTICS[node.target](operands, given)
 
@@ -175,7 +182,10 @@ def _axis_of(mesh: Mesh, node: fx.Node) -> tuple[int, int]:
 
 
 def _same_line(coordinates: Coordinates, group: _Group) -> bool:
-    return all(k == group.axis or here == there for k, (here, there) in enumerate(zip(coordinates, group.members[0], strict=True)))
+    return all(
+        k == group.axis or here == there
+        for k, (here, there) in enumerate(zip(coordinates, group.members[0], strict=True))
+    )
 
 
 def _reduced(operands: Sequence[Tensor], reduction: str, group: _Group) -> Tensor:

@@ -46,7 +46,11 @@ class Unknown(Exception):
 @cache
 def functional(op: Any) -> Any:
     """The op that returns what ``op`` writes."""
-    if not isinstance(op, OpOverload) or not schema(op).is_mutable or op.namespace not in ("aten", host_memory.NAMESPACE):
+    if (
+        not isinstance(op, OpOverload)
+        or not schema(op).is_mutable
+        or op.namespace not in ("aten", host_memory.NAMESPACE)
+    ):
         return op
     space = getattr(torch.ops, op.namespace)
     for name in dict.fromkeys((schema(op).name.removesuffix("_"), schema(op).name)):
@@ -92,6 +96,16 @@ def computed(op: OpOverload) -> Computed | None:
     if name in _OTHERS:
         return _OTHERS[name]
     return _pointwise if has(op, Trait.POINTWISE) and schema(op).results == ("Tensor",) else None
+
+
+def hashed(op: OpOverload, results: Results) -> list[Tensor]:
+    """Those of the results that are hashes, and not computed in the field."""
+    name = schema(_LISTED.get(op, op)).name
+    if name in UPDATES:
+        return [] if UPDATES[name].exact else symbols.tensors_of(results[0])
+    if name in _EXACT or computed(op) not in (_pointwise, _over_lists):
+        return []
+    return symbols.tensors_of(results)
 
 
 def moved(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
@@ -141,12 +155,15 @@ def _empty(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
 _OTHERS: dict[str, Computed] = {
     "constant_pad_nd": _padded,
     "fill": _filled,
+    "zero": lambda sizes, op, x: _filled(sizes, op, x, 0),
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"), _empty),
 }
 
 
 def _pointwise(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
-    named = {each.name: args[k] if k < len(args) else kwargs.get(each.name) for k, each in enumerate(schema(op).arguments)}
+    named = {
+        each.name: args[k] if k < len(args) else kwargs.get(each.name) for k, each in enumerate(schema(op).arguments)
+    }
     return [_elementwise(sizes, op, named, _result_dtype(op, args, kwargs))]
 
 
@@ -218,6 +235,7 @@ def function(
 
 
 _EQUIVALENT = {"relu": ("clamp_min", {"min": 0})}  # the same function by another name
+_EXACT = set(symbols.ARITHMETIC) - {"pow", "sqrt", "rsqrt"} | {"copy"}
 _WHOLE = ("add", "sub", "rsub", "mul", "neg")  # as exact for whole numbers
 
 

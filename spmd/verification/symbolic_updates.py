@@ -20,12 +20,13 @@ _FOR_SCALERS = ("grad_scale", "found_inf")
 class Update:
     """``results``: the new values, for those lists that the kernel writes. ``count``: the list of counted steps.
 
-    ``setting``: a flag for which the kernel is not described.
+    ``setting``: a flag for which the kernel is not described. ``exact``: new parameters have no roots in them.
     """
 
     results: Callable[[Values], Values]
     count: str = ""
     setting: str = ""
+    exact: bool = False
 
 
 def why_unknown(update: Update, kwargs: dict[str, object]) -> str:
@@ -83,7 +84,7 @@ def _adagrad(x: Values) -> Values:
 UPDATES: dict[str, Update] = {
     "_fused_adam": Update(_adam, "state_steps", "amsgrad"),
     "_fused_adamw": Update(_adamw, "state_steps", "amsgrad"),
-    "_fused_sgd": Update(_sgd),
+    "_fused_sgd": Update(_sgd, exact=True),
     "_fused_adagrad": Update(_adagrad, "state_steps"),
 }
 """By the name of the op."""

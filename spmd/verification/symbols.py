@@ -120,7 +120,9 @@ def of_values(x: Tensor) -> Tensor:
     """The elements of a constant: each is the symbol of its number."""
     x = x.detach().cpu()
     if x.is_complex():
-        return elements(hashed(key("complex"), *(pieces(of_values(x.real))[0], pieces(of_values(x.imag))[0])), mark_of(x.dtype))
+        return elements(
+            hashed(key("complex"), *(pieces(of_values(x.real))[0], pieces(of_values(x.imag))[0])), mark_of(x.dtype)
+        )
     exact = x.double() if x.is_floating_point() else x.to(torch.int64)
     if not x.is_floating_point():
         found = torch.remainder(exact, _PRIME)
@@ -237,4 +239,3 @@ ARITHMETIC: dict[str, Callable[..., Tensor]] = {
     "lerp": lambda x, end, weight: plus(x, times(weight, minus(end, x))),
 }
 """What the ops mean that are sums, products and quotients of elements, by name."""
-
