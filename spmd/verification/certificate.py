@@ -190,8 +190,9 @@ class _Certification:
             node, error = next(iter(self.unshown.items()), doubt)
             certain = bool(self.unshown) and all(each.wrong for each in self.unshown.values())
             return self._not_shown("wrong" if certain else "cannot show", name, node, str(error))
-        says = f"expected {name} under {' '.join(map(str, placed)) or 'no placement'}, derived {self._derived(own, machine)}"
-        return self._not_shown("wrong", name, self._culprit(machine), says)
+        expected = f"{name} under {' '.join(map(str, placed)) or 'no placement'}"
+        why = f"expected {expected}, derived {self._derived(own, machine)}"
+        return self._not_shown("wrong", name, self._culprit(machine), why)
 
     def _derived(self, own: Any, machine: Machine) -> str:
         for x in symbols.tensors_of(own):
@@ -223,8 +224,9 @@ class _Certification:
 
 def _placements(program: Program) -> dict[str, Placements]:
     """The placements that a program declares of inputs, of parts of flat ones, and of outputs."""
-    inputs = [each.input for flat in program.inputs for each in flat.parts] + list(program.inputs)
-    return {each.name: each.placement for each in (*inputs, *program.outputs)}
+    inputs = [*program.inputs, *(part.input for flat in program.inputs for part in flat.parts)]
+    placed = {each.name: each.placement for each in inputs}
+    return placed | {each.name: each.placement for each in program.outputs}
 
 
 def _returned(program: Program) -> list[tuple[OutputKind, str]]:

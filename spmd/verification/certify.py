@@ -42,7 +42,8 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
         with simulated_world(world, mesh, subject.device_type) as device_mesh, plain.dtypes():
             wholes = kept(plain.state())
             first = SimulatedRank(subject, subject.copied(plain.in_double), 0, device_mesh)
-            ranks = [first, *(Peer(first, number, wholes) for number in represented(first.mesh) if number)]
+            peers = [Peer(first, number, wholes) for number in represented(first.mesh) if number]
+            ranks: list[SimulatedRank | Peer] = [first, *peers]
             for rank in ranks:
                 rank.prepare()
             final = [rank.programs.final for rank in ranks]

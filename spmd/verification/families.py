@@ -44,13 +44,9 @@ class Family:
 
     def __init__(self, captured: CapturedMachine, held: Mapping[int, Tensor], size: int) -> None:
         self.held, self.size = held, size
-        pieces = {k: symbols.pieces(x) for k, x in held.items()}
-        self._symbols = {k: found.reshape(-1) for k, (found, _) in pieces.items()}
-        marks = pieces[0][1]
-        if any(
-            x.shape != held[0].shape or not torch.equal(mark, marks)
-            for x, (_, mark) in zip(held.values(), pieces.values(), strict=True)
-        ):
+        self._symbols = {k: symbols.pieces(x)[0].reshape(-1) for k, x in held.items()}
+        marks = [symbols.pieces(x)[1] for x in held.values()]
+        if not all(torch.equal(each, marks[0]) for each in marks[1:]):
             raise Unknown("the ranks that are looked at hold values of different kinds")
         self._splits = list(self._found(captured))
 
@@ -71,7 +67,7 @@ class Family:
             yield found
 
     def _split(self, captured: CapturedMachine, places: Tensor) -> _Split:
-        """A value of which the element at the first of these places is split, and all that are split in the same way."""
+        """A value of which the element at the first of these places is split, and all that are split likewise."""
         for value in captured.values_of(int(self._symbols[0][places[0]])):
             order = value.reshape(-1).argsort()
             at = torch.searchsorted(value.reshape(-1)[order], self._symbols[0][places]).clamp(max=value.numel() - 1)

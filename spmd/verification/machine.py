@@ -156,7 +156,7 @@ class Machine:
         if node.target not in PURE_FUNCTIONS or node.kwargs or any(map(is_tensor, node.args)):
             raise Unknown(f"nothing is known of {node.target}")
         given = [symbols.symbol(each) for each in self.value(node.args)]
-        return symbolic_ops.function(node.target.__name__, torch.float64, given)  # type: ignore[union-attr]
+        return symbolic_ops.function(node.target.__name__, torch.float64, given)
 
     def _op(self, node: fx.Node, op: OpOverload) -> None:
         self.by_op[op].append(node)

@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
 from passes import Axis, Mesh, Program, Role
-from passes.ir.program import Placements
 from passes.runtime.random import draw
 
 from .._torch import tree_flatten
@@ -29,6 +28,7 @@ from .symbols import number
 from .wholes import part_of
 
 aten = torch.ops.aten
+Placed = tuple[Any, ...]  # a placement for each axis
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class PartsByRule:
 _FEW = 16  # ranks along an axis, of which all are looked at
 
 
-def part(whole: Tensor, placed: Placements, mesh: Mesh) -> Tensor:
+def part(whole: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
     """A rank's part of the elements of a captured value, marked with what is still to be reduced."""
     own = part_of(whole, placed, mesh).clone()
     for k, (entry, axis) in enumerate(zip(placed, mesh.axes, strict=False)):
@@ -165,7 +165,8 @@ def rule_call(node: fx.Node, in_runs: bool = False) -> OpCall:
     results = node.meta["val"]
     results = results if isinstance(results, (list, tuple)) else [results]
     operands = tuple(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Info))
-    call = OpCall(node.target, args, kwargs, operands, tuple(_info(each, none=True) for each in results), 1)
+    target: Any = node.target
+    call = OpCall(target, args, kwargs, operands, tuple(_info(each, none=True) for each in results), 1)
     return replace(call, interleaved=tuple(map(_in_runs, operands))) if in_runs else call
 
 
@@ -174,7 +175,7 @@ def _in_runs(info: Info) -> tuple[Interleaved, ...]:
     return tuple(Interleaved(dim, n) for dim, size in sizes for n in range(2, size) if size % n == 0)
 
 
-def _draws_part(program: Program, node: fx.Node, candidate: fx.Node, placed: Placements) -> bool:
+def _draws_part(program: Program, node: fx.Node, candidate: fx.Node, placed: Placed) -> bool:
     """Whether a rank draws its own part of what the candidate draws: the same number, and the part's region."""
     if node.target is not draw or candidate.meta.get("draw") != node.args[2]:
         return False
@@ -206,7 +207,7 @@ def _same(one: Option, other: Option) -> bool:
     return (one.operands, one.results) == (other.operands, other.results)
 
 
-def _part_shape(shape: Sequence[int], placed: Placements, mesh: Mesh) -> torch.Size:
+def _part_shape(shape: Sequence[int], placed: Placed, mesh: Mesh) -> torch.Size:
     return part_of(torch.empty(tuple(shape), device="meta"), placed, mesh).shape
 
 

@@ -61,7 +61,7 @@ class Collectives:
     def start(self, nodes: Sequence[fx.Node]) -> None:
         """Start the collective of a node on each rank."""
         node = nodes[0]
-        name = schema(node.target).arguments[0].name  # type: ignore[arg-type]
+        name = schema(node.target).arguments[0].name
         pairs = list(zip(self.ranks, nodes, strict=True))
         operands = [machine.read_all(argument(each, name)) for machine, each in pairs]
         lying = [machine.value(argument(each, name)) for machine, each in pairs]
@@ -102,7 +102,7 @@ class Collectives:
 
     def _finish(self, flying: _InFlight) -> None:
         node = flying.nodes[0]
-        name = schema(node.target).arguments[0].name  # type: ignore[arg-type]
+        name = schema(node.target).arguments[0].name
         for machine, each, then in zip(self.ranks, flying.nodes, flying.before, strict=True):
             now = tensors_of(machine.read_all(argument(each, name)))
             if node.target not in COPIES_FIRST and not all(map(torch.equal, _bits(now), _bits(then))):
@@ -164,7 +164,7 @@ class Collectives:
             raise Unknown("it exchanges values that are still to be reduced over its axis")
 
     def _arguments(self, node: fx.Node, group: _Group | None) -> dict[str, Any]:
-        names = [each.name for each in schema(node.target).arguments if not each.is_out]  # type: ignore[arg-type]
+        names = [each.name for each in schema(node.target).arguments if not each.is_out]
         given = {name: argument(node, name) for name in names[1:]}
         if "reduce_op" in given and group is not None:
             reduction = str(given["reduce_op"])

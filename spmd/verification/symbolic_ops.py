@@ -32,6 +32,7 @@ _VIEWS = """view _unsafe_view reshape t transpose permute unsqueeze squeeze expa
 unbind narrow alias detach""".split()
 _MOVES = """split_with_sizes_copy cat stack clone contiguous repeat roll flip view_copy slice_scatter select_scatter
 wait_copy to_host to_device""".split()
+_SPACES = ("aten", host_memory.NAMESPACE)
 _LISTED = {listed: base for base in lists_of() for listed in over_lists(base) if listed is not None}
 
 
@@ -83,7 +84,7 @@ def is_view(op: OpOverload) -> bool:
 def computed(op: OpOverload) -> Computed | None:
     """The function that computes what ``op`` does; None if it is not known."""
     name, space = schema(op).name, op.namespace
-    if is_view(op) or (name in _MOVES and space in ("aten", host_memory.NAMESPACE)):
+    if is_view(op) or (name in _MOVES and space in _SPACES):
         return moved
     if space != "aten" or has(op, Trait.RANDOM):
         return None
@@ -299,7 +300,7 @@ def _one_update(update: Update, entry: dict[str, Tensor], numbers: dict[str, Ten
     dtypes = {symbols.dtype_of(x) for name, x in entry.items() if name != update.count and x.numel()}
     if len(dtypes) > 1 or None in dtypes:
         raise Unknown("it updates a parameter by values of another dtype")
-    if update.count and dtypes:
-        (dtype,) = dtypes
+    dtype = next(iter(dtypes), None)
+    if update.count and dtype is not None:
         entry = entry | {update.count: symbols.with_dtype(entry[update.count], dtype)}
     return update.results({name: symbols.pieces(x)[0] for name, x in entry.items()} | numbers)
