@@ -142,13 +142,14 @@ class _Certification:
         if not unknown:
             return
         ours = [machine.operands(node) for machine, node in zip(self.ranks, nodes, strict=True)]
+        follows = any(symbols.is_unknown(x) for of_rank in ours for x in of_rank)
         found = self.parts.find(nodes, ours) if all(map(self.whole.knows, ours[0])) else None
         for rank in unknown if found is None else range(len(self.ranks)):
             if found is None:
                 self.ranks[rank].give_unknown(nodes[rank])
             else:
                 self.ranks[rank].give(nodes[rank], self.parts.results(self.ranks[rank], found))
-        if found is None and not any(symbols.is_unknown(x) for of_rank in ours for x in of_rank):
+        if found is None and not follows:
             self.unshown.setdefault(nodes[0], next(iter(unknown.values())))
 
     # Outputs.

@@ -137,6 +137,7 @@ class Machine:
         elif target is view_at:
             arena, offset, shape, stride, dtype = self.value(node.args)
             self._keep(node, arena.as_strided(shape, [dtype.itemsize * step for step in stride], offset), dtype)
+            self.first.pop(node)  # nothing was computed
         elif target is whole or has(target, Trait.RETURNS_OPERAND) or target is WAIT:
             self._keep(node, self.env[node.args[0]], self._lies_in.get(node.args[0]))  # type: ignore[index, arg-type]
         elif target is operator.getitem:

@@ -30,8 +30,9 @@ Computed = Callable[..., Results]
 
 _VIEWS = """view _unsafe_view reshape t transpose permute unsqueeze squeeze expand slice select split split_with_sizes
 unbind narrow alias detach""".split()
-_MOVES = """split_with_sizes_copy cat stack clone contiguous repeat roll flip view_copy slice_scatter select_scatter
-wait_copy to_host to_device""".split()
+_MOVES = """cat stack clone contiguous repeat roll flip slice_scatter select_scatter wait_copy to_host
+to_device""".split()
+_MOVES += [f"{name}_copy" for name in _VIEWS]
 _SPACES = ("aten", host_memory.NAMESPACE)
 _LISTED = {listed: base for base in lists_of() for listed in over_lists(base) if listed is not None}
 
