@@ -14,16 +14,16 @@ from torch import Tensor, fx
 
 import passes
 import spmd
-from passes import Kind, Program, ReuseMemory
+from passes import Kind, Program
 from passes.ir.collectives import group_of
-from passes.runtime.arena import view_at
+from passes.runtime.arena import reserve, view_at
 from spmd.fuzzing import search
 from spmd.fuzzing.outcome import Outcome
 from spmd.verification.certificate import Certificate, certify_programs
 from spmd.verification.stages import after_each
 
 from .prepared import MODES, Edit, Mutant, mutated, prepared
-from .test_mutants import MUTANTS, calls, dropped, reduced_by
+from .test_mutants import MUTANTS, dropped, reduced_by
 from .test_verify import arguments, train_step
 
 pytestmark = pytest.mark.slow
@@ -83,24 +83,19 @@ def test_the_node_is_named() -> None:
     assert found.outcome == "wrong" and "max" in found.why and "loss.backward()" in found.line
 
 
-def in_single_precision(program: Program) -> int:
-    """A value lies in memory of a narrower dtype than its node declares."""
-    view = next(node for node in calls(program, view_at) if node.args[4] is torch.float64 and node.users)
-    view.args = (*view.args[:4], torch.float32)
-    return 1
-
-
-def test_dtypes_are_derived_and_not_believed() -> None:
-    assert not certificate("replicate", mutated(in_single_precision, ReuseMemory))
-
-
-def adds(constant: Tensor) -> Program:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    total = graph.call_function(torch.ops.aten.add.Tensor, (x, graph.get_attr("constant")))
+def adds(constant: Tensor, lies_in: torch.dtype | None = None) -> Program:
+    """A program that adds a constant, in planned memory of a dtype that its nodes do not declare."""
+    graph, shape = fx.Graph(), list(constant.shape)
+    x, given = graph.placeholder("x"), graph.get_attr("constant")
+    if lies_in is None:
+        total = graph.call_function(torch.ops.aten.add.Tensor, (x, given))
+    else:
+        arena = graph.call_function(reserve, (64, torch.device("cpu")))
+        view = graph.call_function(view_at, (arena, 0, shape, [1], lies_in))
+        total = graph.call_function(torch.ops.aten.add.out, (x, given), {"out": view})
     graph.output((total,))
     for node in graph.nodes:
-        node.meta["val"] = torch.empty(constant.shape, device="meta")
+        node.meta["val"] = torch.empty(shape, dtype=constant.dtype, device="meta")
     return Program.from_graph(fx.GraphModule({"constant": constant}, graph))
 
 
@@ -108,6 +103,12 @@ def test_constants_are_compared_by_value() -> None:
     one, same, other = (adds(torch.tensor([1.0, 2.0, last])) for last in (0.5, 0.5, 0.25))
     assert certify_programs(one, [same])
     assert certify_programs(one, [other]).outcome == "wrong"
+
+
+def test_dtypes_are_derived_and_not_believed() -> None:
+    constant = torch.ones(3, dtype=torch.bfloat16)
+    assert certify_programs(adds(constant), [adds(constant, torch.bfloat16)])
+    assert not certify_programs(adds(constant), [adds(constant, torch.float16)])
 
 
 def on_many(edit: Edit | None, kind: str = "fully_shard", world: int = 1024, **options: Any) -> Certificate:
