@@ -31,11 +31,14 @@ from .ranks.world import world
 from .rules import register_rule
 from .step import CompiledStep, compile
 from .unsharded import unshard
+from .verification.certificate import Certificate
+from .verification.certify import certify
 from .verification.verdict import Verdict
 from .verification.verifier import verify
 
 __all__ = [
     "CaptureError",
+    "Certificate",
     "CompiledStep",
     "DTensorExpand",
     "DataParallel",
@@ -54,6 +57,7 @@ __all__ = [
     "Report",
     "SpmdError",
     "Verdict",
+    "certify",
     "compile",
     "constrain",
     "contract",

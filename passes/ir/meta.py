@@ -104,7 +104,7 @@ KEYS: tuple[Key, ...] = (
         int,
         "the number of a random op's draw; equal numbers draw the same",
         (_CAPTURE,),
-        (_CAPTURE, "spmd/compiled.py", _PARTITIONER),
+        (_CAPTURE, "spmd/compiled.py", _PARTITIONER, "spmd/verification"),
         Relation.SHARE,
     ),
     Key(

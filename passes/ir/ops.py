@@ -297,6 +297,11 @@ def over_lists(op: Any) -> tuple[OpOverload | None, OpOverload | None]:
     return _OVER_LISTS.get(op, (None, None))
 
 
+def lists_of() -> list[OpOverload]:
+    """The ops on tensors that have one over lists."""
+    return [op for op in _OVER_LISTS if op is not None]
+
+
 def _list_op(name: str | None) -> OpOverload | None:
     return find(f"_foreach_{name}") if name is not None else None
 

@@ -4,8 +4,10 @@ FILE is a Python file with the compiled STEP and a function that returns its arg
 
     python -m spmd verify train.py:train_step --world 4
     python -m spmd verify train.py:train_step --mesh dp=2,tp=2 --args small_batch --json
+    python -m spmd verify train.py:train_step --world 1024 --certify
 
-It ends with 0 where all agrees, with 1 where something differs, and with 2 where FILE, STEP or an option is wrong.
+With --certify the programs are not run but derived from rules; what cannot be shown so is compared as without it. It
+ends with 0 where all agrees, with 1 where something differs, and with 2 where FILE, STEP or an option is wrong.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from rich.console import Console
 from passes import SpmdError
 
 from ..step import CompiledStep
+from ..verification.certificate import Certificate
+from ..verification.certify import certify
 from ..verification.verdict import Verdict
-from ..verification.verifier import verify
+from ..verification.verifier import MOST, verify
 from ..verification.world import simulated_world
 
 
@@ -42,7 +46,8 @@ def add_command(commands: Any) -> None:
     command.add_argument("--world", type=int, help="ranks to simulate; 4 without a mesh")
     command.add_argument("--mesh", help="ranks along each axis, such as dp=2,tp=2; by default one axis, dp")
     command.add_argument("--steps", type=int, default=3, help="steps to compare (%(default)s)")
-    command.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    command.add_argument("--certify", action="store_true", help="derive what the programs compute, up to 1,024 ranks")
+    command.add_argument("--json", action="store_true", help="print the verdict, or the certificate, as JSON")
     command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
@@ -53,21 +58,27 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         world = arguments.world or (math.prod(mesh.values()) if mesh else 4)
         with simulated_world(world, mesh, "cpu"):  # the file may make a mesh of its own
             step, given = _load(arguments.step, arguments.args)
-            verdict = verify(step, *given, steps=arguments.steps, world=world, mesh=mesh)
+            certificate = certify(step, *given, world=world, mesh=mesh) if arguments.certify else None
+            found: list[Certificate | Verdict] = [certificate] if certificate is not None else []
+            if certificate is None or (certificate.outcome == "cannot show" and world <= MOST):
+                found.append(verify(step, *given, steps=arguments.steps, world=world, mesh=mesh))
     except (SpmdError, ValueError, TypeError, FileNotFoundError) as error:
         parser.error(str(error))
     except Exception:  # of the file, or of its step; Python itself would end with 1, as where something differs
         traceback.print_exc()
         return 2
-    _print(verdict, arguments.json)
-    return 0 if verdict else 1
+    for each in found if not arguments.json else found[-1:]:
+        _print(each, arguments.json)
+    return 0 if found[-1] else 1
 
 
-def _print(verdict: Verdict, as_json: bool) -> None:
+def _print(found: Certificate | Verdict, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(verdict.to_dict(), indent=2))
+        print(json.dumps(found.to_dict(), indent=2))
+    elif isinstance(found, Certificate):
+        print(found)
     else:
-        Console().print(verdict)
+        Console().print(found)
 
 
 def _mesh(text: str | None) -> dict[str, int] | None:

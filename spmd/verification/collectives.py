@@ -29,20 +29,22 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _reduced(operands: Sequence[Tensor], reduction: str) -> Tensor:
-    """All operands together, in the order of ranks."""
+def _reduced(operands: Sequence[Tensor], reduction: str | Callable[..., Tensor]) -> Tensor:
+    """All operands together, in the order of ranks; ``reduction`` may be a function of them."""
+    if callable(reduction):
+        return reduction(operands)
     total = reduce(_COMBINE[reduction], operands)
     return total / len(operands) if reduction == "avg" else total
 
 
 def _all_reduce(x: Sequence[Tensor], arguments: Arguments) -> Results:
     total = _reduced(x, arguments[0]["reduce_op"])
-    return [total.clone() for _ in x]
+    return [total for _ in x]
 
 
 def _all_gather(x: Sequence[Tensor], arguments: Arguments) -> Results:
     whole = torch.cat(list(x))
-    return [whole.clone() for _ in x]
+    return [whole for _ in x]
 
 
 def _reduce_scatter(x: Sequence[Tensor], arguments: Arguments) -> Results:
@@ -81,7 +83,7 @@ def _parts(given: tuple[Tensor, int]) -> list[Tensor]:
 def _gather_members(x: Sequence[Tensor], arguments: Arguments) -> Results:
     members = zip(*(each.split(arguments[0]["lengths"]) for each in x), strict=True)
     whole = torch.cat([part for parts in members for part in parts])
-    return [whole.clone() for _ in x]
+    return [whole for _ in x]
 
 
 def _scatter_members(x: Sequence[Tensor], arguments: Arguments) -> Results:

@@ -70,7 +70,7 @@ class _Lockstep:
 
     def run(self) -> list[tuple[Any, ...]]:
         ranks = [_Rank(program, given) for program, given in zip(self.programs, self.inputs, strict=True)]
-        self.published = _Published()
+        self.published = Published()
         for nodes in zip(*(program.graph.nodes for program in self.programs), strict=True):
             self._check_equal(nodes)
             try:
@@ -181,7 +181,7 @@ class _Rank(fx.Interpreter):
             self.env.pop(dead, None)
 
 
-class _Published:
+class Published:
     """What other ranks may look at, and must find unchanged.
 
     Who waits for a collective knows that all ranks have waited for those that were waited for before it started.
@@ -193,6 +193,7 @@ class _Published:
         self._before: dict[fx.Node, list[fx.Node]] = {}
 
     def start(self, node: fx.Node, tensors: Sequence[Tensor]) -> None:
+        """A collective publishes these."""
         self._all[node] = [(x, x.clone()) for x in tensors]
         self._before[node] = list(self._waited)
 
@@ -201,12 +202,14 @@ class _Published:
         self._all[node] = [(now, now.clone()) for now, _ in self._all.get(node, ())]
 
     def wait(self, node: fx.Node) -> None:
+        """A collective was waited for. Raises ``LockstepError`` if what was read by then has changed."""
         if node in self._all:
             self._waited.append(node)
             for read in self._before[node]:
                 self._check(read)
 
     def check_all(self, node: fx.Node) -> None:
+        """The call is over. Raises ``LockstepError`` if anything that was published has changed."""
         for each in list(self._all):
             self._check(each)
 

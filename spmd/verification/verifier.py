@@ -28,7 +28,7 @@ from .verdict import Verdict
 from .wholes import Difference, UnequalReplicasError, difference, put_together, rounding_of
 from .world import AnyMesh, check_mesh, simulated_world
 
-_MOST = 16  # ranks
+MOST = 16  # ranks
 
 
 def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh = None, **kwargs: Any) -> Verdict:
@@ -48,8 +48,8 @@ def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh 
     check_mesh(mesh, world)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"expected steps to be 1 or more, got {steps!r}")
-    if world > _MOST:
-        raise ValueError(f"expected world to be {_MOST} ranks or fewer, got {world}: fewer ranks run the same passes")
+    if world > MOST:
+        raise ValueError(f"expected world to be {MOST} ranks or fewer, got {world}: fewer ranks run the same passes")
     with calling, random_state_kept():
         subject = Subject.of(step, args, kwargs)
         plain = PlainStep.of(subject)

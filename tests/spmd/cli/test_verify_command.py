@@ -67,6 +67,14 @@ def test_a_wrong_step_ends_with_one_and_names_the_pass(file: Path, capsys: pytes
     assert verdict["expected"] != verdict["actual"]
 
 
+def test_a_step_is_certified(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{file}:right", "--world", "64", "--certify") == 0
+    assert "is the global output under its placement" in capsys.readouterr().out
+    assert run(f"{file}:wrong", "--world", "2", "--certify", "--json") == 1
+    certificate = json.loads(capsys.readouterr().out)
+    assert (certificate["outcome"], certificate["what"]) == ("wrong", "model.weight")
+
+
 @pytest.mark.parametrize(
     "argv, says",
     [

@@ -1,0 +1,61 @@
+"""``certify``: what the final programs of all ranks compute is derived, and compared with the captured program."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+
+from passes import Mesh
+
+from ..call.rng import random_state_kept
+from ..step import calling
+from .certificate import Certificate, certify_programs
+from .copies import Subject
+from .peer import Peer
+from .rank import SimulatedRank
+from .stages import kept
+from .verifier import MOST, PlainStep
+from .world import AnyMesh, check_mesh, simulated_world
+
+_MOST_RANKS = 1024
+
+
+def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwargs: Any) -> Certificate:
+    """Derive what each value of the final programs is, and whether each output is the global one under its placement.
+
+    ``step``, ``world``, ``mesh`` and the arguments are those of ``verify``. No numbers are compared and nothing is
+    rounded: what is derived holds for any values. What cannot be shown is distinguished from what is wrong, and settled
+    by ``verify``. How the plain step was captured is not a part of it. Of more than 16 ranks the first two and the last
+    along each axis are looked at, up to 1,024 ranks in all.
+
+    Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
+    """
+    check_mesh(mesh, world)
+    if world > _MOST_RANKS:
+        raise ValueError(f"expected world to be {_MOST_RANKS} ranks or fewer, got {world}")
+    with calling, random_state_kept():
+        subject = Subject.of(step, args, kwargs)
+        plain = PlainStep.of(subject)
+        with simulated_world(world, mesh, subject.device_type) as device_mesh, plain.dtypes():
+            wholes = kept(plain.state())
+            first = SimulatedRank(subject, subject.copied(plain.in_double), 0, device_mesh)
+            peers = [Peer(first, number, wholes) for number in represented(first.mesh) if number]
+            ranks: list[SimulatedRank | Peer] = [first, *peers]
+            for rank in ranks:
+                rank.prepare()
+            final = [rank.programs.final for rank in ranks]
+        with torch.no_grad():
+            return certify_programs(first.compiled.captured.program, final)
+
+
+def represented(mesh: Mesh) -> list[int]:
+    """The ranks that are looked at, by number: all of a few; of many, some that differ in all that ranks differ in."""
+    sizes = [axis.size for axis in mesh.axes]
+    if prod(sizes) <= MOST:
+        return list(range(prod(sizes)))
+    some = [sorted({0, 1, size - 1} if len(sizes) < 3 else {0, size - 1}) for size in sizes]
+    steps = [prod(sizes[k + 1 :]) for k in range(len(sizes))]
+    return sorted(sum(k * step for k, step in zip(at, steps, strict=True)) for at in product(*some))

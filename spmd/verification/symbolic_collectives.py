@@ -1,0 +1,235 @@
+"""Collectives on symbols: a sum that is pending over an axis is complete once it was reduced there.
+
+Nothing is there before it is waited for, operands must keep their values until then, and memory that ranks publish
+until all have read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes import Kind, Mesh
+from passes.ir.collectives import c10d, group_of, is_shared, kind_of
+from passes.ir.schemas import argument, schema
+
+from . import symbols
+from .collectives import COPIES_FIRST, SEMANTICS
+from .families import Family
+from .lockstep import LockstepError, Published
+from .machine import CapturedMachine, Machine
+from .symbolic_ops import Unknown
+from .symbols import tensors_of
+
+Coordinates = tuple[int, ...]
+
+
+@dataclass
+class _InFlight:
+    """A collective that was started and not yet waited for, on each rank that is looked at."""
+
+    nodes: Sequence[fx.Node]
+    operands: list[Any]
+    before: list[list[Tensor]]  # copies of the operands, as they were at the start
+    results: list[Any]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks that communicate: ``axis`` by number, the coordinates there, and of all axes those of each member."""
+
+    axis: int
+    size: int  # of the whole axis
+    along: range
+    members: list[Coordinates]
+
+
+class Collectives:
+    """Those that are in flight, of the ranks that are looked at."""
+
+    def __init__(self, captured: CapturedMachine, ranks: Sequence[Machine]) -> None:
+        self.captured, self.ranks = captured, ranks
+        self._published = Published()
+        self._flying: list[_InFlight] = []
+        self._at = {tuple(axis.coordinate for axis in each.program.mesh.axes): k for k, each in enumerate(ranks)}
+
+    def start(self, nodes: Sequence[fx.Node]) -> None:
+        """Start the collective of a node on each rank."""
+        node = nodes[0]
+        name = schema(node.target).arguments[0].name
+        pairs = list(zip(self.ranks, nodes, strict=True))
+        operands = [machine.read_all(argument(each, name)) for machine, each in pairs]
+        lying = [machine.value(argument(each, name)) for machine, each in pairs]
+        outs = [machine.value(argument(each, "out")) for machine, each in pairs]
+        if node.target is c10d.all_reduce_.default:
+            outs = lying
+        results = [
+            machine.fresh(each, of) if out is None else out
+            for (machine, each), out, of in zip(pairs, outs, operands, strict=True)
+        ]
+        if is_shared(node):
+            self._published.start(node, [each for x in tensors_of(lying) for each in symbols.pieces(x)])
+        late = is_shared(node) and outs[0] is not None
+        for machine, into, read in zip(self.ranks, results, lying, strict=True):
+            if not late and (node.target in COPIES_FIRST or not _overlap(tensors_of(into), tensors_of(read))):
+                machine.poison(tensors_of(into))
+        before = [[x.clone() for x in tensors_of(value)] for value in operands]
+        self._flying.append(_InFlight(nodes, operands, before, results))
+        for (machine, each), result in zip(pairs, results, strict=True):
+            machine.keep_result(each, result, argument(each, "out"))
+
+    def wait(self, nodes: Sequence[fx.Node]) -> None:
+        """Finish what writes to the values that are waited for. Raises ``Unknown`` if its results are not known."""
+        waited = [machine.env[each.args[0]] for machine, each in zip(self.ranks, nodes, strict=True)]  # type: ignore[index]
+        found = [
+            [k for k, each in enumerate(self._flying) if any(x is value for x in tensors_of(each.results[rank]))]
+            for rank, value in enumerate(waited)
+        ]
+        if any(each != found[0] for each in found):
+            raise LockstepError("expected all ranks to wait for the same collective", nodes[0])
+        for flying in [self._flying[k] for k in found[0]]:
+            self._flying.remove(flying)
+            self._finish(flying)
+
+    def end(self, node: fx.Node) -> None:
+        """The call is over."""
+        self._published.check_all(node)
+
+    def _finish(self, flying: _InFlight) -> None:
+        node = flying.nodes[0]
+        name = schema(node.target).arguments[0].name
+        for machine, each, then in zip(self.ranks, flying.nodes, flying.before, strict=True):
+            now = tensors_of(machine.read_all(argument(each, name)))
+            if node.target not in COPIES_FIRST and not all(map(torch.equal, _bits(now), _bits(then))):
+                raise LockstepError(f"the operand of {node} is overwritten before the collective is waited for", node)
+        unknown: Unknown | None = None
+        for group in self._groups(node):
+            known = {k: self._at[each] for k, each in zip(group.along, group.members, strict=True) if each in self._at}
+            try:
+                computed = self._computed(flying, group)
+            except Unknown as error:
+                unknown, computed = error, None
+            for k, rank in known.items():
+                new = None if computed is None else computed[k - group.along[0]]
+                self.ranks[rank].write_result(flying.nodes[rank], flying.results[rank], new)
+        self._published.wait(node)
+        if unknown is not None and not any(map(symbols.is_unknown, tensors_of(flying.before))):
+            raise unknown
+
+    def _computed(self, flying: _InFlight, group: _Group) -> list[Any]:
+        """The results of all members."""
+        node = flying.nodes[0]
+        line = {each[group.axis]: rank for each, rank in self._at.items() if _same_line(each, group)}
+        is_list = isinstance(flying.operands[0], (list, tuple))
+        families = [
+            Family(self.captured, {k: flying.before[rank][n] for k, rank in line.items()}, group.size)
+            if len(line) < group.size
+            else None
+            for n in range(len(flying.before[0]))
+        ]
+        operands: list[Any] = []
+        for k in group.along:
+            held = [flying.before[line[k]][n] if family is None else family.at(k) for n, family in enumerate(families)]
+            operands.append(held if is_list else held[0])
+        if kind_of(node) in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST):
+            self._check_complete(operands, group)
+        given = [self._arguments(flying.nodes[line.get(k, line[0])], group) for k in group.along]
+        if (
+            len(line) < group.size
+            and len({str(self._arguments(flying.nodes[rank], None)) for rank in line.values()}) > 1
+        ):
+            raise Unknown("the ranks that are looked at communicate in different ways")
+        return SEMANTICS[node.target](operands, given)
+
+    def _groups(self, node: fx.Node) -> Iterator[_Group]:
+        """The groups that have a rank that is looked at."""
+        found: dict[Any, _Group] = {}
+        for coordinates, rank in self._at.items():
+            axis, size = _axis_of(self.ranks[rank].program.mesh, node)
+            begin = coordinates[axis] // size * size
+            along = range(begin, begin + size)
+            members = [(*coordinates[:axis], k, *coordinates[axis + 1 :]) for k in along]
+            found.setdefault(members[0], _Group(axis, self.ranks[rank].program.mesh.axes[axis].size, along, members))
+        yield from found.values()
+
+    def _check_complete(self, operands: Sequence[Any], group: _Group) -> None:
+        """Parts of a sum that is pending over an axis are not exchanged along it."""
+        bits = sum(symbols.pending(group.axis, each) for each in symbols.REDUCTIONS)
+        if any(bool((symbols.pieces(x)[1] & bits).any()) for x in tensors_of(list(operands))):
+            raise Unknown("it exchanges values that are still to be reduced over its axis")
+
+    def _arguments(self, node: fx.Node, group: _Group | None) -> dict[str, Any]:
+        names = [each.name for each in schema(node.target).arguments if not each.is_out]
+        given = {name: argument(node, name) for name in names[1:]}
+        if "reduce_op" in given and group is not None:
+            reduction = str(given["reduce_op"])
+            given["reduce_op"] = lambda operands: _reduced(operands, reduction, group)
+        return given
+
+
+def _axis_of(mesh: Mesh, node: fx.Node) -> tuple[int, int]:
+    """The number of the axis that a collective communicates along, and the size of its groups."""
+    axis = mesh.axis_of_group(group_of(node))
+    if axis is None:
+        raise LockstepError(f"{node} communicates in a group that is no axis of the mesh: {group_of(node)!r}", node)
+    names = [each.name for each in mesh.axes]
+    return names.index(axis.name.rpartition("/")[0] if axis in mesh.subgroups else axis.name), axis.size
+
+
+def _same_line(coordinates: Coordinates, group: _Group) -> bool:
+    return all(
+        k == group.axis or here == there
+        for k, (here, there) in enumerate(zip(coordinates, group.members[0], strict=True))
+    )
+
+
+def _reduced(operands: Sequence[Tensor], reduction: str, group: _Group) -> Tensor:
+    """What reducing gives: what is pending is complete, values that are whole are summed in the field."""
+    kind = "sum" if reduction == "avg" else reduction
+    if kind not in symbols.REDUCTIONS:
+        raise Unknown(f"it reduces by {reduction!r}")
+    bit, bits = symbols.pending(group.axis, kind), sum(symbols.pending(group.axis, each) for each in symbols.REDUCTIONS)
+    pieces = [symbols.pieces(x) for x in operands]
+    found, marks = pieces[0]
+    unknown = reduce(torch.bitwise_or, (each & symbols.UNKNOWN for _, each in pieces))
+    pending = (marks & bits) != 0
+    if any(bool(((each ^ marks) & ~symbols.UNKNOWN).any()) for _, each in pieces):
+        raise Unknown("some ranks hold values that are to be reduced, and others do not")
+    if bool((pending & (marks & bits != bit)).any()):
+        raise Unknown(f"it reduces by {reduction!r} what is to be reduced otherwise", wrong=True)
+    if bool(pending.any()) and len(group.along) < group.size:
+        raise Unknown("it reduces over a part of the axis over which a sum is pending")
+    if any(bool((pending & (each != found)).any()) for each, _ in pieces):
+        raise Unknown("the ranks reduce parts of different values")
+    total = _combined([each for each, _ in pieces], kind)
+    total = torch.where(pending, found, total)
+    if reduction == "avg":
+        total = symbols.over(total, torch.tensor(symbols.number(len(operands))))
+    return symbols.elements(total, (marks & ~bits) | unknown)
+
+
+def _combined(found: list[Tensor], kind: str) -> Tensor:
+    """Values of which each rank has its own: summed; the largest or smallest of equal ones is the same."""
+    if kind == "sum":
+        return reduce(symbols.plus, found)
+    together = reduce(lambda one, other: symbols.hashed(symbols.key(kind), one, other), found)
+    equal = reduce(torch.logical_and, (each == found[0] for each in found))
+    return torch.where(equal, found[0], together)
+
+
+def _bits(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.stack(symbols.pieces(x)) for x in tensors]
+
+
+def _overlap(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    spans = [[(x.data_ptr(), x.data_ptr() + _extent(x)) for x in of if x.numel()] for of in (some, others)]
+    return any(a < d and c < b for a, b in spans[0] for c, d in spans[1])
+
+
+def _extent(x: Tensor) -> int:
+    return (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.element_size()

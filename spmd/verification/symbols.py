@@ -1,0 +1,241 @@
+"""What stands for an element when a program is certified: a point of a finite field instead of a number.
+
+Two programs that compute the same function agree at every point, without rounding, whatever the order of sums and
+products; two that do not agree at a random point with a probability of 2**-62 an element. Sums, products and quotients
+are those of the field, any other function of an element is a hash of its arguments. Two residues are packed in 62 bits.
+
+An element is a complex number of 128 bits, of which torch only ever moves the bits: its symbol, and its marks. These
+are the mesh axes over which the ranks' values are still to be reduced, by a bit for each axis and reduction, the dtype,
+and which byte of the value it is, in planned memory. So views, copies and planned memory are torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from hashlib import blake2b
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import tree_flatten
+
+_PRIME = 2**31 - 1
+_ODD = (0x1B873593CC9E2D51, 0x2545F4914F6CDD1D)  # any odd numbers of 61 bits
+
+REDUCTIONS = ("sum", "max", "min")
+AXES = 8  # the bits of a reduction
+_DTYPE, _BYTE = 32, 48  # where the marks have the dtype, and the number of the byte
+PENDING = (1 << AXES * len(REDUCTIONS)) - 1
+"""The marks of what is still to be reduced."""
+UNKNOWN = 1 << 31
+"""The mark of what was computed from values that are not shown."""
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, 1)}
+
+
+def key(*of: Any) -> int:
+    """A symbol for something that is no tensor: an op's name, a setting."""
+    digest = int.from_bytes(blake2b(repr(of).encode(), digest_size=8).digest(), "big")
+    return ((digest >> 33) % _PRIME << 31) | (digest & 0xFFFFFFFF) % _PRIME
+
+
+def number(value: float) -> int:
+    """The symbol of a plain number: its fraction, in the field."""
+    if not isfinite(value):
+        return key("number", value)
+    fraction = Fraction(value)
+    residue = fraction.numerator * pow(fraction.denominator, -1, _PRIME) % _PRIME
+    return (residue << 31) | residue
+
+
+UNWRITTEN = key("memory without a value")
+
+
+def pieces(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The symbols of a tensor of elements, and the marks: views of its memory."""
+    both = torch.view_as_real(x).view(torch.int64)
+    return both[..., 0], both[..., 1]
+
+
+def elements(symbols: Tensor, marks: Tensor | int) -> Tensor:
+    """A new tensor of elements."""
+    filled = torch.broadcast_to(torch.as_tensor(marks), symbols.shape)
+    return torch.view_as_complex(torch.stack([symbols, filled], -1).view(torch.float64))
+
+
+def pending(axis: int, reduction: str) -> int:
+    """The mark of values that are still to be reduced over an axis."""
+    return 1 << (axis + AXES * REDUCTIONS.index(reduction))
+
+
+def mark_of(dtype: torch.dtype) -> int:
+    """The mark of a dtype."""
+    return _CODES[dtype] << _DTYPE
+
+
+def byte(number: int) -> int:
+    """The mark of a byte of a value behind the first one."""
+    return number << _BYTE
+
+
+def dtype_of(x: Tensor) -> torch.dtype | None:
+    """The dtype that all elements are marked with; None if there is none such."""
+    codes = (pieces(x)[1] >> _DTYPE) & 0xFFFF
+    first = int(codes.reshape(-1)[0]) if codes.numel() else 0
+    return _DTYPES[first - 1] if first and bool((codes == first).all()) else None
+
+
+def is_unknown(x: Tensor) -> bool:
+    """Whether some element was computed from values that are not shown."""
+    return bool((pieces(x)[1] & UNKNOWN).any())
+
+
+def as_pending(x: Tensor, pending: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Elements as addends of a sum that is pending, too: what all ranks have, their sum has as many times."""
+    found, marks, pending = torch.broadcast_tensors(*pieces(x), pending)
+    for axis, size in enumerate(sizes):
+        missing = (pending & ~marks) >> axis & 1
+        found = torch.where(missing.bool(), times(found, torch.tensor(number(size))), found)
+    return elements(found, marks | pending)
+
+
+def with_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Elements as a value of another dtype: rounding is a function of an element."""
+    found, marks = pieces(x)
+    before = dtype_of(x)
+    if before != dtype and before is not None:
+        found = cast(found, dtype)
+    return elements(found, (marks & (PENDING | UNKNOWN)) | mark_of(dtype))
+
+
+def cast(found: Tensor, dtype: torch.dtype) -> Tensor:
+    """Symbols of values that were of another dtype."""
+    return hashed(key("_to_copy", str(dtype)), found)
+
+
+def of_values(x: Tensor) -> Tensor:
+    """The elements of a constant: each is the symbol of its number."""
+    x = x.detach().cpu()
+    if x.is_complex():
+        return elements(
+            hashed(key("complex"), *(pieces(of_values(x.real))[0], pieces(of_values(x.imag))[0])), mark_of(x.dtype)
+        )
+    exact = x.double() if x.is_floating_point() else x.to(torch.int64)
+    if not x.is_floating_point():
+        found = torch.remainder(exact, _PRIME)
+        return elements(found << 31 | found, mark_of(x.dtype))
+    mantissa, exponent = torch.frexp(exact)
+    whole = torch.remainder(torch.nan_to_num(mantissa * 2**53, 0, 0, 0).to(torch.int64), _PRIME)
+    found = torch.remainder(whole * (1 << torch.remainder(exponent.long() - 53, 31)), _PRIME)  # 2**31 is 1
+    infinite = torch.tensor([key("number", each) for each in (float("inf"), float("-inf"), float("nan"))])
+    found = found << 31 | found
+    for symbol, these in zip(infinite, (exact == float("inf"), exact == float("-inf"), exact.isnan()), strict=True):
+        found = torch.where(these, symbol, found)
+    return elements(found, mark_of(x.dtype))
+
+
+def symbol(given: Any) -> Tensor:
+    """The symbols of what an op is given: elements, a number, a setting."""
+    if isinstance(given, Tensor):
+        return pieces(given)[0] if given.dtype == torch.complex128 else given
+    is_number = isinstance(given, (int, float))
+    return torch.tensor(number(given) if is_number else key("setting", str(given)))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of elements in a value."""
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dtype == torch.complex128]
+
+
+def hashed(start: int, *of: Tensor) -> Tensor:
+    """A function of symbols, element by element, which only equals itself."""
+    total = torch.tensor(start)
+    for each in of:
+        total = _mixed(total * _ODD[0] + each)
+    return _packed((total >> 33) & 0x7FFFFFFF, total & 0x7FFFFFFF)
+
+
+def digest(symbols: Tensor) -> Tensor:
+    """One symbol for a whole tensor."""
+    flat = symbols.reshape(-1)
+    total = _mixed(flat * _ODD[0] + torch.arange(len(flat)) * _ODD[1]).sum()
+    return hashed(key(tuple(symbols.shape)), total)
+
+
+def numbered(start: Tensor, shape: Sequence[int]) -> Tensor:
+    """Symbols for the elements of an op's result, of which nothing is known but the op and its operands."""
+    places = torch.arange(max(1, int(torch.Size(shape).numel()))).narrow(0, 0, int(torch.Size(shape).numel()))
+    return hashed(key("element"), start, places).reshape(tuple(shape))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    for odd in _ODD:
+        x = (x ^ (x >> 32)) * odd
+    return x ^ (x >> 29)
+
+
+def _packed(first: Tensor, second: Tensor) -> Tensor:
+    return (torch.remainder(first, _PRIME) << 31) | torch.remainder(second, _PRIME)
+
+
+def _lanes(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x >> 31, x & 0x7FFFFFFF
+
+
+def _lanewise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        (a, b), (c, d) = _lanes(x), _lanes(y)
+        return _packed(function(a, c), function(b, d))
+
+    return both
+
+
+plus = _lanewise(torch.add)
+minus = _lanewise(torch.sub)
+times = _lanewise(torch.mul)
+
+
+def inverse(x: Tensor) -> Tensor:
+    """1 / x; of zero a symbol of its own."""
+    result, power, left = torch.tensor(number(1)), x, _PRIME - 2
+    while left:
+        result = times(result, power) if left & 1 else result
+        power, left = times(power, power), left >> 1
+    return torch.where(x == 0, torch.tensor(key("1 / 0")), result)
+
+
+def power(x: Tensor, exponent: Tensor) -> Tensor:
+    """``x ** exponent``: products for a square, else a hash."""
+    squared = exponent.numel() == 1 and int(exponent) == number(2)
+    return times(x, x) if squared else hashed(key("pow"), *torch.broadcast_tensors(x, exponent))
+
+
+def over(x: Tensor, y: Tensor) -> Tensor:
+    """X / y."""
+    return times(x, inverse(y))
+
+
+_ONE = torch.tensor(number(1))
+_HALF = torch.tensor(number(0.5))
+
+ARITHMETIC: dict[str, Callable[..., Tensor]] = {
+    "add": lambda x, y, alpha=_ONE: plus(x, times(y, alpha)),
+    "sub": lambda x, y, alpha=_ONE: minus(x, times(y, alpha)),
+    "rsub": lambda x, y, alpha=_ONE: minus(y, times(x, alpha)),
+    "mul": times,
+    "div": over,
+    "truediv": over,
+    "neg": lambda x: minus(torch.tensor(0), x),
+    "reciprocal": inverse,
+    "square": lambda x: times(x, x),
+    "pow": power,
+    "sqrt": lambda x: power(x, _HALF),
+    "rsqrt": lambda x: inverse(power(x, _HALF)),
+    "addcmul": lambda x, y, z, value=_ONE: plus(x, times(value, times(y, z))),
+    "addcdiv": lambda x, y, z, value=_ONE: plus(x, times(value, over(y, z))),
+    "lerp": lambda x, end, weight: plus(x, times(weight, minus(end, x))),
+}
+"""What the ops mean that are sums, products and quotients of elements, by name."""

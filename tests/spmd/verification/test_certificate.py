@@ -1,0 +1,186 @@
+"""Certificates: clean programs are shown, wrong ones never are, and no clean one is accused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import passes
+import spmd
+from passes import Kind, Program
+from passes.ir.collectives import group_of
+from passes.runtime.arena import reserve, view_at
+from spmd.fuzzing import search
+from spmd.fuzzing.outcome import Outcome
+from spmd.verification.certificate import Certificate, certify_programs
+from spmd.verification.stages import after_each
+
+from .prepared import MODES, Edit, Mutant, mutated, prepared
+from .test_mutants import MUTANTS, dropped, reduced_by
+from .test_verify import arguments, train_step
+
+pytestmark = pytest.mark.slow
+
+
+def certificate(base: str, pipeline: list[passes.Pass] | None = None) -> Certificate:
+    given = prepared(base)
+    final = [each.final for each in given.programs]
+    if pipeline is not None:
+        final = [after_each(each.transformed, pipeline)[1] for each in given.programs]
+    with torch.no_grad():
+        return certify_programs(given.captured, final)
+
+
+REST = ("zero", "fully_shard")  # what they have, others below have, too
+
+
+@pytest.mark.parametrize("base", [pytest.param(b, marks=pytest.mark.exhaustive) if b in REST else b for b in MODES])
+def test_a_clean_program_is_shown(base: str) -> None:
+    found = certificate(base)
+    assert found, found
+    assert found.outputs >= 25
+
+
+@cache
+def of_mutant(name: str) -> Certificate:
+    base, edit, behind = MUTANTS[name]
+    return certificate(base, mutated(edit, behind))
+
+
+def cases() -> list[Any]:
+    """Every twelfth mutant, and the one whose nodes declare another dtype than they compute; all with --exhaustive."""
+    always = {"a gradient in a narrower dtype", *list(MUTANTS)[::12]}
+    return [name if name in always else pytest.param(name, marks=pytest.mark.exhaustive) for name in MUTANTS]
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_wrong_program_is_never_shown(name: str) -> None:
+    found = of_mutant(name)
+    assert not found
+    assert found.node and found.why
+
+
+@pytest.mark.exhaustive
+def test_most_wrong_programs_are_shown_to_be_wrong() -> None:
+    outcomes = [of_mutant(name).outcome for name in MUTANTS]
+    assert outcomes.count("wrong") >= 34 and set(outcomes) == {"wrong", "cannot show"}
+
+
+@pytest.mark.parametrize("name", ["an update is lost", "updates change places", "reduction 7 is dropped"])
+def test_what_is_wrong_is_distinguished_from_what_cannot_be_shown(name: str) -> None:
+    assert of_mutant(name).outcome == "wrong"
+
+
+def test_the_node_is_named() -> None:
+    found = certificate("replicate", mutated(reduced_by(Kind.ALL_REDUCE, "max", 2)))
+    assert found.outcome == "wrong" and "max" in found.why and "loss.backward()" in found.line
+
+
+def adds(constant: Tensor, lies_in: torch.dtype | None = None) -> Program:
+    """A program that adds a constant, in planned memory of a dtype that its nodes do not declare."""
+    graph, shape = fx.Graph(), list(constant.shape)
+    x, given = graph.placeholder("x"), graph.get_attr("constant")
+    if lies_in is None:
+        total = graph.call_function(torch.ops.aten.add.Tensor, (x, given))
+    else:
+        arena = graph.call_function(reserve, (64, torch.device("cpu")))
+        view = graph.call_function(view_at, (arena, 0, shape, [1], lies_in))
+        total = graph.call_function(torch.ops.aten.add.out, (x, given), {"out": view})
+    graph.output((total,))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(shape, dtype=constant.dtype, device="meta")
+    return Program.from_graph(fx.GraphModule({"constant": constant}, graph))
+
+
+def test_constants_are_compared_by_value() -> None:
+    one, same, other = (adds(torch.tensor([1.0, 2.0, last])) for last in (0.5, 0.5, 0.25))
+    assert certify_programs(one, [same])
+    assert certify_programs(one, [other]).outcome == "wrong"
+
+
+def test_dtypes_are_derived_and_not_believed() -> None:
+    constant = torch.ones(3, dtype=torch.bfloat16)
+    assert certify_programs(adds(constant), [adds(constant, torch.bfloat16)])
+    assert not certify_programs(adds(constant), [adds(constant, torch.float16)])
+
+
+def on_many(edit: Edit | None, kind: str = "fully_shard", world: int = 1024, **options: Any) -> Certificate:
+    """The certificate of a step on many ranks, with a wrong pass that stands first."""
+    pipeline = passes.default() if edit is None else (Mutant(edit), *passes.default())
+    step = spmd.compile(train_step, parallel_mode=spmd.DataParallel(kind, **options), passes=pipeline)
+    return spmd.certify(step, *arguments(world, "SGD"), world=world)
+
+
+@pytest.mark.parametrize("kind", ["replicate", "fully_shard"])
+def test_of_many_ranks_some_are_looked_at(kind: str) -> None:
+    found = on_many(None, kind)
+    assert found and found.ranks == 3, found
+    with pytest.raises(ValueError, match="1024 ranks"):
+        on_many(None, kind, 1025)
+
+
+@pytest.mark.parametrize(
+    "kind, edit",
+    [
+        ("replicate", dropped(Kind.ALL_REDUCE, 2)),
+        ("fully_shard", reduced_by(Kind.REDUCE_SCATTER, "avg")),
+    ],
+)
+def test_a_wrong_program_of_many_ranks_is_not_shown(kind: str, edit: Edit) -> None:
+    found = on_many(edit, kind)
+    assert found.outcome == "wrong", found
+
+
+def within_groups(program: Program) -> int:
+    """What is to be summed over all ranks is summed over groups of two."""
+    start = next(node for node in program.collectives() if node.meta["collective"].kind is Kind.ALL_REDUCE)
+    assert group_of(start) == program.mesh.axes[0].group
+    start.args = (*start.args[:-1], program.mesh.subgroups[0].group)
+    return 1
+
+
+@pytest.mark.parametrize("edit", [None, within_groups])
+def test_groups_are_parts_of_an_axis(edit: Edit | None) -> None:
+    found = on_many(edit, world=4, reshard_after_forward=2)
+    assert bool(found) is (edit is None), found
+    assert edit is None or "a part of the axis" in found.why
+
+
+def test_a_step_is_certified() -> None:
+    step = spmd.compile(train_step, parallel_mode=spmd.DataParallel("fully_shard"))
+    found = spmd.certify(step, *arguments(), world=3)
+    assert found and "3 ranks" in str(found)
+
+
+@pytest.mark.exhaustive
+def test_no_clean_step_is_accused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps of the fuzzer: most are shown, and none is called wrong."""
+    outcomes: list[str] = []
+
+    def certified(path: Path) -> Outcome:
+        text = re.sub(r"spmd\.verify\((.*), steps=\d+, ", r"spmd.certify(\1, ", path.read_text())
+        path.write_text(text.replace("assert verdict\n", ""))
+        return run(path)
+
+    run = search.run
+    monkeypatch.setattr(spmd, "certify", noted(spmd.certify, outcomes))
+    monkeypatch.setattr(search, "run", certified)
+    found = search.fuzz(60, 11, tmp_path)
+    assert not found.failures and len(outcomes) >= 40
+    assert "wrong" not in outcomes and outcomes.count("shown") >= 0.85 * len(outcomes)
+
+
+def noted(certify: Callable[..., Certificate], outcomes: list[str]) -> Callable[..., Certificate]:
+    def call(*args: Any, **kwargs: Any) -> Certificate:
+        made = certify(*args, **kwargs)
+        outcomes.append(made.outcome)
+        return made
+
+    return call
