@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import Kind, Mesh
+from passes.communication.published import reduces_in_place
 from passes.ir.collectives import c10d, group_of, is_shared, kind_of
 from passes.ir.schemas import argument, schema
 
@@ -117,9 +118,19 @@ class Collectives:
             for k, rank in known.items():
                 new = None if computed is None else computed[k - group.along[0]]
                 self.ranks[rank].write_result(flying.nodes[rank], flying.results[rank], new)
+        if is_shared(node) and reduces_in_place(node):
+            self._overwrite_operands(flying)
         self._published.wait(node)
         if unknown is not None and not any(map(symbols.is_unknown, tensors_of(flying.before))):
             raise unknown
+
+    def _overwrite_operands(self, flying: _InFlight) -> None:
+        """What was reduced in place holds the result from now on, where that was written to it, or nothing."""
+        for machine, each, result in zip(self.ranks, flying.nodes, flying.results, strict=True):
+            operand = tensors_of(machine.value(each.args[0]))
+            if not _overlap(tensors_of(result), operand):
+                machine.poison(operand)
+        self._published.publish_again(flying.nodes[0])
 
     def _computed(self, flying: _InFlight, group: _Group) -> list[Any]:
         """The results of all members."""

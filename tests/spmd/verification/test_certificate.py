@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 import passes
 import spmd
-from passes import Kind, Program
+from passes import Kind, Program, ReduceInPlace
 from passes.ir.collectives import group_of
 from passes.runtime.arena import reserve, view_at
 from spmd.fuzzing import search
@@ -46,6 +46,19 @@ def test_a_clean_program_is_shown(base: str) -> None:
     found = certificate(base)
     assert found, found
     assert found.outputs >= 25
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned memory", "results of their own"])
+def test_gradients_that_are_reduced_in_place_are_shown_and_verified(planned: bool) -> None:
+    pipeline = [
+        ReduceInPlace(min_bytes=1) if isinstance(each, ReduceInPlace) else each
+        for each in passes.default()
+        if planned or not isinstance(each, passes.ReuseMemory)
+    ]
+    step = spmd.compile(train_step, passes=pipeline)
+    found = spmd.certify(step, *arguments(), world=2)
+    assert found, found
+    assert spmd.verify(step, *arguments(), world=2, steps=1)
 
 
 @cache
