@@ -88,7 +88,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the user's line: file, number and text",
         (_CAPTURE,),
-        (_CAPTURE, _PRINTER, _PARTITIONER, _ERRORS, "spmd/lowering/codegen.py", _REPORT),
+        (_CAPTURE, _PRINTER, _PARTITIONER, _ERRORS, "spmd/lowering/codegen.py", _REPORT, "spmd/verification"),
         Relation.STEP,
     ),
     Key(
