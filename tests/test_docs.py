@@ -59,6 +59,7 @@ def rules_kept() -> Iterator[None]:
     RULES.update(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rules_kept")
 @pytest.mark.parametrize("document", WITH_CODE)
 def test_code_runs_and_dumps_are_todays(

@@ -72,6 +72,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, owner: Any, name: Any) -> None:
         monkeypatch.setattr(owner, name, FAILS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("owner, name, kind, text", STAGES, ids=lambda each: str(getattr(each, "__name__", ""))[-40:])
 def test_a_stage_that_fails(

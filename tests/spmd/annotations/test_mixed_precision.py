@@ -26,6 +26,7 @@ def dtypes(report: Any, role: Role) -> set[tuple[str, str]]:
     return {(t.kind, t.dtype) for t in report.traffic if t.role == role}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_dtype, wire", [(FP32, "float32"), (None, "bfloat16"), (HALF, "float16")])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_collectives_have_the_dtypes_of_the_policy(reduce_dtype: Any, wire: str, reshard: bool) -> None:

@@ -292,6 +292,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(Trained(loss=loss, model=model), style, world, id=f"{loss} {model}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_what_was_traced_before_changes_no_program() -> None:
     """Ranks have pasts of their own, and torch's cache of fake tensors is that of the process."""

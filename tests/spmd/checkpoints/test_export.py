@@ -56,6 +56,7 @@ def test_shards_become_files_and_files_shards(layout: str, world: int, ranks: Ra
     assert set(where.values()) == set(files) and "embed.weight" in where and "head.weight" not in where
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_hugging_face_reads_it_and_is_read(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

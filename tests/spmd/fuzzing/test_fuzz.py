@@ -72,6 +72,7 @@ def texts(monkeypatch: pytest.MonkeyPatch, seed: int, folder: Path) -> list[str]
     return found
 
 
+@pytest.mark.slow
 def test_a_seed_stands_for_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = texts(monkeypatch, 3, tmp_path)
     assert first == texts(monkeypatch, 3, tmp_path) and first != texts(monkeypatch, 4, tmp_path)

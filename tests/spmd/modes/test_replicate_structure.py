@@ -49,6 +49,7 @@ def test_one_all_reduce_per_parameter_and_one_for_a_mean_loss(world: int) -> Non
     assert counts(compiled) == {"all_reduce": 4 + 1}
 
 
+@pytest.mark.slow
 def test_one_all_reduce_for_a_weight_that_a_hundred_operations_read() -> None:
     model = ReadsOften()
     x = torch.randn(7, 13)
