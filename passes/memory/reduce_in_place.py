@@ -25,13 +25,14 @@ class ReduceInPlace(Pass):
 
     Each rank reduces one part, in place, and copies the others from the ranks that reduced these; the memory plan lets
     the result lie where the operand was. So a gradient takes its memory once and not twice, and fewer bytes are moved.
-    Smaller ones are read whole, since ranks wait for each other once less. Neither the operand nor a member of it may
-    have a reader after the start, and the result has to die within the call.
+    Smaller ones stay as they are. Neither the operand nor a member of it may have a reader after the start, so nothing
+    may reorder the graph afterwards; and the result has to die within the call.
     """
 
     min_bytes: int = 1 << 20
     numerics: ClassVar[Numerics] = "reassociates"
     after: ClassVar[tuple[type[Pass], ...]] = (Realise,)
+    last: ClassVar[bool] = True
     keeps_order: ClassVar[bool] = True
 
     def rewrite(self, program: Program) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from passes import Pass, Program, Realise, ReduceInPlace, Role, run
+from passes import Pass, Program, Realise, ReduceInPlace, Role, StartEarly, run
 from passes.analysis.costs import Algorithm
 from passes.communication.published import reduces_in_place
 from passes.runtime.arena import reserve
@@ -74,6 +74,11 @@ def test_others_are_read_whole(step: Callable[..., Any]) -> None:
     after = planned(before, ANY)
     assert are_in_place(after) == [False]
     assert_same_bits(before, after)
+
+
+def test_nothing_may_move_a_start_before_a_reader_of_its_operand_afterwards() -> None:
+    with pytest.raises(ValueError, match=r"must be the last pass, but StartEarly comes after it"):
+        run(shared(read_later), [SHARED, ANY, StartEarly()])
 
 
 def test_so_are_small_ones_and_those_of_other_algorithms() -> None:
