@@ -297,7 +297,7 @@ def over_lists(op: Any) -> tuple[OpOverload | None, OpOverload | None]:
     return _OVER_LISTS.get(op, (None, None))
 
 
-def lists_of() -> list[OpOverload]:
+def with_list_ops() -> list[OpOverload]:
     """The ops on tensors that have one over lists."""
     return [op for op in _OVER_LISTS if op is not None]
 

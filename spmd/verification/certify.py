@@ -13,12 +13,10 @@ from passes import Mesh
 from ..call.rng import random_state_kept
 from ..step import calling
 from .certificate import Certificate, certify_programs
-from .copies import Subject
 from .peer import Peer
 from .rank import SimulatedRank
-from .stages import kept
-from .verifier import MOST, PlainStep
-from .world import AnyMesh, check_mesh, simulated_world
+from .verifier import MOST, simulated_ranks
+from .world import AnyMesh, check_mesh
 
 _MOST_RANKS = 1024
 
@@ -37,13 +35,8 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     if world > _MOST_RANKS:
         raise ValueError(f"expected world to be {_MOST_RANKS} ranks or fewer, got {world}")
     with calling, random_state_kept():
-        subject = Subject.of(step, args, kwargs)
-        plain = PlainStep.of(subject)
-        with simulated_world(world, mesh, subject.device_type) as device_mesh, plain.dtypes():
-            wholes = kept(plain.state())
-            first = SimulatedRank(subject, subject.copied(plain.in_double), 0, device_mesh)
-            peers = [Peer(first, number, wholes) for number in represented(first.mesh) if number]
-            ranks: list[SimulatedRank | Peer] = [first, *peers]
+        with simulated_ranks(step, args, kwargs, world, mesh) as (_, first, peer):
+            ranks: list[SimulatedRank | Peer] = [first, *(peer(k) for k in represented(first.mesh) if k)]
             for rank in ranks:
                 rank.prepare()
             final = [rank.programs.final for rank in ranks]

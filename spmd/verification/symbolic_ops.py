@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.ir.ops import Trait, has, lists_of, over_lists
+from passes.ir.ops import Trait, has, over_lists, with_list_ops
 from passes.ir.schemas import schema
 from passes.runtime import host_memory
 from passes.runtime.random import draw
@@ -34,7 +34,7 @@ _MOVES = """cat stack clone contiguous repeat roll flip slice_scatter select_sca
 to_device""".split()
 _MOVES += [f"{name}_copy" for name in _VIEWS]
 _SPACES = ("aten", host_memory.NAMESPACE)
-_LISTED = {listed: base for base in lists_of() for listed in over_lists(base) if listed is not None}
+_LISTED = {listed: base for base in with_list_ops() for listed in over_lists(base) if listed is not None}
 
 
 class Unknown(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,14 +50,22 @@ def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh 
         raise ValueError(f"expected steps to be 1 or more, got {steps!r}")
     if world > MOST:
         raise ValueError(f"expected world to be {MOST} ranks or fewer, got {world}: fewer ranks run the same passes")
-    with calling, random_state_kept():
-        subject = Subject.of(step, args, kwargs)
-        plain = PlainStep.of(subject)
-        with simulated_world(world, mesh, subject.device_type) as device_mesh, plain.dtypes():
-            wholes = kept(plain.state())
-            first = SimulatedRank(subject, subject.copied(plain.in_double), 0, device_mesh)
-            peers = [Peer(first, number, wholes) for number in range(1, world)]
-            return Verification(subject, plain, first, peers, steps).run()
+    with calling, random_state_kept(), simulated_ranks(step, args, kwargs, world, mesh) as (plain, first, peer):
+        peers = [peer(number) for number in range(1, world)]
+        return Verification(plain.subject, plain, first, peers, steps).run()
+
+
+@contextmanager
+def simulated_ranks(
+    step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world: int, mesh: AnyMesh
+) -> Iterator[tuple[PlainStep, SimulatedRank, Callable[[int], Peer]]]:
+    """The plain step, the first of ``world`` ranks, and what makes the others by number."""
+    subject = Subject.of(step, args, kwargs)
+    plain = PlainStep.of(subject)
+    with simulated_world(world, mesh, subject.device_type) as device_mesh, plain.dtypes():
+        wholes = kept(plain.state())
+        first = SimulatedRank(subject, subject.copied(plain.in_double), 0, device_mesh)
+        yield plain, first, lambda number: Peer(first, number, wholes)
 
 
 @dataclass

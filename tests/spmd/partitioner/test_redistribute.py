@@ -36,7 +36,6 @@ pytestmark = pytest.mark.slow
 R, S0, S1, SUM, MAX = Replicate(), Shard(0), Shard(1), Partial(), Partial("max")
 SOURCES, TARGETS = (R, S0, S1, SUM, MAX), (R, S0, S1, SUM)
 SHAPES = [(4, 6), (5, 7), (1, 3)]
-MESHES = [(2,), (3,), (2, 2), (2, 3)]
 FAKES = FakeTensorMode()
 
 Coordinate = tuple[int, ...]
