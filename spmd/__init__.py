@@ -14,6 +14,7 @@ from passes import (
 
 from .annotations import contract
 from .annotations.apply import fully_shard, replicate
+from .annotations.no_sync import no_sync
 from .annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from .call.rng import rng_state, seed, set_rng_state
 from .capture.constraint import constrain
@@ -65,6 +66,7 @@ __all__ = [
     "fully_shard",
     "load",
     "materialize",
+    "no_sync",
     "partition",
     "register_rule",
     "replicate",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Memory, Output, OutputKind, Program, RankMismatchError, Report, Role, Table
-from passes.ir.program import is_sharded
+from passes.ir.program import is_pending, is_sharded
 
 from .call.call import Call
 from .call.rng import describe_seed, next_call
@@ -173,7 +173,7 @@ class Compiled:
             write.apply(arguments, partial(current, is_state=isinstance(write.target, ReadSite)))
 
     def _as_state(self, local: Any, output: Output) -> Any:
-        if not is_sharded(output.placement):
+        if not is_sharded(output.placement) and not is_pending(output.placement):
             return local
         stride = torch.empty(output.shape, device="meta").stride()
         return as_dtensor(local, output.placement, self.device_mesh, output.shape, stride)

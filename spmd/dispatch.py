@@ -17,6 +17,7 @@ from typing import Any
 
 from passes import RankMismatchError
 
+from .annotations.no_sync import check_no_sync_is_inside
 from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.found import with_found
@@ -168,6 +169,7 @@ class Dispatch:
 
     def _fit(self, turn: Turn, given: Arguments) -> None:
         mode, uneven = self.options.mode, turn.rows.uneven if turn.rows else {}
+        check_no_sync_is_inside(self.name)
         check_is_sharded(given.modules.values())
         turn.call, turn.compiled, turn.live = Call(given, mode, uneven), None, None
         last = [self.last] if self.last else []

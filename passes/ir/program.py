@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from .._torch import LazyGraphModule, Placement
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
@@ -129,6 +129,7 @@ class Output:
     dtype: torch.dtype | None = None
     placement: Placements = ()
     of: str | None = None
+    pending: bool = False  # a gradient that stays a sum over ranks, which a later program reduces
 
 
 @dataclass
@@ -266,6 +267,11 @@ def replicated(mesh: Mesh) -> Placements:
 def is_sharded(placement: Placements) -> bool:
     """Whether some axis splits the tensor."""
     return any(isinstance(p, Shard) for p in placement)
+
+
+def is_pending(placement: Placements) -> bool:
+    """Whether the tensor is a sum, or another reduction, of one summand a rank along some axis."""
+    return any(isinstance(p, Partial) for p in placement)
 
 
 def _shown(parts: Sequence[Part], flat: fx.Node) -> dict[str, tuple[Input, fx.Node]]:

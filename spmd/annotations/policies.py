@@ -22,6 +22,7 @@ class MixedPrecisionPolicy:
     - ``cast_forward_inputs``: floating-point arguments of the module are cast to ``param_dtype``.
     - ``full_precision_in_eval``: in ``eval()`` mode the module computes without casts. Its gradients, if there are any,
       are reduced as in training.
+    - ``keep_low_precision_grads``: refused, gradients have the dtype of their parameters.
 
     Only floating-point tensors are cast. Raises ``ValueError`` for a dtype that is not floating-point.
     """
@@ -32,6 +33,7 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     full_precision_in_eval: bool = False
+    keep_low_precision_grads: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -41,6 +43,12 @@ class MixedPrecisionPolicy:
                     raise ValueError(f"expected {field.name} to be a floating-point dtype or None, got {given!r}")
             elif not isinstance(given, bool):
                 raise TypeError(f"expected {field.name} to be True or False, got {given!r}")
+        if self.keep_low_precision_grads:
+            raise ValueError(
+                "expected no keep_low_precision_grads=True: gradients have the dtype of their parameters, and torch "
+                "refuses others in .grad. reduce_dtype reduces them in low precision; parameters that are in low "
+                "precision themselves (model.bfloat16()) have such gradients"
+            )
 
     @property
     def wire_dtype(self) -> torch.dtype | None:

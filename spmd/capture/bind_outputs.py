@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from passes import Output, OutputKind, Program, Role
+from passes.ir.program import is_pending
 
 from ..call.state import Slot, gradient_name, state_name
 from .captured import Captured, FromOutput, NewState
@@ -36,9 +37,9 @@ def bind_outputs(
         outputs.add(Output(OutputKind.RESULT, f"result.{index}", Role.RESULT)) if is_traced(leaf) else leaf
         for index, leaf in enumerate(final.results)
     ]
-    cleared = _bind_updates(outputs, slots, final, program.placeholders)
+    cleared, reduced = _bind_updates(outputs, slots, final, program.placeholders)
     _bind_written_arguments(outputs, program, written)
-    new_state = [*_bind_gradients(outputs, final), *_bind_optimizer_state(outputs, final)]
+    new_state = [*reduced, *_bind_gradients(outputs, final), *_bind_optimizer_state(outputs, final)]
     # A rank may log or print by itself what all ranks return: their programs are the same then.
     known = {id(leaf): output for leaf, output in zip(final.results, results, strict=True) if is_traced(leaf)}
     writes = bound(final.writes, known, lambda name: outputs.add(Output(OutputKind.NEW, name, Role.RESULT)))
@@ -71,18 +72,39 @@ class _Outputs:
         self.declared.append(output)
         return FromOutput(sum(each.kind is not OutputKind.UPDATE for each in self.declared) - 1)
 
+    def updates(self, parameter: str) -> bool:
+        """Whether the program updates ``parameter``, as far as is declared."""
+        return any(
+            each.role is Role.PARAMETER and each.kind is OutputKind.UPDATE and each.name == parameter
+            for each in self.declared
+        )
 
-def _bind_updates(outputs: _Outputs, slots: list[Slot], final: FinalState, placeholders: list[fx.Node]) -> list[str]:
-    """Bind updates of state; return the parameters whose gradient is cleared."""
-    cleared = []
+
+def _bind_updates(
+    outputs: _Outputs, slots: list[Slot], final: FinalState, placeholders: list[fx.Node]
+) -> tuple[list[str], list[NewState]]:
+    """Bind updates of state; return the parameters whose gradient is cleared, and gradients that are pending no more.
+
+    A reduced gradient does not fit the memory of its summands: it is new.
+    """
+    cleared, reduced = [], []
     for placeholder, slot, end in zip(placeholders, slots, final.slots, strict=False):
         if not is_traced(end):
             cleared.append(slot.input.of or "")
             continue
-        value = outputs.take()
-        if value is not placeholder:
-            outputs.bind(Output(OutputKind.UPDATE, slot.input.name, slot.input.role, of=slot.input.of), value)
-    return cleared
+        value, described = outputs.take(), slot.input
+        if value is placeholder:
+            continue
+        was_pending = described.role is Role.GRADIENT and is_pending(described.placement)
+        output = Output(OutputKind.UPDATE, described.name, described.role, of=described.of)
+        if not was_pending:
+            outputs.bind(output, value)
+        elif described.of in final.pending and not outputs.updates(described.of):
+            outputs.bind(replace(output, pending=True), value)
+        else:
+            new = outputs.bind(replace(output, kind=OutputKind.NEW), value)
+            reduced.append(NewState(described.of or "", new))
+    return cleared, reduced
 
 
 def _bind_written_arguments(outputs: _Outputs, program: Program, written: dict[fx.Node, fx.Node]) -> None:
@@ -92,10 +114,12 @@ def _bind_written_arguments(outputs: _Outputs, program: Program, written: dict[f
 
 
 def _bind_gradients(outputs: _Outputs, final: FinalState) -> list[NewState]:
-    return [
-        NewState(name, outputs.add(Output(OutputKind.NEW, gradient_name(name), Role.GRADIENT, of=name)))
-        for name in final.gradients
-    ]
+    new_state = []
+    for name in final.gradients:
+        pending = name in final.pending and not outputs.updates(name)
+        output = Output(OutputKind.NEW, gradient_name(name), Role.GRADIENT, of=name, pending=pending)
+        new_state.append(NewState(name, outputs.add(output)))
+    return new_state
 
 
 def _bind_optimizer_state(outputs: _Outputs, final: FinalState) -> list[NewState]:

@@ -62,6 +62,7 @@ class FinalState:
     result_spec: Any
     slots: list[Any]  # one per slot; None where a gradient is gone
     gradients: dict[str, Any]  # new gradients by parameter name
+    pending: frozenset[str]  # parameters whose gradient ``no_sync`` leaves a pending sum
     skips: list[Any]  # conditions under which new state was not made after all
     optimizer_state: list[NewEntry]
     writes: list[Write | Effect]  # to Python state
@@ -81,7 +82,8 @@ class FinalState:
         slots = [_final_value(swap, slot) for slot, _ in swap.pairs]
         skips: list[Any] = []
         new_state = _new_state(swap, skips)
-        return cls(leaves, spec, slots, _new_gradients(swap), skips, new_state, _writes(swap, carried, reads, entries))
+        writes = _writes(swap, carried, reads, entries)
+        return cls(leaves, spec, slots, _new_gradients(swap), frozenset(swap.pending), skips, new_state, writes)
 
     def map_state(self, function: Callable[[Any], Any]) -> FinalState:
         """The same with ``function`` of each value of state."""

@@ -16,6 +16,7 @@ import torch
 from passes import CaptureError
 
 from .._torch import accumulation_hooks, gradient_hooks, own_buffers, own_parameters
+from ..annotations.no_sync import is_left_pending
 from ..call.call import Call
 from ..call.grad_scaler import SkippedSteps
 from ..call.state import Slot, buffers_of, parameters_of, submodules_of
@@ -45,6 +46,7 @@ class StateSwap:
             tuple[str, int, dict[str, Any], dict[str, Any]]
         ] = []  # (optimizer, index, group, its entries)
         self.by_id = {id(slot.get()): fake for slot, fake in self.pairs}
+        self.pending: set[str] = set()  # parameters whose last backward pass ran inside of ``no_sync``
         self._step_runs = False
 
     @contextmanager
@@ -111,6 +113,7 @@ class StateSwap:
         def tag(tensor: torch.Tensor) -> None:
             if tensor.grad is not None:
                 self.recorder.tag_gradient(tensor.grad, name)
+                (self.pending.add if is_left_pending(fake) else self.pending.discard)(name)
 
         stack.callback(fake.register_post_accumulate_grad_hook(tag).remove)
 

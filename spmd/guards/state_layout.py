@@ -36,6 +36,7 @@ class StateLayout:
     optimizers: list[OptimizerLayout]
     with_gradient: list[int] | None  # the parameters whose gradients count; None for all
     gradients: TensorPositions
+    placements: list[Any]  # of gradients: a sum may be reduced between calls; empty if none is a DTensor
     hooks: list[Any]  # the user's, on parameters
     distributed: bool  # whether some state is a DTensor
     names: list[str]  # of the tensors that ``read`` returns, in order
@@ -52,6 +53,7 @@ class StateLayout:
         tensors = parameters.pick(flat_values(owned)) or []
         names = {id(slot.get()): slot.input.name for slot in slots}
         with_gradient = [k for k, tensor in enumerate(tensors) if names.get(id(tensor)) not in cleared_first]
+        gradients = [tensors[k].grad for k in with_gradient]
         layout = cls(
             [each for each in owned if each],
             [each for each in buffered if each],
@@ -60,7 +62,8 @@ class StateLayout:
             TensorPositions(flat_values(buffered)),
             [OptimizerLayout.of(optimizer, tensors) for optimizer in arguments.optimizers.values()],
             with_gradient if len(with_gradient) < len(tensors) else None,
-            TensorPositions([tensors[k].grad for k in with_gradient]),
+            TensorPositions(gradients),
+            _placements_of([gradient for gradient in gradients if gradient is not None]),
             _hooks_of(tensors),
             any(isinstance(slot.get(), DTensor) for slot in slots),
             [],
@@ -92,7 +95,7 @@ class StateLayout:
             return None
         observed = parameters if self.with_gradient is None else [parameters[k] for k in self.with_gradient]
         gradients = self.gradients.pick(list(map(_gradient, observed)))
-        if gradients is None:
+        if gradients is None or (self.placements and _placements_of(gradients) != self.placements):
             return None
         compared, of_optimizers = [*parameters, *buffers, *gradients], []
         for layout, optimizer in zip(self.optimizers, arguments.optimizers.values(), strict=True):
@@ -106,6 +109,12 @@ class StateLayout:
                 return None
             compared += state
         return compared, of_optimizers
+
+
+def _placements_of(gradients: list[torch.Tensor]) -> list[Any]:
+    """The placement of each gradient, None for a plain tensor; empty if all are plain."""
+    placements = [each.placements if isinstance(each, DTensor) else None for each in gradients]
+    return placements if any(placements) else []
 
 
 def _hooks_of(parameters: list[torch.Tensor]) -> list[Any]:

@@ -7,7 +7,7 @@ import json
 import torch
 
 from passes import SpmdError
-from passes.ir.program import is_sharded
+from passes.ir.program import is_pending, is_sharded
 
 from .._torch import local_tensor
 from ..call.call import Call
@@ -58,8 +58,10 @@ def _check(call: Call, connection: Connection, whole: list[tuple[int, int]], wha
     """Raise ``SpmdError`` on all ranks if one of them cannot recover."""
     names = [slot.input.name for slot in call.slots]
     split = [slot.input.name for slot in call.slots if is_sharded(slot.input.placement)]
+    pending = [slot.input.name for slot in call.slots if is_pending(slot.input.placement)]
     problem = "no rank has its state whole" if not whole else ""
     problem = f"{split[0]} is split over ranks, and each holds its own part" if split else problem
+    problem = f"{pending[0]} is a pending sum over ranks, and each holds its own summand" if pending else problem
     problems = connection.all_gather_text(json.dumps([problem, names]), f"recover() of {what}")
     found = [text for text, _ in map(json.loads, problems) if text]
     if len({json.dumps(names) for _, names in map(json.loads, problems)}) > 1:

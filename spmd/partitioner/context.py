@@ -54,6 +54,11 @@ class Context:
         """The parameters whose gradient lives on after the step."""
         return frozenset(o.of for o in self.program.outputs if o.role is Role.GRADIENT and o.of is not None)
 
+    @cached_property
+    def pending_gradients(self) -> frozenset[str]:
+        """The parameters whose gradient is not reduced: it lives on as a sum over the ranks."""
+        return frozenset(o.of for o in self.program.outputs if o.pending and o.of is not None)
+
     def gradient_placement(self, parameter: str) -> Placements:
         """The placement to reduce a gradient to: that of the update, or that of the parameter if the gradient lasts."""
         return (self.placements if parameter in self.lasting_gradients else self.update_placements)[parameter]
@@ -95,8 +100,9 @@ class Context:
 
     @cached_property
     def complete_gradients(self) -> dict[fx.Node, str]:
-        """The nodes that hold a parameter's complete gradient, with its name: the last one, or one a backward pass."""
-        tagged = {node: node.meta["grad_of"] for node in self.program.graph.nodes if "grad_of" in node.meta}
+        """The nodes with a complete gradient to reduce, and its parameter: the last one, or one a backward pass."""
+        nodes = [node for node in self.program.graph.nodes if "grad_of" in node.meta]
+        tagged = {node: name for node in nodes if (name := node.meta["grad_of"]) not in self.pending_gradients}
         last = {parameter: node for node, parameter in tagged.items()}
         return {node: name for node, name in tagged.items() if node is last[name] or self.reduces_each(name)}
 

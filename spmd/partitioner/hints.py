@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from passes import Output, OutputKind, Phase, Role
@@ -78,9 +78,16 @@ class Hints:
             if output.of is None:  # in Python state: it stays where it was, or is placed as a result
                 same = context.shapes.get(output.name) == value.shape
                 return context.placements[output.name] if same else self._of_result(value)
+            if output.pending:
+                return self._of_pending(value, context.placements[output.of])
             placements = context.placements if output.role is Role.GRADIENT else context.update_placements
             return placements[output.of] if value.shape == context.shapes[output.of] else context.replicated
         return self._of_result(value)
+
+    def _of_pending(self, value: Value, reduced: Placements) -> Placements:
+        """The placement of a gradient that is left as it came about over the axes that split the batch."""
+        own = (p == Partial("sum") and k not in self.context.model_axes for k, p in enumerate(value.primary))
+        return tuple(p if left else end for p, end, left in zip(value.primary, reduced, own, strict=True))
 
     def _of_result(self, value: Value) -> Placements:
         batch = (k in value.batch and self._stays(value, k) for k in range(len(value.primary)))

@@ -118,6 +118,14 @@ def test_a_policy_takes_floating_point_dtypes(given: dict[str, Any], error: type
         spmd.MixedPrecisionPolicy(**given)
 
 
+def test_gradients_in_another_dtype_are_refused_as_torch_refuses_them() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError, match="attempting to assign a gradient with dtype"):
+        parameter.grad = torch.ones(2, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="reduce_dtype reduces them in low precision"):
+        spmd.MixedPrecisionPolicy(torch.bfloat16, keep_low_precision_grads=True)
+
+
 def insert(model: nn.Sequential) -> None:
     model[2].adapter = nn.Linear(2, 2)
 
