@@ -22,6 +22,8 @@ import torch
 
 import passes
 
+from .collector_callbacks import is_in_callback
+
 _AGAIN = 0.002  # seconds until a held interrupt is sent again
 _OURS = (os.path.dirname(__file__) + os.sep, os.path.dirname(passes.__file__) + os.sep)
 _UNSAFE = (os.path.dirname(torch.__file__) + os.sep, weakref.__file__)  # what a weak reference calls raises nowhere
@@ -72,7 +74,9 @@ def deferred_signals() -> Iterator[None]:
 
 
 def _is_unsafe(frame: FrameType | None) -> bool:
-    """Whether torch runs, or a library that torch has called."""
+    """Whether torch runs, or a library that torch has called, or a callback of the collector, which raises nowhere."""
+    if is_in_callback(frame):
+        return True
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OURS):

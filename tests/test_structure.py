@@ -34,7 +34,8 @@ ORDER = {
         __init__
     """,
     "spmd": """
-        _torch placements source_lines environment foreign_code interrupts unexpected_errors failed_ops
+        _torch placements source_lines environment foreign_code collector_callbacks interrupts unexpected_errors
+        failed_ops
         annotations/ ranks/
         call/
         rules/

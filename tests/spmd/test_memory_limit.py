@@ -41,7 +41,7 @@ def settled_bytes() -> int:
     gc.collect()
     found, now = -1, private_bytes()
     while found != now:
-        time.sleep(0.3)
+        time.sleep(1.0)
         found, now = now, private_bytes()
     return now
 

@@ -138,7 +138,10 @@ class Reads:
     def _undo(self) -> None:
         """Note what the step changed besides modules and optimizers, and undo it."""
         changes: dict[tuple[int, str], Change] = {}
-        for address, site in [*self.sites.items()]:  # a copy: comparing may itself read what is watched
+        known = [*self.sites.items()]  # a copy: comparing may itself read what is watched
+        for address, site in known:
+            if address not in self.first:  # an interrupt came while it was recorded
+                continue
             now, before = site.get(), self.first[address]
             if not site.owned and now is not before:
                 changes[address] = self._change(site, before, now)
@@ -168,9 +171,9 @@ class Reads:
         value = site.get()  # may itself be a watched read, of a site that is recorded by now
         before = self._before.get(id(holder)) if kind == "item" else None
         self._at_read[id(holder), key] = value
-        self._stand_in(Reference(name, site), value)
         # What the step itself wrote before it read there is not what it depends on.
         self.first[id(holder), key] = value if before is None else before.get(key, MISSING)
+        self._stand_in(Reference(name, site), value)
         self._follow(value, name, owned)
 
     def _note_entry(self, holder: Any, key: str) -> None:
