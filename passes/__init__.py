@@ -44,7 +44,7 @@ from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import default
-from .report import EstimatedTime, OneCollective, Report
+from .report import EstimatedTime, OneCollective, PassEffect, Report
 from .runner import run
 from .schedule.estimate import estimate
 from .schedule.published import published
@@ -87,6 +87,7 @@ __all__ = [
     "Part",
     "PartitionError",
     "Pass",
+    "PassEffect",
     "PassError",
     "Phase",
     "PlacementError",

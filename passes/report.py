@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import fx
@@ -21,7 +25,9 @@ from .ir.program import Program
 from .memory.planned_memory import PlannedMemory, planned_memory
 from .schedule.estimate import estimate
 from .schedule.simulation import Timeline, TransferTime
+from .trace import trace_events
 
+_IDLE = "nothing to do"  # in the history of a program, of a pass
 _MODULES = 4  # named in a row
 _PATH = 16  # longest module path in the table
 
@@ -85,13 +91,25 @@ class EstimatedTime:
 
 
 @dataclass(frozen=True)
+class PassEffect:
+    """A pass of the pipeline: what it did, and the nodes of the graph before and after it."""
+
+    stage: str
+    did: str
+    nodes_before: int
+    nodes_after: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Report:
-    """The communication of one step of a program; rich prints it.
+    """The communication of one step of a program; ``print`` and rich show it as tables.
 
     ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start;
     ``caused_by`` has those of one parameter or module. ``estimated``: the time of a step, None on a device of which
     nothing is known.
-    ``seconds``: the time of each stage of compiling. ``notes``: messages for users, such as the ops that run replicated
+    ``timeline``: that step, op by op; not a part of ``to_dict``. ``seconds``: the time of each stage of compiling, and
+    ``passes``: what each pass did in it. ``notes``: messages for users, such as the ops that run replicated
     because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
     what is largest then.
     """
@@ -105,6 +123,8 @@ class Report:
     every: tuple[OneCollective, ...] = ()
     memory: dict[str, PlannedMemory] = field(default_factory=dict)
     estimated: EstimatedTime | None = None
+    passes: tuple[PassEffect, ...] = ()
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -113,6 +133,7 @@ class Report:
         seconds: Mapping[str, float] | None = None,
         notes: Sequence[str] = (),
         *,
+        passes: Sequence[PassEffect] = (),
         costs: Costs = BUILT_IN,
         backend: str | None = None,
     ) -> Report:
@@ -121,12 +142,23 @@ class Report:
         ``costs`` estimate the time, for the axes' backends or for this one.
         """
         mesh, history = str(program.mesh), tuple(program.history)
-        found = estimate(program, costs, backend=backend, with_memory=False)
+        found = estimate(program, costs, backend=backend)
         times = {each.node: each for each in found.transfers} if found else {}
         every = tuple(_one(node, times.get(node.name)) for node in program.collectives())
         traffic, memory = _traffic(every), planned_memory(program)
-        estimated = EstimatedTime.of(found) if found else None
-        return cls(program.name, mesh, traffic, dict(seconds or {}), tuple(notes), history, every, memory, estimated)
+        return cls(
+            program.name,
+            mesh,
+            traffic,
+            dict(seconds or {}),
+            tuple(notes),
+            history,
+            every,
+            memory,
+            EstimatedTime.of(found) if found else None,
+            tuple(passes),
+            found,
+        )
 
     def count(self, kind: str) -> int:
         """The number of collectives of this kind in one step. Raises ``ValueError`` for an unknown kind."""
@@ -142,7 +174,18 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""
-        return asdict(self)
+        return {key: value for key, value in asdict(replace(self, timeline=None)).items() if key != "timeline"}
+
+    def trace(self, path: str | Path) -> None:
+        """Write the estimated step as a trace that Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open.
+
+        Raises ``ValueError`` where no time is estimated: on a device of which nothing is known, and for a report that
+        was read from a file.
+        """
+        if self.timeline is None:
+            raise ValueError(f"the report of {self.name} has no timeline: only that of a compiled step has one")
+        events = trace_events(self.timeline, self.name, {one.node: one for one in self.every})
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Report:
@@ -153,8 +196,9 @@ class Report:
             memory = {device: PlannedMemory.from_dict(each) for device, each in given["memory"].items()}
             notes, history = tuple(given["notes"]), tuple(given["history"])
             estimated = EstimatedTime(**given["estimated"]) if given.get("estimated") else None
-            seconds = given["seconds"]
-            return cls(given["name"], given["mesh"], traffic, seconds, notes, history, every, memory, estimated)
+            seconds, passes = given["seconds"], tuple(PassEffect(**each) for each in given.get("passes", ()))
+            name, mesh = given["name"], given["mesh"]
+            return cls(name, mesh, traffic, seconds, notes, history, every, memory, estimated, passes)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no report of this version: {error!r}") from error
 
@@ -163,15 +207,23 @@ class Report:
             raise ValueError(f"expected a kind of collective, one of {', '.join(Kind)}, got {kind!r}")
         return [row for row in self.traffic if row.kind == kind]
 
+    def __str__(self) -> str:
+        """The tables as plain text, as wide as the terminal."""
+        console = Console(file=io.StringIO(), color_system=None, width=shutil.get_terminal_size().columns)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
     def __rich__(self) -> RenderableType:
-        """The table and the lines below it."""
+        """The tables and the lines between them."""
         parts: list[RenderableType] = [self._collectives()]
         if self.estimated is not None:
             parts += _times(self.estimated, self.traffic)
+        parts += [_memory(device, memory) for device, memory in self.memory.items()]
         if self.seconds:
             times = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
-            parts.append(Text(f"seconds by stage: {times}"))
-        parts += [_memory(device, memory) for device, memory in self.memory.items()]
+            parts.append(Text(f"seconds of compiling: {times}"))
+        if self.passes:
+            parts += _passes(self.passes)
         return Group(*parts, *(Text(f"note: {note}") for note in self.notes))
 
     def _collectives(self) -> RenderableType:
@@ -221,6 +273,21 @@ def _times(estimated: EstimatedTime, traffic: Sequence[Traffic]) -> list[Rendera
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}"
+
+
+def _passes(passes: Sequence[PassEffect]) -> list[RenderableType]:
+    """What each pass did; those that found nothing to do are named below."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("pass", no_wrap=True)
+    table.add_column("did", overflow="fold")
+    for heading in ("nodes before", "after", "ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    idle = [each.stage for each in passes if each.did == _IDLE]
+    for each in passes:
+        if each.did != _IDLE:
+            counts = f"{each.nodes_before:,}", f"{each.nodes_after:,}"
+            table.add_row(*map(Text, (each.stage, each.did, *counts, f"{each.seconds * 1e3:,.1f}")))
+    return [table, *([Text(f"{_IDLE}: {', '.join(idle)}")] if idle else [])]
 
 
 def _memory(device: str, memory: PlannedMemory) -> RenderableType:

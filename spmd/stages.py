@@ -4,28 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from passes import Program
+from passes import Pass, Program
+from passes.report import PassEffect
+from passes.runner import OnStage
 
+from .dump import stage_name
 from .progress import Progress
 from .unexpected_errors import unexpected_errors
 
 
 @dataclass
 class Stages:
-    """``name`` is that of the program, ``where`` the line of the step; ``program``: what the last stage has made."""
+    """``name`` is that of the program, ``where`` the line of the step; ``program``: what the last stage has made.
+
+    ``passes``: what each pass did.
+    """
 
     name: str
     where: str
     progress: Progress
     program: Program | None = None
+    passes: list[PassEffect] = field(default_factory=list)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """A stage that is shown and timed."""
         with self.progress.stage(name), self.explained(name):
             yield
+
+    def noting(self, program: Program, then: OnStage) -> OnStage:
+        """For a run of passes over ``program``: notes what each pass did, and calls ``then``."""
+        count = len(program.graph.nodes)
+
+        def on_pass(number: int, each: Pass, after: Program, seconds: float) -> None:
+            nonlocal count
+            before, count, did = count, len(after.graph.nodes), after.history[-1].partition(": ")[2]
+            self.passes.append(PassEffect(stage_name(number, type(each).__name__), did, before, count, seconds))
+            then(number, each, after, seconds)
+
+        return on_pass
 
     def explained(self, stage: str) -> AbstractContextManager[None]:
         """Explain an unexpected error in a stage."""

@@ -225,13 +225,13 @@ class CompiledStep:
             local, added = transform(local, options.overrides, state.locals)
             dump.stage(1, "partition", local)
         with stages.stage("passes"), DisableAutocast():
-            stages.program = program = passes_package.run(local, options.pipeline, on_stage=dump.on_pass)
+            stages.program = program = passes_package.run(local, options.pipeline, stages.noting(local, dump.on_pass))
         with stages.stage("lower"), DisableAutocast():
             program = transform_graph_module(program, options.gm_transformation)
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         costs = table_of(options.pipeline)
-        report = Report.of(program, stages.progress.seconds, program.notes, costs=costs)
+        report = Report.of(program, stages.progress.seconds, program.notes, passes=stages.passes, costs=costs)
         dump.stage(99, "lowered", program)
         dump.report(report)
         description = describe_for_agreement(captured, program, costs, call)

@@ -88,7 +88,7 @@ def shown(kind: str, what: str, names: dict[str, Any]) -> str:
         return f"{names[step].diff(stage)}\n"
     if kind == "report":
         console = Console(file=io.StringIO(), width=100)
-        console.print(replace(names[what].report(), seconds={}))
+        console.print(replace(names[what].report(), seconds={}, passes=()))
         return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
     excerpt = EXCERPT.fullmatch(what)
     (dump,) = Path("runs").glob(excerpt[1] if excerpt else what)

@@ -30,7 +30,7 @@ ORDER = {
         update/
         memory/
         schedule/
-        pipeline runner report
+        pipeline runner trace report
         __init__
     """,
     "spmd": """

@@ -26,12 +26,16 @@ _NAMED = 3  # of what a collective hides behind
 
 @dataclass(frozen=True)
 class Span:
-    """What runs from ``start`` to ``end``, in seconds since the call began; ``queue``: empty for compute."""
+    """What runs from ``start`` to ``end``, in seconds since the call began.
+
+    ``queue``: empty for compute. ``module``: where in the model it belongs, where that is known.
+    """
 
     node: str
     start: float
     end: float
     queue: str = ""
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ class _Rank:
         start = self.device = self.now()
         self._advance(seconds, node)
         self.compute += seconds
-        self.spans.append(Span(node.name, start, self.device))
+        self.spans.append(Span(node.name, start, self.device, module=_module(node)))
 
     def now(self) -> float:
         """When an op that is launched now can run."""
@@ -235,9 +239,18 @@ class _Rank:
     def timeline(self, memory: Mapping[str, tuple[tuple[float, int], ...]]) -> Timeline:
         """What happened, with the bytes in use meanwhile."""
         moved = [
-            Span(flight.node.name, flight.start, flight.end, flight.transfer.queue)
+            Span(
+                flight.node.name,
+                flight.start,
+                flight.end,
+                "" if flight.transfer.at_wait else flight.transfer.queue,
+                _module(flight.node),
+            )
             for flight in self.flights
-            if not flight.transfer.at_wait
         ]
         transfers = tuple(flight.time() for flight in self.flights)
         return Timeline(self.now(), self.compute, transfers, tuple(self.spans + moved), memory)
+
+
+def _module(node: fx.Node) -> str:
+    return str(node.meta.get("module") or "")

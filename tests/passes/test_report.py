@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from passes import EstimatedTime, LiveValue, PlannedMemory, Report, Role
+from passes import EstimatedTime, LiveValue, PassEffect, PlannedMemory, Report, Role
 from passes.report import Traffic, _summary
 
 from .programs import all_gather, all_reduce, f64, make_program
@@ -71,6 +71,33 @@ def text_of(report: Report, width: int) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(report)
     return console.export_text()
+
+
+PASSES = (
+    PassEffect("02_drop_profiler", "nothing to do", 5_000, 5_000, 0.0001),
+    PassEffect("10_bucket_reduce_scatter", "1,200 -> 6 collectives, reassociates", 5_000, 4_646, 0.0056),
+    PassEffect("20_reduce_in_place", "nothing to do", 4_646, 4_646, 0.0001),
+)
+
+
+def test_each_pass_says_what_it_did_and_idle_ones_are_named_together() -> None:
+    lines = text_of(replace(report(), passes=PASSES), 80).splitlines()
+    (row,) = (line.split() for line in lines if line.startswith("10_bucket"))
+    assert row[1:5] == ["1,200", "->", "6", "collectives,"] and row[-3:] == ["5,000", "4,646", "5.6"]
+    assert lines[-2].startswith("nothing to do: 02_drop_profiler, 20_reduce_in_place")
+    assert max(map(len, lines)) <= 80
+
+
+def test_printed_as_text_it_is_the_same_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.rstrip() for line in text_of(report(), 80).splitlines()]
+    assert str(report()).splitlines() == lines
+    assert str(report()).startswith("program on dp=2: collectives of one step\ncollective ")
+
+
+def test_what_to_dict_makes_is_read_back() -> None:
+    made = replace(report(), passes=PASSES)
+    assert Report.from_dict(json.loads(json.dumps(made.to_dict()))) == made
 
 
 def test_rich_prints_it() -> None:

@@ -74,3 +74,16 @@ def test_of_a_step_that_fails_the_line_says_how_far_it_came(capfd: pytest.Captur
     with fake_world(2), pytest.raises(KeyError):
         spmd.compile(fails)(nn.Linear(3, 4), torch.ones(2, 3))
     assert capfd.readouterr().err == "compiling fails ... capture\n"
+
+
+def test_the_report_has_the_nodes_before_and_after_each_pass() -> None:
+    with fake_world(2):
+        model, step = nn.Linear(3, 4), spmd.compile(train)
+        step(model, torch.ones(2, 3))
+    report, program = step.report(), step.program
+    assert program is not None and report.passes
+    counts = [report.passes[0].nodes_before, *(each.nodes_after for each in report.passes)]
+    assert [each.nodes_before for each in report.passes] == counts[:-1] and counts[-1] == len(program.graph.nodes)
+    passes = [line.partition(": ")[2] for line in program.history[-len(report.passes) :]]
+    assert [each.did for each in report.passes] == passes and report.passes[0].stage == "02_drop_profiler"
+    assert sum(each.seconds for each in report.passes) <= report.seconds["passes"]
