@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .._torch import global_hooks
 from ..call.state import Arguments, Slot, gradient_name
@@ -183,4 +184,9 @@ def _users(hooks: dict[int, Any]) -> int:
 
 
 def _describe_state(slots: Sequence[Slot]) -> dict[str, str]:
-    return {slot.input.name: f"{describe(expectation(slot.get()))}, strides {slot.get().stride()}" for slot in slots}
+    return {slot.input.name: _describe_tensor(slot.get()) for slot in slots}
+
+
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    placed = f", placed as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{describe(expectation(tensor))}, strides {tensor.stride()}{placed}"
