@@ -22,6 +22,7 @@ from .checkpoints.export import export
 from .checkpoints.load import load
 from .checkpoints.save import save
 from .initialized import materialize
+from .mesh_picture import show
 from .modes.base import ParallelMode, PlannedMode
 from .modes.data_parallel import DataParallel
 from .modes.dtensor_expand import DTensorExpand
@@ -74,6 +75,7 @@ __all__ = [
     "save",
     "seed",
     "set_rng_state",
+    "show",
     "unshard",
     "verify",
     "world",

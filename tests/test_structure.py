@@ -45,7 +45,7 @@ ORDER = {
         modes/
         lowering/
         override dump progress stages
-        options compiled unsharded initialized
+        options compiled unsharded initialized mesh_picture
         checkpoints/
         dispatch
         step
