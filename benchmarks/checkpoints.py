@@ -2,9 +2,11 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.checkpoints [--width 512] [--layers 6] [--json out.json]
 
-With ``--train``, what saves cost while training goes on: the time of 20 steps of a GPT of that size, with 4 x 128 bytes
-on each rank, in which one save begins, by ``spmd.save(wait=False)`` and by ``async_save`` of DCP, in turn with 20 steps
-without; ``--style replicate`` or ``fully_shard``.
+With ``--train``, what saves cost while training goes on, of a GPT of that size with 4 x 128 bytes on each rank: a save
+by ``spmd.save(wait=False)``, ``--steps`` steps without, one by ``async_save`` of DCP, as many steps without, and so on.
+What a save loses is the difference to the mean of the steps before and after, as a part of 20 steps, in which it is the
+only one; the median over rounds, since the steps of a shared machine vary by more. ``--style replicate`` or
+``fully_shard``.
 
 A model of linear layers with the state of Adam, fully sharded. Seconds are the median over rounds, on the slowest rank;
 memory is what a process holds at most during a call, above what it held before, on the largest rank.
@@ -90,8 +92,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
     return loss
 
 
-def train(width: int, layers: int, rounds: int, style: Literal["replicate", "fully_shard"], folder: Path) -> None:
-    """Print how many seconds 20 steps take without a save, and with one of each kind, and the median loss."""
+def train(
+    width: int, layers: int, rounds: int, style: Literal["replicate", "fully_shard"], steps: int, folder: Path
+) -> None:
+    """Print what a save of each kind costs: by how much it makes the steps slower than those before and after it."""
     step = spmd.compile(train_step, parallel_mode=spmd.DataParallel(style))
     model = GPT(Config(width=width, layers=layers, heads=8))
     x = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -103,41 +107,52 @@ def train(width: int, layers: int, rounds: int, style: Literal["replicate", "ful
     def state() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
+    def window(begin: Callable[[], Any]) -> torch.Tensor:
+        """Seconds, those of the call, and of CPU, on the slowest rank."""
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        end = begin()
+        called = time.perf_counter() - start
+        for _ in range(steps):
+            step(model, optimizer, x)
+        if end is not None:
+            end()
+        found = torch.tensor([time.perf_counter() - start, called, time.process_time() - used])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found
+
     begins: dict[str, Callable[[], Any]] = {
-        "none": lambda: None,
         "spmd.save(wait=False)": lambda: spmd.save(folder / "spmd", model=model, optimizer=optimizer, wait=False).wait,
         "DCP async_save": lambda: (
             dcp.async_save(state(), checkpoint_id=str(folder / "dcp"), process_group=group).result
         ),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in begins}
-    calls: dict[str, list[float]] = {name: [] for name in begins}
-    used_cpu: dict[str, list[float]] = {name: [] for name in begins}
-    for k in range(rounds + 1):  # the first one is not counted
+    for begin in begins.values():  # the first ones are not counted
+        window(begin)
+    plain = [window(lambda: None)]
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in begins}
+    for _ in range(rounds):
         for name, begin in begins.items():
-            dist.barrier()
-            start, used = time.perf_counter(), time.process_time()
-            end = begin()
-            called = time.perf_counter() - start
-            for _ in range(20):
-                step(model, optimizer, x)
-            if end is not None:
-                end()
-            slowest = torch.tensor([time.perf_counter() - start, called, time.process_time() - used])
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if k:
-                seconds[name].append(float(slowest[0]))
-                calls[name].append(float(slowest[1]))
-                used_cpu[name].append(float(slowest[2]))
+            found[name].append(window(begin))
+            plain.append(window(lambda: None))
     if dist.get_rank() == 0:
-        load = " ".join(f"{each:.1f}" for each in os.getloadavg())
-        table = Table("save", "20 steps, s", "of which the call, s", "CPU, s", "loss, %", title=f"{style}, load {load}")
-        for name, times in seconds.items():
-            losses = [100 * (time / plain - 1) for time, plain in zip(times, seconds["none"], strict=True)]
-            shown = f"{statistics.median(losses):.1f} ({', '.join(f'{loss:.1f}' for loss in losses)})"
-            middle, call = statistics.median(times), statistics.median(calls[name])
-            table.add_row(name, f"{middle:.2f}", f"{call:.3f}", f"{statistics.median(used_cpu[name]):.2f}", shown)
-        Console(width=120).print(table)
+        show_losses(plain, found, steps, style)
+
+
+def show_losses(plain: list[torch.Tensor], found: dict[str, list[torch.Tensor]], steps: int, style: str) -> None:
+    """Print the table. Windows with saves, of each kind in turn, lie between the plain ones."""
+    every = 20 / steps * torch.stack(plain).median(0).values  # of 20 steps
+    load = " ".join(f"{each:.1f}" for each in os.getloadavg())
+    title = f"{style}: 20 steps take {every[0]:.2f} s, {every[2]:.2f} s of CPU; load {load}"
+    table = Table("a save", "the call, s", "lost, s", "CPU, s", "lost of 20 steps, %", "quartiles", title=title)
+    for k, (name, windows) in enumerate(found.items()):
+        around = [(plain[n] + plain[n + 1]) / 2 for n in range(k, len(plain) - 1, len(found))]
+        lost = torch.stack([each - other for each, other in zip(windows, around, strict=True)])
+        low, middle, high = (100 * lost[:, 0] / every[0]).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+        call = torch.stack(windows)[:, 1].median()
+        seconds, _, used = lost.median(0).values.tolist()
+        table.add_row(name, f"{call:.3f}", f"{seconds:.2f}", f"{used:.2f}", f"{middle:.1f}", f"{low:.1f} to {high:.1f}")
+    Console(width=120).print(table)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -148,13 +163,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--style", default="replicate", choices=["replicate", "fully_shard"])
+    parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     rank = spmd.world().get_rank()
     folder = [tempfile.mkdtemp(prefix="checkpoints-")]
     dist.broadcast_object_list(folder)
     if options.train:
-        train(options.width, options.layers, options.rounds, options.style, Path(folder[0]))
+        train(options.width, options.layers, options.rounds, options.style, options.steps, Path(folder[0]))
         return end(rank, folder[0])
     model, optimizer = make(options.width, options.layers)
     ours, theirs, out = Path(folder[0], "spmd"), Path(folder[0], "dcp"), Path(folder[0], "export")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Marker:
 
     def to_bytes(self) -> bytes:
         """The marker as a file."""
-        return json.dumps(asdict(self), indent=1).encode()
+        return json.dumps(vars(self)).encode()
 
     def check_files(self, folder: Path) -> None:
         """Raise ``SpmdError`` for a file that is not in ``folder`` in its length."""

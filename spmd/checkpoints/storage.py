@@ -7,7 +7,6 @@ this rank writes, without writing any: a save in the background writes them late
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -26,11 +24,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from passes import SpmdError
 
 from .._torch import DCP_OFFSETS, DCP_PARTS, DCP_VERSION, local_tensor, storage_id
+from .direct import save_file
 from .together import Together
 
 Tensors = Mapping[str, torch.Tensor]
@@ -59,8 +59,6 @@ class File:
         offsets = {name: {DCP_OFFSETS: list(chunk.offsets)} for name, chunk in chunks.items()}
         metadata = {DCP_PARTS: json.dumps(offsets), **DCP_VERSION, "format": "pt", _WRITTEN_AS: _name(self.path)}
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, self.path, metadata)
-        with self.path.open("rb") as file:
-            os.fsync(file.fileno())
         return self.path.name, self.path.stat().st_size
 
 
@@ -69,11 +67,58 @@ def plan_files(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dty
 
     ``dtype``: what floating-point tensors are cast to.
     """
+    global _last
+    layout = _layout(tensors, dtype, ranks)
+    known = _last if _last is not None and _last.layout == layout else None
+    tokens = ranks.run(lambda: known.token if known is not None else None)
+    if known is not None and len({*tokens}) == 1:
+        return known.files(folder, tensors, dtype, ranks.rank)
     sizes = {name: _share(tensor, ranks.size) for name, tensor in tensors.items()}
     limit = min(max(sum(sizes.values()) // 16, _LEAST), _MOST)
-    writer = _Writer(folder, ranks.rank, file_numbers(sizes, limit))
-    ranks.communicate(lambda: _plan(tensors, writer, ranks.group, dtype))
-    return writer.files
+    writer = _Writer(file_numbers(sizes, limit))
+    ranks.communicate(lambda: _plan(tensors, writer, ranks.group))
+    _last = _Plan(layout, folder.name, writer.items)
+    return _last.files(folder, tensors, dtype, ranks.rank)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank writes of tensors in this ``layout``: the items of each file, by number.
+
+    ``token``: the same on the ranks that made the plan together, and of no other plan.
+    """
+
+    layout: Any
+    token: str
+    items: dict[int, list[WriteItem]]
+
+    def files(self, folder: Path, tensors: Tensors, dtype: torch.dtype | None, rank: int) -> list[File]:
+        """The files, of the tensors as they are now."""
+        planner = _SavePlanner(dtype)
+        planner.set_up_planner(dict(tensors))
+        return [
+            File(folder / f"shard-{rank + 1:05d}-{number:05d}.safetensors", items, planner)
+            for number, items in sorted(self.items.items())
+        ]
+
+
+_last: _Plan | None = None  # made last: the next save is mostly of the same
+
+
+def _layout(tensors: Tensors, dtype: torch.dtype | None, ranks: Together) -> Any:
+    """What a plan depends on, on this rank."""
+    meshes: dict[int, Any] = {}
+
+    def placed(tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, DTensor):
+            return None
+        mesh = tensor.device_mesh
+        if id(mesh) not in meshes:
+            meshes[id(mesh)] = mesh.mesh.tolist()
+        return tuple(tensor.placements), meshes[id(mesh)]
+
+    each = [(name, t.dtype, t.shape, local_tensor(t).shape, placed(t)) for name, t in tensors.items()]
+    return ranks.rank, ranks.size, dtype, each
 
 
 def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -86,12 +131,12 @@ def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | 
     return {name: length for each in written for name, length in each.items()}
 
 
-def _plan(tensors: Tensors, writer: _Writer, group: Any, dtype: torch.dtype | None) -> None:
+def _plan(tensors: Tensors, writer: _Writer, group: Any) -> None:
     with _quiet():
         save(
             dict(tensors),
             storage_writer=writer,
-            planner=_SavePlanner(dtype),
+            planner=_SavePlanner(),
             process_group=group,
             no_dist=group is None,
         )
@@ -103,9 +148,9 @@ class _Writer(StorageWriter):
     ``numbers``: of the file that each tensor goes to.
     """
 
-    def __init__(self, folder: Path, rank: int, numbers: Mapping[str, int]) -> None:
-        self.files: list[File] = []
-        self._folder, self._rank, self._numbers = folder, rank, numbers
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        self.items: dict[int, list[WriteItem]] = {}
+        self._numbers = numbers
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing to reset."""
@@ -123,12 +168,8 @@ class _Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Divide what this rank is to write into files."""
-        files: dict[int, list[WriteItem]] = {}
         for item in plan.items:
-            files.setdefault(self._numbers[str(item.index.fqn)], []).append(item)
-        for number, items in sorted(files.items()):
-            path = self._folder / f"shard-{self._rank + 1:05d}-{number:05d}.safetensors"
-            self.files.append(File(path, items, planner))
+            self.items.setdefault(self._numbers[str(item.index.fqn)], []).append(item)
         future: Future[list[WriteResult]] = Future()
         future.set_result([])
         return future

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 
 from passes import SpmdError
 
-from .trees import leaves
+from .trees import IN_FILES, leaves
 
 
 def check(trees: dict[str, Any]) -> None:
     """Raise ``TypeError`` with the name of a value that could not be loaded again."""
-    if _saved(trees) is not None:
+    if _is_plain(trees) or _saved(trees) is not None:
         return
     wrong = [name for key, tree in trees.items() for name, leaf in leaves(tree, key) if _saved(leaf) is None]
     raise TypeError(
@@ -30,6 +32,18 @@ def to_bytes(trees: dict[str, Any], rng: dict[str, Any], folder: str) -> bytes:
     file = io.BytesIO()
     torch.save({"state": trees, "rng": rng, "folder": folder}, file)
     return file.getvalue()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a tree consists of what is known to come back, so that there is no need to try."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    if kind is torch.Tensor:
+        return value.layout is torch.strided and value.dtype in IN_FILES and not value.__dict__
+    return kind in (bool, float, str, NoneType) or (kind is int and abs(value) < 2**63)
 
 
 def _saved(value: Any) -> bytes | None:

@@ -95,7 +95,7 @@ def _end_at(moment: int) -> None:
 
     for owner, name in (
         (os, "replace"), (os, "fsync"), (Path, "mkdir"), (Path, "open"), (shutil, "rmtree"), (Path, "write_bytes"),
-        (Path, "unlink"), (Path, "rmdir"),
+        (Path, "unlink"), (Path, "rmdir"), (os, "open"), (os, "write"), (os, "ftruncate"),
     ):  # fmt: skip
         setattr(owner, name, counted(getattr(owner, name)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import spmd
+from spmd.checkpoints import values
+from spmd.checkpoints.trees import IN_FILES
 from tests.harness.cases import mlp
 
 from .runs import unequal
@@ -269,3 +272,25 @@ def test_a_folder_that_is_a_checkpoint_and_has_some_is_not_guessed(tmp_path: Pat
     with pytest.raises(ValueError, match=r"is a checkpoint, and has those of steps \[100\], too"):
         spmd.load(tmp_path, plain=plain)
     assert spmd.load(tmp_path / "step-100", plain=plain) == 100
+
+
+class Number(int):
+    """A class that a checkpoint does not know."""
+
+
+def test_values_that_are_not_tried_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known to be loaded again is not written and read for trial; all else is."""
+    plain = {
+        "a": [1, -(2**63) + 1, True, None, "\ud800\n", float("nan"), (OrderedDict({(1, "b"): ()}),)],
+        1.5: torch.empty(3, device="meta"),
+        "tensors": [torch.empty(2, dtype=dtype) for dtype in IN_FILES],
+    }
+    assert values._is_plain(plain) and values._saved(plain) is not None
+    for other in ({1, 2}, 2**63, Number(1), nn.Parameter(torch.ones(1)), {Number(1): 2}, nn.Linear, b"", 1j):
+        assert not values._is_plain({"a": [other]})
+    tried: list[object] = []
+    monkeypatch.setattr(values, "_saved", lambda value: tried.append(value) or b"")
+    values.check(plain)
+    assert not tried
+    values.check({"a": {1, 2}})
+    assert tried
