@@ -13,7 +13,7 @@ import spmd
 from tests.harness.cases import MLP
 from tests.harness.pool import Ranks
 
-CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD momentum")
 
 
 def interrupted(rank: int, world: int, file: str, function: str) -> tuple[str, str]:
