@@ -12,7 +12,7 @@ from tests.harness.cases import MLP
 from tests.harness.memory import allocated_bytes
 from tests.harness.pool import Ranks
 
-CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD momentum")
+CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
 SETTLED = 500  # calls after which all that is made once is there
 
 

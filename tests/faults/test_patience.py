@@ -17,7 +17,7 @@ from tests.harness.cases import MLP
 from tests.harness.oracle import all_unequal, compiled_run, plain_run, snapshot
 from tests.harness.pool import Ranks
 
-CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD")
+CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="SGD")
 
 
 def late(rank: int, world: int, first: bool) -> list[str]:
