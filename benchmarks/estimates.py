@@ -25,6 +25,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table as RichTable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import start_processes
 from torch.optim import AdamW
 
 import passes
@@ -152,7 +153,7 @@ def main() -> None:
     if options.smoke:
         options.rounds, options.styles = 1, ["fully_shard"]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (options, folder), nprocs=RANKS)
+        start_processes(run_rank, (options, folder), nprocs=RANKS, start_method="fork")
         found = json.loads(Path(folder, "rows").read_text())
     Console().print(table_of(found["rows"]))
     if options.json:

@@ -103,3 +103,10 @@ def _is_exhaustive(item: pytest.Item) -> bool:
 def pytest_collection_finish() -> None:
     """All tests are imported."""
     spare_the_collector()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file's tests have imported and cached stays: a compile that collects garbage need not visit it."""
+    if nextitem is not None and nextitem.path != item.path:
+        spare_the_collector()

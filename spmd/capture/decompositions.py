@@ -32,7 +32,13 @@ _HALF = (torch.float16, torch.bfloat16)
 def second_trace_table() -> Table:
     """The decompositions of the second trace: ours, torch's for reductions over the batch, torch's without a rule."""
     without_rule = {op: function for op, function in _torch_table().items() if rule_of(op) is None and op not in _WRONG}
-    return {**without_rule, **get_decompositions(_OVER_THE_BATCH), **random_table(), **strided_views_table(), **_ours()}
+    return {
+        **without_rule,
+        **_torch_decompositions(*_OVER_THE_BATCH),
+        **random_table(),
+        **strided_views_table(),
+        **_ours(),
+    }
 
 
 def first_trace_table() -> Table:
@@ -44,7 +50,7 @@ def first_trace_table() -> Table:
     """
     return {
         **foreach_kernels(),
-        **get_decompositions([aten.native_batch_norm, aten.cudnn_batch_norm]),
+        **_torch_decompositions(aten.native_batch_norm, aten.cudnn_batch_norm),
         aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
         aten._amp_update_scale_.default: _update_scale,
         aten._weight_norm_interface_backward.default: _weight_norm_backward,
@@ -92,6 +98,11 @@ def _weight_norm_backward(
 @functools.cache
 def _torch_table() -> Table:
     return dict(core_aten_decompositions().items())  # torch collects it anew, slowly, at every call
+
+
+@functools.cache
+def _torch_decompositions(*ops: Any) -> Table:
+    return get_decompositions(ops)  # torch goes through all that it has at every call
 
 
 # Decomposed by torch into another number, in 2.11 to 2.15: targets after the first -1 should not count.

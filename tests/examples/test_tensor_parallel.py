@@ -31,13 +31,12 @@ class Bytes(Case):
 
     config: gpt.Config
     sequence: bool = False
-    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
 
     def build(self) -> tuple[Any, ...]:
         model = gpt.GPT(self.config).double()
         if self.sequence:
             tensor_parallel.split_sequence(model)
-        return model, self.optimizer(model.parameters(), lr=0.1)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         x = torch.randint(self.config.vocabulary, (2, self.config.context + 1), generator=random_generator(rank, step))
@@ -67,7 +66,7 @@ UNEVEN = gpt.Config(width=15, layers=1, heads=3, context=5, vocabulary=7)
         pytest.param(Bytes(replace(EVEN, layers=1)), "replicate", marks=pytest.mark.exhaustive),
         pytest.param(Bytes(EVEN, sequence=True), "fully_shard", marks=pytest.mark.exhaustive),
         pytest.param(Bytes(UNEVEN, sequence=True), "replicate", marks=pytest.mark.exhaustive),
-        (Bytes(UNEVEN, sequence=True, optimizer=torch.optim.AdamW), "fully_shard"),
+        (Bytes(UNEVEN, sequence=True), "fully_shard"),
     ],
     ids=["even", "even, sequence", "uneven", "uneven, sequence"],
 )

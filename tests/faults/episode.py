@@ -32,7 +32,7 @@ from tests.harness.cases import MLP
 from . import faults
 from .faults import Fault, Injected, arm
 
-CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD momentum")
 PATIENCE = 60.0  # seconds to wait for a kill at most
 FAULTS: dict[str, Callable[[], None]] = {
     "raise": faults.raises,

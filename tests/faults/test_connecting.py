@@ -22,7 +22,7 @@ from spmd.ranks.members import Members
 from tests.harness.cases import MLP
 from tests.harness.pool import RankError, Ranks
 
-CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="SGD")
+CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD")
 PROMPT = 10.0  # seconds in which the other rank raises; a loaded machine needs some of them
 
 

@@ -21,7 +21,7 @@ from tests.harness.pool import RankError, Ranks
 from . import faults
 from .faults import Fault, arm
 
-CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD momentum")
 STYLES = {"replicate": {}, "fully_shard": {}}
 PROMPT = 10.0  # seconds in which all ranks raise; a loaded machine needs some of them
 

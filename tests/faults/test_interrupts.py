@@ -14,7 +14,7 @@ import spmd
 from tests.harness.cases import MLP
 from tests.harness.pool import Ranks
 
-CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD momentum")
 
 
 def interrupted(rank: int, world: int, package: str, file: str, function: str, called_by: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from tests.harness.cases import MLP
 from tests.harness.oracle import all_unequal, snapshot
 from tests.harness.pool import Ranks
 
-CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="SGD")
+CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD")
 
 
 def evaluate(model: nn.Module, x: Tensor) -> Tensor:

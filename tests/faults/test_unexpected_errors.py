@@ -28,7 +28,7 @@ from tests.harness.oracle import all_unequal, plain_run, snapshot, unequal
 from tests.harness.pool import Ranks
 from tests.harness.torch_state import torch_state
 
-CASE = MLP(sizes=(3, 4, 2), rows=4, optimizer="AdamW")
+CASE = MLP(sizes=(3, 4, 2), rows=4, optimizer="SGD momentum")
 
 
 def _raising() -> Any:

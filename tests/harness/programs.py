@@ -12,8 +12,11 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch.multiprocessing.spawn import start_processes
 
 from .pool import PRELOADED
 
@@ -42,6 +45,12 @@ def run(
             process.kill()
         printed = [Path(folder, name).read_text() for name in STREAMS]
     return subprocess.CompletedProcess(text, process.exitcode, *printed)
+
+
+def spawn(function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True) -> Any:
+    """What ``torch.multiprocessing.spawn`` does, in processes forked from that server, too."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    return start_processes(function, args, nprocs, join, start_method="forkserver")
 
 
 def _become(command: list[str], env: dict[str, str], folder: str) -> None:

@@ -17,7 +17,7 @@ from .catalog import ENTRIES
 from .zoo import Entry
 
 TEN = ("GPT2", "Llama", "Qwen3", "Mistral", "Gemma2", "Bert", "Roberta", "T5", "OPT", "ModernBert")
-USUAL = ("Llama",)
+USUAL = ("GPT2",)
 STEPS = 4
 
 

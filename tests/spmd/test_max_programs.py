@@ -66,7 +66,7 @@ def test_programs_that_come_and_go_have_the_numbers_of_the_plain_step(ranks: Ran
 
 
 def with_one_program(rank: int, world: int) -> list[str]:
-    case = Lengths(optimizer="Adam", rows=4)
+    case = Lengths(optimizer="SGD momentum", rows=4)
     step, got = compiled_run(rank, case, 3, parallel_mode=spmd.DataParallel("fully_shard"), max_programs=1)
     assert len(step.programs) == 1
     return all_unequal(plain_run(case, world, 3), got, rank, world)

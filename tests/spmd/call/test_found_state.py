@@ -228,8 +228,8 @@ def differences(rank: int, world: int, kind: str, style: str, optimizer: str) ->
 
 
 STYLES = ("replicate", "fully_shard")
-OPTIMIZERS = ("SGD", "Adam")
-METHODS = [("of_a_trainer", style, name) for style in STYLES for name in OPTIMIZERS]
+OPTIMIZERS = ("SGD", "SGD momentum")
+METHODS = [("of_a_trainer", style, name) for style, name in zip(STYLES, OPTIMIZERS, strict=True)]
 OTHERS = [
     (kind, STYLES[k % 2], OPTIMIZERS[(k // 2) % 2])
     for k, kind in enumerate(each for each in KINDS if each != "of_a_trainer")

@@ -17,7 +17,7 @@ from tests.harness.pool import Ranks
 
 @dataclass(frozen=True)
 class Small(MLP):
-    sizes: tuple[int, ...] = (15, 17, 4)
+    sizes: tuple[int, ...] = (15, 7)
     rows: int = 6
     optimizer: str = "SGD momentum"
 

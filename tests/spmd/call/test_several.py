@@ -47,7 +47,7 @@ class Adversaries(Case):
 
     def build(self) -> tuple[Any, ...]:
         nets = {"generator": mlp(15, 12, 9), "critic": mlp(9, 7, 1)}
-        return nets, [torch.optim.AdamW(nets["critic"].parameters()), torch.optim.Adam(nets["generator"].parameters())]
+        return nets, [torch.optim.AdamW(nets["critic"].parameters()), torch.optim.SGD(nets["generator"].parameters())]
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         random = random_generator(rank, step)
@@ -94,7 +94,7 @@ class Sharpness(torch.optim.Optimizer):
 
     def __init__(self, parameters: Any, **options: Any) -> None:
         super().__init__(parameters, {"rho": 0.05, **options})
-        self.base = torch.optim.Adam(self.param_groups, **options)
+        self.base = torch.optim.SGD(self.param_groups, momentum=0.9, **options)
         self.param_groups = self.base.param_groups
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from tests.harness.fake import fake_world
 from tests.harness.oracle import Snapshot, all_unequal, snapshot
 from tests.harness.pool import Ranks
 
-CASE = MLP(sizes=(15, 7, 3), rows=6, optimizer="AdamW")
+CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD momentum")
 
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import spmd
 from tests.harness.cases import MLP
 from tests.harness.fake import fake_world
 
-CASE = MLP(sizes=(15, 17, 4), rows=6)
+CASE = MLP(sizes=(15, 7), rows=6)
 
 
 def test_an_unknown_style_names_the_three() -> None:

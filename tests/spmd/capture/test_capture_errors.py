@@ -16,7 +16,7 @@ from tests.harness.oracle import assert_agrees, snapshot
 from tests.harness.pool import Ranks
 from tests.harness.torch_state import torch_state
 
-CASE = MLP(sizes=(15, 17, 4), rows=6, optimizer="AdamW")
+CASE = MLP(sizes=(15, 7), rows=6, optimizer="SGD momentum")
 
 
 def branch_on_item(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Adversarial(MLP):
 
     def build(self) -> tuple[Any, ...]:
         generator, discriminator = mlp(5, 7, 4), mlp(4, 6, 1).requires_grad_(False)
-        optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (generator, discriminator)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (generator, discriminator)]
         return generator, discriminator, optimizers
 
     @staticmethod
@@ -75,7 +75,7 @@ class StepsInBackward(MLP):
 
     def build(self) -> tuple[Any, ...]:
         model = mlp(*self.sizes)
-        optimizers = [torch.optim.AdamW([parameter], lr=0.05) for parameter in model.parameters()]
+        optimizers = [torch.optim.SGD([parameter], lr=0.05, momentum=0.9) for parameter in model.parameters()]
         for parameter, optimizer in zip(model.parameters(), optimizers, strict=True):
             parameter.register_post_accumulate_grad_hook(partial(step_and_clear, optimizer))
         return model, optimizers

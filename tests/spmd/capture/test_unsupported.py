@@ -18,7 +18,7 @@ from tests.harness.torch_state import torch_state
 
 pytestmark = pytest.mark.slow
 
-CASE = MLP(sizes=(5, 7, 4), rows=6, optimizer="AdamW")
+CASE = MLP(sizes=(5, 7, 4), rows=6, optimizer="SGD momentum")
 BY_PARAMETER: dict[Any, float] = {}
 BAD: list[tuple[Callable[..., Any], str]] = []
 

@@ -109,8 +109,8 @@ class Trained(Case):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_numbers_of_the_plain_step(ranks: Ranks, loss: str) -> None:
-    for world in (1, 2):
+def test_the_numbers_of_the_plain_step(ranks: Ranks, loss: str, pytestconfig: pytest.Config) -> None:
+    for world in (1, 2) if pytestconfig.getoption("--exhaustive") else (2,):
         assert_agrees(ranks, world, Trained(loss), steps=4)
 
 

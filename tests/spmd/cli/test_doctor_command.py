@@ -14,6 +14,7 @@ import torch
 
 from spmd.cli import doctor_command
 from spmd.cli.command import main
+from tests.harness import programs
 
 
 def run(*argv: str) -> int:
@@ -40,7 +41,8 @@ def test_versions_are_those_of_the_project() -> None:
 
 
 @pytest.mark.processes
-def test_two_ranks_train_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_train_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_command, "spawn", programs.spawn)
     assert run("--json") == 0
     found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
     assert found["two ranks"]["state"] == "works" and "over shared memory" in found["two ranks"]["found"]

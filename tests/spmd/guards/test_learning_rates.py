@@ -18,7 +18,7 @@ from tests.harness.pool import Ranks
 class Scheduled(MLP):
     """The user's loop moves a scheduler on after each step. ``warm_up`` starts from a learning rate of zero."""
 
-    sizes: tuple[int, ...] = (15, 17, 4)
+    sizes: tuple[int, ...] = (15, 7)
     rows: int = 6
     warm_up: bool = False
 
@@ -36,7 +36,7 @@ class Scheduled(MLP):
 class OtherNumbers(MLP):
     """The user's loop changes momentum, betas and weight decay between steps."""
 
-    sizes: tuple[int, ...] = (15, 17, 4)
+    sizes: tuple[int, ...] = (15, 7)
     rows: int = 6
 
     def after(self, objects: tuple[Any, ...], step: int) -> None:

@@ -27,7 +27,7 @@ class Noting:
 
 
 def small(optimizer: str) -> MLP:
-    return MLP(sizes=(15, 17, 4), rows=6, optimizer=optimizer)
+    return MLP(sizes=(15, 7), rows=6, optimizer=optimizer)
 
 
 def compilations(rank: int, world: int, optimizer: str, style: str) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import spmd
 from passes import CaptureError, OneStorage, PlacementError, default
+from tests.harness.cases import make_optimizer
 from tests.harness.fake import fake_world
 from tests.harness.oracle import all_unequal, plain_run, snapshot
 from tests.harness.pool import Ranks
@@ -46,7 +47,7 @@ def run(rank: int, world: int, case: Blocks, on: str, mode: str, placements: dic
     torch.manual_seed(0)
     model, _ = case.build()
     distribute(model, mesh if on == "both" else mesh[on], placements)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    optimizer = make_optimizer(case.optimizer, model.parameters())
     parallel_mode = spmd.DataParallel(style, mesh=mesh if axes == "both" else mesh[axes])
     step = spmd.compile(parallel_mode=parallel_mode)(case.step)
     got = []
@@ -63,7 +64,7 @@ def run(rank: int, world: int, case: Blocks, on: str, mode: str, placements: dic
     (UNEVEN, "both", "fully_shard on both", {"weight": [Replicate(), Shard(1)], "bias": [Shard(0), Shard(0)]}),
 ], ids=["on tp", "uneven", "mode on both", "both axes"])  # fmt: skip
 def test_numbers(ranks: Ranks, case: Blocks, on: str, mode: str, placements: dict[str, Any]) -> None:
-    assert ranks.run(4, run, replace(case, optimizer="AdamW"), on, mode, placements) == [[]] * 4
+    assert ranks.run(4, run, replace(case, optimizer="SGD momentum"), on, mode, placements) == [[]] * 4
 
 
 def test_they_keep_their_placements_and_are_on_the_steps_mesh_from_the_first_call() -> None:

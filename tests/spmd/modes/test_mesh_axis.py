@@ -15,7 +15,7 @@ from tests.harness.pool import Ranks
 
 def run(rank: int, world: int, axis: str, style: str) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))[axis]
-    case = replace(NARROW, optimizer="AdamW")
+    case = replace(NARROW, optimizer="SGD momentum")
     coordinate = mesh.get_local_rank()
     _, got = compiled_run(coordinate, case, 5, parallel_mode=spmd.DataParallel(style, mesh=mesh))
     return all_unequal(plain_run(case, 2, 5), got, coordinate, 2)

@@ -15,7 +15,7 @@ from tests.harness.cases import WIDE
 from tests.harness.oracle import all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 
-CASE = replace(WIDE, rows=8, optimizer="AdamW")
+CASE = replace(WIDE, rows=8, optimizer="SGD momentum")
 
 
 class Wrapped(spmd.ParallelMode):

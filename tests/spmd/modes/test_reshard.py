@@ -157,8 +157,8 @@ def test_memory_does_not_grow_with_depth() -> None:
         return report.memory["cpu"].arena_used
 
     unit = sum(p.numel() * 4 for p in Block(256).parameters())
-    assert peak(9, None) - peak(5, None) < unit  # activations
-    assert peak(9, False) - peak(5, False) > 4 * unit
+    assert peak(6, None) - peak(3, None) < unit  # activations
+    assert peak(6, False) - peak(3, False) > 3 * unit
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ class Deep(MLP):
     rows: int = 4
 
     def build(self) -> tuple[Any, ...]:
-        model = Model(self.sizes[0], 3).double()
+        model = Model(self.sizes[0], 2).double()
         return model, make_optimizer(self.optimizer, model.parameters())
 
 
@@ -200,11 +200,11 @@ class Accumulated(Deep):
 
 @pytest.mark.parametrize("case, world, options", [
     (Deep(optimizer="SGD"), 2, {}),
-    (Deep(optimizer="AdamW"), 2, {"reshard_after_forward": True, "prefetch": (0, 2)}),
+    (Deep(optimizer="SGD momentum"), 2, {"reshard_after_forward": True, "prefetch": (0, 2)}),
     (Deep(sizes=(8, 8), optimizer="SGD"), 2, {"reshard_after_forward": True}),
-    (Accumulated(optimizer="SGD momentum"), 2, {"reshard_after_forward": True}),
-    (Accumulated(sizes=(8, 8), optimizer="SGD"), 4, {"reduce_gradients": "each", "limit_gathers": 1}),
-    (Accumulated(optimizer="SGD"), 4, {"reshard_after_forward": 2, "offload_policy": spmd.OffloadPolicy()}),
+    (Accumulated(optimizer="SGD"), 2, {"reshard_after_forward": True}),
+    (Accumulated(sizes=(8, 8), optimizer="SGD"), 2, {"reduce_gradients": "each", "limit_gathers": 1}),
+    (Deep(optimizer="SGD"), 4, {"reshard_after_forward": 2, "offload_policy": spmd.OffloadPolicy()}),
 ], ids=["uneven", "all", "even", "accumulated", "reduced each", "kept by two, offloaded"])  # fmt: skip
 def test_numbers_are_those_of_the_plain_step(ranks: Ranks, case: Deep, world: int, options: dict[str, Any]) -> None:
     assert_agrees(ranks, world, case, {"parallel_style": "fully_shard", **options})
@@ -249,7 +249,7 @@ def test_so_many_ranks_keep_a_block_together() -> None:
     assert everyone is not None and everyone.mesh.subgroups == ()  # as with True
 
     def peak(reshard: bool | int) -> int:
-        return int(compiled(layers=9, reshard_after_forward=reshard).report().memory["cpu"].peak)
+        return int(compiled(layers=6, reshard_after_forward=reshard).report().memory["cpu"].peak)
 
     none, half, whole = map(peak, (True, 2, False))
     block = sum(p.numel() * 4 for p in Block(256).parameters())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import spmd
 from passes import FormUnits, Program, Role, default
-from tests.harness.cases import MLP, NARROW, Block
+from tests.harness.cases import MLP, NARROW, Block, make_optimizer
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks, regression
@@ -101,7 +101,7 @@ BLOCKS = tuple(
 def tower() -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model whose blocks are no siblings, and its optimizer."""
     model = Tower()
-    return model, torch.optim.AdamW(model.parameters())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("choice, units", [
@@ -157,12 +157,12 @@ class Towers(MLP):
 
     sizes: tuple[int, ...] = (6, 6)
     rows: int = 5
-    optimizer: str = "AdamW"
+    optimizer: str = "SGD momentum"
 
     def build(self) -> tuple[Any, ...]:
         """The model in fp64, and its optimizer."""
         model = Tower().double()
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+        return model, make_optimizer(self.optimizer, model.parameters())
 
 
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])

@@ -19,9 +19,9 @@ from tests.harness.structure import compile_on_fake_ranks, counts, regression
 
 @dataclass(frozen=True)
 class ByNorm(MLP):
-    """15 x 17 weights, and parameters of one element: nothing divides by the ranks."""
+    """5 x 7 weights, and parameters of one element: nothing divides by the ranks."""
 
-    sizes: tuple[int, ...] = (15, 17, 3, 1)
+    sizes: tuple[int, ...] = (7, 5, 1)
     rows: int = 5
     optimizer: str = "SGD"
     norm: float = 2.0

@@ -14,6 +14,8 @@ from tests.harness.cases import MLP
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
 
+LENGTH = 2  # of sequences: recurrent layers are unrolled
+
 
 class Sequences(nn.Module):
     """Recurrent layers, attention with both kinds of mask, encoder and decoder layers, three kinds of embedding."""
@@ -29,10 +31,10 @@ class Sequences(nn.Module):
         self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(6, 2, 12, dropout=0.0, batch_first=True), 1)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        causal = torch.triu(torch.ones(3, 3, dtype=torch.bool), 1)
+        causal = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
         x = self.tokens(tokens) + self.rare(tokens) + sum(bag(tokens) for bag in self.bags)[:, None]
         x = self.lstm(x)[0] + self.cell(x[:, 0])[:, None]
-        padding = (tokens == 0) & (torch.arange(3) > 0)
+        padding = (tokens == 0) & (torch.arange(LENGTH) > 0)
         attended, weights = self.attention(x, x, x, key_padding_mask=padding, attn_mask=causal)
         encoded = self.encoder(attended, src_mask=causal, is_causal=True)
         return self.decoder(x, encoded, tgt_mask=causal), weights
@@ -48,8 +50,8 @@ class SequenceCase(MLP):
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         random = random_generator(rank, step)
-        tokens = torch.randint(5, (self.rows, 3), generator=random)
-        return tokens, torch.randn(self.rows, 3, 6, generator=random, dtype=torch.float64)
+        tokens = torch.randint(5, (self.rows, LENGTH), generator=random)
+        return tokens, torch.randn(self.rows, LENGTH, 6, generator=random, dtype=torch.float64)
 
     @staticmethod
     def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:

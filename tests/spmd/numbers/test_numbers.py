@@ -17,7 +17,7 @@ from tests.harness.cases import IMPLEMENTATIONS, KINDS, NARROW, STYLES, WIDE
 from tests.harness.oracle import assert_agrees
 from tests.harness.pool import Ranks
 
-CASES = {"50-32-8": WIDE, "15-17-3-1": NARROW}
+CASES = {"50-32-8": WIDE, "15-17-1": NARROW}
 WORLDS = (2, 4)
 PASSES: dict[str, Any] = {"default passes": None, "no passes": ()}
 

@@ -36,12 +36,14 @@ def in_shared_memory(program: Program | None) -> list[bool]:
     return [is_shared(node) for node in program.collectives()]
 
 
+# Three ranks that replicate are below.
+OTHERS = (("replicate", 3, "SGD"), ("fully_shard", 2, "AdamW"), ("default", 2, "SGD"))
+
+
 @pytest.mark.parametrize("style, world, optimizer", [
     ("replicate", 2, "SGD"),
-    ("replicate", 3, "SGD"),
-    ("fully_shard", 2, "AdamW"),
-    ("fully_shard", 3, "SGD"),
-    ("default", 2, "SGD"),
+    ("fully_shard", 3, "SGD momentum"),
+    *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in OTHERS),
 ])  # fmt: skip
 def test_numbers_are_the_same(ranks: Ranks, style: str, world: int, optimizer: str) -> None:
     case = MLP(NARROW.sizes, NARROW.rows, optimizer)

@@ -18,7 +18,7 @@ import spmd
 from tests.harness.cases import MLP
 from tests.harness.pool import RankError, Ranks
 
-CASE = MLP(sizes=(15, 17, 4), rows=6)
+CASE = MLP(sizes=(15, 4), rows=6)
 
 
 def with_flag(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, flag: bool) -> Tensor:
@@ -71,6 +71,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("disagree", DIFFERENCES, ids=lambda function: function.__name__)
+@pytest.mark.in_turn("before")
 def test_ranks_that_differ_raise_together_and_name_the_difference(ranks: Ranks, disagree: Any, before: str) -> None:
     messages = ranks.run(2, mismatch, disagree, BEFORE[before], timeout=30, grace=3)
     for message in messages:

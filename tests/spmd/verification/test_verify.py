@@ -47,8 +47,8 @@ TENSOR = {"*.0.weight": {"tp": Shard(0)}, "*.0.bias": {"tp": Shard(0)}}
 CLEAN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "fully_shard, odd rows, three ranks": ({"parallel_style": "fully_shard"}, {"rows": 7}, {"world": 3}),
     "hybrid": ({"parallel_style": "fully_shard"}, {"optimizer": "SGD"}, {"mesh": {"replicate": 2, "shard": 2}}),
-    "tensor parallel": ({"params": TENSOR}, {}, {"mesh": {"dp": 2, "tp": 2}}),
-    "kept by two ranks": ({"parallel_style": "fully_shard", "reshard_after_forward": 2}, {}, {}),
+    "tensor parallel": ({"params": TENSOR}, {"optimizer": "SGD"}, {"mesh": {"dp": 2, "tp": 2}}),
+    "kept by two ranks": ({"parallel_style": "fully_shard", "reshard_after_forward": 2}, {"optimizer": "SGD"}, {}),
     "ZeRO 1, float32": ({"shard_optimizer": True}, {"dtype": torch.float32}, {"world": 2}),
 }
 
