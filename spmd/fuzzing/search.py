@@ -88,7 +88,7 @@ Progress = Callable[[str, Findings], None]  # what is done now, and what was fou
 
 
 def fuzz(count: int, seed: int, folder: Path, progress: Progress = lambda *_: None, attempts: int = 150) -> Findings:
-    """Verify ``count`` random steps. For each kind of failure the smallest file is written into ``folder``.
+    """Verify ``count`` random steps, all different. For each kind of failure the smallest file is written into ``folder``.
 
     ``attempts``: runs to make one failure smaller.
     """
@@ -108,23 +108,28 @@ def fuzz(count: int, seed: int, folder: Path, progress: Progress = lambda *_: No
 
 @dataclass
 class _Search:
-    """What hypothesis calls with each of its choices. ``files``: the folder for files while they run."""
+    """What hypothesis calls with each of its choices, many of which write the same step: it is verified once.
+
+    ``files``: the folder for files while they run. ``verified``: the texts of all steps that were.
+    """
 
     findings: Findings
     folder: Path
     files: Path
     progress: Progress
     attempts: int
-    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by text
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by text, also of what was tried to shrink one
+    verified: set[str] = field(default_factory=set)
 
     def verify(self, drawn: dict[str, Any]) -> None:
         """Verify one step, and count it; shrink it if it fails as none before it."""
         choices = Choices(**drawn)
         script = write(choices)
-        if script is None:
+        if script is None or script.text() in self.verified:
             reject()
         found = self.findings
         self.progress("verifying", found)
+        self.verified.add(script.text())
         outcome = self._outcome(script.text())
         if outcome.kind == "agreed":
             found.agreed += 1

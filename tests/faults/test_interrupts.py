@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -33,6 +34,8 @@ def interrupted(rank: int, world: int, package: str, file: str, function: str, c
 
     interrupt.__code__ = interrupt.__code__.replace(co_filename=package)  # the signal comes in its code
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(500)  # the collector comes often
     try:
         sys.setprofile(interrupt if rank == 1 else None)
         step(*objects, *CASE.part(rank, 0))
@@ -40,6 +43,7 @@ def interrupted(rank: int, world: int, package: str, file: str, function: str, c
         message = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     finally:
         sys.setprofile(None)
+        gc.set_threshold(*thresholds)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
     assert bool(sent) == (rank == 1)
