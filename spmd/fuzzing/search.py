@@ -88,7 +88,7 @@ Progress = Callable[[str, Findings], None]  # what is done now, and what was fou
 
 
 def fuzz(count: int, seed: int, folder: Path, progress: Progress = lambda *_: None, attempts: int = 150) -> Findings:
-    """Verify ``count`` random steps, all different. For each kind of failure the smallest file is written into ``folder``.
+    """Verify ``count`` different random steps. For each kind of failure the smallest file is written into ``folder``.
 
     ``attempts``: runs to make one failure smaller.
     """
