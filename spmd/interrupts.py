@@ -27,6 +27,10 @@ from .collector_callbacks import is_in_callback
 _AGAIN = 0.002  # seconds until a held interrupt is sent again
 _OURS = (os.path.dirname(__file__) + os.sep, os.path.dirname(passes.__file__) + os.sep)
 _UNSAFE = (os.path.dirname(torch.__file__) + os.sep, weakref.__file__)  # what a weak reference calls raises nowhere
+_ASKED = (
+    "__getattribute__",
+    "__getattr__",
+)  # torch's C++ code asks whether an attribute is there, and drops all errors
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -74,16 +78,21 @@ def deferred_signals() -> Iterator[None]:
 
 
 def _is_unsafe(frame: FrameType | None) -> bool:
-    """Whether torch runs, or a library that torch has called, or a callback of the collector, which raises nowhere."""
+    """Whether torch runs, or a library that torch has called, or code whose errors C code may ignore."""
     if is_in_callback(frame):
         return True
+    is_ours = False
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OURS):
+            is_ours = True
+            if frame.f_code.co_name in _ASKED:
+                return True
+        elif is_ours:
             return False
-        if file.startswith(_UNSAFE):
+        elif file.startswith(_UNSAFE):
             return True
-        if not file.startswith((*_LIBRARIES, "<")):  # generated code has names such as <string>
+        elif not file.startswith((*_LIBRARIES, "<")):  # generated code has names such as <string>
             return False
         frame = frame.f_back
     return False
