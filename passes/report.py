@@ -209,9 +209,9 @@ class Report:
 
     def __str__(self) -> str:
         """The tables as plain text, as wide as the terminal."""
-        console = Console(file=io.StringIO(), color_system=None, width=shutil.get_terminal_size().columns)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+        text = io.StringIO()
+        Console(file=text, color_system=None, width=shutil.get_terminal_size().columns).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def __rich__(self) -> RenderableType:
         """The tables and the lines between them."""

@@ -67,7 +67,7 @@ def test_estimates_stand_beside_measured_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("systems", [
-    ["no communication, eager", "DDP", "FSDP2 per block, fused AdamW", "spmd, replicate"],
+    ["no communication, eager", "DDP", "FSDP2 per block, fused AdamW", "spmd, replicate", "spmd, fully_shard"],
     pytest.param(["*"], marks=pytest.mark.exhaustive),
 ], ids=["some", "all"])  # fmt: skip
 def test_peers_measures_systems(systems: list[str], tmp_path: Path) -> None:

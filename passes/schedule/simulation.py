@@ -28,7 +28,8 @@ _NAMED = 3  # of what a collective hides behind
 class Span:
     """What runs from ``start`` to ``end``, in seconds since the call began.
 
-    ``queue``: empty for compute. ``module``: where in the model it belongs, where that is known.
+    ``queue``: empty for the thread that computes, which also does collectives through shared memory. ``module``: where
+    in the model it belongs, if that is known.
     """
 
     node: str

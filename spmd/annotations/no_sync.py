@@ -48,8 +48,8 @@ def no_sync(*modules: nn.Module) -> Iterator[None]:
 
     ``modules``: those whose parameters it holds for; without any, all. No value changes: ``.grad`` is a DTensor of the
     parameter's shape, ``Partial`` over the axes that split the batch, and whole in the memory of every rank, also where
-    the parameter is split. A step that updates a parameter reduces its gradient all the same. In a step that is not
-    compiled it does nothing. Raises ``TypeError`` for what is no module.
+    the parameter is split. A gradient is reduced all the same where the step updates its parameter, or where it was
+    whole before the call. In a step that is not compiled it does nothing. Raises ``TypeError`` for what is no module.
     """
     wrong = [module for module in modules if not isinstance(module, nn.Module)]
     if wrong:

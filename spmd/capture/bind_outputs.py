@@ -54,6 +54,7 @@ class _Outputs:
         self._remaining = iter(values)
         self.values: list[Any] = []
         self.declared: list[Output] = []
+        self.updated: set[str] = set()  # the parameters among them, which stand before gradients
 
     def take(self) -> Any:
         """The next value."""
@@ -70,14 +71,9 @@ class _Outputs:
             output = replace(output, shape=tuple(val.shape), dtype=val.dtype)
         self.values.append(value)
         self.declared.append(output)
+        if output.role is Role.PARAMETER:
+            self.updated.add(output.name)
         return FromOutput(sum(each.kind is not OutputKind.UPDATE for each in self.declared) - 1)
-
-    def updates(self, parameter: str) -> bool:
-        """Whether the program updates ``parameter``, as far as is declared."""
-        return any(
-            each.role is Role.PARAMETER and each.kind is OutputKind.UPDATE and each.name == parameter
-            for each in self.declared
-        )
 
 
 def _bind_updates(
@@ -99,7 +95,7 @@ def _bind_updates(
         output = Output(OutputKind.UPDATE, described.name, described.role, of=described.of)
         if not was_pending:
             outputs.bind(output, value)
-        elif described.of in final.pending and not outputs.updates(described.of):
+        elif described.of in final.pending and described.of not in outputs.updated:
             outputs.bind(replace(output, pending=True), value)
         else:
             new = outputs.bind(replace(output, kind=OutputKind.NEW), value)
@@ -114,10 +110,9 @@ def _bind_written_arguments(outputs: _Outputs, program: Program, written: dict[f
 
 
 def _bind_gradients(outputs: _Outputs, final: FinalState) -> list[NewState]:
-    new_state = []
+    new_state, pending = [], final.pending - outputs.updated
     for name in final.gradients:
-        pending = name in final.pending and not outputs.updates(name)
-        output = Output(OutputKind.NEW, gradient_name(name), Role.GRADIENT, of=name, pending=pending)
+        output = Output(OutputKind.NEW, gradient_name(name), Role.GRADIENT, of=name, pending=name in pending)
         new_state.append(NewState(name, outputs.add(output)))
     return new_state
 

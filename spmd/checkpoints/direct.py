@@ -20,7 +20,7 @@ import torch
 
 _BLOCK = 4096  # of which lengths and addresses are multiples, on every disk; a page is no smaller
 _BUFFER = 2_097_152
-_DTYPES = {
+DTYPES = {  # what safetensors files hold, under their names there
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -55,7 +55,7 @@ def _header(tensors: list[tuple[str, torch.Tensor]], metadata: Mapping[str, str]
     end = 0
     for name, tensor in tensors:
         start, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

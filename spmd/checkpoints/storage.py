@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -77,7 +78,8 @@ def plan_files(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dty
     limit = min(max(sum(sizes.values()) // 16, _LEAST), _MOST)
     writer = _Writer(file_numbers(sizes, limit))
     ranks.communicate(lambda: _plan(tensors, writer, ranks.group))
-    _last = _Plan(layout, folder.name, writer.items)
+    token, *_ = ranks.run(lambda: uuid4().hex)
+    _last = _Plan(layout, token, writer.items)
     return _last.files(folder, tensors, dtype, ranks.rank)
 
 
@@ -118,7 +120,7 @@ def _layout(tensors: Tensors, dtype: torch.dtype | None, ranks: Together) -> Any
         return tuple(tensor.placements), meshes[id(mesh)]
 
     each = [(name, t.dtype, t.shape, local_tensor(t).shape, placed(t)) for name, t in tensors.items()]
-    return ranks.rank, ranks.size, dtype, each
+    return ranks.rank, ranks.size, dtype, (_LEAST, _MOST), each
 
 
 def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | None = None) -> dict[str, int]:

@@ -16,14 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch import local_tensor
+from .direct import DTYPES
 
 # What safetensors files hold. Other tensors stay among the values, and so do plain tensors without dims, such as the
 # step counters of an optimizer: a file has one entry for all of them.
-IN_FILES = frozenset(
-    getattr(torch, name)
-    for name in "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 "
-    "float8_e4m3fn float8_e5m2".split()
-)
+IN_FILES = frozenset(DTYPES)
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 

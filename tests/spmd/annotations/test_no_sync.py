@@ -32,6 +32,13 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
     return loss
 
 
+def accumulate(model: nn.Module, x: Tensor, y: Tensor, last: bool) -> Tensor:
+    with nullcontext() if last else spmd.no_sync(model):
+        loss = F.mse_loss(model(x), y) / 3
+        loss.backward()
+    return loss
+
+
 class Window(MLP):
     """Three calls a window; the last one clips, updates and clears. Odd sizes."""
 
@@ -42,9 +49,7 @@ class Window(MLP):
 
     @staticmethod
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, last: bool) -> Tensor:
-        with nullcontext() if last else spmd.no_sync(model):
-            loss = F.mse_loss(model(x), y) / 3
-            loss.backward()
+        loss = accumulate(model, x, y, last)
         if last:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
@@ -64,9 +69,7 @@ class ClearedFirst(Window):
     ) -> Tensor:
         if first:
             optimizer.zero_grad()
-        with nullcontext() if last else spmd.no_sync(model):
-            loss = F.mse_loss(model(x), y) / 3
-            loss.backward()
+        loss = accumulate(model, x, y, last)
         if last:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
@@ -105,7 +108,7 @@ NUMBERS = [
 def test_pending_gradients_are_those_of_the_plain_step(
     ranks: Ranks, case: MLP, world: int, options: dict[str, Any]
 ) -> None:
-    """After every call ``.grad`` has the value of the plain step's, whoever reduces it."""
+    """After every call ``.grad`` has the value that the plain step's has; the comparison reduces it."""
     assert_agrees(ranks, world, case, options, steps=7)
 
 
@@ -212,6 +215,24 @@ def test_a_sum_that_was_reduced_between_calls_compiles_anew(
     assert all(parameter.grad.placements == (Shard(0),) for parameter in model.parameters())
     title = "0.weight.grad: float64[16, 8] on cpu, strides (8, 1), placed as (Partial(sum),) -> "
     assert title in capfd.readouterr().err
+
+
+def test_whole_gradients_and_pending_ones_have_programs_of_their_own() -> None:
+    model, optimizer, x, y = regression(8, 16, 4, rows=4)
+    compiled = spmd.compile(train_step, passes=())
+    with fake_world(4):
+        for _ in range(2):
+            compiled(model, optimizer, x, y, False)
+        pending = [parameter.grad for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        compiled(model, optimizer, x, y, False)
+        assert len(compiled.programs) == 3 and compiled.program is compiled.programs[2]
+        assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
+        for parameter, gradient in zip(model.parameters(), pending, strict=True):
+            parameter.grad = gradient
+        compiled(model, optimizer, x, y, False)
+    assert len(compiled.programs) == 3 and compiled.program is compiled.programs[1]
 
 
 def test_it_does_nothing_in_a_plain_step_and_refuses_what_is_no_module() -> None:
