@@ -12,7 +12,7 @@ import fcntl
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -40,13 +40,23 @@ DTYPES = {  # what safetensors files hold, under their names there
 }
 
 
-def save_file(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write dense tensors on the CPU to the disk, as that of safetensors does, and ``fsync``."""
+def save_file(
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    metadata: Mapping[str, str],
+    read: Callable[[str], torch.Tensor] | None = None,
+) -> None:
+    """Write dense tensors to the disk, as that of safetensors does, and ``fsync``.
+
+    ``read`` returns the values of a tensor by its name; it is called for one after the other, and ``tensors`` may be
+    on the meta device then.
+    """
     wide_first = sorted(tensors.items(), key=lambda each: -each[1].element_size())  # so that each is aligned
     with _DirectFile(path) as file:
         file.write(_bytes_of(_header(wide_first, metadata)))
-        for _, tensor in wide_first:
-            file.write(tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8))
+        for name, tensor in wide_first:
+            values = (read(name) if read else tensor).cpu()
+            file.write(values.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8))
 
 
 def _header(tensors: list[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:

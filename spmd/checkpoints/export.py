@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
+from .direct import save_file
 from .folders import INDEX, path_of, write_whole
 from .prepare import Prepared, prepare
 from .storage import Files, file_numbers, write
 from .together import Together, together
 from .trees import leaves
 
-_LEAST, _MOST = 16_000_000, 1_000_000_000  # bytes of a file: it is put together in the memory of one rank
+_LEAST, _MOST = 16_000_000, 1_000_000_000  # bytes of a file
 
 
 def export(folder: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
@@ -91,23 +91,23 @@ def _assign(prepared: Prepared, dtype: torch.dtype | None, size: int) -> list[li
 def _write_files(
     parts: Path, files: list[list[str]], prepared: Prepared, dtype: torch.dtype | None, ranks: Together
 ) -> None:
-    """Put together the files of this rank, one after the other."""
+    """Put together the files of this rank, tensor by tensor: it holds one whole tensor at a time."""
     stored = Files(sorted(parts.glob("shard-*.safetensors")))
-    small = _small(prepared)
+    small = {name: _cast(tensor, dtype) for name, tensor in _small(prepared).items()}
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in stored.tensors.items()}
 
-    def write_file(number: int) -> None:  # and let go of its tensors before the next
-        targets = {
-            name: torch.empty(stored.tensors[name][1], dtype=stored.tensors[name][0])
-            for name in files[number]
-            if name not in small
-        }
-        stored.read(targets, Together(ranks.what, None))
-        whole = targets | {name: _cast(small[name], dtype) for name in files[number] if name in small}
-        # without the dot in front that the empty name of the model has left
-        save_file({name[1:]: tensor for name, tensor in whole.items()}, parts / str(number), metadata={"format": "pt"})
+    def read(name: str) -> torch.Tensor:
+        """One whole tensor."""
+        if name in small:
+            return small[name]
+        target = torch.empty_like(empty[name], device="cpu")
+        stored.read({name: target}, Together(ranks.what, None))
+        return target
 
     for number in range(ranks.rank, len(files), ranks.size):
-        write_file(number)
+        # without the dot in front that the empty name of the model has left
+        tensors = {name[1:]: (empty | small)[name] for name in files[number]}
+        save_file(tensors, parts / str(number), {"format": "pt"}, lambda name: read(f".{name}"))
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

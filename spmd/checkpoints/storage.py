@@ -35,8 +35,8 @@ from .direct import save_file
 from .together import Together
 
 Tensors = Mapping[str, torch.Tensor]
-# Bytes of one file of a rank: a sixteenth of all that the rank writes, but no less and no more than these. What is not
-# on the CPU, or is cast, is put together in memory a file at a time; and an update waits for a file that is written.
+# Bytes of one file of a rank: a sixteenth of all that the rank writes, but no less and no more than these. What is cast
+# is put together in memory a file at a time; and an update waits for a file that is written.
 _LEAST, _MOST = 48_000_000, 256_000_000
 _WRITTEN_AS = "spmd.file"  # metadata of a file: its name, and that of its folder, which no other save has
 
@@ -59,7 +59,7 @@ class File:
         chunks = {str(item.index.fqn): item.tensor_data.chunk for item in self.items if item.tensor_data is not None}
         offsets = {name: {DCP_OFFSETS: list(chunk.offsets)} for name, chunk in chunks.items()}
         metadata = {DCP_PARTS: json.dumps(offsets), **DCP_VERSION, "format": "pt", _WRITTEN_AS: _name(self.path)}
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, self.path, metadata)
+        save_file(tensors, self.path, metadata)
         return self.path.name, self.path.stat().st_size
 
 

@@ -1,4 +1,4 @@
-"""No rank needs more memory to save, load or export than its shards and about one file: never the whole model."""
+"""Beside its shards, a rank needs a small buffer to save, nothing to load, and one whole tensor to export."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import nn
 
 import spmd
 from spmd.checkpoints import export, storage
-from tests.harness.memory import allocate_without_holes, idle_bytes, peak_bytes
+from tests.harness.memory import allocate_without_holes, idle_bytes, sampled_peak_bytes
 from tests.harness.pool import Ranks
 
 LAYERS, WIDTH = 12, 1024
 LAYER = WIDTH * WIDTH * 4  # bytes
-ALLOWED = 2 * LAYER  # one whole layer, which is a file here, and what Python takes
+PYTHON = LAYER // 8  # what it takes; the buffer that files are written from is shared memory
+ALLOWED = {"save": PYTHON, "save in the background": PYTHON, "load": PYTHON, "export": LAYER + PYTHON}
 
 
 def added(rank: int, world: int, folder: Path) -> dict[str, int]:
@@ -40,11 +41,11 @@ def added(rank: int, world: int, folder: Path) -> dict[str, int]:
         for name, call in calls.items():
             call()
             before = idle_bytes()
-            found[name] = peak_bytes(call) - before
+            found[name] = sampled_peak_bytes(call) - before
     assert len(step.programs) == 1
     return found
 
 
 def test_peaks(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(2, added, tmp_path):
-        assert {name: each for name, each in found.items() if each > ALLOWED} == {}, found
+        assert {name: each for name, each in found.items() if each > ALLOWED[name]} == {}, found
