@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from .analysis.costs import Table as Costs
 from .ir.collectives import Collective, Kind, input_bytes, operands
 from .ir.printer import short_dtype
 from .ir.program import Program
+from .measured import MeasuredTime, OpTime, collective_of
 from .memory.planned_memory import PlannedMemory, planned_memory
 from .schedule.estimate import estimate
 from .schedule.simulation import Timeline, TransferTime
@@ -30,6 +32,7 @@ from .trace import trace_events
 _IDLE = "nothing to do"  # in the history of a program, of a pass
 _MODULES = 4  # named in a row
 _PATH = 16  # longest module path in the table
+_OPS = 12  # whose times are shown
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Traffic:
     """Collectives of a step that agree in kind, axis, role, dtype, reason and implementation.
 
     ``bytes``: of one rank's local input. ``by``: the implementation, empty for the backend's own op. ``seconds``: how
-    long they are estimated to take, and ``exposed``: by how much of that they make the step longer.
+    long they are estimated to take, and ``exposed``: by how much of that they make the step longer. ``measured``: how
+    long this rank was busy with them, or waited for them, in the calls that ``profile`` measured.
     """
 
     kind: str
@@ -50,6 +54,7 @@ class Traffic:
     by: str = ""
     seconds: float = 0.0
     exposed: float = 0.0
+    measured: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class Report:
 
     ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start;
     ``caused_by`` has those of one parameter or module. ``estimated``: the time of a step, None on a device of which
-    nothing is known.
+    nothing is known; ``measured``: of the calls that the step's ``profile`` measured, None before.
     ``timeline``: that step, op by op; not a part of ``to_dict``. ``seconds``: the time of each stage of compiling, and
     ``passes``: what each pass did in it. ``notes``: messages for users, such as the ops that run replicated
     because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
@@ -124,6 +129,7 @@ class Report:
     memory: dict[str, PlannedMemory] = field(default_factory=dict)
     estimated: EstimatedTime | None = None
     passes: tuple[PassEffect, ...] = ()
+    measured: MeasuredTime | None = None
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -157,8 +163,18 @@ class Report:
             memory,
             EstimatedTime.of(found) if found else None,
             tuple(passes),
-            found,
+            timeline=found,
         )
+
+    def with_measured(self, program: Program, calls: Sequence[Mapping[str, float]]) -> Report:
+        """This report of ``program`` with what calls of it took: seconds by the names of nodes, one entry a call."""
+        found, took = MeasuredTime.of(program, self.timeline, calls), defaultdict[str, float](float)
+        for node in program.graph.nodes:
+            collective = collective_of(node)
+            if collective is not None:
+                took[collective.name] += found.nodes.get(node.name, 0.0)
+        every = tuple(replace(one, measured=took[one.node]) for one in self.every)
+        return replace(self, every=every, traffic=_traffic(every), measured=found)
 
     def count(self, kind: str) -> int:
         """The number of collectives of this kind in one step. Raises ``ValueError`` for an unknown kind."""
@@ -196,9 +212,10 @@ class Report:
             memory = {device: PlannedMemory.from_dict(each) for device, each in given["memory"].items()}
             notes, history = tuple(given["notes"]), tuple(given["history"])
             estimated = EstimatedTime(**given["estimated"]) if given.get("estimated") else None
+            measured = MeasuredTime.from_dict(given["measured"]) if given.get("measured") else None
             seconds, passes = given["seconds"], tuple(PassEffect(**each) for each in given.get("passes", ()))
             name, mesh = given["name"], given["mesh"]
-            return cls(name, mesh, traffic, seconds, notes, history, every, memory, estimated, passes)
+            return cls(name, mesh, traffic, seconds, notes, history, every, memory, estimated, passes, measured)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no report of this version: {error!r}") from error
 
@@ -216,8 +233,10 @@ class Report:
     def __rich__(self) -> RenderableType:
         """The tables and the lines between them."""
         parts: list[RenderableType] = [self._collectives()]
-        if self.estimated is not None:
-            parts += _times(self.estimated, self.traffic)
+        if self.estimated is not None or self.measured is not None:
+            parts += _times(self.estimated, self.measured, self.traffic)
+        if self.measured is not None:
+            parts.append(_ops(self.measured))
         parts += [_memory(device, memory) for device, memory in self.memory.items()]
         if self.seconds:
             times = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
@@ -254,21 +273,48 @@ def _cells(row: Traffic) -> tuple[str, ...]:
     return row.kind, row.axis, dtype, f"{row.count:,}", f"{row.bytes:,}", _shortened(row.why), row.by
 
 
-def _times(estimated: EstimatedTime, traffic: Sequence[Traffic]) -> list[RenderableType]:
-    """The estimated time of a step, and of the collectives in it."""
-    step = f"one step, estimated: {_ms(estimated.seconds)} ms"
-    if not traffic:
-        return [Text(step)]
-    hidden = f"{_ms(estimated.exposed)} ms of {_ms(estimated.communication)} ms of communication exposed"
+def _times(
+    estimated: EstimatedTime | None, measured: MeasuredTime | None, traffic: Sequence[Traffic]
+) -> list[RenderableType]:
+    """The time of a step, and of the collectives in it, as estimated and as measured."""
+    lines: list[RenderableType] = []
+    if estimated is not None:
+        hidden = f"{_ms(estimated.exposed)} ms of {_ms(estimated.communication)} ms of communication exposed"
+        lines.append(Text(f"one step, estimated: {_ms(estimated.seconds)} ms{f'; {hidden}' if traffic else ''}"))
+    if measured is not None:
+        parts = f"{_ms(measured.compute)} ms of compute, {_ms(measured.communication)} ms in collectives"
+        lines.append(Text(f"one step, measured in {measured.calls} calls: {_ms(measured.seconds)} ms; {parts}"))
+    headings = {"ms": "seconds", "exposed": "exposed"} if estimated is not None else {}
+    headings |= {"measured": "measured"} if measured is not None else {}
+    return [*lines, _times_of_collectives(traffic, headings)] if traffic else lines
+
+
+def _times_of_collectives(traffic: Sequence[Traffic], headings: Mapping[str, str]) -> RenderableType:
+    """``headings``: of columns, with the times that they show."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for heading in ("collective", "axis", "role"):
         table.add_column(heading, overflow="fold")
-    for heading in ("count", "ms", "exposed"):
+    for heading in ("count", *headings):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in traffic:
-        cells = (row.kind, row.axis, row.role, f"{row.count:,}", _ms(row.seconds), _ms(row.exposed))
-        table.add_row(*map(Text, cells))
-    return [Text(f"{step}; {hidden}"), table]
+        times = [_ms(getattr(row, key)) for key in headings.values()]
+        table.add_row(*map(Text, (row.kind, row.axis, row.role, f"{row.count:,}", *times)))
+    return table
+
+
+def _ops(measured: MeasuredTime) -> RenderableType:
+    """The ops that took longest."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("op", overflow="fold")
+    for heading in ("count", "estimated, ms", "measured, ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    shown, others = measured.ops[:_OPS], measured.ops[_OPS:]
+    if others:
+        sums = [sum(getattr(row, key) for row in others) for key in ("count", "estimated", "measured")]
+        shown = (*shown, OpTime(f"{len(others)} others", *sums))
+    for row in shown:
+        table.add_row(*map(Text, (row.op, f"{row.count:,}", _ms(row.estimated), _ms(row.measured))))
+    return table
 
 
 def _ms(seconds: float) -> str:
@@ -351,8 +397,9 @@ def _traffic(every: Sequence[OneCollective]) -> tuple[Traffic, ...]:
 
 def _sum(every: Sequence[OneCollective]) -> Traffic:
     first, size, why = every[0], sum(one.bytes for one in every), _summary([one.why for one in every])
-    seconds, exposed = sum(one.seconds for one in every), sum(one.exposed for one in every)
-    return Traffic(first.kind, first.axis, first.role, first.dtype, len(every), size, why, first.by, seconds, exposed)
+    seconds, exposed, measured = (sum(getattr(one, key) for one in every) for key in ("seconds", "exposed", "measured"))
+    key = first.kind, first.axis, first.role, first.dtype
+    return Traffic(*key, len(every), size, why, first.by, seconds, exposed, measured)
 
 
 def _summary(reasons: Sequence[str]) -> str:

@@ -98,10 +98,17 @@ class Compiled:
     def _numbers(self, arguments: Arguments, live: Live) -> list[Any]:
         return [*live.numbers, *self.guards.leaves.tensors(arguments)]
 
-    def run(self, arguments: Arguments, live: Live, restore: Restore | None = None) -> Any:
+    def run(
+        self,
+        arguments: Arguments,
+        live: Live,
+        restore: Restore | None = None,
+        execute: Callable[[Sequence[Any]], list[Any]] | None = None,
+    ) -> Any:
         """One call: gather the inputs, run, put results and new state where they belong.
 
-        ``live`` is as ``guards`` found it; ``restore`` makes the results that the caller expects.
+        ``live`` is as ``guards`` found it; ``restore`` makes the results that the caller expects. ``execute`` runs the
+        program in place of its executable.
         """
         if restore is not None and self._pool.written:
             raise RankMismatchError(
@@ -109,7 +116,7 @@ class Compiled:
                 "writes into: pass equal numbers of rows, or return the new rows instead of writing them"
             )
         running = self.start(arguments, live)
-        return self.finish(running, self.executable(running.inputs), restore)
+        return self.finish(running, (execute or self.executable)(running.inputs), restore)
 
     def start(self, arguments: Arguments, live: Live) -> Running:
         """Gather the inputs of a call; ``run`` has the rest."""

@@ -49,6 +49,7 @@ from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
 from .override import replaced, transform, transform_graph_module
+from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
 from .ranks.standing import StateError
@@ -81,6 +82,7 @@ class CompiledStep:
         self._warned: set[str] = set()  # arguments that may be tables
         self._rows: set[str] = set()  # those that differed between ranks when a program was compiled
         self._refused: RefusedSaves | None = None
+        self._profile = Profile()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
@@ -154,7 +156,10 @@ class CompiledStep:
         compiled = self._ready(turn)
         assert turn.live is not None, "a program fits the call that it was compiled for"
         with unexpected_errors("running", compiled.program.name, self._where):
-            result = compiled.run(turn.call.given, turn.live, self._dispatch.restore(turn))
+            result = compiled.run(
+                turn.call.given, turn.live, self._dispatch.restore(turn), self._profile.begin(compiled)
+            )
+        self._profile.end(compiled)
         if turn.connection is not None:
             turn.connection.is_in_call = False
         self._failed = None
@@ -315,6 +320,20 @@ class CompiledStep:
     def report(self) -> Report:
         """What the program last run communicates in one step, and how long it took to compile."""
         return self._last_program("report on").report
+
+    def profile(self, steps: int = 5) -> None:
+        """Measure each node of the program in the next ``steps`` calls; ``report()`` shows it beside the estimate.
+
+        The calls train as ever. What is measured is this rank's: other ranks need not measure. A call takes about
+        0.1 us longer for each node; on an accelerator the nodes are measured by events in its stream. Raises
+        ``SpmdError`` for a step with another backend than ``"aten"``.
+        """
+        if self._options.backend != "aten":
+            raise SpmdError(
+                f"the ops of {self._name} cannot be measured one by one, since a backend of its own runs them: compile "
+                'it with backend="aten", or use torch.profiler'
+            )
+        self._profile = Profile(steps)
 
     def dump(self, folder: str | Path) -> None:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""

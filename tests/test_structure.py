@@ -30,6 +30,7 @@ ORDER = {
         update/
         memory/
         schedule/
+        measured
         pipeline runner trace report
         __init__
     """,
@@ -45,7 +46,7 @@ ORDER = {
         modes/
         lowering/
         override dump progress stages
-        options compiled unsharded initialized mesh_picture
+        options compiled unsharded initialized mesh_picture profile
         checkpoints/
         dispatch
         step

@@ -43,6 +43,7 @@ from passes.runtime.shared_memory_collectives import PERSISTENT
 from .arenas import Arenas
 from .background_reads import READS, Span, span_of
 from .bindings import direct
+from .clock import Clock
 
 aten = torch.ops.aten
 
@@ -58,9 +59,13 @@ class Bound:
     """
 
     def __init__(
-        self, program: Program, arenas: Arenas | None = None, commit: Callable[[], None] | None = None
+        self,
+        program: Program,
+        arenas: Arenas | None = None,
+        commit: Callable[[], None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """``commit`` is called before the first node that writes to state."""
+        """``commit`` is called before the first node that writes to state; ``clock`` ticks after each node."""
         self.arenas = arenas or Arenas()
         self.arenas.users.add(self)
         stays = [
@@ -68,7 +73,9 @@ class Bound:
         ]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
-        self._bind, source = _Writer(program, self._fixed, self._given, self.arenas, commit).function()
+        self.clock, writer = clock, _Writer(program, self._fixed, self._given, self.arenas, commit, clock)
+        self._bind, source = writer.function()
+        self._timed = writer.timed
         self._forget_source = weakref.finalize(self, linecache.cache.pop, source, None)
         self._forget_source.atexit = False
         self.release()
@@ -99,7 +106,13 @@ class Bound:
             self.release()
             run = self._bind(*state)
             self._run, self._state, self._addresses = run, state, addresses
+        if self.clock is not None:
+            self.clock.restart()
         return run(*[inputs[k] for k in self._given])
+
+    def seconds(self) -> dict[str, float]:
+        """How long each node of the last call took, by its name; of those that run at each call."""
+        return self.clock.seconds(self._timed) if self.clock is not None else {}
 
 
 def _closed(*state: torch.Tensor) -> Callable[..., Any]:
@@ -137,8 +150,10 @@ class _Writer:
         given: Sequence[int],
         arenas: Arenas,
         commit: Callable[[], None] | None,
+        clock: Clock | None,
     ) -> None:
         self.program, self.arenas, self.commit = program, arenas, commit
+        self.tick, self.timed = clock.tick if clock else None, list[str]()  # the names of nodes, in order
         self.constants = _constants(program.graph)
         self.scope: dict[str, Any] = {}  # values that the text refers to by name: functions, dtypes, modules
         self.named: dict[int, str] = {}
@@ -157,6 +172,7 @@ class _Writer:
         first = next(iter(writes), None) if self.commit else None
         self._detach()
         for node in self.program.graph.nodes:
+            before = len(self.each_call)
             if node is first:
                 self.each_call.append(f"{self._name(self.commit)}()")
             self._wait_for_reads(writes.get(node, ()))
@@ -165,6 +181,9 @@ class _Writer:
             dead = [self.names[each] for each in dying.get(node, ()) if each not in self.fixed]
             if dead and node.op != "output":
                 self.each_call.append(f"del {', '.join(dead)}")
+            if self.tick is not None and len(self.each_call) > before:
+                self.each_call.append(f"{self._name(self.tick)}()")
+                self.timed.append(node.name)
         self._return()
         return _compiled(self._text(), self.scope)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from passes import OutputKind, Part, PassError, Program
 from .._torch import DisableAutocast
 from .arenas import Arenas
 from .background_reads import READS
+from .clock import Clock
 from .codegen import Bound
 from .commit import Commit
 
@@ -54,6 +55,11 @@ class Executable:
         """Write the updates among what the function returned into ``inputs``; returns the rest."""
         self._write(outputs, inputs)
         return [outputs[k] for k in self.returned]
+
+    def timed(self, program: Program, device_type: str) -> Executable:
+        """The same, which also measures each node (``Bound.seconds``); of our own backend only."""
+        assert isinstance(self.function, Bound), "step.profile refuses the backends of others"
+        return replace(self, function=Bound(program, self.function.arenas, self.commit, Clock(device_type)))
 
     def close(self) -> None:
         """Drop all references to state, and the generated code: the model is gone."""

@@ -1,0 +1,87 @@
+"""What the nodes of a step took when they ran, and the sums of it for a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from torch import fx
+
+from .ir.collectives import is_collective, is_wait
+from .ir.program import Program
+from .ir.schemas import name_of
+from .schedule.simulation import Timeline
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """The compute of all nodes of one op: seconds of a step by estimate, where there is one, and as measured."""
+
+    op: str
+    count: int
+    estimated: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class MeasuredTime:
+    """One step of one rank as it ran, node by node: medians over ``calls`` calls.
+
+    ``seconds``: from the first node to the last. ``communication``: of these, how long the thread that computes was
+    busy with collectives, from start to end, or waited for them and for late ranks; ``compute``: the rest.
+    ``nodes``: seconds of each node, by its name in a dump; ``ops``: the sums for each op, longest first.
+    """
+
+    calls: int
+    seconds: float
+    compute: float
+    communication: float
+    nodes: dict[str, float] = field(default_factory=dict)
+    ops: tuple[OpTime, ...] = ()
+
+    @classmethod
+    def of(cls, program: Program, estimated: Timeline | None, calls: Sequence[Mapping[str, float]]) -> MeasuredTime:
+        """The medians of calls that each give seconds by the names of nodes."""
+        nodes = {name: median(call[name] for call in calls) for name in calls[0]}
+        awaited = {node.name for node in program.graph.nodes if collective_of(node) is not None}
+        communication = [sum(seconds for name, seconds in call.items() if name in awaited) for call in calls]
+        totals = [sum(call.values()) for call in calls]
+        compute = [total - part for total, part in zip(totals, communication, strict=True)]
+        ops = _ops(program, estimated, nodes, awaited)
+        return cls(len(calls), median(totals), median(compute), median(communication), nodes, ops)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> MeasuredTime:
+        """What ``dataclasses.asdict`` made of one."""
+        return cls(**{**given, "ops": tuple(OpTime(**each) for each in given["ops"])})
+
+
+def collective_of(node: fx.Node) -> fx.Node | None:
+    """The collective that a node starts or waits for."""
+    if is_collective(node):
+        return node
+    started = node.args[0] if is_wait(node) else None
+    while isinstance(started, fx.Node) and not is_collective(started):  # one of a coalesced result
+        started = started.args[0] if started.args else None
+    return started if isinstance(started, fx.Node) else None
+
+
+def _ops(
+    program: Program, estimated: Timeline | None, nodes: Mapping[str, float], awaited: set[str]
+) -> tuple[OpTime, ...]:
+    expected = {span.node: span.end - span.start for span in estimated.spans if not span.queue} if estimated else {}
+    found: dict[str, list[str]] = {}
+    for node in program.graph.nodes:
+        if node.name in nodes and node.name not in awaited:
+            found.setdefault(_op(node), []).append(node.name)
+    rows = [
+        OpTime(op, len(each), sum(expected.get(name, 0.0) for name in each), sum(nodes[name] for name in each))
+        for op, each in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.measured))
+
+
+def _op(node: fx.Node) -> str:
+    return str(node.target) if isinstance(node.target, str) else name_of(node.target)

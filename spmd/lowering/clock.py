@@ -1,0 +1,49 @@
+"""What measures each node of a program while it runs: a tick between any two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Ticks of one call, on the thread that computes. On an accelerator they are events in its current stream."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._ticks: list[Any] = []
+        now, note = self._now(), self._ticks.append
+        self.tick: Callable[[], None] = lambda: note(now())
+
+    def _now(self) -> Callable[[], Any]:
+        if self._device_type == "cpu":
+            return time.perf_counter
+
+        def event() -> torch.Event:
+            made = torch.Event(self._device_type, enable_timing=True)
+            made.record()
+            return made
+
+        return event
+
+    def restart(self) -> None:
+        """The first tick of a call."""
+        self._ticks.clear()
+        self.tick()
+
+    def seconds(self, names: Sequence[str]) -> dict[str, float]:
+        """How long each node took, by its name, in the order in which the nodes ticked."""
+        ticks, self._ticks[:] = list(self._ticks), []
+        if self._device_type == "cpu":
+            between = [end - start for start, end in pairwise(ticks)]
+        else:
+            ticks[-1].synchronize()
+            between = [start.elapsed_time(end) / 1e3 for start, end in pairwise(ticks)]
+        found: dict[str, float] = {}
+        for name, seconds in zip(names, between, strict=True):
+            found[name] = found.get(name, 0.0) + seconds
+        return found

@@ -1,0 +1,49 @@
+"""Measure the nodes of the programs that the next calls of a step run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .compiled import Compiled
+from .lowering.codegen import Bound
+from .lowering.lower import Executable
+
+
+class Profile:
+    """``steps`` calls are left to measure. The report of each program that ran gets the medians of its calls."""
+
+    def __init__(self, steps: int = 0) -> None:
+        if type(steps) is not int or steps < 0:
+            raise ValueError(f"expected the number of steps to measure, got {steps!r}")
+        self._left = steps
+        self._compiled: Compiled | None = None  # the program last run
+        self._timed: Executable | None = None  # which runs it
+        self._calls: dict[int, list[dict[str, float]]] = {}  # by the identity of the program
+
+    def begin(self, compiled: Compiled) -> Callable[[Sequence[Any]], list[Any]] | None:
+        """What runs the program and measures it; None if no call is left."""
+        if not self._left:
+            return None
+        if self._timed is None or self._compiled is not compiled:
+            self._close()
+            self._compiled = compiled
+            self._timed = compiled.executable.timed(compiled.program, compiled.device_mesh.device_type)
+        return self._timed
+
+    def end(self, compiled: Compiled) -> None:
+        """The call that began has gone well."""
+        if self._timed is None:
+            return
+        assert isinstance(self._timed.function, Bound)
+        calls = self._calls.setdefault(compiled.identity, [])
+        calls.append(self._timed.function.seconds())
+        compiled.report = compiled.report.with_measured(compiled.program, calls)
+        self._left -= 1
+        if not self._left:
+            self._close()
+
+    def _close(self) -> None:
+        if self._timed is not None:
+            self._timed.close_code()
+        self._timed = self._compiled = None
