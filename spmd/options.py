@@ -13,6 +13,7 @@ from torch import fx
 import passes
 from passes import Pass
 
+from .edited_programs import EditedPrograms
 from .lowering.lower import Backend
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
@@ -33,6 +34,7 @@ class Options:
     timeout: float | None
     keep_freed_memory: bool = False
     max_programs: int | None = None
+    program: EditedPrograms | None = None
 
     @classmethod
     def check(
@@ -46,6 +48,7 @@ class Options:
         timeout: Any,
         keep_freed_memory: Any = False,
         max_programs: Any = None,
+        program: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         return cls(
@@ -54,10 +57,11 @@ class Options:
             mode=check_mode(parallel_mode),
             passes=check_passes("passes", passes),
             backend=_check_backend(backend),
-            dump=_check_folder(dump),
+            dump=_check_folder("dump", dump),
             timeout=_check_timeout(timeout),
             keep_freed_memory=check_flag("keep_freed_memory", keep_freed_memory),
             max_programs=_check_max_programs(max_programs),
+            program=_check_program(program, dump),
         )
 
     @property
@@ -104,10 +108,20 @@ def _check_backend(given: Any) -> Any:
     return given
 
 
-def _check_folder(given: Any) -> Path | None:
+def _check_folder(name: str, given: Any) -> Path | None:
     if given is not None and not isinstance(given, (str, os.PathLike)):
-        raise TypeError(f"expected dump to be a folder's path or None, got {given!r}")
+        raise TypeError(f"expected {name} to be a folder's path or None, got {given!r}")
     return Path(given) if given is not None else None
+
+
+def _check_program(given: Any, dump: Any) -> EditedPrograms | None:
+    """Read now: a dump, or the user's next edit, may change the files before the step is called."""
+    folder = _check_folder("program", given)
+    if folder is not None and dump is not None and Path(dump).resolve() in folder.resolve().parents:
+        raise ValueError(
+            f"expected dump to be another folder than that of program={str(folder)!r}, which it would replace"
+        )
+    return EditedPrograms.read(folder)
 
 
 def _check_max_programs(given: Any) -> int | None:

@@ -232,14 +232,14 @@ class CompiledStep:
         with stages.stage("passes"), DisableAutocast():
             stages.program = program = passes_package.run(local, options.pipeline, stages.noting(local, dump.on_pass))
         with stages.stage("lower"), DisableAutocast():
-            program = transform_graph_module(program, options.gm_transformation)
+            program, edits = self._replaced(program)
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         costs = table_of(options.pipeline)
         report = Report.of(program, stages.progress.seconds, program.notes, passes=stages.passes, costs=costs)
         dump.stage(99, "lowered", program)
         dump.report(report)
-        description = describe_for_agreement(captured, program, costs, call)
+        description = describe_for_agreement(captured, program, costs, call) + edits
         numbers = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
         base, calls, *seeds = agreement.agree(description, numbers)
         adopt([base, calls])
@@ -258,6 +258,12 @@ class CompiledStep:
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
         )
+
+    def _replaced(self, made: Program) -> tuple[Program, str]:
+        """What the user runs in place of what the passes made, and a line on it that ranks must agree on."""
+        program = transform_graph_module(made, self._options.gm_transformation)
+        edited = self._options.program
+        return (program, "") if edited is None else (edited.of(program), f"\n{edited.describe(program)}")
 
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))
@@ -409,6 +415,7 @@ def compile(
     timeout: float | None = None,
     keep_freed_memory: bool = False,
     max_programs: int | None = None,
+    program: str | Path | None = None,
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
@@ -426,14 +433,17 @@ def compile(
       process group waits for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).
     - ``max_programs``: keep at most so many programs; the one run longest ago goes. None: all, for steps of few shapes.
+    - ``program``: a step's folder in a dump. Its final programs, which you may have edited, run in place of those made,
+      with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
 
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError`` or ``RankMismatchError`` while they compile, and leave model and optimizer as
     they were.
     """
     bare = inspect.isfunction(module_override) or inspect.ismethod(module_override)
-    others = (gm_transformation, parallel_mode, passes, backend, dump, timeout, keep_freed_memory, max_programs)
-    options = Options.check(None if bare else module_override, *others)
+    graphs = gm_transformation, parallel_mode, passes, backend
+    others = dump, timeout, keep_freed_memory, max_programs, program
+    options = Options.check(None if bare else module_override, *graphs, *others)
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:
         if not callable(function):

@@ -45,7 +45,7 @@ ORDER = {
         partitioner/
         modes/
         lowering/
-        override dump progress stages
+        override dump progress stages edited_programs
         options compiled unsharded initialized mesh_picture profile
         checkpoints/
         dispatch

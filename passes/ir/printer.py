@@ -21,7 +21,7 @@ from torch import fx
 from .._torch import HigherOrderOperator, OpOverload
 from ..runtime import collective_ops, ctc_loss, host_memory
 from .collectives import Collective
-from .program import Input, Output, OutputKind, Placements, Program
+from .program import Input, Mesh, Output, OutputKind, Placements, Program
 from .roles import Memory
 from .schemas import position_of, schema
 
@@ -69,14 +69,18 @@ def print_program(program: Program) -> str:
     return _Printer(program).text()
 
 
+def axis_names(mesh: Mesh) -> dict[str, str]:
+    """The names that process groups have in the text, those of their axes, by group."""
+    return {axis.group: _identifier(axis.name) for axis in (*mesh.axes, *mesh.subgroups)}
+
+
 class _Printer:
     """The state of printing: names taken, imports needed, headings shown."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.imports: dict[str, None] = {"import torch": None}
-        axes = (*program.mesh.axes, *program.mesh.subgroups)
-        self.axes = {axis.group: _identifier(axis.name) for axis in axes}
+        self.axes = axis_names(program.mesh)
         self.aliases = _aliases(program.graph)
         defined_in = [module for name, module in _DEFINED_IN.items() if name in self.aliases.values()]
         self.imports |= {f"import {module}": None for module in defined_in}

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 import passes
 import spmd
 from passes.ir.collectives import waits_of
+from passes.ir.read_program import read_program
 from spmd.lowering.codegen import first_write
 from tests.harness.fake import fake_world
 
@@ -82,6 +83,8 @@ def test_programs_are_the_golden_ones(name: str, tmp_path: Path, golden: Callabl
         golden(text[text.index("def program(") :], f"{name}.{stage}")
     assert compiled.program is not None
     assert gradients_awaited_after_the_first_write(compiled.program) == []
+    read, edited = read_program(text, compiled.program)
+    assert edited == 0 and passes.print_program(read) == text
 
 
 def gradients_awaited_after_the_first_write(program: passes.Program) -> list[str]:
