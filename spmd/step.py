@@ -53,6 +53,7 @@ from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
 from .ranks.standing import StateError
+from .recorder import Recorder
 from .source_lines import defined_at, warn_user
 from .stages import Stages
 from .unexpected_errors import unexpected_errors
@@ -82,7 +83,8 @@ class CompiledStep:
         self._warned: set[str] = set()  # arguments that may be tables
         self._rows: set[str] = set()  # those that differed between ranks when a program was compiled
         self._refused: RefusedSaves | None = None
-        self._profile = Profile()
+        self._profile, self._calls = Profile(), 0
+        self._recorder: Recorder | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
@@ -156,9 +158,13 @@ class CompiledStep:
         compiled = self._ready(turn)
         assert turn.live is not None, "a program fits the call that it was compiled for"
         with unexpected_errors("running", compiled.program.name, self._where):
-            result = compiled.run(
-                turn.call.given, turn.live, self._dispatch.restore(turn), self._profile.begin(compiled)
-            )
+            execute, state = self._profile.begin(compiled), turn.live.tensors
+            self._calls += 1
+            if self._recorder is not None:
+                execute = self._recorder.begin(compiled, state, self._calls, execute)
+            result = compiled.run(turn.call.given, turn.live, self._dispatch.restore(turn), execute)
+        if self._recorder is not None:
+            self._recorder.end(state)
         self._profile.end(compiled)
         if turn.connection is not None:
             turn.connection.is_in_call = False
@@ -340,6 +346,17 @@ class CompiledStep:
                 'it with backend="aten", or use torch.profiler'
             )
         self._profile = Profile(steps)
+
+    def record(self, folder: str | Path | None, last: int = 20) -> None:
+        """Write what it takes to run the ``last`` calls again, from the next call on; None ends that.
+
+        All ranks call it; each writes to ``folder/rank-<its number>``: arguments, numbers and seeds of each call, and
+        the state before every ``last``-th one. ``spmd replay folder --rank 3 --call 57`` runs the 57th call of this
+        step again and stops at the first NaN or Inf. Raises ``ValueError`` where the folder has something else in it.
+        """
+        if type(last) is not int or last < 1:
+            raise ValueError(f"expected the number of calls to keep, got {last!r}")
+        self._recorder = None if folder is None else Recorder(Path(folder), last, self._name)
 
     def dump(self, folder: str | Path) -> None:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""

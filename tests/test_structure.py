@@ -46,7 +46,7 @@ ORDER = {
         modes/
         lowering/
         override dump progress stages edited_programs
-        options compiled unsharded initialized mesh_picture profile
+        options compiled unsharded initialized mesh_picture profile recorder
         checkpoints/
         dispatch
         step
@@ -158,6 +158,7 @@ def test_passes_ask_for_strides_in_one_file() -> None:
         "buffers.py",  # counts bytes
         "reuse_memory.py",  # says where they lie, which may differ
         "message_collectives.py",  # runs
+        "saved_program.py",  # writes down what they are
         "host_memory.py",  # lays out copies as what they copy
     }
     asking = {

@@ -69,6 +69,11 @@ def print_program(program: Program) -> str:
     return _Printer(program).text()
 
 
+def printed_names(program: Program) -> dict[fx.Node, str]:
+    """The names that values have in the text: those of their nodes, but for names that the text needs itself."""
+    return {node: name for node, name in _Printer(program).names.items() if node.op != "output"}
+
+
 def axis_names(mesh: Mesh) -> dict[str, str]:
     """The names that process groups have in the text, those of their axes, by group."""
     return {axis.group: _identifier(axis.name) for axis in (*mesh.axes, *mesh.subgroups)}

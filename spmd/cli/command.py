@@ -11,6 +11,7 @@ from . import (
     doctor_command,
     fuzz_command,
     inspect_command,
+    replay_command,
     verify_command,
     why_command,
 )
@@ -21,6 +22,7 @@ _COMMANDS = (
     why_command,
     verify_command,
     fuzz_command,
+    replay_command,
     calibrate_command,
     doctor_command,
 )
