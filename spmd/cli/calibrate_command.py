@@ -48,6 +48,7 @@ def add_command(commands: Any) -> None:
     command.add_argument("--mesh", help="ranks along each axis, such as 2x8; by default one axis")
     command.add_argument("--axes", help="names of the axes, such as dp,tp; by default dp,axis1,...")
     command.add_argument("--rounds", type=int, default=20, help="measurements of each collective (%(default)s)")
+    command.add_argument("--json", action="store_true", help="print what is written, as JSON")
     command.add_argument("--max-bytes", type=int, default=SIZES[-1], help="the largest operand (%(default)s)")
     command.set_defaults(run=lambda arguments: run(arguments, command))
 
@@ -110,7 +111,10 @@ def _run_rank(arguments: argparse.Namespace) -> None:
             table = calibrate(mesh, arguments.sizes, arguments.rounds, progress)
         if first:
             table.write(arguments.out)
-            _print(table, arguments.out)
+            if arguments.json:
+                print(arguments.out.read_text(encoding="utf-8"))
+            else:
+                _print(table, arguments.out)
     finally:
         dist.destroy_process_group()
 

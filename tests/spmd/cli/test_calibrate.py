@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import passes
 import spmd.cli.calibrate
 from passes import Axis, Kind, Mesh, Table
 from passes.analysis.costs import ALGORITHMS, algorithms_along
+from spmd.cli import calibrate_command
 from spmd.cli.calibrate import calibrate
 from spmd.cli.command import main
 from tests.harness.pool import Ranks
@@ -68,8 +70,10 @@ def test_on_nccl_coalesced_collectives_are_measured(ranks: Ranks) -> None:
 def test_the_command_starts_ranks_and_writes_a_table(tmp_path: Path, capfd: Any) -> None:
     out = tmp_path / "costs.json"
     with pytest.raises(SystemExit) as ended:
-        main(["calibrate", "--rounds", "1", "--max-bytes", "4096", "--out", str(out)])
+        main(["calibrate", "--rounds", "1", "--max-bytes", "4096", "--out", str(out), "--json"])
     assert ended.value.code == 0
+    assert json.loads(capfd.readouterr().out) == json.loads(out.read_text())
+    calibrate_command._print(Table.read(out), out)
     output = capfd.readouterr().out
     link = Table.read(out).links[0]
     assert (link.axis, link.ranks) == ("dp", 2)
