@@ -146,11 +146,13 @@ class _Recorded:
 
     def update(self, inputs: Sequence[Any], returned: Sequence[Any]) -> None:
         """Take over the state that a call has left."""
+        known = {declared.name: declared for declared in self._program.inputs}
         for declared, value in zip(self._program.inputs, inputs, strict=True):
             if declared.role.is_state:
                 self._state |= parts_of(declared, value)
-        pairs = zip(self._program.outputs, returned, strict=True)
-        self._state |= {output.name: value for output, value in pairs if output.kind is not OutputKind.RESULT}
+        for output, value in zip(self._program.outputs, returned, strict=True):
+            if output.kind is not OutputKind.RESULT:
+                self._state |= parts_of(known[output.name], value) if output.name in known else {output.name: value}
 
     def _call(self, call: int) -> tuple[Program, dict[str, Any]]:
         recorded = _loaded(self.calls[call])
