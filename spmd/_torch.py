@@ -233,6 +233,11 @@ def foreach_kernels() -> dict[OpOverload, Callable[..., Any]]:
     return found
 
 
+def has_meta_kernel(op: OpOverload) -> bool:
+    """Whether the shapes of the results of ``op`` come from a kernel of its own. 2.11 to 2.15."""
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)
+
+
 @contextmanager
 def unchecked_distributions() -> Iterator[None]:
     """Let ``torch.distributions`` not validate the values of their arguments, except with ``validate_args=True``.
@@ -520,6 +525,7 @@ __all__ = [
     "get_proxy_slot",
     "global_hooks",
     "gradient_hooks",
+    "has_meta_kernel",
     "local_tensor",
     "make_fx",
     "move_hooks",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Compiled:
     partitioned: Program
     executable: Executable
     device_mesh: DeviceMesh
-    report: Report
+    make_report: Callable[[], Report]
     added: dict[str, torch.Tensor]  # state that a transform added, by input name
     identity: int  # equal on all ranks that run the same program
     uneven: dict[str, int]  # see ``Call``
@@ -59,6 +59,11 @@ class Compiled:
         self._cleared = [k for k, name in enumerate(self.guards.layout.names) if name in self.captured.cleared_first]
         self._world = weakref.ref(dist.group.WORLD)
         self.guards.on_release = self._release
+
+    @cached_property
+    def report(self) -> Report:
+        """Made when it is first asked for: the simulation of a step takes a twentieth of a compile."""
+        return self.make_report()
 
     def _release(self) -> None:
         """Hold on to nothing: the model is gone, so the program never runs again."""

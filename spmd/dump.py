@@ -74,9 +74,9 @@ class Dump:
         """A stage named after its pass."""
         self.stage(number, type(each).__name__, program)
 
-    def report(self, report: Report) -> None:
+    def report(self, make: Callable[[], Report]) -> None:
         """``report.json``."""
-        self._write("report.json", lambda: json.dumps(report.to_dict(), indent=2))
+        self._write("report.json", lambda: json.dumps(make().to_dict(), indent=2))
 
     def _write(self, name: str, text: Callable[[], str]) -> None:
         if self.folder is not None:

@@ -242,9 +242,10 @@ class CompiledStep:
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         costs = table_of(options.pipeline)
-        report = Report.of(program, stages.progress.seconds, program.notes, passes=stages.passes, costs=costs)
+        seconds, done = dict(stages.progress.seconds), list(stages.passes)
+        make_report = functools.partial(Report.of, program, seconds, tuple(program.notes), passes=done, costs=costs)
         dump.stage(99, "lowered", program)
-        dump.report(report)
+        dump.report(make_report)
         description = describe_for_agreement(captured, program, costs, call) + edits
         numbers = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
         base, calls, *seeds = agreement.agree(description, numbers)
@@ -257,7 +258,7 @@ class CompiledStep:
             partitioned=local,
             executable=executable,
             device_mesh=call.device_mesh,
-            report=report,
+            make_report=make_report,
             added=added,
             identity=identity_of(f"{self._name} in call {call_number()}", description),
             uneven=call.uneven,
@@ -363,7 +364,7 @@ class CompiledStep:
         for each in self._dispatch.programs:
             dump = self._dumps.dump(Path(folder), each.program.name)
             visit_stages(dump.stage, each.captured.program, each.partitioned, self._options.pipeline, each.program)
-            dump.report(each.report)
+            dump.report(functools.partial(getattr, each, "report"))
 
     def diff(self, *stages: str) -> Diff:
         """What a pass changed in the program last run, value by value; or what differs between two stages.

@@ -99,6 +99,15 @@ def call_before(start: fx.Node, op: Any, args: tuple[Any, ...], options: dict[st
     return node
 
 
+def list_before(
+    start: fx.Node, op: Any, args: tuple[Any, ...], like: list[fx.Node], options: dict[str, Any] | None = None
+) -> fx.Node:
+    """A new op over lists before ``start``, whose results are as those of ``like``, entry by entry."""
+    results = call_before(start, op, args, options)
+    results.meta["val"] = [node.meta["val"] for node in like]
+    return results
+
+
 def _write_in_place(
     op: fx.Node, entries: list[tuple[fx.Node, Entry]], overwriting: Collection[fx.Node]
 ) -> dict[fx.Node, fx.Node]:

@@ -105,7 +105,7 @@ def _replace_members(bucket: Bucket, results: list[fx.Node]) -> None:
     """Let readers of each member's result read its part of the bucket's, and erase the members with their waits."""
     for member, result in zip(bucket, results, strict=True):
         for wait in list(member.users):
-            replace(wait, result)
+            replace(wait, result, wait.meta.get("val"))
             member.graph.erase_node(wait)
         member.graph.erase_node(member)
 

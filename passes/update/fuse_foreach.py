@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..analysis.list_ops import call_before, replace_by_entries
+from ..analysis.list_ops import call_before, list_before, replace_by_entries
 from ..base import Pass
 from ..ir.program import Program
 from .foreach_groups import Group, groups, in_a_row, over_lists
@@ -52,8 +52,12 @@ def _fuse(group: Group, kept: Collection[fx.Node], start: fx.Node) -> None:
         gather([node.args[k] for node in group], start) if _is_tensor(given) else given
         for k, given in enumerate(first.args)
     )
-    results = call_before(start, first.target if row else over_lists(first), arguments, dict(first.kwargs))
-    replace_by_entries(group, call_before(start, aten.unbind.int, (results,)) if row else results, start)
+    options = dict(first.kwargs)
+    if row:
+        results = call_before(start, aten.unbind.int, (call_before(start, first.target, arguments, options),))
+    else:
+        results = list_before(start, over_lists(first), arguments, group, options)
+    replace_by_entries(group, results, start)
 
 
 def _list(values: list[fx.Node], start: fx.Node) -> list[fx.Node]:

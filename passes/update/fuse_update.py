@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..analysis.list_ops import call_before, replace_by_entries
+from ..analysis.list_ops import call_before, list_before, replace_by_entries
 from ..analysis.topological import settle
 from ..base import Numerics, Pass
 from ..cleanup.dead_code import DeadCode
 from ..communication.packed import is_unpacked
 from ..ir.program import Program
+from ..ir.schemas import schema
 from .match_optimizers import Match, groups
 
 aten = torch.ops.aten
@@ -69,11 +70,20 @@ def _fuse(group: list[Match], start: fx.Node) -> None:
     options = _options(group[0], start)
     arguments = tuple(lists.get(name, []) for name in kernel.lists)
     fused = call_before(start, kernel.op, arguments, options)
+    fused.meta["val"] = _results(group)
     for k, name in enumerate(kernel.lists):
         if name in kernel.updates and name != kernel.counts:
             replace_by_entries(
                 [match.new[name] for match in group], call_before(start, operator.getitem, (fused, k)), start
             )
+
+
+def _results(group: list[Match]) -> tuple[list[Any], ...]:
+    """The shapes of what the op returns: torch has no function for them, and would run it, on zeros of all sizes."""
+    kernel = group[0].kernel
+    given = {"g", *kernel.updates}
+    returned = kernel.lists[: len(schema(kernel.op).results)]
+    return tuple([match.found[name].meta["val"] for match in group if name in given] for name in returned)
 
 
 def _options(match: Match, start: fx.Node) -> dict[str, Any]:
@@ -87,7 +97,7 @@ def _options(match: Match, start: fx.Node) -> dict[str, Any]:
 
 def _counted(counts: list[fx.Node], new: list[fx.Node], start: fx.Node) -> list[fx.Node]:
     """The counts of this step, one more than they were."""
-    return replace_by_entries(new, call_before(start, aten._foreach_add.Scalar, (counts, 1)), start)
+    return replace_by_entries(new, list_before(start, aten._foreach_add.Scalar, (counts, 1), new), start)
 
 
 def _dense(gradient: fx.Node, start: fx.Node) -> fx.Node:

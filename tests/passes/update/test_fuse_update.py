@@ -111,6 +111,42 @@ def test_fuse_update(golden: Any) -> None:
     assert fused(program) == 1
 
 
+def descent_program() -> Program:
+    """Plain descent with momentum, for which torch has no function of shapes."""
+
+    def step(w: Any, m_w: Any, b: Any, m_b: Any, x: Any, y: Any, lr: Any, momentum: Any, decay: Any) -> Any:
+        def update(p: Any, buffer: Any, g: Any) -> Any:
+            gradient = aten.add.Tensor(g, p, alpha=decay)
+            moving = aten.add.Tensor(aten.mul.Tensor(buffer, momentum), gradient)
+            along = aten.add.Tensor(gradient, moving, alpha=momentum)
+            return aten.add.Tensor(p, along, alpha=-lr), moving
+
+        return *update(w, m_w, x), *update(b, m_b, y)
+
+    tensors = {"w": f64(3), "m_w": f64(3), "b": f64(2), "m_b": f64(2), "x": f64(3), "y": f64(2)}
+    updates = dict(enumerate(["w", "m_w", "b", "m_b"]))
+    return described(make_program(step, updates, **tensors, lr=0.1, momentum=0.9, decay=0.01))
+
+
+@pytest.mark.parametrize("make", [descent_program, lambda: adamw_program(both)], ids=["descent", "adamw"])
+def test_no_kernel_runs_for_the_sake_of_shapes(make: Callable[[], Program]) -> None:
+    """Where torch has no function for them it runs the kernel, on zeros of the size of all that is updated."""
+    program = make()
+    mode = program.placeholders[0].meta["val"].fake_mode
+    mode.allow_fallback_kernels = False
+    after = run(program, [FuseUpdate()])
+    (fused,) = [node for node in after.graph.nodes if "_fused_" in str(node.target)]
+    mode.allow_fallback_kernels = True
+    args, kwargs = torch.fx.map_arg((fused.args, fused.kwargs), lambda node: node.meta["val"])
+    with mode:
+        by_kernel = fused.target(*args, **kwargs)  # type: ignore[operator]
+    assert [list(map(facts, each)) for each in fused.meta["val"]] == [list(map(facts, each)) for each in by_kernel]
+
+
+def facts(value: torch.Tensor) -> Any:
+    return value.shape, value.stride(), value.dtype, value.device
+
+
 def test_what_is_fused_is_written_in_place() -> None:
     program = adamw_program(both)
     after = assert_close(program, FuseUpdate(), UpdateInPlace())
@@ -230,19 +266,7 @@ def test_a_part_of_what_every_rank_has_whole(dim: int, count: int) -> None:
 
 
 def test_plain_descent_with_momentum() -> None:
-    def step(w: Any, m_w: Any, b: Any, m_b: Any, x: Any, y: Any, lr: Any, momentum: Any, decay: Any) -> Any:
-        def update(p: Any, buffer: Any, g: Any) -> Any:
-            gradient = aten.add.Tensor(g, p, alpha=decay)
-            moving = aten.add.Tensor(aten.mul.Tensor(buffer, momentum), gradient)
-            along = aten.add.Tensor(gradient, moving, alpha=momentum)
-            return aten.add.Tensor(p, along, alpha=-lr), moving
-
-        return *update(w, m_w, x), *update(b, m_b, y)
-
-    tensors = {"w": f64(3), "m_w": f64(3), "b": f64(2), "m_b": f64(2), "x": f64(3), "y": f64(2)}
-    updates = dict(enumerate(["w", "m_w", "b", "m_b"]))
-    program = described(make_program(step, updates, **tensors, lr=0.1, momentum=0.9, decay=0.01))
-    after = assert_close(program, FuseUpdate(), UpdateInPlace())
+    after = assert_close(descent_program(), FuseUpdate(), UpdateInPlace())
     assert [each for each in targets(after) if each.startswith(("_", "copy", "clone"))] == ["_fused_sgd_.default"]
 
 

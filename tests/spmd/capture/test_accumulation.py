@@ -182,7 +182,7 @@ def two_steps(case: Case, batches: list[Any], compiled: Any) -> tuple[list[Any],
 
 
 def differences_of_two_steps(rank: int, world: int, style: str) -> tuple[list[str], int]:
-    case = Small(optimizer="AdamW")
+    case = Small(optimizer="SGD momentum")
     parts = [[case.part(r, k) for r in range(world)] for k in range(6)]
     expected, _ = two_steps(case, [case.whole(part) for part in parts], lambda function: function)
     mode = spmd.DataParallel(style)
