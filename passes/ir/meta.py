@@ -172,6 +172,7 @@ KEYS: tuple[Key, ...] = (
         "what a collective communicates, for what and why; every node that starts one has it",
         (
             "passes/ir/program.py",
+            "passes/ir/saved_program.py",
             _MERGE_EQUAL,
             "passes/communication",
             _PARTITIONER,
@@ -185,6 +186,7 @@ KEYS: tuple[Key, ...] = (
             "passes/report.py",
             _PARTITIONER,
             "spmd/compiled.py",
+            "spmd/verification",
         ),
         None,
     ),
