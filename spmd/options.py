@@ -11,13 +11,13 @@ from typing import Any
 from torch import fx
 
 import passes
-from passes import Pass
+from passes import Pass, Program
 
 from .edited_programs import EditedPrograms
 from .lowering.lower import Backend
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
-from .override import Override
+from .override import Override, transform_graph_module
 from .ranks.simulated import simulated
 
 
@@ -72,6 +72,11 @@ class Options:
         if self.mode.custom_passes is not None:
             return tuple(self.mode.custom_passes)
         return passes.default()
+
+    def final(self, made: Program) -> Program:
+        """What runs in place of what the passes ``made``: by ``gm_transformation``, and the text of ``program``."""
+        program = transform_graph_module(made, self.gm_transformation)
+        return program if self.program is None else self.program.of(program)
 
     @property
     def dump_folder(self) -> Path | None:

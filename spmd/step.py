@@ -48,7 +48,7 @@ from .lowering.stale_references import warn_of_stale_references
 from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
-from .override import replaced, transform, transform_graph_module
+from .override import replaced, transform
 from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
@@ -238,7 +238,7 @@ class CompiledStep:
         with stages.stage("passes"), DisableAutocast():
             stages.program = program = passes_package.run(local, options.pipeline, stages.noting(local, dump.on_pass))
         with stages.stage("lower"), DisableAutocast():
-            program, edits = self._replaced(program)
+            program, made = options.final(program), program
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         costs = table_of(options.pipeline)
@@ -246,7 +246,9 @@ class CompiledStep:
         make_report = functools.partial(Report.of, program, seconds, tuple(program.notes), passes=done, costs=costs)
         dump.stage(99, "lowered", program)
         dump.report(make_report)
-        description = describe_for_agreement(captured, program, costs, call) + edits
+        description = describe_for_agreement(captured, program, costs, call)
+        if options.program is not None:
+            description += f"\n{options.program.describe(made)}"
         numbers = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
         base, calls, *seeds = agreement.agree(description, numbers)
         adopt([base, calls])
@@ -265,12 +267,6 @@ class CompiledStep:
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
         )
-
-    def _replaced(self, made: Program) -> tuple[Program, str]:
-        """What the user runs in place of what the passes made, and a line on it that ranks must agree on."""
-        program = transform_graph_module(made, self._options.gm_transformation)
-        edited = self._options.program
-        return (program, "") if edited is None else (edited.of(program), f"\n{edited.describe(program)}")
 
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))

@@ -17,6 +17,7 @@ from ..errors import PassError
 from .check import check
 from .dump_text import Statement, read_statements
 from .infer_shapes import fill_vals
+from .meta import Relation, carried
 from .printer import axis_names, print_program
 from .program import Program
 from .roles import Phase
@@ -58,8 +59,10 @@ def _take_meta(found: TextGraph, known: Mapping[str, tuple[Statement, fx.Node]])
         before, old = known.get(name, (None, None))
         is_known = before is not None and (before.computes, before.reads) == (given.computes, given.reads)
         count += not is_known
-        is_old = old is not None and old.target == node.target
-        node.meta = dict(old.meta) if old is not None and is_old else _headings(given)
+        if old is None:
+            node.meta = _headings(given)
+        else:  # another op under a name is to compute what the one before did
+            node.meta = dict(old.meta) if old.target == node.target else carried(old, Relation.REPLACEMENT)
         if not is_known or any(each in changed for each in node.all_input_nodes):
             changed.add(node)
             node.meta.pop("val", None)

@@ -17,7 +17,7 @@ from passes.ir.program import is_sharded
 
 from .._torch import DisableAutocast
 from ..compiled import Compiled
-from ..override import transform, transform_graph_module
+from ..override import transform
 from ..placements import local_shape
 from ..ranks.simulated import Simulated, standing_for
 from .rank import Held, SimulatedRank
@@ -36,7 +36,7 @@ def programs_of(rank: SimulatedRank, compiled: Compiled, mesh: Mesh, state: list
             partitioned = local.copy()
             local, _ = transform(local, options.overrides, lambda: state)
         after, final = after_each(local, options.pipeline)
-        return RankPrograms(partitioned, local, after, transform_graph_module(final, options.gm_transformation))
+        return RankPrograms(partitioned, local, after, options.final(final))
 
 
 def mesh_of(mesh: Mesh, coordinates: tuple[int, ...]) -> Mesh:

@@ -65,8 +65,10 @@ def stages_of(programs: Sequence[RankPrograms], options: Options) -> list[Stage]
         if any(program is not None for program in now):
             before = [program or last for program, last in zip(now, before, strict=True)]
             found.append(Stage(type(each).__name__, before, exact=each.numerics == "exact"))
-    if options.gm_transformation is not None:
+    if options.gm_transformation is not None and options.program is None:
         found.append(Stage("gm_transformation", [each.final for each in programs]))
+    if options.program is not None:
+        found.append(Stage("program", [each.final for each in programs]))
     return found
 
 

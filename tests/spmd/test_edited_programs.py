@@ -58,6 +58,20 @@ def test_a_dump_runs_as_it_was_and_as_it_is_edited(ranks: Ranks, tmp_path: Path)
         assert found["edited"] == (f"the program is that of {file}, 1 lines of it are not those that the passes made",)
 
 
+@pytest.mark.slow
+def test_verify_names_what_an_edit_broke(tmp_path: Path) -> None:
+    fake(tmp_path, dump=tmp_path)
+    path = tmp_path / "step" / FILE
+    mode, parts = spmd.DataParallel("fully_shard"), zip(CASE.part(0, 0), CASE.part(1, 0), strict=True)
+    whole = [torch.cat(each) for each in parts]
+    step = spmd.compile(CASE.step, parallel_mode=mode, program=tmp_path / "step")
+    assert spmd.verify(step, *CASE.build(), *whole, world=2)
+    path.write_text(path.read_text().replace("tanh.out(", "sigmoid.out("))
+    step = spmd.compile(CASE.step, parallel_mode=mode, program=tmp_path / "step")
+    verdict = spmd.verify(step, *CASE.build(), *whole, world=2)
+    assert (bool(verdict), verdict.stage, verdict.node) == (False, "program", "tanh"), verdict
+
+
 def one_text_for_unequal_ranks(rank: int, world: int, folder: Path) -> str:
     trained(rank, UNEVEN, dump=folder)
     torch.distributed.barrier()
@@ -72,6 +86,7 @@ def test_a_dump_of_one_rank_is_not_run_where_the_ranks_differ(ranks: Ranks, tmp_
 
 
 def fake(folder: Path, case: MLP = CASE, **options: Any) -> Any:
+    options = {"parallel_mode": spmd.DataParallel("fully_shard"), **options}
     return compile_on_fake_ranks(2, case.step, case.build(), *case.part(0, 0), **options)
 
 
