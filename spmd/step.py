@@ -8,6 +8,8 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from .capture.explain_errors import shorten_traceback
 from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch, Turn
-from .dump import StepFolders, stage_name, stages_to_compare, visit_stages
+from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
@@ -314,7 +316,12 @@ class CompiledStep:
 
     def report(self) -> Report:
         """What the program last run communicates in one step, and how long it took to compile."""
-        return self._last_program("report on").report
+        last = self._last_program("report on")
+        return replace(last.report, files=partial(self._files, last))
+
+    def _files(self, compiled: Compiled) -> dict[str, str]:
+        program, pipeline = compiled.program, self._options.pipeline
+        return files_of(compiled.captured.program, compiled.partitioned, pipeline, program, compiled.report)
 
     def dump(self, folder: str | Path) -> None:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""

@@ -30,6 +30,7 @@ ORDER = {
         update/
         memory/
         schedule/
+        page/
         pipeline runner trace report
         __init__
     """,
