@@ -109,8 +109,8 @@ class Report:
     ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start;
     ``caused_by`` has those of one parameter or module. ``estimated``: the time of a step, None on a device of which
     nothing is known.
-    ``timeline``: that step, op by op; ``files``: makes those of a dump; both are no part of ``to_dict``. ``seconds``: the time of each stage of compiling, and
-    ``passes``: what each pass did in it. ``notes``: messages for users, such as the ops that run replicated
+    ``timeline``: that step, op by op; ``files``: makes those of a dump; both are no part of ``to_dict``.
+    ``seconds``: the time of each stage of compiling, and ``passes``: what each pass did in it. ``notes``: messages for users, such as the ops that run replicated
     because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
     what is largest then.
     """
@@ -180,9 +180,9 @@ class Report:
         return {key: value for key, value in plain.items() if key not in ("timeline", "files")}
 
     def save(self, path: str | Path) -> None:
-        """Write a page for a browser (``.html``), or what ``to_dict`` has (``.json``). Raises ``ValueError`` for others.
+        """Write a page for a browser (``.html``), or what ``to_dict`` has (``.json``).
 
-        The page of a compiled step also has its graphs, stage by stage; that of a report read from a file has none.
+        Raises ``ValueError`` for files of another kind. The page of a compiled step also has its graphs, stage by stage; that of a report read from a file has none.
         """
         path = Path(path)
         if path.suffix not in (".html", ".json"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ir.dump_diff import Change, Diff
-from ..ir.dump_text import Statement, read_statements
+from ..ir.dump_text import Memo, Statement, read_statements
 from .node_details import Details, read_details
 
 _KINDS = {"added": "+", "removed": "-", "changed": "~", "moved": ">"}
@@ -37,9 +37,10 @@ class StageTables:
     def __init__(self, stages: Mapping[str, str], details: str, did: Mapping[str, str]) -> None:
         self.statements, self.texts = _Table(), _Table({"": 0})
         self.stages: list[dict[str, Any]] = []
+        memo: Memo = {}
         before: tuple[list[Statement], list[int]] | None = None
         for (name, text), each in zip(stages.items(), read_details(details, list(stages)), strict=True):
-            read = _read(name, text)
+            read = _read(name, text, memo)
             numbers = [self._number(statement, each.get(statement.name, ("", ""))) for statement in read]
             changes = self._changes(before, read) if before else []
             self.stages.append({"name": name, "did": did.get(name[:2], ""), "runs": _runs(numbers), "changes": changes})
@@ -73,9 +74,9 @@ class StageTables:
         return [_KINDS[change.kind], before, position, self.texts.number(change.note)]
 
 
-def _read(name: str, text: str) -> list[Statement]:
+def _read(name: str, text: str, memo: Memo) -> list[Statement]:
     try:
-        return read_statements(text)
+        return read_statements(text, memo)
     except ValueError as error:
         raise ValueError(f"{name}.py is no printed program: {error}") from error
 
