@@ -110,9 +110,9 @@ class Report:
     ``caused_by`` has those of one parameter or module. ``estimated``: the time of a step, None on a device of which
     nothing is known.
     ``timeline``: that step, op by op; ``files``: makes those of a dump; both are no part of ``to_dict``.
-    ``seconds``: the time of each stage of compiling, and ``passes``: what each pass did in it. ``notes``: messages for users, such as the ops that run replicated
-    because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
-    what is largest then.
+    ``seconds``: the time of each stage of compiling, and ``passes``: what each pass did in it. ``notes``: messages for
+    users, such as the ops that run replicated because they have no rule. ``memory``: by device, the planned peak of
+    one rank, what it is made of, and what is largest then.
     """
 
     name: str
@@ -182,7 +182,8 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Write a page for a browser (``.html``), or what ``to_dict`` has (``.json``).
 
-        Raises ``ValueError`` for files of another kind. The page of a compiled step also has its graphs, stage by stage; that of a report read from a file has none.
+        The page of a compiled step also has its graphs, stage by stage; that of a report read from a file has none.
+        Raises ``ValueError`` for files of another kind.
         """
         path = Path(path)
         if path.suffix not in (".html", ".json"):

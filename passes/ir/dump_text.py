@@ -139,11 +139,14 @@ class _Reader:
 
     def _outputs(self, start: int) -> Iterator[Statement]:
         """An output goes by what it is for the user: "update of model.weight: ...", not by the value returned."""
-        lines = [] if self.lines[start] == "    return ()" else self.lines[start + 1 : self.lines.index("    )", start)]
-        for k, line in enumerate(lines):
-            text, (value, _, what) = line.strip(), line.strip().partition("  # ")
-            expression, reads = self._assignment(f"_ = {value.removesuffix(',')}", start + 1 + k).with_places(self.known)
-            yield Statement(what.partition(":")[0] or f"output {k}", text, f"{what} {expression}", reads, role="output")
+        if self.lines[start] == "    return ()":
+            return
+        for k, line in enumerate(self.lines[start + 1 : self.lines.index("    )", start)]):
+            value, _, what = line.strip().partition("  # ")
+            assigned = self._assignment(f"_ = {value.removesuffix(',')}", start + 1 + k)
+            expression, reads = assigned.with_places(self.known)
+            name, computes = what.partition(":")[0] or f"output {k}", f"{what} {expression}"
+            yield Statement(name, line.strip(), computes, reads, role="output")
 
 
 def _pieces(value: ast.expr) -> tuple[str, ...]:

@@ -48,10 +48,12 @@ def _json(files: Mapping[str, str], name: str) -> Any:
 
 
 def _timeline(given: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    """Spans as ``[node, lane, start, end]``. A collective is in the lane of its axis, whoever does it."""
+    """Spans as ``[node, lane, start, end]``. A collective, but not its launch, is in the lane of its axis."""
     axis = {one["node"]: one["axis"] for one in report["every"]}
-    spans = [
-        [span["node"], axis.get(span["node"]) or span["queue"] or "compute", span["start"], span["end"]]
-        for span in given["spans"]
-    ]
+    transfers = {(each["node"], each["start"], each["end"]) for each in given["transfers"]}
+    spans = []
+    for span in given["spans"]:
+        node, start, end = span["node"], span["start"], span["end"]
+        lane = axis.get(node, "") if (node, start, end) in transfers else ""
+        spans.append([node, lane or span["queue"] or "compute", start, end])
     return {"seconds": given["seconds"], "spans": spans, "memory": given["memory"]}

@@ -61,17 +61,23 @@ class StageTables:
         old, numbers = before
         diff = Diff.of_statements(old, after)
         number_of = {id(statement): number for statement, number in zip(old, numbers, strict=True)}
-        position_of = {id(statement): k for k, statement in enumerate(after)}
-        position, rows = 0, []
-        for change in diff.changes:
-            position = position if change.after is None else position_of[id(change.after)]
-            rows.append(self._change(change, number_of, position))
-            position += change.after is not None
-        return rows
+        position_of = {id(statement): k for k, statement in enumerate(after)} | _where_they_were(old, after)
+        places = [position_of[id(change.after or change.before)] for change in diff.changes]
+        return [self._change(change, number_of, place) for change, place in zip(diff.changes, places, strict=True)]
 
     def _change(self, change: Change, number_of: Mapping[int, int], position: int) -> list[Any]:
         before = -1 if change.before is None else number_of[id(change.before)]
         return [_KINDS[change.kind], before, position, self.texts.number(change.note)]
+
+
+def _where_they_were(before: Sequence[Statement], after: Sequence[Statement]) -> dict[int, int]:
+    """For each statement of ``before``, the position behind that of the last one before it that is still there."""
+    position_of = {(statement.role, statement.name): k for k, statement in enumerate(after)}
+    found, position = dict[int, int](), 0
+    for statement in before:
+        found[id(statement)] = position
+        position = position_of.get((statement.role, statement.name), position - 1) + 1
+    return found
 
 
 def _read(name: str, text: str, memo: Memo) -> list[Statement]:

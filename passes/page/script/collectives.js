@@ -10,10 +10,12 @@ function startCollectives() {
   const headings = ["collective", "axis", "why", "#count", "#bytes", "#time", "#exposed"];
   const head = element("thead", null, element("tr", null, ...headings.map((text) =>
     element(text[0] === "#" ? "th.number" : "th", null, text.replace("#", "")))));
-  const rows = REPORT.traffic.map((row, k) => [row, k]).sort((a, b) => b[0].exposed - a[0].exposed || b[0].bytes - a[0].bytes);
-  const bodies = rows.flatMap(([row, k]) => [trafficRow(row, k), ...(openTraffic.has(k) ? [singleRows(row)] : [])]);
+  const bodies = byCost(REPORT.traffic).flatMap((row) => [trafficRow(row), ...(openTraffic.has(row) ? [singleRows(row)] : [])]);
   byId("traffic").replaceChildren(element("div.scroll", null, element("table", null, head, ...bodies)));
 }
+
+/** Those first for which compute waits longest. */
+const byCost = (rows) => [...rows].sort((a, b) => b.exposed - a.exposed || b.bytes - a.bytes);
 
 function cells(row, first, why, count) {
   return [element("td", null, ...first), element("td", null, element("span.axis", null, row.axis)),
@@ -22,13 +24,13 @@ function cells(row, first, why, count) {
     element(`td.number${row.exposed > 0 ? ".exposed" : ""}`, null, timeText(row.exposed))];
 }
 
-function trafficRow(row, k) {
+function trafficRow(row) {
   const toggle = () => {
-    openTraffic[openTraffic.has(k) ? "delete" : "add"](k);
+    openTraffic[openTraffic.has(row) ? "delete" : "add"](row);
     startCollectives();
   };
-  const twist = element("button.link.nowrap", { type: "button", "aria-expanded": openTraffic.has(k) },
-    element("span.twist", null, openTraffic.has(k) ? "\u25be" : "\u25b8"), row.kind);
+  const twist = element("button.link.nowrap", { type: "button", "aria-expanded": openTraffic.has(row) },
+    element("span.twist", null, openTraffic.has(row) ? "\u25be" : "\u25b8"), row.kind);
   return element("tbody.group", { onclick: toggle }, element("tr", null, ...cells(row, [twist], row.why, countText(row.count))));
 }
 

@@ -67,6 +67,39 @@ function readsOf(each, stage) {
   return [...new Set(names)].filter((name) => known.has(name) && (name !== each.name || each.role === "output"));
 }
 
+/** From the name of a value to the first and the last stage that have it, once that is known. */
+const life = new Map();
+
+/** Unpack all statements while the browser is idle, so that no stage and no search waits for it. */
+function warmUp() {
+  const steps = warmUpSteps();
+  const go = (deadline) => {
+    while (deadline.timeRemaining() > 2) if (steps.next().done) return;
+    requestIdleCallback(go);
+  };
+  requestIdleCallback(go);
+}
+
+function* warmUpSteps() {
+  for (let n = 0; n < DATA.graph.statements.length; n++) {
+    searched(statement(n));
+    if (n % 50 === 0) yield;
+  }
+  const found = new Map();
+  for (let stage = 0; stage <= LAST; stage++) {
+    for (const [k, n] of numbersOf(stage).entries()) {
+      const each = statement(n), before = found.get(each.name);
+      if (each.role !== "output") found.set(each.name, [before ? before[0] : stage, stage]);
+      if (k % 500 === 0) yield;
+    }
+  }
+  for (const [name, stages] of found) life.set(name, stages);
+  for (let stage = LAST; stage >= 0; stage--) {
+    valuesOf(stage);
+    yield;
+  }
+}
+
 const users = [];
 
 /** The statements that read a value. */

@@ -66,7 +66,7 @@ function placementOf(each) {
 }
 
 function timeOf(name, one, stage) {
-  const span = stage === LAST || LAST < 0 ? timeline.spans.find((each) => each.node === name) : undefined;
+  const span = stage === LAST || LAST < 0 ? timeline.spansOf(name)[0] : undefined;
   if (!span) return "";
   const hidden = one && one.behind.length ? `; meanwhile runs ${one.behind.map(([module, seconds]) => `${module} (${timeText(seconds)})`).join(", ")}` : "";
   const exposed = one ? `, ${timeText(one.exposed)} exposed${hidden}` : "";
@@ -90,9 +90,8 @@ function links(names, stage) {
 /** The first and the last stage that have a value of this name; a click leads there. */
 function lifeOf(each) {
   if (each.role === "output") return "";
-  const there = STAGES.map((_, k) => k).filter((k) => valuesOf(k).has(each.name));
-  if (!there.length) return "";
+  if (!life.has(each.name)) return "";
   const link = (k) => element("button.link", { type: "button", onclick: () => select(each.name, k) }, STAGES[k].name);
-  const [first, last] = [there[0], there[there.length - 1]];
+  const [first, last] = life.get(each.name);
   return element("span", null, "from ", link(first), " to ", link(last));
 }

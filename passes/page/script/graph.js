@@ -82,8 +82,15 @@ const graph = {
       && words.every((word) => searched(each).includes(word)));
   },
 
-  /** Groups of groups by phase and by the parts of the module's name. */
+  /** The tree of what is shown now. */
   tree() {
+    const key = `${this.stage} ${this.onlyChanges} ${this.search}`;
+    if (this.treeKey !== key) [this.treeKey, this.lastTree] = [key, this.grow()];
+    return this.lastTree;
+  },
+
+  /** Groups of groups by phase and by the parts of the module's name. */
+  grow() {
     const root = { key: "", children: [], count: 0, marks: {}, depth: -1 }, groups = new Map([["", root]]);
     const group = (key, label, parent) => {
       if (!groups.has(key)) {
@@ -106,6 +113,9 @@ const graph = {
         if (item.mark) above.marks[item.mark] = (above.marks[item.mark] || 0) + 1;
       }
     }
+    const order = ["inputs", "", "forward", "backward", "update", "outputs"];
+    root.children.sort((a, b) => order.indexOf(a.key) - order.indexOf(b.key));
+    root.children = root.children.map((phase) => ({ ...phase, children: phase.children.map((each) => joined(each, 1)) }));
     return root;
   },
 
@@ -146,7 +156,7 @@ const graph = {
 
   valueRow({ each, mark, note }, depth) {
     const kind = mark ? `.${MARKS[mark]}` : "", selected = this.selected === each.name ? ".selected" : "";
-    const dot = COLLECTIVES.has(each.name) || each.expression.startsWith("c10d.") ? element("span.dot", null, "\u25cf ") : null;
+    const dot = COLLECTIVES.has(each.name) || /^(c10d|transport)\.(?!wait)/.test(each.expression) ? element("span.dot", null, "\u25cf ") : null;
     return element(`div.row${kind}${selected}`, { role: "treeitem", "aria-level": depth + 1,
       style: `padding-left: ${8 + depth * 18}px` },
     element("span.mark", null, mark === "-" ? "\u2212" : mark), dot, element("span.value", null, each.name),
@@ -188,3 +198,14 @@ const graph = {
     this.list.go(isShown(), false);
   },
 };
+
+/** A group in the place of a chain of groups that have nothing else: `blocks.0.mlp`. */
+function joined(group, depth) {
+  if (!group.children) return group;
+  let [last, label] = [group, group.label];
+  while (last.children.length === 1 && last.children[0].children) {
+    [last] = last.children;
+    label += `.${last.label}`;
+  }
+  return { ...last, label, depth, children: last.children.map((child) => joined(child, depth + 1)) };
+}

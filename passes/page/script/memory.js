@@ -66,7 +66,7 @@ function paintPeak(to, line, device, changes, y) {
   to.arc(x, y(size), 4, 0, 2 * Math.PI);
   to.fill();
   const memory = REPORT.memory[device];
-  const label = `peak: ${bytesText(size)} on ${device}${memory ? ` at ${memory.at}` : ""}`;
+  const label = `peak: ${bytesText(size)} in use${memory ? ` at ${memory.at}` : ""}`;
   const right = x + 10 + to.measureText(label).width < line.width() - 8;
   to.fillStyle = line.colors.text;
   to.textAlign = right ? "left" : "right";
@@ -80,7 +80,7 @@ function deviceMemory(device, memory) {
   const meter = element("div.meter", { role: "img", "aria-label": roles.map(([role, count]) => `${role} ${percent(count, memory.peak)}`).join(", ") },
     ...roles.map(([role, count]) => element("i", {
       style: `width: ${(100 * count) / memory.peak}%; background: ${HOLDS[role]}`, title: `${role}: ${bytesText(count)}` })));
-  const named = (role) => element("span", null, element("span.swatch", { style: `background: ${HOLDS[role]}` }), role);
+  const named = (role) => element("span.nowrap", null, element("span.swatch", { style: `background: ${HOLDS[role]}` }), role);
   const made = table(["holds", "#bytes", "#of the peak"],
     roles.map(([role, count]) => [named(role), bytesText(count), percent(count, memory.peak)]));
   const largest = table(["largest then", "#bytes", "holds"], memory.largest.map((each) => [
@@ -88,12 +88,13 @@ function deviceMemory(device, memory) {
   const shrinks = table(["what would shrink it", "#of the peak", "how"], DATA.advice[device].map((each) => [
     named(each.role), percent(each.bytes, memory.peak),
     element("span", null, each.text, each.saves ? element("b", null, ` (up to ${bytesText(each.saves)} less)`) : null)]));
-  const arena = memory.arena ? `, ${bytesText(memory.arena)} of it in an arena that is planned ahead` : "";
+  const arena = memory.arena ? ` ${bytesText(memory.arena)} are an arena that is planned ahead` : "";
+  const unused = arena && memory.unused ? `, of which ${bytesText(memory.unused)} are not in use then` : "";
   return [
     element("p", null, element("b", null, `${bytesText(memory.peak)} on ${device}`), `, at `,
-      element("code", null, memory.at), whenPeak(device), arena, "."),
+      element("code", null, memory.at), whenPeak(device), ".", arena, unused, arena ? "." : ""),
     meter, element("div.two", null, element("div", null, made), element("div", null, largest)),
-    element("h3", { style: "margin-top: 1rem" }, ""), shrinks,
+    element("div", { style: "margin-top: 1rem" }, shrinks),
   ];
 }
 

@@ -13,7 +13,7 @@ function startSummary() {
       ` ${bytesText(sum(rows.map((row) => row.bytes)))} in ${plural(sum(rows.map((row) => row.count)), "collective")}`);
   });
   const cards = [card("What does this step communicate?", count ? bytesText(bytes) : "nothing",
-    count ? element("p", null, `of each rank, in ${plural(count, "collective")}`) : "", element("ul", null, ...axes))];
+    count ? element("p", null, `of each rank's data go into ${plural(count, "collective")}`) : "", element("ul", null, ...axes))];
   if (count) cards.push(whyCard(traffic, estimated));
   const devices = Object.entries(memory).sort((a, b) => b[1].peak - a[1].peak);
   if (devices.length) cards.push(peakCard(...devices[0]), shrinkCard(...devices[0]));
@@ -22,15 +22,10 @@ function startSummary() {
 
 /** The reasons, those first for which compute waits longest. */
 function whyCard(traffic, estimated) {
-  const reasons = new Map();
-  for (const row of traffic) {
-    const key = plainWhy(row.why) || row.role, before = reasons.get(key) || { exposed: 0, bytes: 0, count: 0 };
-    reasons.set(key, { exposed: before.exposed + row.exposed, bytes: before.bytes + row.bytes, count: before.count + row.count });
-  }
-  const sorted = [...reasons].sort((a, b) => b[1].exposed - a[1].exposed || b[1].bytes - a[1].bytes);
-  const items = sorted.slice(0, 4).map(([why, row]) => element("li", null, why,
+  const sorted = byCost(traffic);
+  const items = sorted.slice(0, 3).map((row) => element("li", null, row.why || row.role,
     element("small", null, ` \u2014 ${row.count}\u00d7, ${bytesText(row.bytes)}${row.exposed ? `, ${timeText(row.exposed)} exposed` : ""}`)));
-  if (sorted.length > 4) items.push(element("li", null, element("a", { href: "#collectives" }, `and ${sorted.length - 4} more reasons`)));
+  if (sorted.length > 3) items.push(element("li", null, element("a", { href: "#collectives" }, `and ${sorted.length - 3} more reasons`)));
   const figure = estimated ? `${timeText(estimated.exposed)} of ${timeText(estimated.seconds)}` : plural(sorted.length, "reason");
   return card("Why, and what does it cost?", figure,
     element("p", null, estimated ? "of the step waits for communication, for" : ""), element("ul", null, ...items));
@@ -47,7 +42,7 @@ function shrinkCard(device, memory) {
   const items = DATA.advice[device].slice(0, 2).map((each) => element("li", null,
     element("b", null, `${each.role}, ${percent(each.bytes, memory.peak)}: `), each.text, each.saves ? ` (up to ${bytesText(each.saves)} less)` : ""));
   const best = DATA.advice[device][0];
-  return card("What would shrink it?", best ? best.role : "nothing large", element("ul", null, ...items));
+  return card("What would shrink it?", best ? `fewer ${best.role}` : "nothing large", element("ul", null, ...items));
 }
 
 function startCompiling() {
@@ -77,3 +72,5 @@ graph.start();
 held.start();
 startCompiling();
 document.body.dataset.ready = "yes";
+requestAnimationFrame(() => performance.mark("ready"));
+if (LAST >= 0) warmUp();

@@ -30,7 +30,7 @@ const timeline = {
 
   span(node, lane, start, end) {
     const one = COLLECTIVES.get(node), value = finalValue(node);
-    const exposed = one && end > start ? Math.min(1, one.exposed / (end - start)) : 0;
+    const exposed = one && lane !== "compute" && end > start ? Math.min(1, one.exposed / (end - start)) : 0;
     return { node, lane: this.lanes.indexOf(lane), start, end, exposed, transfer: lane !== "compute",
       phase: value ? value.phase : "", module: value ? value.module : "" };
   },
@@ -133,7 +133,7 @@ const timeline = {
   },
 
   paintSpan(to, span, left, wide, top) {
-    if (wide > 3) {
+    if (wide > 12) {
       to.fillStyle = this.colors.surface;
       to.fillRect(left + wide - 1, top, 1, LANE);
     }
@@ -144,7 +144,7 @@ const timeline = {
     }
     const from = Math.max(left, LEFT), room = left + wide - from - 8;
     if (room < 40) return;
-    const one = COLLECTIVES.get(span.node), label = one ? `${one.kind} ${one.role}` : span.node;
+    const one = COLLECTIVES.get(span.node), label = one && span.transfer ? `${one.kind} ${one.role}` : span.node;
     to.fillStyle = "#fff";
     to.textAlign = "left";
     to.fillText(fitted(to, label, room), from + 4, top + LANE / 2 + 1);
@@ -159,7 +159,7 @@ const timeline = {
       to.globalAlpha = 0.35;
       to.fillRect(x, TOP + PHASES, 1, height - SCALE - TOP - PHASES);
       to.globalAlpha = 1;
-      if (x < width - 24) to.fillText(k ? timeText(k * step) : "0", x, height - SCALE / 2 + 2);
+      if (x < width - 24) to.fillText(k ? timeText(k * step).replace(/\.?0+ /, " ") : "0", x, height - SCALE / 2 + 2);
     }
   },
 
@@ -202,10 +202,15 @@ const timeline = {
     this.show(middle - (middle - this.from) * factor, middle + (this.to - middle) * factor);
   },
 
+  /** What a node does, the longest first: a collective has a launch, too. */
+  spansOf(name) {
+    return this.spans.filter((each) => each.node === name).sort((a, b) => b.end - b.start - (a.end - a.start));
+  },
+
   /** Outline what a node does; bring it into view. */
   select(name) {
     this.selected = name;
-    const span = this.spans.find((each) => each.node === name);
+    const [span] = this.spansOf(name);
     const length = this.to - this.from;
     if (span && (span.end < this.from || span.start > this.to)) this.show(span.start - length / 2, span.start + length / 2);
     this.draw();
@@ -249,7 +254,7 @@ const timeline = {
     this.draw();
     const at = Math.max(0, this.seconds(event.offsetX)), span = this.hit(event.offsetX, event.offsetY);
     const used = this.curves.map(({ device, changes }) => `${bytesText(valueAt(changes, at))} on ${device}`);
-    const one = span && COLLECTIVES.get(span.node);
+    const one = span && span.transfer && COLLECTIVES.get(span.node);
     const what = !span ? timeText(at) : `${span.node}: ${timeText(span.end - span.start)}` +
       (one ? `, ${timeText(one.exposed)} exposed; ${one.kind} over ${one.axis}, ${bytesText(one.bytes)}. ${one.why}` : "") +
       (span.module ? ` (${span.module})` : "");

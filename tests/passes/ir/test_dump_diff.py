@@ -122,7 +122,7 @@ def test_outputs_go_by_what_they_are_for() -> None:
 @pytest.mark.parametrize("text, why", [
     ("def program(:", "no Python text"),
     ("x = 3", "no function called program"),
-    ("def program(\n    x,\n):\n    import os\n    return (\n        x,\n    )", "line 4 is no statement of a printed program"),
+    ("def program(\n    x,\n):\n    import os\n    return ()", "line 4 is no statement of a printed program"),
     ("def program(\n    x,\n):\n    y = x\n", "it has no return"),
 ], ids=["syntax", "function", "statement", "return"])  # fmt: skip
 def test_a_text_that_is_no_program_is_named(text: str, why: str) -> None:
