@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from playwright.sync_api import Page, sync_playwright
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.optim import AdamW
 
 import spmd
@@ -29,6 +30,12 @@ from examples.gpt import GPT, Config
 from passes.page.render import render
 from spmd.cli.dump_folder import files_in, program_folder
 
+PLACEMENTS: dict[str, Any] = {
+    "*.qkv.weight": {"tp": Shard(0)},
+    "*.out.weight": {"tp": Shard(1)},
+    "*.up.weight": {"tp": Shard(0)},
+    "*.down.weight": {"tp": Shard(1)},
+}
 # Each returns when the frame that shows its effect has been painted.
 ACTIONS = {
     "search": "input('search', 'blocks.7.mlp')",
@@ -65,14 +72,13 @@ TIMED = """async () => {
 
 def compile_gpt(layers: int, folder: Path) -> None:
     """Dump the step of a GPT on a mesh of 4 x 2 ranks that share nothing: rank 0's program."""
-    from examples.tensor_parallel import placements
     from tests.harness.fake import fake_world
 
     config = Config(width=64, layers=layers)
     with fake_world(8):
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
         model = GPT(config)
-        mode = spmd.DataParallel("fully_shard", mesh=mesh, params=placements(config))
+        mode = spmd.DataParallel("fully_shard", mesh=mesh, params=PLACEMENTS)
         step = spmd.compile(parallel_mode=mode, dump=folder)(train_step)
         x = torch.randint(256, (4, 64))
         step(model, AdamW(model.parameters()), x, x)

@@ -57,7 +57,7 @@ class Diff:
                 read.append(read_statements(text))
             except ValueError as error:
                 raise ValueError(f"{name} is no printed program: {error}") from error
-        return cls.of_statements(*read, names)
+        return cls.of_statements(read[0], read[1], names)
 
     @classmethod
     def of_statements(

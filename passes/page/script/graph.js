@@ -91,7 +91,7 @@ const graph = {
 
   /** Groups of groups by phase and by the parts of the module's name. */
   grow() {
-    const root = { key: "", children: [], count: 0, marks: {}, depth: -1 }, groups = new Map([["", root]]);
+    const root = { children: [], count: 0, marks: {}, depth: -1 }, groups = new Map();
     const group = (key, label, parent) => {
       if (!groups.has(key)) {
         const made = { key, label, children: [], count: 0, marks: {}, depth: parent.depth + 1 };

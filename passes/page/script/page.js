@@ -39,10 +39,10 @@ function peakCard(device, memory) {
 }
 
 function shrinkCard(device, memory) {
-  const items = DATA.advice[device].slice(0, 2).map((each) => element("li", null,
-    element("b", null, `${each.role}, ${percent(each.bytes, memory.peak)}: `), each.text, each.saves ? ` (up to ${bytesText(each.saves)} less)` : ""));
+  const items = DATA.advice[device].slice(0, 2).map((each, k) => element("li", null,
+    k ? element("b", null, `${each.role}: ${percent(each.bytes, memory.peak)}. `) : "", each.text, each.saves ? ` (up to ${bytesText(each.saves)} less)` : ""));
   const best = DATA.advice[device][0];
-  return card("What would shrink it?", best ? `fewer ${best.role}` : "nothing large", element("ul", null, ...items));
+  return card("What would shrink it?", best ? `${best.role}: ${percent(best.bytes, memory.peak)}` : "nothing large", element("ul", null, ...items));
 }
 
 function startCompiling() {
