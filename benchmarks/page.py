@@ -1,9 +1,10 @@
 """Seconds until the page of a large program is seen, and until it answers: in headless Chromium, on this machine.
 
-    python -m benchmarks.page [--dump runs/train_step] [--layers 58] [--rounds 3]
+    python -m benchmarks.page [--dump runs/train_step] [--layers 58] [--rounds 3] [--picture docs/report.png]
 
 Compiles a GPT of so many layers on eight fake ranks (58 have 20,000 nodes, in minutes), or reads a dump; writes its
 page, opens it, and times, from an event to the frame after it: search, folds, stages, selecting, zooming, scrolling.
+With ``--picture`` it takes a picture of the page instead.
 """
 
 from __future__ import annotations
@@ -100,13 +101,27 @@ def measure(page: Page, path: Path, rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def main() -> None:
-    """Print a line of JSON for the program, and one for each action."""
+def take_picture(page: Page, path: Path, picture: Path) -> None:
+    """The summary and the timeline, as a PNG file."""
+    page.goto(path.as_uri())
+    page.wait_for_selector("body[data-ready]")
+    page.wait_for_timeout(200)
+    page.screenshot(path=picture)
+
+
+def parse() -> argparse.Namespace:
+    """The options of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dump", type=Path, help="a dump to show, instead of compiling a GPT")
     parser.add_argument("--layers", type=int, default=58)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    parser.add_argument("--picture", type=Path, help="a PNG file to write, instead of timing")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print a line of JSON for the program, and one for each action."""
+    options = parse()
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
         if options.dump is None:
             compile_gpt(options.layers, Path(scratch) / "dump")
@@ -117,7 +132,10 @@ def main() -> None:
         print(json.dumps({"seconds to write": round(time.perf_counter() - start, 1), "bytes": path.stat().st_size}))
         arguments = ["--no-sandbox"] if os.getuid() == 0 else []
         browser: Any = driver.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
-        page = browser.new_page(viewport={"width": 1500, "height": 1000})
+        page = browser.new_page(viewport={"width": 1280, "height": 765})
+        if options.picture is not None:
+            take_picture(page, path, options.picture)
+            return
         for name, times in measure(page, path, options.rounds).items():
             print(json.dumps({"action": name, "ms": round(statistics.median(times), 1), "most": round(max(times), 1)}))
         browser.close()

@@ -17,7 +17,7 @@ _SHARD_STATE = {
 }
 _OTHERWISE = {
     "parameters": "they are split already: more ranks split them further, spmd.OffloadPolicy keeps them in host memory",
-    "gradients": "they are split already, and live until the update, behind all of backward: more ranks split them further",
+    "gradients": "they are split already, and live until the update, which comes last: more ranks split them further",
     "optimizer state": "it is split already: spmd.OffloadPolicy keeps it in host memory, or choose a leaner optimizer",
     "gathered": "parameters made whole for a unit: smaller units (units=), limit_gathers=, prefetch=(0, 0), and "
     "reshard_after_forward=True keep fewer of them at once",

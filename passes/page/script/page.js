@@ -20,10 +20,14 @@ function startSummary() {
   byId("summary").replaceChildren(...cards);
 }
 
+/** Long paths of modules with their last two names only: `…attention.out`. */
+const withLastNames = (why) => why.replace(/[\w*]+(?:\.[\w*]+){2,}/g, (path) =>
+  (path.length > 16 ? `\u2026\u2060${path.split(".").slice(-2).join(".")}` : path));
+
 /** The reasons, those first for which compute waits longest. */
 function whyCard(traffic, estimated) {
   const sorted = byCost(traffic);
-  const items = sorted.slice(0, 3).map((row) => element("li", null, row.why || row.role,
+  const items = sorted.slice(0, 3).map((row) => element("li", null, withLastNames(row.why || row.role),
     element("small", null, ` \u2014 ${row.count}\u00d7, ${bytesText(row.bytes)}${row.exposed ? `, ${timeText(row.exposed)} exposed` : ""}`)));
   if (sorted.length > 3) items.push(element("li", null, element("a", { href: "#collectives" }, `and ${sorted.length - 3} more reasons`)));
   const figure = estimated ? `${timeText(estimated.exposed)} of ${timeText(estimated.seconds)}` : plural(sorted.length, "reason");
@@ -35,14 +39,16 @@ function peakCard(device, memory) {
   const [role, count] = Object.entries(memory.roles).sort((a, b) => b[1] - a[1])[0];
   return card("Where is the peak of memory?", bytesText(memory.peak),
     element("p", null, `on ${device}, at `, element("code", null, memory.at), `${whenPeak(device)}`),
-    element("p", null, `Most of it: ${role}, ${bytesText(count)} (${percent(count, memory.peak)}). `, element("a", { href: "#memory" }, "What else lives then")));
+    element("p", null, `Most of it: ${role}, ${bytesText(count)} (${percent(count, memory.peak)}). `,
+      memory.unused > memory.peak / 50 ? `${bytesText(memory.unused)} are reserved and not in use then. ` : "", element("a", { href: "#memory" }, "What else lives then")));
 }
 
 function shrinkCard(device, memory) {
-  const items = DATA.advice[device].slice(0, 2).map((each, k) => element("li", null,
+  const best = DATA.advice[device].filter((each) => each.role !== "unused");
+  const items = best.slice(0, 2).map((each, k) => element("li", null,
     k ? element("b", null, `${each.role}: ${percent(each.bytes, memory.peak)}. `) : "", each.text, each.saves ? ` (up to ${bytesText(each.saves)} less)` : ""));
-  const best = DATA.advice[device][0];
-  return card("What would shrink it?", best ? `${best.role}: ${percent(best.bytes, memory.peak)}` : "nothing large", element("ul", null, ...items));
+  const figure = best.length ? `${best[0].role}: ${percent(best[0].bytes, memory.peak)}` : "nothing large";
+  return card("What would shrink it?", figure, element("ul", null, ...items));
 }
 
 function startCompiling() {
