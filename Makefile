@@ -16,7 +16,7 @@ WORKERS ?= $(shell n=$(CORES); echo $$(( n > 4 ? 4 : n )))
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
-.PHONY: help train quick test models bench check format compat clean
+.PHONY: help train quick test models bench picture check format compat clean
 
 help:
 	@echo 'make train     train a small GPT on $(NPROC) ranks (NPROC=4, ARGS="--steps 100 --mode fully_shard", ARGS=--help)'
@@ -24,6 +24,7 @@ help:
 	@echo 'make test      the whole test suite on torch $(TORCH) (TORCH=2.15.0, ARGS="-k name")'
 	@echo 'make models    train real models on two ranks and print the table (ARGS="GPT2 Llama", ARGS=--help)'
 	@echo 'make bench     race DDP, FSDP2 and this on loopback and, as root, on two hosts (ARGS="--models width64x12", ARGS=--help)'
+	@echo 'make picture   take the picture in docs/report.md anew, with an installed Chromium'
 	@echo 'make compat    the same suite on the oldest and the newest torch supported'
 	@echo 'make check     lint, format and types'
 	@echo 'make format    write the format, and fix what lint can fix'
@@ -44,6 +45,9 @@ models: $(READY)
 
 bench: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers $(ARGS)
+
+picture: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.page --layers 4 --picture docs/report.png
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from .ir.printer import short_dtype
 from .ir.program import Program
 from .measured import MeasuredTime, OpTime, collective_of
 from .memory.planned_memory import PlannedMemory, planned_memory
+from .page.render import render
 from .schedule.estimate import estimate
 from .schedule.simulation import Timeline, TransferTime
 from .trace import trace_events
@@ -113,10 +114,10 @@ class Report:
     ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start;
     ``caused_by`` has those of one parameter or module. ``estimated``: the time of a step, None on a device of which
     nothing is known; ``measured``: of the calls that the step's ``profile`` measured, None before.
-    ``timeline``: that step, op by op; not a part of ``to_dict``. ``seconds``: the time of each stage of compiling, and
-    ``passes``: what each pass did in it. ``notes``: messages for users, such as the ops that run replicated
-    because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
-    what is largest then.
+    ``timeline``: that step, op by op; ``files``: makes those of a dump; both are no part of ``to_dict``.
+    ``seconds``: the time of each stage of compiling, and ``passes``: what each pass did in it. ``notes``: messages for
+    users, such as the ops that run replicated because they have no rule. ``memory``: by device, the planned peak of
+    one rank, what it is made of, and what is largest then.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Report:
     passes: tuple[PassEffect, ...] = ()
     measured: MeasuredTime | None = None
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
+    files: Callable[[], Mapping[str, str]] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -190,7 +192,21 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""
-        return {key: value for key, value in asdict(replace(self, timeline=None)).items() if key != "timeline"}
+        plain = asdict(replace(self, timeline=None, files=None))
+        return {key: value for key, value in plain.items() if key not in ("timeline", "files")}
+
+    def save(self, path: str | Path) -> None:
+        """Write a page for a browser (``.html``), or what ``to_dict`` has (``.json``).
+
+        The page of a compiled step also has its graphs, stage by stage; that of a report read from a file has none.
+        Raises ``ValueError`` for files of another kind.
+        """
+        path = Path(path)
+        if path.suffix not in (".html", ".json"):
+            raise ValueError(f"expected a file that ends in .html or .json, got {path}")
+        report = json.dumps(self.to_dict(), indent=2)
+        files = self.files() if self.files is not None and path.suffix == ".html" else {"report.json": report}
+        path.write_text(render(files) if path.suffix == ".html" else report, encoding="utf-8")
 
     def trace(self, path: str | Path) -> None:
         """Write the estimated step as a trace that Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open.

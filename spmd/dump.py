@@ -1,4 +1,4 @@
-"""Dumps: the graph of every stage as numbered text files, and the report.
+"""Dumps: the graph of every stage as numbered text files, the report, and what the page of a step shows beside them.
 
 Files are never a reason for ranks to differ: rank 0 alone writes, and where it cannot, it warns and trains on. A step
 has a folder of its own, which other steps of its name and other jobs leave alone.
@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 import passes
 from passes import Pass, Program, Report
+from passes.page.node_details import NodeDetails
 
 from .source_lines import warn_user
 
@@ -57,6 +59,7 @@ class Dump:
 
     def __init__(self, steps: StepFolders, root: Path | None, program: str) -> None:
         self.steps = steps
+        self.nodes = NodeDetails()
         self.folder: Path | None = None
         if root is None or (dist.is_initialized() and dist.get_rank() != 0):
             return
@@ -68,15 +71,20 @@ class Dump:
 
     def stage(self, number: int, name: str, program: Program) -> None:
         """``<number>_<name>.py``."""
-        self._write(f"{stage_name(number, name)}.py", lambda: passes.print_program(program))
+        stage = stage_name(number, name)
+        self._write(f"{stage}.py", lambda: passes.print_program(program))
+        if self.folder is not None:
+            self.nodes.note(stage, program)
 
     def on_pass(self, number: int, each: Pass, program: Program, seconds: float) -> None:
         """A stage named after its pass."""
         self.stage(number, type(each).__name__, program)
 
     def report(self, make: Callable[[], Report]) -> None:
-        """``report.json``."""
-        self._write("report.json", lambda: json.dumps(make().to_dict(), indent=2))
+        """``report.json``, ``nodes.json`` and ``timeline.json``."""
+        if self.folder is not None:
+            for name, text in _beside(make(), self.nodes).items():
+                self._write(name, text)
 
     def _write(self, name: str, text: Callable[[], str]) -> None:
         if self.folder is not None:
@@ -94,6 +102,31 @@ class Dump:
             if not self.steps.warned:
                 self.steps.warned = True
                 warn_user(f"the dump of {self.steps.name} is not complete: {error}. Training goes on")
+
+
+def files_of(
+    captured: Program, partitioned: Program, pipeline: Sequence[Pass], final: Program, report: Report
+) -> dict[str, str]:
+    """What a dump of a compiled program has, by the names of the files; the passes run once more, on a copy."""
+    texts, nodes = dict[str, str](), NodeDetails()
+
+    def note(number: int, name: str, program: Program) -> None:
+        stage = stage_name(number, name)
+        texts[f"{stage}.py"] = passes.print_program(program)
+        nodes.note(stage, program)
+
+    visit_stages(note, captured, partitioned, pipeline, final)
+    return texts | {name: text() for name, text in _beside(report, nodes).items()}
+
+
+def _beside(report: Report, nodes: NodeDetails) -> dict[str, Callable[[], str]]:
+    """The files beside the stages, by name."""
+    timelines = {"estimated": report.timeline} if report.timeline else {}
+    return {
+        "report.json": lambda: json.dumps(report.to_dict(), indent=2),
+        "nodes.json": nodes.to_text,
+        "timeline.json": lambda: json.dumps({kind: asdict(each) for kind, each in timelines.items()}),
+    }
 
 
 OnProgram = Callable[[int, str, Program], None]  # the number of a stage, its name, and the program after it

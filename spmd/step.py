@@ -8,6 +8,8 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from .capture.explain_errors import shorten_traceback
 from .capture.reads import Reads
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch, Turn
-from .dump import StepFolders, stage_name, stages_to_compare, visit_stages
+from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
@@ -243,7 +245,7 @@ class CompiledStep:
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         costs = table_of(options.pipeline)
         seconds, done = dict(stages.progress.seconds), list(stages.passes)
-        make_report = functools.partial(Report.of, program, seconds, tuple(program.notes), passes=done, costs=costs)
+        make_report = partial(Report.of, program, seconds, tuple(program.notes), passes=done, costs=costs)
         dump.stage(99, "lowered", program)
         dump.report(make_report)
         description = describe_for_agreement(captured, program, costs, call)
@@ -328,7 +330,12 @@ class CompiledStep:
 
     def report(self) -> Report:
         """What the program last run communicates in one step, and how long it took to compile."""
-        return self._last_program("report on").report
+        last = self._last_program("report on")
+        return replace(last.report, files=partial(self._files, last))
+
+    def _files(self, compiled: Compiled) -> dict[str, str]:
+        program, pipeline = compiled.program, self._options.pipeline
+        return files_of(compiled.captured.program, compiled.partitioned, pipeline, program, compiled.report)
 
     def profile(self, steps: int = 5) -> None:
         """Measure each node of the program in the next ``steps`` calls; ``report()`` shows it beside the estimate.
@@ -360,7 +367,7 @@ class CompiledStep:
         for each in self._dispatch.programs:
             dump = self._dumps.dump(Path(folder), each.program.name)
             visit_stages(dump.stage, each.captured.program, each.partitioned, self._options.pipeline, each.program)
-            dump.report(functools.partial(getattr, each, "report"))
+            dump.report(partial(getattr, each, "report"))
 
     def diff(self, *stages: str) -> Diff:
         """What a pass changed in the program last run, value by value; or what differs between two stages.

@@ -30,6 +30,7 @@ ORDER = {
         update/
         memory/
         schedule/
+        page/
         measured
         pipeline runner trace report
         __init__

@@ -57,8 +57,15 @@ class Diff:
                 read.append(read_statements(text))
             except ValueError as error:
                 raise ValueError(f"{name} is no printed program: {error}") from error
-        changes = list(_changes(*read))
-        kept = len(read[1]) - sum(change.after is not None for change in changes)
+        return cls.of_statements(read[0], read[1], names)
+
+    @classmethod
+    def of_statements(
+        cls, before: Sequence[Statement], after: Sequence[Statement], names: tuple[str, str] = ("before", "after")
+    ) -> Diff:
+        """Of two programs that were read; the changes have these very statements."""
+        changes = list(_changes(before, after))
+        kept = len(after) - sum(change.after is not None for change in changes)
         return cls(names, tuple(changes), kept)
 
     def __bool__(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,79 +34,126 @@ class Statement:
         return ", ".join(part for part in (self.phase, self.module) if part)
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """A line of code without the names that are known where it stands: ``pieces`` are text, name, text, name, ..."""
+
+    name: str
+    kind: str
+    pieces: tuple[str, ...]
+
+    @classmethod
+    def of(cls, code: str) -> Assignment:
+        """Of the text of an assignment. Raises ``ValueError`` for any other."""
+        try:
+            body = ast.parse(code).body
+        except SyntaxError as error:
+            raise ValueError(str(error)) from error
+        match body:
+            case [ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value)]:
+                return cls(name, ast.unparse(annotation), _pieces(value))
+            case [ast.Assign(targets=[ast.Name(id=name)], value=value)]:
+                return cls(name, "", _pieces(value))
+        raise ValueError("no assignment")
+
+    def with_places(self, known: Container[str]) -> tuple[str, tuple[str, ...]]:
+        """The expression with ``_`` for each value in it, and the values' names."""
+        names = self.pieces[1::2]
+        if not all(name in known for name in names):
+            parts = [*self.pieces]
+            parts[1::2] = ["_" if name in known else name for name in names]
+            return "".join(parts), tuple(name for name in names if name in known)
+        return "_".join(self.pieces[::2]), names
+
+
+Memo = dict[str, Assignment]  # by their code, what reading several stages of one program need not parse again
+
+
+def read_statements(text: str, memo: Memo | None = None) -> list[Statement]:
+    """The inputs, values and outputs of what ``print_program`` wrote. Raises ``ValueError`` for any other text."""
+    lines = text.splitlines()
+    try:
+        start = lines.index("def program(") + 1
+        end = lines.index("):", start)
+    except ValueError:
+        raise ValueError(_why_none(text)) from None
+    return list(_Reader(lines, {} if memo is None else memo).statements(start, end))
+
+
+def _why_none(text: str) -> str:
+    """Why a text is no printed program."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return f"it is no Python text: {error}"
+    return "it has no function called program"
+
+
 @dataclass
-class _Headings:
-    """The phase and the module that hold from a line on."""
+class _Reader:
+    """Reads line by line: phase and module are those of the last headings."""
 
     lines: list[str]
-    phase: str = ""
-    module: str = ""
-    done: int = field(default=0)
+    memo: Memo
+    known: set[str] = field(default_factory=set)
 
-    def at(self, line: int) -> tuple[str, str]:
-        """Those of the statement in this line; to be asked in order."""
-        for text in self.lines[self.done : line - 1]:
-            if found := _PHASE.match(text):
-                self.phase = found["phase"]
-            elif found := _MODULE.match(text):
-                self.module = found["module"]
-        self.done = line
-        return self.phase, self.module
+    def statements(self, start: int, end: int) -> Iterator[Statement]:
+        """The inputs stand in front of ``end``, all else below it."""
+        for line in self.lines[start:end]:
+            if line == "    *,":
+                break
+            yield self._input(line.strip())
+        phase = module = ""
+        for k, line in enumerate(self.lines[end + 1 :], start=end + 1):
+            if found := _PHASE.match(line):
+                phase = found["phase"]
+            elif found := _MODULE.match(line):
+                module = found["module"]
+            elif line.startswith("    return ("):
+                yield from self._outputs(k)
+                return
+            elif line:
+                yield self._value(k, phase, module)
+        raise ValueError("it has no return")
 
+    def _input(self, text: str) -> Statement:
+        name = re.split("[:,]", text, maxsplit=1)[0]
+        self.known.add(name)
+        return Statement(name, text, text.partition(":")[2], role="input")
 
-def read_statements(text: str) -> list[Statement]:
-    """The inputs, values and outputs of what ``print_program`` wrote. Raises ``ValueError`` for any other text."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ValueError(f"it is no Python text: {error}") from error
-    function = next((each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "program"), None)
-    if function is None:
-        raise ValueError("it has no function called program")
-    return list(_statements(function, text.splitlines()))
+    def _value(self, line: int, phase: str, module: str) -> Statement:
+        text = self.lines[line].strip()
+        each = self._assignment(text, line)
+        expression, reads = each.with_places(self.known)
+        self.known.add(each.name)
+        return Statement(each.name, text, f"{each.kind} {expression}", reads, "", phase, module)
 
+    def _assignment(self, code: str, line: int) -> Assignment:
+        if code not in self.memo:
+            try:
+                self.memo[code] = Assignment.of(code)
+            except ValueError:
+                text = self.lines[line]
+                raise ValueError(f"line {line + 1} is no statement of a printed program: {text}") from None
+        return self.memo[code]
 
-def _statements(function: ast.FunctionDef, lines: list[str]) -> Iterator[Statement]:
-    for argument in function.args.args:
-        text = lines[argument.lineno - 1].strip()
-        yield Statement(argument.arg, text, text.partition(":")[2], role="input")
-    known = {argument.arg for argument in function.args.args}
-    headings = _Headings(lines)
-    for each in function.body:
-        phase, module = headings.at(each.lineno)
-        match each:
-            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value):
-                kind = ast.unparse(annotation)
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                kind = ""
-            case ast.Return(value=ast.Tuple(elts=values)):
-                yield from _outputs(values, known, lines)
-                continue
-            case _:
-                raise ValueError(f"line {each.lineno} is no statement of a printed program: {lines[each.lineno - 1]}")
-        expression, reads = _with_places(value, known)
-        known.add(name)
-        yield Statement(name, lines[each.lineno - 1].strip(), f"{kind} {expression}", reads, "", phase, module)
-
-
-def _outputs(values: list[ast.expr], known: set[str], lines: list[str]) -> Iterator[Statement]:
-    """An output goes by what it is for the user: "update of model.weight: ...", not by the value that is returned."""
-    for k, value in enumerate(values):
-        text = lines[value.lineno - 1].strip()
-        what = text.partition("  # ")[2]
-        expression, reads = _with_places(value, known)
-        yield Statement(what.partition(":")[0] or f"output {k}", text, f"{what} {expression}", reads, role="output")
+    def _outputs(self, start: int) -> Iterator[Statement]:
+        """An output goes by what it is for the user: "update of model.weight: ...", not by the value returned."""
+        if self.lines[start] == "    return ()":
+            return
+        for k, line in enumerate(self.lines[start + 1 : self.lines.index("    )", start)]):
+            value, _, what = line.strip().partition("  # ")
+            assigned = self._assignment(f"_ = {value.removesuffix(',')}", start + 1 + k)
+            expression, reads = assigned.with_places(self.known)
+            name, computes = what.partition(":")[0] or f"output {k}", f"{what} {expression}"
+            yield Statement(name, line.strip(), computes, reads, role="output")
 
 
-def _with_places(value: ast.expr, known: set[str]) -> tuple[str, tuple[str, ...]]:
-    """An expression with ``_`` for each value in it, and the values' names."""
-    reads: list[str] = []
+def _pieces(value: ast.expr) -> tuple[str, ...]:
+    """The text of an expression, cut at each name."""
 
-    class Places(ast.NodeTransformer):
+    class Cuts(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> Any:
-            if node.id not in known:
-                return node
-            reads.append(node.id)
-            return ast.Name("_")
+            return ast.Name(f"\0{node.id}\0")
 
-    return ast.unparse(Places().visit(value)), tuple(reads)
+    return tuple(ast.unparse(Cuts().visit(value)).split("\0"))

@@ -52,6 +52,7 @@ _ERRORS = "passes/unexpected_errors.py"
 _MEMORY = "passes/memory"
 _SCHEDULE = "passes/schedule"
 _REPORT = "passes/report.py"
+_PAGE = "passes/page"
 _MERGE_EQUAL = "passes/cleanup/merge_equal.py"
 
 KEYS: tuple[Key, ...] = (
@@ -88,7 +89,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the user's line: file, number and text",
         (_CAPTURE,),
-        (_CAPTURE, _PRINTER, _PARTITIONER, _ERRORS, "spmd/lowering/codegen.py", _REPORT, "spmd/verification"),
+        (_CAPTURE, _PRINTER, _PARTITIONER, _ERRORS, "spmd/lowering/codegen.py", _REPORT, _PAGE, "spmd/verification"),
         Relation.STEP,
     ),
     Key(
@@ -128,7 +129,7 @@ KEYS: tuple[Key, ...] = (
         tuple,
         "how the ranks hold the global value: a torch ``Placement`` for each axis of the mesh",
         (_PARTITIONER,),
-        (_MERGE_EQUAL, "passes/cleanup/fold_views.py", _PARTITIONER, "spmd/verification"),
+        (_MERGE_EQUAL, "passes/cleanup/fold_views.py", _PARTITIONER, _PAGE, "spmd/verification"),
     ),
     Key(
         "captured",

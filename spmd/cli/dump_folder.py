@@ -41,3 +41,9 @@ def report_of(folder: Path) -> Report:
 def stages_of(folder: Path) -> list[Path]:
     """The files of all stages, in order."""
     return sorted(folder.glob("[0-9][0-9]_*.py"))
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    """The texts of the program in ``folder``, by the names of the files."""
+    paths = [*stages_of(folder), *folder.glob("*.json")]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}

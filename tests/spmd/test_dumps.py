@@ -50,10 +50,10 @@ def check(folder: Path) -> None:
     (program,) = (path for path in folder.iterdir() if path.is_dir())
     names = sorted(path.name for path in program.iterdir())
     numbers = [int(name[:2]) for name in names if name.endswith(".py")]
-    assert names[:2] == ["00_capture.py", "01_partition.py"] and names[-2] == "99_lowered.py"
-    assert names[-1] == "report.json"
+    assert names[:2] == ["00_capture.py", "01_partition.py"] and names[-4] == "99_lowered.py"
+    assert names[-3:] == ["nodes.json", "report.json", "timeline.json"]
     assert numbers == [*range(len(numbers) - 1), 99] and len(numbers) > 3
-    assert isinstance(json.loads((program / "report.json").read_text()), dict)
+    assert all(isinstance(json.loads((program / name).read_text()), dict) for name in names[-3:])
     for path in program.glob("*.py"):
         compile(path.read_text(), path.name, "exec")
 

@@ -122,8 +122,9 @@ def test_outputs_go_by_what_they_are_for() -> None:
 @pytest.mark.parametrize("text, why", [
     ("def program(:", "no Python text"),
     ("x = 3", "no function called program"),
-    ("def program(x):\n    import os\n    return (x,)", "line 2 is no statement of a printed program"),
-], ids=["syntax", "function", "statement"])  # fmt: skip
+    ("def program(\n    x,\n):\n    import os\n    return ()", "line 4 is no statement of a printed program"),
+    ("def program(\n    x,\n):\n    y = x\n", "it has no return"),
+], ids=["syntax", "function", "statement", "return"])  # fmt: skip
 def test_a_text_that_is_no_program_is_named(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=f"06_x is no printed program: .*{why}"):
         Diff.of_texts(BEFORE, text, ("05_y", "06_x"))

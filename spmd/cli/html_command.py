@@ -1,0 +1,50 @@
+"""``spmd html FOLDER``: the page of a dumped program, one file for a browser: timeline, memory, graphs, placements.
+
+FOLDER is that of a program, or of a step with one program. The page loads nothing: it can be sent as it is::
+
+    python -m spmd html runs/train_step
+    python -m spmd html runs/train_step/program-0 --out step.html
+
+It ends with 0, and with 2 where FOLDER is wrong or the page cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from passes.page.contents import contents
+from passes.page.render import render
+
+from .dump_folder import files_in, program_folder
+
+
+def add_command(commands: Any) -> None:
+    """Add ``html`` and its options to the commands of a parser."""
+    command = commands.add_parser(
+        "html",
+        help="the page of a dumped program, as one HTML file",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
+    command.add_argument("--out", metavar="FILE", type=Path, help="the file to write, by default FOLDER/report.html")
+    command.add_argument("--json", action="store_true", help="print what the page shows as JSON; write nothing")
+    command.set_defaults(run=lambda arguments: run(arguments, command))
+
+
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Read, write, and return the exit code."""
+    try:
+        folder = program_folder(arguments.folder)
+        files, out = files_in(folder), arguments.out or folder / "report.html"
+        if arguments.json:
+            print(json.dumps(contents(files), indent=2))
+            return 0
+        out.write_text(render(files), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"wrote {out}")
+    return 0

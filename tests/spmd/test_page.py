@@ -1,0 +1,134 @@
+"""The page of a compiled step in headless Chromium: what a person does with it, and no error on the console."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import spmd
+from tests.harness.cases import MLP
+from tests.harness.structure import compile_on_fake_ranks, regression
+
+pytestmark = pytest.mark.processes
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LEFT, RIGHT, FIRST_AXIS = 92, 8, 70  # of the timeline, in pixels
+
+
+@dataclass
+class Opened:
+    """A page, the step that it shows, and what went wrong in it."""
+
+    page: Any
+    step: spmd.CompiledStep
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    model, optimizer, x, y = regression(6, 5, 4)
+    mode = spmd.DataParallel("fully_shard")
+    step = compile_on_fake_ranks(2, MLP.step, (model, optimizer), x, y, parallel_mode=mode)
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    step.report().save(path)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = Opened(browser.new_page(viewport={"width": 1400, "height": 900}), step)
+        found.page.set_default_timeout(10_000)
+        found.page.on("console", lambda message: found.errors.append(message.text))
+        found.page.on("pageerror", lambda error: found.errors.append(str(error)))
+        found.page.on("request", lambda request: found.requests.append(request.url))
+        found.page.goto(path.as_uri())
+        found.page.wait_for_selector("body[data-ready]")
+        yield found
+        browser.close()
+
+
+def test_it_opens_and_loads_nothing(opened: Opened) -> None:
+    assert [url.rpartition("/")[2] for url in opened.requests] == ["report.html"]
+    assert opened.page.title() == opened.step.report().name
+    summary = opened.page.inner_text("#summary")
+    assert f"{len(opened.step.report().every)} collectives" in summary
+    assert "gradient: sum over dp" in summary and opened.step.report().memory["cpu"].at in summary
+    assert opened.page.evaluate("document.getElementById('timeline').width") > 500
+
+
+def test_a_search_finds_a_parameter(opened: Opened) -> None:
+    opened.page.fill("#search", "model.2.weight")
+    rows = opened.page.locator("#rows .row").all_inner_texts()
+    assert any("model.2.weight" in row for row in rows)
+    opened.page.fill("#search", "no such value")
+    assert opened.page.inner_text("#matches") == "0 values"
+    opened.page.fill("#search", "")
+
+
+def test_a_click_on_a_collective_shows_its_reason(opened: Opened) -> None:
+    scatter = next(one for one in opened.step.report().every if one.kind == "reduce_scatter")
+    opened.page.click("tbody.group:has-text('reduce_scatter') button")
+    opened.page.click(f"tr.one[data-node={scatter.node}]")
+    assert scatter.why in opened.page.inner_text("#reason")
+    details = opened.page.inner_text("#details")
+    assert all(text in details for text in (scatter.node, *scatter.of[:2], "exposed", "Read by"))
+    assert opened.page.locator("#rows .row.selected").count() == 1, "the graph shows it, too"
+
+
+def test_a_bar_of_the_timeline_shows_what_runs(opened: Opened) -> None:
+    opened.page.click("#details .close")
+    assert not opened.page.locator("#details h2").count()
+    timeline = opened.step.report().timeline
+    assert timeline is not None
+    longest = max(timeline.transfers, key=lambda each: each.seconds)
+    width = opened.page.locator("#timeline").bounding_box()["width"] - LEFT - RIGHT
+    middle = (longest.start + longest.end) / 2 / timeline.seconds
+    opened.page.click("#timeline", position={"x": LEFT + middle * width, "y": FIRST_AXIS})
+    assert opened.page.inner_text("#details h2") == longest.node
+
+
+def test_the_slider_changes_the_stage(opened: Opened) -> None:
+    opened.page.focus("#stage")
+    opened.page.keyboard.press("Home")
+    assert opened.page.inner_text("#stage-name").startswith("00_capture")
+    opened.page.keyboard.press("ArrowRight")
+    assert opened.page.inner_text("#stage-name").startswith("01_partition")
+    opened.page.check("#only-changes")
+    added = opened.page.locator("#rows .row.added").all_inner_texts()
+    assert any("all_gather_into_tensor" in row for row in added)
+    opened.page.uncheck("#only-changes")
+    opened.page.focus("#stage")
+    opened.page.keyboard.press("End")
+
+
+def test_the_graph_folds_by_keys(opened: Opened) -> None:
+    opened.page.click("#fold")
+    folded = opened.page.locator("#rows .row").count()
+    opened.page.focus("#rows")
+    for key in ("Home", "ArrowDown", "ArrowDown", "ArrowRight"):
+        opened.page.keyboard.press(key)
+    assert opened.page.locator("#rows .row").count() > folded
+    opened.page.keyboard.press("ArrowLeft")
+    assert opened.page.locator("#rows .row").count() == folded
+
+
+def test_the_mesh_shows_each_ranks_part(opened: Opened) -> None:
+    opened.page.fill("#search-state", "model.0.weight")
+    opened.page.click("#inputs .row >> nth=0")
+    assert opened.page.locator("#picture .part").all_inner_texts() == ["[0:3, :]", "[3:5, :]"]
+
+
+def test_light_and_dark(opened: Opened) -> None:
+    grounds = []
+    for scheme in ("light", "dark"):
+        opened.page.emulate_media(color_scheme=scheme)
+        grounds.append(opened.page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert grounds == ["rgb(246, 246, 244)", "rgb(20, 23, 26)"]
+
+
+def test_no_error_on_the_console(opened: Opened) -> None:
+    assert opened.errors == []
