@@ -195,6 +195,10 @@ class Report:
         plain = asdict(replace(self, timeline=None, files=None))
         return {key: value for key, value in plain.items() if key not in ("timeline", "files")}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without ``files``, which need the compiled step: another process has none."""
+        return {**vars(self), "files": None}
+
     def save(self, path: str | Path) -> None:
         """Write a page for a browser (``.html``), or what ``to_dict`` has (``.json``).
 
