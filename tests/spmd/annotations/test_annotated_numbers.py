@@ -126,7 +126,7 @@ def differences(rank: int, world: int, case: Annotated) -> list[str]:
 ROWS = [
     (strategy, optimizer, 4 if strategy in ("hybrid", "kept by two") else world)
     for strategy in STRATEGIES
-    for optimizer, world in (("SGD", 2), ("AdamW", 3), ("SGD momentum", 3), ("Adam", 2))
+    for optimizer, world in (("SGD", 2), ("AdamW", 2), ("SGD momentum", 3), ("Adam", 3))
 ]
 IN_TURN = [ROWS[4 * k + {0: 1, 3: 2}.get(k, 0)] for k in range(len(STRATEGIES))]
 

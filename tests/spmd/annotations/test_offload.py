@@ -139,7 +139,7 @@ def with_and_without(rank: int, world: int) -> list[bool]:
     found = []
     for policy in (None, POLICY):
         torch.manual_seed(0)
-        case = MLP((8, 12, 4), 4, "AdamW")
+        case = MLP((8, 12, 4), 4, "SGD momentum")
         half = spmd.MixedPrecisionPolicy(torch.float32, output_dtype=torch.float64)
         mode = spmd.DataParallel("fully_shard", mp_policy=half, offload_policy=policy)
         result, seen = compiled_run(rank, case, 3, parallel_mode=mode)

@@ -135,7 +135,7 @@ CASES: list[tuple[Case, dict[str, Any]]] = [
     (Listed(), {}),
     (Listed(), {"reduce_gradients": "each"}),
     (Stacked(), {"input_batch_dim": 1}),
-    (EveryThird(optimizer="SGD momentum"), {}),
+    (EveryThird(), {}),
     (EveryThirdToZero(), {}),
 ]
 REDUCED_EACH = [
