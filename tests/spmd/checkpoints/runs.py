@@ -120,7 +120,7 @@ def mode(layout: str, world: int) -> spmd.DataParallel | None:
 class Run:
     """One training run on one rank. ``step`` is None where nothing is compiled."""
 
-    def __init__(self, layout: str, optimizer: str = "Adam", seed: int = 0, *, on_meta: bool = False) -> None:
+    def __init__(self, layout: str, optimizer: str = "SGD", seed: int = 0, *, on_meta: bool = False) -> None:
         self.layout, self.world = layout, dist.get_world_size() if dist.is_initialized() else 1
         torch.manual_seed(seed)
         with torch.device("meta" if on_meta and layout != "plain" else "cpu"):
