@@ -4,8 +4,8 @@ Hyper-parameters are symbolic while a step is traced, and stay so in the graph. 
 on fakes are the same for any number. Torch caches results on fakes by their arguments, except for calls with symbols,
 which are most calls of an optimizer.
 
-What it has not cached, it computes by a decomposition in Python, if it has one: 5 ms for an ``addmm``, 8 ms for the
-gradient of a GELU. Sizes are known here, so the op's own function for shapes gives the same in a fifth of that.
+What it has not cached, it computes by a decomposition in Python, if it has one: 4 ms for an ``addmm``, 8 ms for the
+gradient of a GELU. Sizes are known here, so the op's own function for shapes gives the same in less than half of that.
 """
 
 from __future__ import annotations
