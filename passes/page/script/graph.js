@@ -100,15 +100,21 @@ const graph = {
       }
       return groups.get(key);
     };
-    for (const item of this.shown()) {
-      const { phase, module } = item.each;
-      const path = [group(phase, phase || "before the first phase", root)];
+    const paths = new Map();
+    const pathTo = (phase, module) => {
+      const path = [root, group(phase, phase || "before the first phase", root)];
       for (const part of module ? module.split(".") : []) {
         const above = path[path.length - 1];
         path.push(group(`${above.key}/${part}`, part, above));
       }
+      return path;
+    };
+    for (const item of this.shown()) {
+      const { phase, module } = item.each, key = `${phase}/${module}`;
+      if (!paths.has(key)) paths.set(key, pathTo(phase, module));
+      const path = paths.get(key);
       path[path.length - 1].children.push(item);
-      for (const above of [root, ...path]) {
+      for (const above of path) {
         above.count += 1;
         if (item.mark) above.marks[item.mark] = (above.marks[item.mark] || 0) + 1;
       }

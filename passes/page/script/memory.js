@@ -40,12 +40,24 @@ function paintMemory(to, line) {
     to.moveTo(LEFT, bottom);
     let last = y(valueAt(changes, line.from));
     to.lineTo(LEFT, last);
+    let column = LEFT, high = last, low = last; // what changes within a pixel is one line from its least to its most
+    const finish = () => {
+      to.lineTo(column, high);
+      to.lineTo(column, low);
+      to.lineTo(column, last);
+    };
     for (const [second, size] of changes) {
       if (second < line.from || second > line.to) continue;
-      to.lineTo(line.x(second), last);
+      const x = line.x(second);
+      if (x - column >= 0.5) {
+        finish();
+        to.lineTo(x, last);
+        [column, high, low] = [x, last, last];
+      }
       last = y(size);
-      to.lineTo(line.x(second), last);
+      [high, low] = [Math.min(high, last), Math.max(low, last)];
     }
+    finish();
     to.lineTo(width - 8, last);
     to.strokeStyle = line.colors.memory;
     to.lineWidth = 1.5;

@@ -56,7 +56,7 @@ const timeline = {
 
   memoryTop() { return TOP + PHASES + this.lanes.length * (LANE + GAP) + GAP + 10; },
   height() { return this.memoryTop() + MEMORY + SCALE; },
-  width() { return this.canvas.clientWidth; },
+  width() { return this.wide; },  // as it was painted: to ask the canvas for each bar would take longer than to draw it
   x(seconds) { return LEFT + ((seconds - this.from) / (this.to - this.from)) * (this.width() - LEFT - 8); },
   seconds(x) { return this.from + ((x - LEFT) / (this.width() - LEFT - 8)) * (this.to - this.from); },
   laneTop(lane) { return TOP + PHASES + lane * (LANE + GAP); },
@@ -69,12 +69,14 @@ const timeline = {
   },
 
   paint() {
-    const ratio = window.devicePixelRatio || 1, width = this.width(), height = this.height();
+    const ratio = window.devicePixelRatio || 1, height = this.height(), width = this.canvas.clientWidth;
     if (!width) return;
-    this.canvas.width = width * ratio;
-    this.canvas.height = height * ratio;
+    this.wide = width;
+    const size = [Math.round(width * ratio), Math.round(height * ratio)];
+    if (this.canvas.width !== size[0] || this.canvas.height !== size[1]) [this.canvas.width, this.canvas.height] = size;
     const to = this.canvas.getContext("2d");
-    to.scale(ratio, ratio);
+    to.setTransform(ratio, 0, 0, ratio, 0, 0);
+    to.clearRect(0, 0, width, height);
     to.font = "12px system-ui, 'DejaVu Sans', sans-serif";
     to.textBaseline = "middle";
     this.colors = Object.fromEntries(["forward", "backward", "update", "other", "communication", "exposed", "memory",
