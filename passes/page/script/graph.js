@@ -61,6 +61,7 @@ const graph = {
 
   /** The statements of the stage with marks, and in between those that it removed. */
   items() {
+    if (this.itemsOf === this.stage) return this.lastItems;
     const changes = new Map(), items = [];
     for (const change of STAGES[this.stage].changes) {
       const key = change[0] === "-" ? `-${change[2]}` : change[2];
@@ -73,6 +74,7 @@ const graph = {
       const [mark, before, , note] = (changes.get(k) || [])[0] || ["", -1, k, 0];
       items.push({ each: statement(numbers[k]), mark, before, note: DATA.graph.texts[note] });
     }
+    [this.itemsOf, this.lastItems] = [this.stage, items];
     return items;
   },
 
