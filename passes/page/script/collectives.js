@@ -7,7 +7,7 @@ function startCollectives() {
     byId("traffic").replaceChildren(element("p", null, "One step communicates nothing."));
     return;
   }
-  const headings = ["collective", "axis", "why", "#count", "#bytes", "#time", "#exposed"];
+  const headings = ["collective", "axis", "why", "#count", "#bytes", "#time", "#exposed", ...(REPORT.measured ? ["#measured"] : [])];
   const head = element("thead", null, element("tr", null, ...headings.map((text) =>
     element(text[0] === "#" ? "th.number" : "th", null, text.replace("#", "")))));
   const bodies = byCost(REPORT.traffic).flatMap((row) => [trafficRow(row), ...(openTraffic.has(row) ? [singleRows(row)] : [])]);
@@ -21,7 +21,8 @@ function cells(row, first, why, count) {
   return [element("td", null, ...first), element("td", null, element("span.axis", null, row.axis)),
     element("td", null, why, row.by ? element("small", null, ` by ${row.by}`) : null), element("td.number", null, count),
     element("td.number", null, bytesText(row.bytes)), element("td.number", null, timeText(row.seconds)),
-    element(`td.number${row.exposed > 0 ? ".exposed" : ""}`, null, timeText(row.exposed))];
+    element(`td.number${row.exposed > 0 ? ".exposed" : ""}`, null, timeText(row.exposed)),
+    ...(REPORT.measured ? [element("td.number", null, timeText(row.measured))] : [])];
 }
 
 function trafficRow(row) {
@@ -45,7 +46,7 @@ function singleRows(row) {
     return element("tr.one", { "data-node": one.node, onclick: () => select(one.node, LAST) },
       ...cells(one, [name], one.of.length ? `${one.of.slice(0, 2).join(", ")}${one.of.length > 2 ? ` and ${one.of.length - 2} more` : ""}` : one.why, ""));
   });
-  const rest = ones.length > 200 ? [element("tr", null, element("td", { colspan: 7 }, `and ${ones.length - 200} more: search the graph`))] : [];
+  const rest = ones.length > 200 ? [element("tr", null, element("td", { colspan: 8 }, `and ${ones.length - 200} more: search the graph`))] : [];
   return element("tbody", null, ...made, ...rest);
 }
 

@@ -48,6 +48,7 @@ function entries(name, each, stage, item, one) {
   if (each) entry("Shape on this rank", element("span.mono", null, each.type));
   entry("Placement", placementOf(each));
   entry("Estimated time", timeOf(name, one, stage));
+  entry("Measured time", measuredOf(name, one, stage));
   if (each) {
     entry("Reads", links(readsOf(each, stage), stage));
     entry("Read by", each.role === "output" ? "" : links(usersOf(name, stage).map((user) => user.role === "output" ? `output: ${user.comment}` : user.name), stage));
@@ -71,6 +72,12 @@ function timeOf(name, one, stage) {
   const hidden = one && one.behind.length ? `; meanwhile runs ${one.behind.map(([module, seconds]) => `${module} (${timeText(seconds)})`).join(", ")}` : "";
   const exposed = one ? `, ${timeText(one.exposed)} exposed${hidden}` : "";
   return `${timeText(span.end - span.start)}, from ${timeText(span.start)} on${exposed}`;
+}
+
+/** What a node, or a collective with its wait, took in the calls that were measured. */
+function measuredOf(name, one, stage) {
+  const seconds = REPORT.measured && stage === LAST ? (one ? one.measured : REPORT.measured.nodes[name]) : undefined;
+  return seconds === undefined || seconds === null ? "" : `${timeText(seconds)}, the median of ${plural(REPORT.measured.calls, "call")}`;
 }
 
 function changed({ mark, before, note }) {

@@ -68,7 +68,8 @@ function startCompiling() {
     idle.length ? element("p.hint", null, `Nothing to do: ${idle.join(", ")}.`) : "");
 }
 
-byId("mesh").textContent = `mesh ${REPORT.mesh}` + (REPORT.estimated ? ` \u00b7 one step, estimated: ${timeText(REPORT.estimated.seconds)}` : "");
+byId("mesh").textContent = `mesh ${REPORT.mesh}` + (REPORT.estimated ? ` \u00b7 one step, estimated: ${timeText(REPORT.estimated.seconds)}` : "")
+  + (REPORT.measured ? ` \u00b7 measured: ${timeText(REPORT.measured.seconds)}, ${timeText(REPORT.measured.communication)} of it in collectives` : "");
 timeline.start();
 startSummary();
 startCollectives();
