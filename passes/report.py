@@ -209,8 +209,9 @@ class Report:
         if path.suffix not in (".html", ".json"):
             raise ValueError(f"expected a file that ends in .html or .json, got {path}")
         report = json.dumps(self.to_dict(), indent=2)
-        files = self.files() if self.files is not None and path.suffix == ".html" else {"report.json": report}
-        path.write_text(render(files) if path.suffix == ".html" else report, encoding="utf-8")
+        files = self.files() if self.files is not None and path.suffix == ".html" else {}
+        page = render({**files, "report.json": report}) if path.suffix == ".html" else report
+        path.write_text(page, encoding="utf-8")
 
     def trace(self, path: str | Path) -> None:
         """Write the estimated step as a trace that Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open.

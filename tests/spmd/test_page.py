@@ -37,7 +37,9 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     mode = spmd.DataParallel("fully_shard")
     step = compile_on_fake_ranks(2, MLP.step, (model, optimizer), x, y, parallel_mode=mode)
     path = tmp_path_factory.mktemp("page") / "report.html"
-    step.report().save(path)
+    assert step.program is not None
+    calls = [{node.name: 0.002 for node in step.program.graph.nodes}]
+    step.report().with_measured(step.program, calls).save(path)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         found = Opened(browser.new_page(viewport={"width": 1400, "height": 900}), step)
@@ -76,6 +78,7 @@ def test_a_click_on_a_collective_shows_its_reason(opened: Opened) -> None:
     assert scatter.why in opened.page.inner_text("#reason")
     details = opened.page.inner_text("#details")
     assert all(text in details for text in (scatter.node, *scatter.of[:2], "exposed", "Read by"))
+    assert "4.00 ms, the median of 1 call" in details, "of the collective and of its wait"
     assert opened.page.locator("#rows .row.selected").count() == 1, "the graph shows it, too"
 
 

@@ -98,22 +98,27 @@ function* warmUpSteps() {
     valuesOf(stage);
     yield;
   }
+  yield* userSteps(LAST);
 }
 
 const users = [];
 
 /** The statements that read a value. */
 function usersOf(name, stage) {
-  if (!users[stage]) {
-    users[stage] = new Map();
-    for (const n of numbersOf(stage)) {
-      for (const read of readsOf(statement(n), stage)) {
-        if (!users[stage].has(read)) users[stage].set(read, []);
-        users[stage].get(read).push(statement(n));
-      }
-    }
-  }
+  if (!users[stage]) for (const _ of userSteps(stage));
   return users[stage].get(name) || [];
+}
+
+function* userSteps(stage) {
+  const found = new Map();
+  for (const [k, n] of numbersOf(stage).entries()) {
+    for (const read of readsOf(statement(n), stage)) {
+      if (!found.has(read)) found.set(read, []);
+      found.get(read).push(statement(n));
+    }
+    if (k % 50 === 0) yield;
+  }
+  users[stage] = found;
 }
 
 /** The statement of the final program with this name, or nothing. */

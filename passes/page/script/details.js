@@ -13,7 +13,8 @@ function select(name, stage, item) {
 
 function showDetails(name, each, stage, item) {
   const one = stage === LAST || LAST < 0 ? COLLECTIVES.get(name) : undefined;
-  const close = element("button.close", { type: "button", title: "Close", "aria-label": "Close", onclick: emptyDetails }, "\u00d7");
+  const close = element("button.close", { type: "button", title: "Close", "aria-label": "Close",
+    onclick: emptyDetails }, "\u00d7");
   byId("details").replaceChildren(element("div", null, close, element("h2", null, name),
     one ? reason(one) : each && each.comment ? element("p.reason", null, each.comment) : "",
     element("dl", null, ...entries(name, each, stage, item, one))));
@@ -25,32 +26,38 @@ function emptyDetails() {
   timeline.select("");
   byId("details").replaceChildren(element("div.empty", null, element("h3", null, "Details"),
     element("p", { style: "margin: 0; font-size: .88rem" },
-      "Click a bar of the timeline, a collective, or a value of the graph: its code, placement, line and reason appear here.")));
+      "Click a bar of the timeline, a collective, or a value of the graph: what is known of it appears here.")));
 }
 
 /** Why a collective is there. */
 function reason(one) {
-  const of = one.of.length ? `For ${one.of.slice(0, 4).join(", ")}${one.of.length > 4 ? ` and ${one.of.length - 4} more` : ""}.` : "";
+  const of = one.of.length ?
+    `For ${one.of.slice(0, 4).join(", ")}${one.of.length > 4 ? ` and ${one.of.length - 4} more` : ""}.` : "";
   return element("div.reason", { id: "reason" },
     element("b", null, one.why || `${one.kind} of ${one.role}`), element("div", null, `${one.kind} over `,
-      element("span.axis", null, one.axis), ` of ${bytesText(one.bytes)} ${one.dtype}${one.by ? `, by ${one.by}` : ""}. ${of}`));
+      element("span.axis", null, one.axis),
+      ` of ${bytesText(one.bytes)} ${one.dtype}${one.by ? `, by ${one.by}` : ""}. ${of}`));
 }
 
 function entries(name, each, stage, item, one) {
   const found = [];
   const entry = (title, ...content) => {
-    if (content.some((part) => part && (part.length !== 0))) found.push(element("dt", null, title), element("dd", null, ...content));
+    if (content.some((part) => part && (part.length !== 0))) found.push(element("dt", null, title), element("dd",
+      null, ...content));
   };
   if (each) entry("Code", element("pre", null, each.code));
   if (item && item.mark && item.each === each) entry(`In stage ${STAGES[stage].name}`, ...changed(item));
   entry("Line", lineOf(each, one));
-  entry("Phase and module", [each ? each.phase : one && one.phase, each ? each.module : one && one.module].filter(Boolean).join(", "));
+  entry("Phase and module", [each ? each.phase : one && one.phase, each ? each.module : one && one.module].filter(
+    Boolean).join(", "));
   if (each) entry("Shape on this rank", element("span.mono", null, each.type));
   entry("Placement", placementOf(each));
   entry("Estimated time", timeOf(name, one, stage));
+  entry("Measured time", measuredOf(name, one, stage));
   if (each) {
     entry("Reads", links(readsOf(each, stage), stage));
-    entry("Read by", each.role === "output" ? "" : links(usersOf(name, stage).map((user) => user.role === "output" ? `output: ${user.comment}` : user.name), stage));
+    entry("Read by", each.role === "output" ? "" : links(usersOf(name, stage).map((user) => user.role === "output" ?
+      `output: ${user.comment}` : user.name), stage));
     entry("Stages", lifeOf(each));
   }
   return found;
@@ -68,9 +75,17 @@ function placementOf(each) {
 function timeOf(name, one, stage) {
   const span = stage === LAST || LAST < 0 ? timeline.spansOf(name)[0] : undefined;
   if (!span) return "";
-  const hidden = one && one.behind.length ? `; meanwhile runs ${one.behind.map(([module, seconds]) => `${module} (${timeText(seconds)})`).join(", ")}` : "";
+  const hidden = one && one.behind.length ?
+    `; meanwhile runs ${one.behind.map(([module, seconds]) => `${module} (${timeText(seconds)})`).join(", ")}` : "";
   const exposed = one ? `, ${timeText(one.exposed)} exposed${hidden}` : "";
   return `${timeText(span.end - span.start)}, from ${timeText(span.start)} on${exposed}`;
+}
+
+/** What a node, or a collective with its wait, took in the calls that were measured. */
+function measuredOf(name, one, stage) {
+  const seconds = REPORT.measured && stage === LAST ? (one ? one.measured : REPORT.measured.nodes[name]) : undefined;
+  return seconds === undefined || seconds === null ? "" :
+    `${timeText(seconds)}, the median of ${plural(REPORT.measured.calls, "call")}`;
 }
 
 function changed({ mark, before, note }) {
@@ -82,9 +97,11 @@ function changed({ mark, before, note }) {
 
 /** Buttons that lead to other values. */
 function links(names, stage) {
-  const shown = names.slice(0, 12).flatMap((name, k) => [k ? ", " : "", valuesOf(stage).has(name)
-    ? element("button.link.mono", { type: "button", onclick: () => select(name, stage) }, name) : name]);
-  return element("span", null, ...shown, names.length > 12 ? ` and ${names.length - 12} more` : names.length ? "" : "none");
+  const shown = names.slice(0, 12).flatMap((name, k) => [k ? ", " : "", valuesOf(stage).has(name) ?
+    element("button.link.mono", { type: "button", onclick: () => select(name, stage) }, name) : name
+  ]);
+  return element("span", null, ...shown, names.length > 12 ? ` and ${names.length - 12} more` : names.length ? "" :
+    "none");
 }
 
 /** The first and the last stage that have a value of this name; a click leads there. */

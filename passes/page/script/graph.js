@@ -3,7 +3,12 @@
 const MARKS = { "+": "added", "-": "removed", "~": "changed", ">": "moved" };
 
 const graph = {
-  stage: LAST, search: "", onlyChanges: false, open: new Set(), folded: new Set(), selected: null,
+  stage: LAST,
+  search: "",
+  onlyChanges: false,
+  open: new Set(),
+  folded: new Set(),
+  selected: null,
 
   start() {
     if (LAST < 0) {
@@ -34,12 +39,15 @@ const graph = {
     byId("stage").value = this.stage;
     const { name, did, changes } = STAGES[this.stage];
     byId("stage").setAttribute("aria-valuetext", name);
-    const counts = Object.entries(MARKS).map(([mark, kind]) => [kind, changes.filter((each) => each[0] === mark).length]);
+    const counts = Object.entries(MARKS).map(([mark, kind]) => [kind, changes.filter((each) => each[0] === mark)
+      .length
+    ]);
     const chips = counts.filter(([, count]) => count)
       .map(([kind, count]) => element(`span.chip.${kind}`, null, `${countText(count)} ${kind}`));
     byId("stage-name").replaceChildren(element("b", null, name), did ? ` \u2014 ${did}` : "", ...chips,
       chips.length || !this.stage ? "" : " \u2014 changes nothing");
-    byId("count").textContent = `${plural(numbersOf(this.stage).length, "value")} after ${name.slice(3).replaceAll("_", " ")}`;
+    byId("count").textContent =
+      `${plural(numbersOf(this.stage).length, "value")} after ${name.slice(3).replaceAll("_", " ")}`;
     this.update();
   },
 
@@ -53,7 +61,9 @@ const graph = {
     this.open.clear();
     this.folded.clear();
     const visit = (group) => group.children.forEach((each) => {
-      if (each.children) { (open ? this.open : this.folded).add(each.key); visit(each); }
+      if (each.children) {
+        (open ? this.open : this.folded).add(each.key);
+        visit(each); }
     });
     visit(this.tree());
     this.update();
@@ -61,37 +71,42 @@ const graph = {
 
   /** The statements of the stage with marks, and in between those that it removed. */
   items() {
-    const changes = new Map(), items = [];
+    if (this.itemsOf === this.stage) return this.lastItems;
+    const changes = new Map(),
+      items = [];
     for (const change of STAGES[this.stage].changes) {
       const key = change[0] === "-" ? `-${change[2]}` : change[2];
       changes.set(key, [...(changes.get(key) || []), change]);
     }
     const numbers = numbersOf(this.stage);
     for (let k = 0; k <= numbers.length; k++) {
-      for (const [, before] of changes.get(`-${k}`) || []) items.push({ each: statement(before), mark: "-", note: "" });
+      for (const [, before] of changes.get(`-${k}`) || []) items.push({ each: statement(before), mark: "-",
+        note: "" });
       if (k === numbers.length) break;
       const [mark, before, , note] = (changes.get(k) || [])[0] || ["", -1, k, 0];
       items.push({ each: statement(numbers[k]), mark, before, note: DATA.graph.texts[note] });
     }
+    [this.itemsOf, this.lastItems] = [this.stage, items];
     return items;
   },
 
   shown() {
     const words = this.search.split(/\s+/).filter(Boolean);
-    return this.items().filter(({ each, mark }) => (mark || !this.onlyChanges)
-      && words.every((word) => searched(each).includes(word)));
+    return this.items().filter(({ each, mark }) => (mark || !this.onlyChanges) &&
+      words.every((word) => searched(each).includes(word)));
   },
 
   /** The tree of what is shown now. */
   tree() {
     const key = `${this.stage} ${this.onlyChanges} ${this.search}`;
-    if (this.treeKey !== key) [this.treeKey, this.lastTree] = [key, this.grow()];
+    if (this.treeKey !== key)[this.treeKey, this.lastTree] = [key, this.grow()];
     return this.lastTree;
   },
 
   /** Groups of groups by phase and by the parts of the module's name. */
   grow() {
-    const root = { children: [], count: 0, marks: {}, depth: -1 }, groups = new Map();
+    const root = { children: [], count: 0, marks: {}, depth: -1 },
+      groups = new Map();
     const group = (key, label, parent) => {
       if (!groups.has(key)) {
         const made = { key, label, children: [], count: 0, marks: {}, depth: parent.depth + 1 };
@@ -100,22 +115,29 @@ const graph = {
       }
       return groups.get(key);
     };
-    for (const item of this.shown()) {
-      const { phase, module } = item.each;
-      const path = [group(phase, phase || "before the first phase", root)];
+    const paths = new Map();
+    const pathTo = (phase, module) => {
+      const path = [root, group(phase, phase || "before the first phase", root)];
       for (const part of module ? module.split(".") : []) {
         const above = path[path.length - 1];
         path.push(group(`${above.key}/${part}`, part, above));
       }
+      return path;
+    };
+    for (const item of this.shown()) {
+      const { phase, module } = item.each, key = `${phase}/${module}`;
+      if (!paths.has(key)) paths.set(key, pathTo(phase, module));
+      const path = paths.get(key);
       path[path.length - 1].children.push(item);
-      for (const above of [root, ...path]) {
+      for (const above of path) {
         above.count += 1;
         if (item.mark) above.marks[item.mark] = (above.marks[item.mark] || 0) + 1;
       }
     }
     const order = ["inputs", "", "forward", "backward", "update", "outputs"];
     root.children.sort((a, b) => order.indexOf(a.key) - order.indexOf(b.key));
-    root.children = root.children.map((phase) => ({ ...phase, children: phase.children.map((each) => joined(each, 1)) }));
+    root.children = root.children.map((phase) => ({ ...phase, children: phase.children.map((each) => joined(each,
+        1)) }));
     return root;
   },
 
@@ -126,7 +148,8 @@ const graph = {
 
   /** Show the rows of all groups that are open. */
   update() {
-    const rows = [], tree = this.tree();
+    const rows = [],
+      tree = this.tree();
     const visit = (group, label) => {
       for (const child of group.children) {
         if (!child.children) rows.push({ item: child, depth: group.depth + 1 });
@@ -148,20 +171,30 @@ const graph = {
   groupRow(group, depth) {
     const chips = Object.entries(group.marks).map(([mark, count]) =>
       element(`span.chip.${MARKS[mark]}`, null, `${mark === "-" ? "\u2212" : mark}${count}`));
-    return element("div.row", { role: "treeitem", "aria-expanded": this.isOpen(group), "aria-level": depth + 1,
-      style: `padding-left: ${8 + depth * 18}px` },
-    element("span.twist", null, this.isOpen(group) ? "\u25be" : "\u25b8"), group.label,
-    element("span.count", null, countText(group.count)), ...chips);
+    return element("div.row", {
+        role: "treeitem",
+        "aria-expanded": this.isOpen(group),
+        "aria-level": depth + 1,
+        style: `padding-left: ${8 + depth * 18}px`
+      },
+      element("span.twist", null, this.isOpen(group) ? "\u25be" : "\u25b8"), group.label,
+      element("span.count", null, countText(group.count)), ...chips);
   },
 
   valueRow({ each, mark, note }, depth) {
-    const kind = mark ? `.${MARKS[mark]}` : "", selected = this.selected === each.name ? ".selected" : "";
-    const dot = COLLECTIVES.has(each.name) || /^(c10d|transport)\.(?!wait)/.test(each.expression) ? element("span.dot", null, "\u25cf ") : null;
-    return element(`div.row${kind}${selected}`, { role: "treeitem", "aria-level": depth + 1,
-      style: `padding-left: ${8 + depth * 18}px` },
-    element("span.mark", null, mark === "-" ? "\u2212" : mark), dot, element("span.value", null, each.name),
-    element("span.type", null, each.type), element("span.code", null, each.expression),
-    note ? element("span.note", null, note) : null, each.comment ? element("span.comment", null, each.comment) : null);
+    const kind = mark ? `.${MARKS[mark]}` : "",
+      selected = this.selected === each.name ? ".selected" : "";
+    const dot = COLLECTIVES.has(each.name) || /^(c10d|transport)\.(?!wait)/.test(each.expression) ? element(
+      "span.dot", null, "\u25cf ") : null;
+    return element(`div.row${kind}${selected}`, {
+        role: "treeitem",
+        "aria-level": depth + 1,
+        style: `padding-left: ${8 + depth * 18}px`
+      },
+      element("span.mark", null, mark === "-" ? "\u2212" : mark), dot, element("span.value", null, each.name),
+      element("span.type", null, each.type), element("span.code", null, each.expression),
+      note ? element("span.note", null, note) : null, each.comment ? element("span.comment", null, each.comment) :
+      null);
   },
 
   choose({ group, item }, how) {
@@ -188,7 +221,8 @@ const graph = {
     let key = each.phase;
     this.open.add(key);
     for (const part of each.module ? each.module.split(".") : []) this.open.add(key += `/${part}`);
-    const isShown = () => this.list.rows.findIndex((row) => row.item && row.item.each.name === name && row.item.mark !== "-");
+    const isShown = () => this.list.rows.findIndex((row) => row.item && row.item.each.name === name && row.item
+      .mark !== "-");
     this.update();
     if (isShown() < 0) {
       this.search = byId("search").value = "";

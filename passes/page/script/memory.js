@@ -1,16 +1,24 @@
 // The memory in use over time, and what it is made of at the peak.
 
 const HOLDS = {
-  parameters: "#4a7fbf", gathered: "#7fb2d9", gradients: "#cf7b4a", "optimizer state": "#4b9a6a", offloaded: "#8a8f98",
-  activations: "#8663b8", other: "#b0a160", unused: "#9aa1a955",
+  parameters: "#4a7fbf",
+  gathered: "#7fb2d9",
+  gradients: "#cf7b4a",
+  "optimizer state": "#4b9a6a",
+  offloaded: "#8a8f98",
+  activations: "#8663b8",
+  other: "#b0a160",
+  unused: "#9aa1a955",
 };
 
 /** The bytes in use at a second. */
 function valueAt(changes, second) {
-  let low = 0, high = changes.length;
+  let low = 0,
+    high = changes.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (changes[middle][0] <= second) low = middle + 1; else high = middle;
+    if (changes[middle][0] <= second) low = middle + 1;
+    else high = middle;
   }
   return low ? changes[low - 1][1] : 0;
 }
@@ -22,7 +30,9 @@ function peakOf(changes) {
 
 /** The curve of each device, the largest one filled, and its peak marked. */
 function paintMemory(to, line) {
-  const top = line.memoryTop(), bottom = top + MEMORY, width = line.width();
+  const top = line.memoryTop(),
+    bottom = top + MEMORY,
+    width = line.width();
   const y = (size) => bottom - (size / line.most) * (MEMORY - 16);
   to.fillStyle = line.colors.text;
   to.textAlign = "right";
@@ -40,12 +50,26 @@ function paintMemory(to, line) {
     to.moveTo(LEFT, bottom);
     let last = y(valueAt(changes, line.from));
     to.lineTo(LEFT, last);
+    let column = LEFT,
+      high = last,
+      low = last; // what changes within a pixel is one line from its least to its most
+    const finish = () => {
+      to.lineTo(column, high);
+      to.lineTo(column, low);
+      to.lineTo(column, last);
+    };
     for (const [second, size] of changes) {
       if (second < line.from || second > line.to) continue;
-      to.lineTo(line.x(second), last);
+      const x = line.x(second);
+      if (x - column >= 0.5) {
+        finish();
+        to.lineTo(x, last);
+        [column, high, low] = [x, last, last];
+      }
       last = y(size);
-      to.lineTo(line.x(second), last);
+      [high, low] = [Math.min(high, last), Math.max(low, last)];
     }
+    finish();
     to.lineTo(width - 8, last);
     to.strokeStyle = line.colors.memory;
     to.lineWidth = 1.5;
@@ -77,17 +101,24 @@ function paintPeak(to, line, device, changes, y) {
 function deviceMemory(device, memory) {
   const roles = Object.entries({ ...memory.roles, unused: memory.unused }).filter(([, count]) => count > 0)
     .sort((a, b) => b[1] - a[1]);
-  const meter = element("div.meter", { role: "img", "aria-label": roles.map(([role, count]) => `${role} ${percent(count, memory.peak)}`).join(", ") },
+  const meter = element("div.meter", { role: "img", "aria-label": roles.map(([role, count]) =>
+        `${role} ${percent(count, memory.peak)}`).join(", ") },
     ...roles.map(([role, count]) => element("i", {
-      style: `width: ${(100 * count) / memory.peak}%; background: ${HOLDS[role]}`, title: `${role}: ${bytesText(count)}` })));
-  const named = (role) => element("span.nowrap", null, element("span.swatch", { style: `background: ${HOLDS[role]}` }), role);
+      style: `width: ${(100 * count) / memory.peak}%; background: ${HOLDS[role]}`,
+      title: `${role}: ${bytesText(count)}`
+    })));
+  const named = (role) => element("span.nowrap", null, element("span.swatch", { style: `background: ${HOLDS[role]}` }),
+    role);
   const made = table(["holds", "#bytes", "#of the peak"],
     roles.map(([role, count]) => [named(role), bytesText(count), percent(count, memory.peak)]));
   const largest = table(["largest then", "#bytes", "holds"], memory.largest.map((each) => [
-    element("code", null, each.name), bytesText(each.bytes), named(each.role)]));
+    element("code", null, each.name), bytesText(each.bytes), named(each.role)
+  ]));
   const shrinks = table(["what would shrink it", "#of the peak", "how"], DATA.advice[device].map((each) => [
     named(each.role), percent(each.bytes, memory.peak),
-    element("span", null, each.text, each.saves ? element("b", null, ` (up to ${bytesText(each.saves)} less)`) : null)]));
+    element("span", null, each.text, each.saves ? element("b", null, ` (up to ${bytesText(each.saves)} less)`) :
+      null)
+  ]));
   const arena = memory.arena ? ` ${bytesText(memory.arena)} are an arena that is planned ahead` : "";
   const unused = arena && memory.unused ? `, of which ${bytesText(memory.unused)} are not in use then` : "";
   return [

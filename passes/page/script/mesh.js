@@ -3,7 +3,8 @@
 const MOST_CELLS = 64;
 
 const held = {
-  search: "", selected: null,
+  search: "",
+  selected: null,
 
   start() {
     if (!DATA.inputs.length) {
@@ -25,9 +26,13 @@ const held = {
   },
 
   row(each) {
-    return element(`div.row${each === this.selected ? ".selected" : ""}`, { role: "option", "aria-selected": each === this.selected,
-      style: "padding-left: 8px" }, element("span.value", null, each.name),
-    element("span.type", null, `${each.dtype}[${each.shape.join(", ")}]`), element("span.comment", null, each.role));
+    return element(`div.row${each === this.selected ? ".selected" : ""}`, {
+        role: "option",
+        "aria-selected": each === this.selected,
+        style: "padding-left: 8px"
+      }, element("span.value", null, each.name),
+      element("span.type", null, `${each.dtype}[${each.shape.join(", ")}]`), element("span.comment", null, each
+        .role));
   },
 
   choose(each) {
@@ -35,15 +40,19 @@ const held = {
     this.list.paint();
     const placed = each.placement.map((placement, k) => {
       const axis = (DATA.axes[k] || ["mesh"])[0];
-      return each.split[k] >= 0 ? `split along dim ${each.split[k]} over ${axis}` : `${placement.startsWith("Partial") ? "pending" : "whole"} over ${axis}`;
+      return each.split[k] >= 0 ? `split along dim ${each.split[k]} over ${axis}` :
+        `${placement.startsWith("Partial") ? "pending" : "whole"} over ${axis}`;
     });
     byId("picture").replaceChildren(element("h3", null, `${each.role} `, element("code", null, each.name)),
-      element("p", { style: "margin: 0 0 .6rem" }, `${each.dtype}[${each.shape.join(", ")}], ${placed.join(", ")}`), this.picture(each));
+      element("p", { style: "margin: 0 0 .6rem" }, `${each.dtype}[${each.shape.join(", ")}], ${placed.join(", ")}`),
+      this.picture(each));
   },
 
   picture(each) {
-    const sizes = DATA.axes.map(([, size]) => size), ranks = sizes.reduce((a, b) => a * b, 1);
-    return sizes.length <= 2 && ranks <= MOST_CELLS && Math.max(...sizes, 1) <= 8 ? meshGrid(each, sizes) : partList(each, sizes);
+    const sizes = DATA.axes.map(([, size]) => size),
+      ranks = sizes.reduce((a, b) => a * b, 1);
+    return sizes.length <= 2 && ranks <= MOST_CELLS && Math.max(...sizes, 1) <= 8 ? meshGrid(each, sizes) : partList(
+      each, sizes);
   },
 };
 
@@ -53,9 +62,11 @@ function meshGrid(each, sizes) {
   const heads = sizes.length > 1 ? [element("tr", null, element("th"), ...Array.from({ length: columns },
     (_, column) => element("th", null, `${names[1]} ${column}`)))] : [];
   const body = Array.from({ length: rows }, (_, row) => element("tr", null,
-    element("th", null, names.length ? `${names[0]} ${row}` : "one rank"), ...Array.from({ length: columns }, (_, column) => {
+    element("th", null, names.length ? `${names[0]} ${row}` : "one rank"), ...Array.from({ length: columns }, (_,
+      column) => {
       const spans = partOf(each, sizes, [row, column]);
-      return element("td", null, tensorPicture(each.shape, spans), element("span.part", null, partText(each.shape, spans)));
+      return element("td", null, tensorPicture(each.shape, spans), element("span.part", null, partText(each.shape,
+        spans)));
     })));
   return element("div.scroll", null, element("table.grid", null, ...heads, ...body));
 }
@@ -74,7 +85,8 @@ function partList(each, sizes) {
   };
   visit([]);
   const rows = [...holders].slice(0, 100).map(([text, ranks]) => [element("code", null, text),
-    `${ranks.slice(0, 6).join("; ")}${ranks.length > 6 ? `; and ${ranks.length - 6} more ranks` : ""}`]);
+    `${ranks.slice(0, 6).join("; ")}${ranks.length > 6 ? `; and ${ranks.length - 6} more ranks` : ""}`
+  ]);
   return table(["part", "held by"], rows);
 }
 
@@ -98,16 +110,24 @@ function partText(shape, spans) {
 
 /** The first two dims as a rectangle, with the part filled. */
 function tensorPicture(shape, spans) {
-  const space = "http://www.w3.org/2000/svg", [width, height] = [64, shape.length > 1 ? 44 : 14];
+  const space = "http://www.w3.org/2000/svg",
+    [width, height] = [64, shape.length > 1 ? 44 : 14];
   const svg = document.createElementNS(space, "svg");
   svg.setAttribute("width", width + 2);
   svg.setAttribute("height", height + 2);
   svg.setAttribute("aria-hidden", "true");
-  const part = (dim, size) => (dim in shape && shape[dim] ? [(spans[dim][0] / shape[dim]) * size, (spans[dim][1] / shape[dim]) * size] : [0, size]);
-  const [[top, tall], [left, wide]] = shape.length > 1 ? [part(0, height), part(1, width)] : [[0, height], part(0, width)];
+  const part = (dim, size) => (dim in shape && shape[dim] ? [(spans[dim][0] / shape[dim]) * size, (spans[dim][1] /
+    shape[dim]) * size] : [0, size]);
+  const [
+    [top, tall],
+    [left, wide]
+  ] = shape.length > 1 ? [part(0, height), part(1, width)] : [
+    [0, height], part(0, width)
+  ];
   const rectangle = (name, x, y, w, h) => {
     const made = document.createElementNS(space, "rect");
-    Object.entries({ class: name, x: x + 1, y: y + 1, width: w, height: h }).forEach(([key, value]) => made.setAttribute(key, value));
+    Object.entries({ class: name, x: x + 1, y: y + 1, width: w, height: h }).forEach(([key, value]) => made
+      .setAttribute(key, value));
     svg.append(made);
   };
   rectangle("tensor", 0, 0, width, height);

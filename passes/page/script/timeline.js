@@ -1,9 +1,23 @@
 // The timeline: a lane for compute and one for each axis, and the memory in use below, on one scale of time.
 
-const LANE = 26, PHASES = 18, GAP = 8, MEMORY = 130, LEFT = 92, SCALE = 22, TOP = 4;
+const LANE = 26,
+  PHASES = 18,
+  GAP = 8,
+  MEMORY = 130,
+  LEFT = 92,
+  SCALE = 22,
+  TOP = 4;
 
 const timeline = {
-  canvas: byId("timeline"), from: 0, to: 1, lanes: [], spans: [], curves: [], selected: "", pointer: null, drag: null,
+  canvas: byId("timeline"),
+  from: 0,
+  to: 1,
+  lanes: [],
+  spans: [],
+  curves: [],
+  selected: "",
+  pointer: null,
+  drag: null,
 
   /** Take in the data, and listen. */
   start() {
@@ -14,7 +28,8 @@ const timeline = {
     }
     this.whole = TIMELINE.seconds || 1e-9;
     this.to = this.whole;
-    this.lanes = [...new Set(["compute", ...DATA.axes.map(([name]) => name), ...TIMELINE.spans.map((span) => span[1])])]
+    this.lanes = [...new Set(["compute", ...DATA.axes.map(([name]) => name), ...TIMELINE.spans.map((span) => span[
+        1])])]
       .filter((lane) => lane === "compute" || TIMELINE.spans.some((span) => span[1] === lane));
     this.spans = TIMELINE.spans.map(([node, lane, start, end]) => this.span(node, lane, start, end))
       .sort((a, b) => a.start - b.start);
@@ -29,10 +44,19 @@ const timeline = {
   },
 
   span(node, lane, start, end) {
-    const one = COLLECTIVES.get(node), value = finalValue(node);
+    const one = COLLECTIVES.get(node),
+      value = finalValue(node);
     const exposed = one && lane !== "compute" && end > start ? Math.min(1, one.exposed / (end - start)) : 0;
-    return { node, lane: this.lanes.indexOf(lane), start, end, exposed, transfer: lane !== "compute",
-      phase: value ? value.phase : "", module: value ? value.module : "" };
+    return {
+      node,
+      lane: this.lanes.indexOf(lane),
+      start,
+      end,
+      exposed,
+      transfer: lane !== "compute",
+      phase: value ? value.phase : "",
+      module: value ? value.module : ""
+    };
   },
 
   /** The stretches of compute that belong to one phase. */
@@ -48,15 +72,22 @@ const timeline = {
   },
 
   legend() {
-    const names = [["forward", "forward"], ["backward", "backward"], ["update", "update"],
-      ["communication", "communication, hidden"], ["exposed", "exposed: compute waits"], ["memory", "memory in use"]];
+    const names = [
+      ["forward", "forward"],
+      ["backward", "backward"],
+      ["update", "update"],
+      ["communication", "communication, hidden"],
+      ["exposed", "exposed: compute waits"],
+      ["memory", "memory in use"]
+    ];
     byId("legend").replaceChildren(...names.map(([name, text]) =>
       element("span", { style: `--color: var(--${name})` }, text)));
   },
 
   memoryTop() { return TOP + PHASES + this.lanes.length * (LANE + GAP) + GAP + 10; },
   height() { return this.memoryTop() + MEMORY + SCALE; },
-  width() { return this.canvas.clientWidth; },
+  width() { return this
+    .wide; }, // as it was painted: to ask the canvas for each bar would take longer than to draw it
   x(seconds) { return LEFT + ((seconds - this.from) / (this.to - this.from)) * (this.width() - LEFT - 8); },
   seconds(x) { return this.from + ((x - LEFT) / (this.width() - LEFT - 8)) * (this.to - this.from); },
   laneTop(lane) { return TOP + PHASES + lane * (LANE + GAP); },
@@ -65,20 +96,27 @@ const timeline = {
   draw() {
     if (this.drawing || !this.spans.length) return;
     this.drawing = true;
-    requestAnimationFrame(() => { this.drawing = false; this.paint(); });
+    requestAnimationFrame(() => { this.drawing = false;
+      this.paint(); });
   },
 
   paint() {
-    const ratio = window.devicePixelRatio || 1, width = this.width(), height = this.height();
+    const ratio = window.devicePixelRatio || 1,
+      height = this.height(),
+      width = this.canvas.clientWidth;
     if (!width) return;
-    this.canvas.width = width * ratio;
-    this.canvas.height = height * ratio;
+    this.wide = width;
+    const size = [Math.round(width * ratio), Math.round(height * ratio)];
+    if (this.canvas.width !== size[0] || this.canvas.height !== size[1])[this.canvas.width, this.canvas.height] =
+    size;
     const to = this.canvas.getContext("2d");
-    to.scale(ratio, ratio);
+    to.setTransform(ratio, 0, 0, ratio, 0, 0);
+    to.clearRect(0, 0, width, height);
     to.font = "12px system-ui, 'DejaVu Sans', sans-serif";
     to.textBaseline = "middle";
     this.colors = Object.fromEntries(["forward", "backward", "update", "other", "communication", "exposed", "memory",
-      "memory-soft", "text", "muted", "line", "sunken", "surface", "accent"].map((name) => [name, color(name)]));
+      "memory-soft", "text", "muted", "line", "sunken", "surface", "accent"
+    ].map((name) => [name, color(name)]));
     this.paintLanes(to, width);
     to.save();
     to.beginPath();
@@ -105,7 +143,8 @@ const timeline = {
   paintPhases(to) {
     to.textAlign = "left";
     for (const { phase, start, end } of this.phases) {
-      const left = Math.max(LEFT, this.x(start)), right = this.x(end);
+      const left = Math.max(LEFT, this.x(start)),
+        right = this.x(end);
       if (right < LEFT || right - left < 1) continue;
       to.fillStyle = this.colors[phase] || this.colors.other;
       to.fillRect(left, TOP + PHASES - 5, right - left, 2);
@@ -117,10 +156,12 @@ const timeline = {
   paintSpans(to) {
     const reached = this.lanes.map(() => -1);
     for (const span of this.spans) {
-      const left = this.x(span.start), right = this.x(span.end);
+      const left = this.x(span.start),
+        right = this.x(span.end);
       if (right < LEFT || left > this.width()) continue;
       if (right < reached[span.lane] && span.node !== this.selected) continue;
-      const wide = Math.max(1, right - left), top = this.laneTop(span.lane);
+      const wide = Math.max(1, right - left),
+        top = this.laneTop(span.lane);
       to.fillStyle = this.colors[span.transfer ? "communication" : span.phase] || this.colors.other;
       to.fillRect(left, top, wide, LANE);
       if (span.exposed) {
@@ -142,9 +183,11 @@ const timeline = {
       to.lineWidth = 2;
       to.strokeRect(left + 1, top + 1, Math.max(1, wide - 2), LANE - 2);
     }
-    const from = Math.max(left, LEFT), room = left + wide - from - 8;
+    const from = Math.max(left, LEFT),
+      room = left + wide - from - 8;
     if (room < 40) return;
-    const one = COLLECTIVES.get(span.node), label = one && span.transfer ? `${one.kind} ${one.role}` : span.node;
+    const one = COLLECTIVES.get(span.node),
+      label = one && span.transfer ? `${one.kind} ${one.role}` : span.node;
     to.fillStyle = "#fff";
     to.textAlign = "left";
     to.fillText(fitted(to, label, room), from + 4, top + LANE / 2 + 1);
@@ -179,7 +222,8 @@ const timeline = {
   /** What runs in a lane at a position, within two pixels. */
   hit(x, y) {
     const lane = this.lanes.findIndex((_, k) => y >= this.laneTop(k) && y <= this.laneTop(k) + LANE);
-    const near = 2 * (this.seconds(1) - this.seconds(0)), at = this.seconds(x);
+    const near = 2 * (this.seconds(1) - this.seconds(0)),
+      at = this.seconds(x);
     let found = null;
     for (const span of this.spans) {
       if (span.start > at + near) break;
@@ -212,19 +256,24 @@ const timeline = {
     this.selected = name;
     const [span] = this.spansOf(name);
     const length = this.to - this.from;
-    if (span && (span.end < this.from || span.start > this.to)) this.show(span.start - length / 2, span.start + length / 2);
+    if (span && (span.end < this.from || span.start > this.to)) this.show(span.start - length / 2, span.start +
+      length / 2);
     this.draw();
   },
 
   listen() {
-    const canvas = this.canvas, position = (event) => ({ x: event.offsetX, y: event.offsetY });
+    const canvas = this.canvas,
+      position = (event) => ({ x: event.offsetX, y: event.offsetY });
     canvas.addEventListener("pointerdown", (event) => {
       this.drag = event.offsetX;
       canvas.setPointerCapture(event.pointerId);
     });
-    canvas.addEventListener("pointermove", (event) => { this.pointer = position(event); this.hover(event); });
+    canvas.addEventListener("pointermove", (event) => { this.pointer = position(event);
+      this.hover(event); });
     canvas.addEventListener("pointerup", (event) => this.release(event));
-    canvas.addEventListener("pointerleave", () => { this.pointer = null; byId("tip").hidden = true; this.draw(); });
+    canvas.addEventListener("pointerleave", () => { this.pointer = null;
+      byId("tip").hidden = true;
+      this.draw(); });
     canvas.addEventListener("dblclick", () => this.show(0, this.whole));
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("wheel", (event) => {
@@ -239,7 +288,8 @@ const timeline = {
   },
 
   release(event) {
-    const from = this.drag, to = event.offsetX;
+    const from = this.drag,
+      to = event.offsetX;
     this.drag = null;
     if (from !== null && Math.abs(to - from) > 6) {
       this.show(this.seconds(Math.min(from, to)), this.seconds(Math.max(from, to)));
@@ -252,11 +302,13 @@ const timeline = {
 
   hover(event) {
     this.draw();
-    const at = Math.max(0, this.seconds(event.offsetX)), span = this.hit(event.offsetX, event.offsetY);
+    const at = Math.max(0, this.seconds(event.offsetX)),
+      span = this.hit(event.offsetX, event.offsetY);
     const used = this.curves.map(({ device, changes }) => `${bytesText(valueAt(changes, at))} on ${device}`);
     const one = span && span.transfer && COLLECTIVES.get(span.node);
     const what = !span ? timeText(at) : `${span.node}: ${timeText(span.end - span.start)}` +
-      (one ? `, ${timeText(one.exposed)} exposed; ${one.kind} over ${one.axis}, ${bytesText(one.bytes)}. ${one.why}` : "") +
+      (one ? `, ${timeText(one.exposed)} exposed; ${one.kind} over ${one.axis}, ${bytesText(one.bytes)}. ${one.why}` :
+        "") +
       (span.module ? ` (${span.module})` : "");
     showTip(event, `${what} \u00b7 in use: ${used.join(", ")}`);
   },
@@ -264,10 +316,13 @@ const timeline = {
   key(event) {
     const step = (this.to - this.from) / 5;
     const does = {
-      "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.show(0, this.whole),
+      "+": () => this.zoom(0.5),
+      "=": () => this.zoom(0.5),
+      "-": () => this.zoom(2),
+      0: () => this.show(0, this.whole),
       ArrowLeft: () => this.show(this.from - step, this.to - step),
       ArrowRight: () => this.show(this.from + step, this.to + step),
-    }[event.key];
+    } [event.key];
     if (!does) return;
     event.preventDefault();
     does();
@@ -293,5 +348,6 @@ function showTip(event, text) {
   tip.hidden = false;
   const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
   tip.style.left = `${Math.max(8, left)}px`;
-  tip.style.top = `${event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18}px`;
+  const isLow = event.clientY + 18 + tip.offsetHeight > innerHeight;
+  tip.style.top = `${isLow ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18}px`;
 }

@@ -95,7 +95,10 @@ def test_a_collective_that_somebody_adds_is_described_by_its_op() -> None:
 
 
 REFUSED: dict[str, tuple[Sequence[tuple[str, str]], str]] = {
-    "no Python": ((("aten.relu.default(mm)", "aten.relu.default(mm"),), r"the text is no program: line \d+ is no statement of"),
+    "no Python": (
+        (("aten.relu.default(mm)", "aten.relu.default(mm"),),
+        r"the text is no program: line \d+ is no statement of",
+    ),
     "unknown op": ((("aten.relu.", "aten.relux."),), r"line \d+: relu: .*\n    AttributeError: .*relux"),
     "unknown name": ((("relu.default(mm)", "relu.default(nn)"),), r"line \d+: relu: .*\n    NameError: .*nn"),
     "two ops in a line": ((("relu.default(mm)", "relu.default(aten.neg.default(mm))"),), "a line of its own"),
