@@ -14,12 +14,12 @@ from .script import Script
 
 _CALLS = 3
 _NARROW, _SINGLE = ("bfloat16", "float16"), (".float()", "float32")
-# How much the batch is changed by, and results may change by: a fraction of what verify allows for.
+# How much the batch (of whole numbers: the parameters) is changed by, and results may be: a part of what verify allows.
 _ALLOWED = {"exact": (1e-12, 3e-10), "single": (1e-6, 3e-5), "narrow": (4e-3, 2e-2)}
 
 
 def can_be_verified(script: Script) -> bool:
-    """Whether the plain step runs, its results are finite, and change little where the batch does."""
+    """Whether the plain step runs, its results are finite, and change little where batch or parameters do."""
     text = script.plain()
     try:
         _run(torch.float32, text, 0.0)  # as the file is
@@ -60,7 +60,12 @@ def _run(dtype: torch.dtype, text: str, change: float) -> list[Tensor]:
 
 def _call(names: dict[str, Any], change: float) -> list[Tensor]:
     step, model = names["train_step"], names["model"]
-    names["x"] = _changed(names["x"], change)
+    torch.manual_seed(1)
+    if names["x"].is_floating_point():
+        names["x"] = _changed(names["x"], change)
+    else:  # of whole numbers
+        for parameter in model.parameters():
+            parameter.data.copy_(_changed(parameter.data, change))
     arguments = [names[name] for name in step.__code__.co_varnames[: step.__code__.co_argcount]]
     results: list[Any] = []
     for _ in range(_CALLS):
@@ -70,8 +75,7 @@ def _call(names: dict[str, Any], change: float) -> list[Tensor]:
 
 
 def _changed(batch: Tensor, change: float) -> Tensor:
-    torch.manual_seed(1)
-    return batch * (1 + change * torch.randn_like(batch)) if batch.is_floating_point() else batch
+    return batch * (1 + change * torch.randn_like(batch))
 
 
 def _is_close(one: Tensor, other: Tensor, allowed: float) -> bool:

@@ -8,6 +8,7 @@ import torch
 from spmd.fuzzing.choices import Choices, Gene
 from spmd.fuzzing.forward import Forward
 from spmd.fuzzing.plain_run import can_be_verified
+from spmd.fuzzing.script import Script
 from spmd.fuzzing.shrink import shrunk
 from spmd.fuzzing.statements import (
     ACROSS_ROWS,
@@ -77,3 +78,23 @@ def test_choices_are_shrunk_to_what_fails() -> None:
     choices = Choices(data=(5, 6), statements=((3, 1), (7, 2), (3, 9)), loss=(4,), mode=(1, 2, 3))
     smallest = shrunk(choices, lambda each: any(one[0] == 7 for one in each.statements) and sum(each.mode) >= 3)
     assert smallest == Choices(statements=((7, 0),), mode=(0, 0, 3))
+
+
+def test_a_step_that_divides_rounding_by_its_own_size_is_left_out_also_for_a_batch_of_whole_numbers() -> None:
+    """The gradient of a row's angle to itself is nothing but rounding, which Adafactor makes a step of."""
+    script = Script(
+        layers=["nn.Linear(4, 4)"],
+        optimizers={"optimizer": "torch.optim.Adafactor(model.parameters(), lr=0.1)"},
+        data={"x": "torch.randint(5, (1, 4))", "y": "torch.ones(1)"},
+        body=[
+            "h = model[0](torch.tanh(x))",
+            "loss = F.cosine_embedding_loss(h, h.roll(1, 0), y)",
+            "loss.backward()",
+            "optimizer.step()",
+            "optimizer.zero_grad()",
+            "return loss",
+        ],
+    )
+    assert not can_be_verified(script)
+    script.body[1] = "loss = h.square().mean()"
+    assert can_be_verified(script)
