@@ -119,6 +119,15 @@ def test_the_graph_folds_by_keys(opened: Opened) -> None:
     assert opened.page.locator("#rows .row").count() == folded
 
 
+def test_the_graph_has_rows_at_once_when_it_is_folded_at_its_end(opened: Opened) -> None:
+    scroll = (
+        "const rows = document.getElementById('rows'); rows.scrollTop = 1e9; await new Promise(requestAnimationFrame);"
+    )
+    count = "document.getElementById('fold').click(); return rows.querySelectorAll('.row').length;"
+    opened.page.click("#unfold")
+    assert opened.page.evaluate(f"async () => {{ {scroll} {count} }}") > 0
+
+
 def test_the_mesh_shows_each_ranks_part(opened: Opened) -> None:
     opened.page.fill("#search-state", "model.0.weight")
     opened.page.click("#inputs .row >> nth=0")

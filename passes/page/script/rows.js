@@ -17,6 +17,7 @@ class Rows {
   show(rows) {
     this.rows = rows;
     this.current = Math.min(this.current, rows.length - 1);
+    this.space.replaceChildren(); // the old ones would keep the list as long as it was, and its scroll position
     this.space.style.height = `${rows.length * ROW}px`;
     this.paint();
   }
