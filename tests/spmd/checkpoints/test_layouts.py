@@ -157,7 +157,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path)
 
 def by_torch(rank: int, world: int, layout: str, trains: bool, folder: Path) -> list[str]:
     """What differs after torch's own ways to save: gathered on rank 0, by DCP, and each rank's own parts."""
-    run, other = run_in(rank, layout, "Adam", 0, trains), Run(layout, seed=1, on_meta=True)
+    run, other = run_in(rank, layout, "Adam", 0, trains), Run(layout, "Adam", seed=1, on_meta=True)
     model, wrong = run.model, list[str]()
     expected = {name: whole(value) for name, value in model.state_dict().items()}
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
