@@ -125,6 +125,7 @@ class Verification:
     notes: list[str] = field(default_factory=list)
     traced: list[Program] = field(default_factory=list)  # whose stages were compared
     _before: Values = field(default_factory=dict)  # the state of the plain step, before its last call
+    _rounding: tuple[Program, float] | None = None  # of the program last run
 
     @property
     def ranks(self) -> list[SimulatedRank | Peer]:
@@ -207,8 +208,11 @@ class Verification:
 
     @property
     def rounding(self) -> float:
-        """The relative error that is allowed for."""
-        return rounding_of(_dtypes(self.first.compiled.partitioned))
+        """The relative error that is allowed for; found once for a program, since that looks at all of its nodes."""
+        program = self.first.compiled.partitioned
+        if self._rounding is None or self._rounding[0] is not program:
+            self._rounding = program, rounding_of(_dtypes(program))
+        return self._rounding[1]
 
     def _compare_results(self, expected: Any, returned: list[list[Any]]) -> tuple[str, Difference] | None:
         compiled = self.first.compiled
