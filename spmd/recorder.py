@@ -2,7 +2,7 @@
 
 ``FOLDER/rank-3/`` has the programs, and a folder for each stretch of calls: the state before the first of them, and
 the arguments, numbers and seed of each. A stretch ends after ``last`` calls, and wherever state is not what the call
-before has left, because the user changed it or another program ran. Stretches that are older than the last calls go.
+before has left, because that failed, the user changed it, or another program ran. Stretches older than that go.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Recorder:
         self.folder = folder / f"rank-{dist.get_rank() if dist.is_initialized() else 0}"
         self._last, self._is_active = last, True
         self._stretches: list[int] = []  # their first calls
-        self._after: list[Any] = []  # the state that the last call has left: each tensor, and its version
+        # The state that the last call has left: each tensor, and its version. None where that call has failed.
+        self._after: list[Any] | None = None
         self._saved: set[str] = set()  # programs
         if self.folder.exists() and not (self.folder / _MARK).exists() and any(self.folder.iterdir()):
             raise ValueError(f"expected an empty folder, or that of an earlier record, got {self.folder}")
@@ -50,10 +51,11 @@ class Recorder:
         run = execute or compiled.executable
 
         def record(inputs: Sequence[Any]) -> list[Any]:
+            goes_on, self._after = _versions(state) == self._after, None
             if self._is_active:
                 try:
-                    self._write(compiled, inputs, call, _versions(state) == self._after)
-                except (OSError, PassError) as error:
+                    self._write(compiled, inputs, call, goes_on)
+                except (OSError, RuntimeError, PassError) as error:  # torch.save says so of a full disk
                     self._is_active = False
                     warn_user(f"the record in {self.folder} ends before call {call}: {error}. Training goes on")
             return run(inputs)

@@ -122,7 +122,7 @@ def test_a_disk_that_fails_ends_the_record_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
 
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,3 +135,35 @@ def test_a_disk_that_fails_ends_the_record_and_not_the_training(
         compiled(model, optimizer, torch.randn(4, 3), torch.randn(4, 2))
     compiled(model, optimizer, torch.randn(4, 3), torch.randn(4, 2))
     compiled.record(None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_call_that_failed_does_not_run_again_before_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer, compiled = torch.optim.SGD(model.parameters(), lr=0.1), spmd.compile(step)
+    compiled.record(tmp_path)
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
+    compiled(model, optimizer, *batches[0])
+    run = compiled._dispatch.last.executable.function  # type: ignore[union-attr]
+    with monkeypatch.context() as patched:
+        patched.setattr(type(run), "__call__", failing_run)
+        with pytest.raises(Exception, match="out of memory"):
+            compiled(model, optimizer, *batches[1])
+    loss = float(compiled(model, optimizer, *batches[2]))
+    assert replay(tmp_path, 0, 3).results == {"result.0": loss} and replay(tmp_path, 0, 3).since == 3
+
+
+def failing_run(*args: Any) -> Any:
+    raise MemoryError("out of memory")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_without_state_is_recorded(tmp_path: Path) -> None:
+    compiled = spmd.compile(lambda x: x.sum())
+    compiled.record(tmp_path)
+    for _ in range(2):
+        total = float(compiled(torch.ones(3)))
+    assert replay(tmp_path, 0).results == {"result.0": total}
