@@ -75,13 +75,9 @@ def _ops(
     found: dict[str, list[str]] = {}
     for node in program.graph.nodes:
         if node.name in nodes and node.name not in awaited:
-            found.setdefault(_op(node), []).append(node.name)
+            found.setdefault(name_of(node.target), []).append(node.name)
     rows = [
         OpTime(op, len(each), sum(expected.get(name, 0.0) for name in each), sum(nodes[name] for name in each))
         for op, each in found.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.measured))
-
-
-def _op(node: fx.Node) -> str:
-    return str(node.target) if isinstance(node.target, str) else name_of(node.target)

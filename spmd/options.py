@@ -61,7 +61,7 @@ class Options:
             timeout=_check_timeout(timeout),
             keep_freed_memory=check_flag("keep_freed_memory", keep_freed_memory),
             max_programs=_check_max_programs(max_programs),
-            program=_check_program(program, dump),
+            program=_check_program(program, dump or os.environ.get("SPMD_DUMP")),
         )
 
     @property

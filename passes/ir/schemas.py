@@ -80,7 +80,9 @@ def schema(op: OpOverload) -> Schema:
 
 
 def name_of(target: Any) -> str:
-    """The name that tracing gives to a node that calls ``target``: ``cat``, not ``cat_default``."""
+    """The name that tracing gives to a node that calls ``target``: ``cat``, not ``cat_default``; a method's own."""
+    if isinstance(target, str):
+        return target
     name: str = schema(target).name if isinstance(target, OpOverload) else target.__name__
     return name
 

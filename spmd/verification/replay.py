@@ -108,8 +108,8 @@ def _ranks(folder: Path) -> list[_Recorded]:
         raise ValueError(
             f"{folder} has no record, which step.record({str(folder)!r}) writes: it has {inside or 'nothing'}"
         )
-    ranks = [_Recorded(each) for each in found]
-    size = ranks[0].size
+    size = _Recorded(found[0]).size
+    ranks = [_Recorded(each) for each in found[:size]]  # an earlier run on more ranks has left the others
     if len(ranks) != size:
         raise ValueError(
             f"a collective needs the operands of all {size} ranks of the mesh, and {folder} has those of "
@@ -255,7 +255,7 @@ class _Watch:
         return from_operand or not all(map(math.isfinite, literals))
 
     def _described(self, rank: int, node: fx.Node, kind: str, count: int, of: int) -> NotFinite:
-        text, started = f"{node.name} = {_function(node)}({', '.join(map(str, node.args))})", collective_of(node)
+        text, started = f"{node.name} = {name_of(node.target)}({', '.join(map(str, node.args))})", collective_of(node)
         if node.op == "placeholder":
             text = f"{node.name}: {self._inputs[node.name]}, as it came into the call"
         elif started is not None:
@@ -272,10 +272,6 @@ def _only_names_memory(node: fx.Node) -> bool:
     if node.op != "call_function" or mutates(node) or is_wait(node):
         return False
     return node.target in (view_at, whole) or is_view(node) or "empty" in name_of(node.target)
-
-
-def _function(node: fx.Node) -> str:
-    return str(node.target) if isinstance(node.target, str) else name_of(node.target)
 
 
 def _range(x: Tensor) -> str:
