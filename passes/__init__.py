@@ -20,6 +20,7 @@ from .communication.start_early import StartEarly
 from .communication.wait_late import WaitLate
 from .errors import (
     CaptureError,
+    MemoryBudgetError,
     PartitionError,
     PassError,
     PlacementError,
@@ -40,6 +41,7 @@ from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
 from .memory.planned_memory import LiveValue, PlannedMemory
+from .memory.recompute import Recompute
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
@@ -78,6 +80,7 @@ __all__ = [
     "Kind",
     "LiveValue",
     "Memory",
+    "MemoryBudgetError",
     "MergeEqual",
     "Mesh",
     "OneCollective",
@@ -96,6 +99,7 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "Realise",
+    "Recompute",
     "ReduceInPlace",
     "Report",
     "Reshard",

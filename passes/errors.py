@@ -21,6 +21,10 @@ class PassError(SpmdError):
     """A pass, a transform or a backend broke the program."""
 
 
+class MemoryBudgetError(SpmdError):
+    """The step needs more memory than it may have; says how much it needs."""
+
+
 class RankMismatchError(SpmdError):
     """Ranks came with different programs, shapes or arguments."""
 

@@ -83,6 +83,11 @@ def table_of(pipeline: Iterable[Pass]) -> Table:
     return _realise(pipeline).table
 
 
+def backend_of(pipeline: Iterable[Pass]) -> str | None:
+    """The backend by whose costs ``Realise`` decides, if that is another than the mesh's."""
+    return _realise(pipeline).backend
+
+
 def with_rates(mesh: Mesh, pipeline: Iterable[Pass]) -> Mesh:
     """``mesh`` with the rate of every axis by the table of ``pipeline``, for what is decided before the passes run."""
     realise = _realise(pipeline)

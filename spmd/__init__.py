@@ -2,6 +2,7 @@
 
 from passes import (
     CaptureError,
+    MemoryBudgetError,
     PartitionError,
     PassError,
     PlacementError,
@@ -44,6 +45,7 @@ __all__ = [
     "CompiledStep",
     "DTensorExpand",
     "DataParallel",
+    "MemoryBudgetError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Override",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Memory, Output, OutputKind, Program, RankMismatchError, Report, Role, Table
+from passes import Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, Role, Table
 from passes.ir.program import is_pending, is_sharded
 
 from .call.call import Call
@@ -40,6 +40,7 @@ class Compiled:
     program: Program
     captured: Captured
     partitioned: Program
+    pipeline: tuple[Pass, ...]  # what was run on it
     executable: Executable
     device_mesh: DeviceMesh
     make_report: Callable[[], Report]

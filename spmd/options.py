@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import fx
 
 import passes
 from passes import Pass, Program
+from passes.budget import AllGather, fit
 
 from .edited_programs import EditedPrograms
 from .lowering.lower import Backend
@@ -35,6 +37,7 @@ class Options:
     keep_freed_memory: bool = False
     max_programs: int | None = None
     program: EditedPrograms | None = None
+    memory: int | None = None  # bytes per rank
 
     @classmethod
     def check(
@@ -49,6 +52,7 @@ class Options:
         keep_freed_memory: Any = False,
         max_programs: Any = None,
         program: Any = None,
+        memory: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         return cls(
@@ -62,6 +66,7 @@ class Options:
             keep_freed_memory=check_flag("keep_freed_memory", keep_freed_memory),
             max_programs=_check_max_programs(max_programs),
             program=_check_program(program, dump or os.environ.get("SPMD_DUMP")),
+            memory=_check_memory(memory),
         )
 
     @property
@@ -73,10 +78,22 @@ class Options:
             return tuple(self.mode.custom_passes)
         return passes.default()
 
+    def fitted(self, partitioned: Program, all_gather: AllGather) -> tuple[Program, tuple[Pass, ...]]:
+        """The partitioned program and the passes to run on it: where there is a budget, those that fit; collective."""
+        if self.memory is None:
+            return partitioned, self.pipeline
+        fitted = fit(partitioned, self.pipeline, self.memory, all_gather)
+        fitted.program.notes.append(fitted.note)
+        return fitted.program, fitted.pipeline
+
     def final(self, made: Program) -> Program:
         """What runs in place of what the passes ``made``: by ``gm_transformation``, and the text of ``program``."""
         program = transform_graph_module(made, self.gm_transformation)
         return program if self.program is None else self.program.of(program)
+
+    def describe_edits(self, made: Program) -> str:
+        """What ``program`` changed in a program that was made, which must be equal on all ranks."""
+        return "" if self.program is None else f"\n{self.program.describe(made)}"
 
     @property
     def dump_folder(self) -> Path | None:
@@ -135,6 +152,19 @@ def _check_max_programs(given: Any) -> int | None:
     if given is not None and given < 1:
         raise ValueError(f"expected max_programs to be 1 or more, got {given}")
     return given
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _check_memory(given: Any) -> int | None:
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
+        return given
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]i?B|B)", given.strip()) if isinstance(given, str) else None
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise ValueError(f'expected memory to be a number of bytes, or text such as "600MB" or "1.5GiB", got {given!r}')
+    return size
 
 
 def _check_timeout(given: Any) -> float | None:

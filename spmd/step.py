@@ -236,9 +236,10 @@ class CompiledStep:
                 local = with_storage_facts(local, call.slots, agreement.all_gather_text)
             state = prepare(call, local.inputs)
             local, added = transform(local, options.overrides, state.locals)
+            local, pipeline = options.fitted(local, agreement.all_gather_text)
             dump.stage(1, "partition", local)
         with stages.stage("passes"), DisableAutocast():
-            stages.program = program = passes_package.run(local, options.pipeline, stages.noting(local, dump.on_pass))
+            stages.program = program = passes_package.run(local, pipeline, stages.noting(local, dump.on_pass))
         with stages.stage("lower"), DisableAutocast():
             program, made = options.final(program), program
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
@@ -248,9 +249,7 @@ class CompiledStep:
         make_report = partial(Report.of, program, seconds, tuple(program.notes), passes=done, costs=costs)
         dump.stage(99, "lowered", program)
         dump.report(make_report)
-        description = describe_for_agreement(captured, program, costs, call)
-        if options.program is not None:
-            description += f"\n{options.program.describe(made)}"
+        description = describe_for_agreement(captured, program, costs, call) + options.describe_edits(made)
         numbers = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
         base, calls, *seeds = agreement.agree(description, numbers)
         adopt([base, calls])
@@ -260,6 +259,7 @@ class CompiledStep:
             program=program,
             captured=captured,
             partitioned=local,
+            pipeline=pipeline,
             executable=executable,
             device_mesh=call.device_mesh,
             make_report=make_report,
@@ -334,8 +334,8 @@ class CompiledStep:
         return replace(last.report, files=partial(self._files, last))
 
     def _files(self, compiled: Compiled) -> dict[str, str]:
-        program, pipeline = compiled.program, self._options.pipeline
-        return files_of(compiled.captured.program, compiled.partitioned, pipeline, program, compiled.report)
+        captured, program = compiled.captured.program, compiled.program
+        return files_of(captured, compiled.partitioned, compiled.pipeline, program, compiled.report)
 
     def profile(self, steps: int = 5) -> None:
         """Measure each node of the program in the next ``steps`` calls; ``report()`` shows it beside the estimate.
@@ -366,7 +366,7 @@ class CompiledStep:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""
         for each in self._dispatch.programs:
             dump = self._dumps.dump(Path(folder), each.program.name)
-            visit_stages(dump.stage, each.captured.program, each.partitioned, self._options.pipeline, each.program)
+            visit_stages(dump.stage, each.captured.program, each.partitioned, each.pipeline, each.program)
             dump.report(partial(getattr, each, "report"))
 
     def diff(self, *stages: str) -> Diff:
@@ -381,7 +381,7 @@ class CompiledStep:
         def note(number: int, name: str, program: Program) -> None:
             texts[stage_name(number, name)] = print_program(program)
 
-        visit_stages(note, last.captured.program, last.partitioned, self._options.pipeline, last.program)
+        visit_stages(note, last.captured.program, last.partitioned, last.pipeline, last.program)
         names = stages_to_compare(list(texts), stages)
         return Diff.of_texts(texts[names[0]], texts[names[1]], names)
 
@@ -437,6 +437,7 @@ def compile(
     keep_freed_memory: bool = False,
     max_programs: int | None = None,
     program: str | Path | None = None,
+    memory: int | str | None = None,
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
@@ -457,13 +458,15 @@ def compile(
     - ``program``: a step's folder in a dump. Its final programs, which you may have edited, run in place of those made,
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
 
+    - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
+
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
-    ``PartitionError``, ``PassError`` or ``RankMismatchError`` while they compile, and leave model and optimizer as
-    they were.
+    ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError`` while they compile, and leave
+    model and optimizer as they were.
     """
     bare = inspect.isfunction(module_override) or inspect.ismethod(module_override)
     graphs = gm_transformation, parallel_mode, passes, backend
-    others = dump, timeout, keep_freed_memory, max_programs, program
+    others = dump, timeout, keep_freed_memory, max_programs, program, memory
     options = Options.check(None if bare else module_override, *graphs, *others)
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:

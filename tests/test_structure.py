@@ -33,6 +33,7 @@ ORDER = {
         page/
         measured
         pipeline runner trace report
+        budget
         __init__
     """,
     "spmd": """

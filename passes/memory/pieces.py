@@ -80,7 +80,7 @@ class Pieces:
     def _piece(self, node: fx.Node, size: int) -> Piece:
         if node.op in ("placeholder", "get_attr"):
             return Piece(node, Space(node.meta["val"].device), size, 0, len(self.position))
-        first = self._first.get(node, self.position[_origin(node)])
+        first = self._first.get(node, self.position[origin_of(node)])
         last = max(first, self._last.get(node, first))
         if node.target is view_at:
             arena, offset = node.args[:2]
@@ -118,7 +118,7 @@ class Pieces:
                 continue
             sizes[node] = _bytes(node)
             if node.target is operator.getitem:
-                sizes[_origin(node)] -= sizes[node]
+                sizes[origin_of(node)] -= sizes[node]
         return sizes
 
     def _allocates(self, node: fx.Node) -> bool:
@@ -175,7 +175,7 @@ def _makes_several(made: Any) -> bool:
     return not any(each.shared for each in schema(op).arguments)
 
 
-def _origin(node: fx.Node) -> fx.Node:
+def origin_of(node: fx.Node) -> fx.Node:
     """The op whose result an entry is, perhaps one of a list among several."""
     while node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]

@@ -97,7 +97,7 @@ class Subject:
             ignored = Ignored(parameters, [memo[id(each)] for each in ignored.modules if id(each) in memo])
         if in_double:
             self._to_double(args, kwargs)
-        return Copy(args, kwargs, ignored)
+        return Copy(args, kwargs, ignored, in_double)
 
     def _deep_copies(self, memo: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
@@ -125,11 +125,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copies of arguments. ``ignored``: what the mode leaves alone, among them."""
+    """Copies of arguments. ``ignored``: what the mode leaves alone, among them. ``in_double``: with wider dtypes."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     ignored: Ignored | None
+    in_double: bool = False
 
     def mode(self, mode: ParallelMode, mesh: DeviceMesh) -> ParallelMode:
         """``mode`` on another mesh, for these copies."""
@@ -163,6 +164,7 @@ def has_single_precision(subject: Subject) -> bool:
     return any(each.tensor.dtype is torch.float32 for each in parameters_of(given.modules))
 
 
-def on_copies(options: Options, mode: ParallelMode) -> Options:
-    """The options of a step that computes on copies: no files are written."""
-    return replace(options, mode=mode, dump=None, timeout=None)
+def on_copies(options: Options, mode: ParallelMode, in_double: bool) -> Options:
+    """The options of a step that computes on copies: no files are written, and float64 takes twice the memory."""
+    memory = 2 * options.memory if options.memory is not None and in_double else options.memory
+    return replace(options, mode=mode, dump=None, timeout=None, memory=memory)

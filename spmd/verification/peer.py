@@ -30,12 +30,14 @@ def programs_of(rank: SimulatedRank, compiled: Compiled, mesh: Mesh, state: list
     options = rank.step.options
     with DisableAutocast():
         local = options.mode.partition(replace(compiled.captured.program, mesh=mesh))
-        local = replace(local, stored=compiled.partitioned.stored, fixed=compiled.partitioned.fixed)
+        first = compiled.partitioned
+        known = {name: getattr(first, name) for name in ("stored", "fixed", "reshard", "prefetch")}
+        local = replace(local, **known)
         partitioned = local
         if transforms(options):
             partitioned = local.copy()
             local, _ = transform(local, options.overrides, lambda: state)
-        after, final = after_each(local, options.pipeline)
+        after, final = after_each(local, compiled.pipeline)
         return RankPrograms(partitioned, local, after, options.final(final))
 
 

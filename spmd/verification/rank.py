@@ -47,7 +47,7 @@ class SimulatedRank:
     def __init__(self, subject: Subject, copied: Copy, number: int, mesh: DeviceMesh) -> None:
         self.number, self._copied = number, copied
         mode = copied.mode(subject.options.mode, mesh)
-        self.step = CompiledStep(subject.function, on_copies(subject.options, mode))
+        self.step = CompiledStep(subject.function, on_copies(subject.options, mode, copied.in_double))
         self._mode = mode
         self._parts: dict[str, _Part] = {}
         self._rows: UnequalRows | None = None
@@ -126,7 +126,7 @@ class SimulatedRank:
             if transforms(options):
                 with self.active(), DisableAutocast():
                     partitioned = options.mode.partition(compiled.captured.program)
-            after, _ = after_each(compiled.partitioned, options.pipeline)
+            after, _ = after_each(compiled.partitioned, compiled.pipeline)
             made = RankPrograms(partitioned, compiled.partitioned, after, compiled.program)
             self._programs[id(compiled)] = compiled, made
         return self._programs[id(compiled)][1]

@@ -54,13 +54,13 @@ def after_each(program: Program, pipeline: Sequence[Pass]) -> tuple[list[Program
     return after, final
 
 
-def stages_of(programs: Sequence[RankPrograms], options: Options) -> list[Stage]:
+def stages_of(programs: Sequence[RankPrograms], pipeline: Sequence[Pass], options: Options) -> list[Stage]:
     """All stages that changed something, in order."""
     found = [Stage("partition", [each.partitioned for each in programs])]
     if transforms(options):
         found.append(Stage("Override.transform", [each.transformed for each in programs]))
     before = [each.transformed for each in programs]
-    for k, each in enumerate(options.pipeline):
+    for k, each in enumerate(pipeline):
         now = [of_rank.after[k] for of_rank in programs]
         if any(program is not None for program in now):
             before = [program or last for program, last in zip(now, before, strict=True)]

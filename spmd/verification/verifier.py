@@ -175,7 +175,7 @@ class Verification:
         programs = [rank.programs for rank in self.ranks]
         captured = self.first.compiled.captured.program
         tracer = Tracer(captured, [each.transformed for each in programs], before, self.rounding)
-        guilty = tracer.first_guilty(stages_of(programs, self.first.step.options))
+        guilty = tracer.first_guilty(stages_of(programs, self.first.compiled.pipeline, self.first.step.options))
         guilty = guilty or self._wrongly_written(tracer)
         if guilty is None and wrong is None:
             return None

@@ -66,13 +66,11 @@ class Prepared:
     def guilty(self, pipeline: Sequence[Pass] | None = None) -> Guilty | None:
         """The stage that is wrong with these passes; None where all are right."""
         programs = list(self.programs)
-        options = self.options
         if pipeline is not None:
-            options = Options(**(vars(options) | {"passes": tuple(pipeline)}))
             each = [(program, after_each(program.transformed, pipeline)) for program in programs]
             programs = [RankPrograms(p.partitioned, p.transformed, after, final) for p, (after, final) in each]
         tracer = Tracer(self.captured, [each.transformed for each in programs], self.inputs, rounding_of([]))
-        return tracer.first_guilty(stages_of(programs, options))
+        return tracer.first_guilty(stages_of(programs, pipeline or self.options.pipeline, self.options))
 
 
 @dataclass(frozen=True)

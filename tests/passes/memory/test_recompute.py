@@ -1,0 +1,78 @@
+"""Recompute, and what of a program can be computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from passes import MergeEqual, Phase, Program, Recompute, Role, run
+from passes.memory.recomputable import Recomputable
+from passes.runtime.random import draw
+
+from ..programs import all_reduce, assert_same_bits, before_and_after, f64, make_program
+
+aten = torch.ops.aten
+
+
+def step(w: Any, x: Any) -> Any:
+    """A product over ranks, a function of it with dropout, and backward, which reads both."""
+    h = all_reduce(aten.mm.default(x, w))
+    a = aten.tanh.default(h)
+    b = aten.mul.Tensor(aten.exp.default(a), aten.bernoulli.p(h, 0.5))
+    y = aten.sum.default(b)
+    return y, aten.mul.Tensor(aten.view.default(b, [8]), 2.0), aten.add.Tensor(b, h)
+
+
+def program_of(function: Any = step) -> Program:
+    """The program with all that follows the sum in backward."""
+    program = make_program(function, {}, [Role.ACTIVATION], w=f64(4, 4), x=f64(2, 4))
+    phase = Phase.FORWARD
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            node.meta["phase"] = phase
+            phase = Phase.BACKWARD if node.target is aten.sum.default else phase
+    (drawn,) = program.graph.find_nodes(op="call_function", target=aten.bernoulli.p)
+    drawn.args, drawn.target = (aten.bernoulli.p, 1, 0, (), *drawn.args), draw
+    (view,) = program.graph.find_nodes(op="call_function", target=aten.view.default)
+    view.meta["phase"] = Phase.FORWARD
+    return program
+
+
+def test_recompute(golden: Any) -> None:
+    program = program_of()
+    after, text = before_and_after(program, Recompute(("mul", "tanh")))
+    golden(text)
+    assert_same_bits(program, after)
+    assert run(after, [MergeEqual()]).history[-1].endswith("nothing to do")
+
+
+def test_what_is_kept_and_can_be_had_again() -> None:
+    program = program_of()
+    found = Recomputable(program)
+    assert {op.name: size for op, size in found.kept.items()} == {"mul": 64}  # not the sum over ranks
+    (kept,) = found.kept
+    again = found.ops_for(kept, [kept])
+    assert again is not None and [op.name for op in again] == ["tanh", "exp", "bernoulli", "mul"]
+
+
+def test_nothing_is_computed_again_from_what_no_rank_can_have_alone() -> None:
+    def unkept(w: Any, x: Any) -> Any:
+        a = aten.tanh.default(all_reduce(aten.mm.default(x, w)))
+        return aten.sum.default(a), aten.mul.Tensor(a, 2.0)
+
+    program = program_of_sum(unkept)
+    found = Recomputable(program)
+    (kept,) = found.kept
+    assert found.ops_for(kept, [kept]) is None
+    assert run(program, [Recompute(("tanh",))]).history == ["02 Recompute(ops=('tanh',)): nothing to do"]
+
+
+def program_of_sum(function: Any) -> Program:
+    program = make_program(function, {}, [Role.ACTIVATION], w=f64(4, 4), x=f64(2, 4))
+    phase = Phase.FORWARD
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            node.meta["phase"] = phase
+            phase = Phase.BACKWARD if node.target is aten.sum.default else phase
+    return program

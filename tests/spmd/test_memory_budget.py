@@ -1,0 +1,138 @@
+"""``memory=``: what a step holds fits into a budget, and computes the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import spmd
+from passes import Recompute
+from tests.harness.pool import Ranks
+from tests.harness.structure import compile_on_fake_ranks
+
+pytestmark = pytest.mark.slow
+ROWS = 256
+
+
+class Net(nn.Module):
+    """Residual blocks with dropout, whose activations take most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*_layers()) for _ in range(5))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def _layers() -> list[nn.Module]:
+    return [nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16)]
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def objects(optimizer: str = "SGD") -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = Net().double()
+    return model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, 16, dtype=torch.float64, generator=generator)
+    return x, torch.randint(4, (ROWS,), generator=generator)
+
+
+def compiled(memory: Any, style: str = "replicate", **options: Any) -> Any:
+    mode = spmd.DataParallel(style, **options)  # type: ignore[arg-type]
+    return compile_on_fake_ranks(2, train_step, objects(), *batch(), parallel_mode=mode, memory=memory)
+
+
+def peak(step: Any) -> int:
+    return sum(plan.peak for plan in step.report().memory.values())
+
+
+def recomputed(step: Any) -> int:
+    return sum("recompute_of" in node.meta for node in step.program.graph.nodes)
+
+
+def test_a_step_that_fits_stays_as_it_is() -> None:
+    plain, fitted = compiled(None), compiled("1GiB")
+    assert fitted.program.code == plain.program.code and not recomputed(plain)
+
+
+def test_a_smaller_budget_is_kept_and_is_never_faster() -> None:
+    most, seconds = peak(compiled(None)), 0.0
+    for share in (0.9, 0.75, 0.65):
+        budget = int(share * most)
+        step = compiled(budget)
+        assert peak(step) <= budget and recomputed(step)
+        assert step.report().timeline.seconds >= seconds
+        seconds = step.report().timeline.seconds
+        (note,) = [note for note in step.program.notes if note.startswith("memory: ")]
+        assert "computed again in backward" in note
+
+
+def test_a_budget_that_nothing_fits_into_is_refused_with_one_that_does() -> None:
+    with pytest.raises(spmd.MemoryBudgetError, match=r"at least [\d.]+ MB per rank, .*, got 0.10 MB") as refused:
+        compiled("100KB")
+    least = str(refused.value).partition("at least ")[2].partition(" per rank")[0]
+    assert peak(compiled(least)) <= float(least.split()[0]) * 1e6
+
+
+def test_parameters_are_gathered_again_before_anything_is_slower() -> None:
+    whole = compiled(None, "fully_shard", reshard_after_forward=False)
+    assert not whole.programs[0].reshard
+    fitted = compiled(peak(whole) - 1, "fully_shard", reshard_after_forward=False)
+    assert peak(fitted) < peak(whole)
+
+
+@pytest.mark.parametrize("given", ["600", "MB", "-1MB", "0GB", 0, -5, True, 1.5, b"1MB"])
+def test_what_is_no_size_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r'expected memory to be a number of bytes, or text such as "600MB"'):
+        spmd.compile(train_step, memory=given)
+
+
+def test_a_pipeline_without_a_place_for_it_is_refused() -> None:
+    with pytest.raises(spmd.PassError, match="the pipeline has neither"):
+        compile_on_fake_ranks(2, train_step, objects(), *batch(), memory="1GB", passes=())
+    step = compile_on_fake_ranks(2, train_step, objects(), *batch(), memory="1GB", passes=(Recompute(),))
+    assert not recomputed(step)
+
+
+def losses(rank: int, world: int, style: str, optimizer: str, memory: int | None) -> list[Any]:
+    model, trained = objects(optimizer)
+    step = spmd.compile(train_step, parallel_mode=spmd.DataParallel(style), memory=memory)  # type: ignore[arg-type]
+    torch.manual_seed(7)
+    rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    found = [step(model, trained, *(each[rows] for each in batch(seed))).item() for seed in range(3)]
+    return [found, peak(step), recomputed(step), [_whole(p) for p in model.parameters()]]
+
+
+def _whole(parameter: Any) -> Tensor:
+    whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach()
+
+
+@pytest.mark.parametrize(("style", "optimizer"), [("replicate", "SGD"), ("fully_shard", "SGD"), ("replicate", "Adam")])
+def test_the_bits_are_the_same_with_dropout(ranks: Ranks, style: str, optimizer: str) -> None:
+    plain = ranks.run(2, losses, style, optimizer, None)
+    budget = int(0.7 * max(each[1] for each in plain))
+    for one, other in zip(plain, ranks.run(2, losses, style, optimizer, budget), strict=True):
+        assert one[0] == other[0] and other[1] <= budget and other[2] > one[2]
+        assert all(map(torch.equal, one[3], other[3]))
