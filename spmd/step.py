@@ -457,7 +457,6 @@ def compile(
     - ``max_programs``: keep at most so many programs; the one run longest ago goes. None: all, for steps of few shapes.
     - ``program``: a step's folder in a dump. Its final programs, which you may have edited, run in place of those made,
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
-
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
 
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
