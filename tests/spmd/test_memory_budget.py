@@ -136,3 +136,30 @@ def test_the_bits_are_the_same_with_dropout(ranks: Ranks, style: str, optimizer:
     for one, other in zip(plain, ranks.run(2, losses, style, optimizer, budget), strict=True):
         assert one[0] == other[0] and other[1] <= budget and other[2] > one[2]
         assert all(map(torch.equal, one[3], other[3]))
+
+
+def uneven(rank: int, world: int, memory: int | None) -> list[Any]:
+    model, trained = objects()
+    step = spmd.compile(train_step, memory=memory)
+    rows = slice(0, 156) if rank == 0 else slice(156, ROWS)
+    found = [step(model, trained, *(each[rows] for each in batch(seed))).item() for seed in range(2)]
+    again = [n.target for n in step.program.graph.nodes if "recompute_of" in n.meta]
+    return [found, peak(step), list(map(str, again))]
+
+
+def test_ranks_with_unequal_parts_decide_as_one(ranks: Ranks) -> None:
+    plain = ranks.run(2, uneven, None)
+    budget = int(0.8 * max(each[1] for each in plain))
+    one, other = ranks.run(2, uneven, budget)
+    assert one[0] == other[0] == plain[0][0] and one[2] == other[2] != []
+    assert max(one[1], other[1]) <= budget
+
+
+def test_verify_grants_float64_the_memory_that_it_takes() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = batch()
+    most = peak(compiled(None)) // 2  # of float32
+    step = spmd.compile(train_step, memory=int(0.85 * most))
+    assert spmd.verify(step, model, optimizer, x.float(), y, steps=2, world=2)
