@@ -33,7 +33,7 @@ from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
 from .schedule.recompute_order import recompute_order
 
-_LEVELS = 24  # of recomputation, of which each drops about as many bytes
+_LEVELS = 24  # of recomputation, each with about as many ops more
 
 AllGather = Callable[[str], list[str]]  # a rank's text to all ranks' texts
 
@@ -55,6 +55,9 @@ def fit(program: Program, pipeline: Sequence[Pass], budget: int, all_gather: All
     that was found, if none fits, and ``PassError`` for a pipeline or a device on which nothing can be chosen.
     """
     search = _Search(program, tuple(pipeline), all_gather)
+    own = search.ways[0]
+    if search.made(own, 0).peak <= budget:
+        return Fitted(program, tuple(pipeline), search.describe(own, 0, budget))
     best: _Choice | None = None
     for way in sorted(search.ways, key=lambda way: search.made(way, 0).seconds):
         if best is None or search.made(way, 0).seconds < search.made(*best).seconds:
@@ -107,10 +110,10 @@ class _Search:
 
     def pipeline(self, level: int) -> tuple[Pass, ...]:
         """All passes, with as much recomputation."""
-        rest = self._passes[self._place :]
-        rest = rest[1:] if rest and isinstance(rest[0], Recompute) else rest
-        again = [self._recompute(level)] if level else []
-        return (*self._passes[: self._place], *again, *rest)
+        if level == 0:
+            return self._passes
+        stands = isinstance(self._passes[self._place], Recompute)
+        return (*self._passes[: self._place], self._recompute(level), *self._passes[self._place + stands :])
 
     def level(self, way: _Way, budget: int) -> int | None:
         """The lowest level that fits; None if none does. What is planned may differ from what was estimated."""
@@ -167,7 +170,7 @@ class _Search:
         rest = self.pipeline(level)[self._place :]
         program = run(way.of(self._program), rest, check=False)
         device = str(device_of(program))
-        peak = sum(plan.peak for space, plan in planned_memory(program).items() if space.startswith(device))
+        peak = sum(plan.peak for space, plan in planned_memory(program).items() if space.partition(",")[0] == device)
         timeline = estimate(program, self._table, backend=backend_of(self._passes), with_memory=False)
         assert timeline is not None, "the rates of the device are known, or there would be no order"
         return _Made(*self._agreed([peak, timeline.seconds]))

@@ -53,8 +53,7 @@ class _Again:
 
     def provide(self, reader: fx.Node) -> None:
         """Let ``reader`` read what is computed again in place of what is not kept."""
-        operands = [node for node in reader.all_input_nodes if node not in self._copies.values()]
-        for node in operands:
+        for node in reader.all_input_nodes:
             if not self._found.exists_later(node, self._dropped):
                 reader.replace_input_with(node, self._copy(node, reader))
 

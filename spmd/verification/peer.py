@@ -31,8 +31,8 @@ def programs_of(rank: SimulatedRank, compiled: Compiled, mesh: Mesh, state: list
     with DisableAutocast():
         local = options.mode.partition(replace(compiled.captured.program, mesh=mesh))
         first = compiled.partitioned
-        known = {name: getattr(first, name) for name in ("stored", "fixed", "reshard", "prefetch")}
-        local = replace(local, **known)
+        local = replace(local, stored=first.stored, fixed=first.fixed)
+        local = replace(local, reshard=first.reshard, prefetch=first.prefetch)
         partitioned = local
         if transforms(options):
             partitioned = local.copy()

@@ -24,7 +24,7 @@ def step(w: Any, x: Any) -> Any:
     return y, aten.mul.Tensor(aten.view.default(b, [8]), 2.0), aten.add.Tensor(b, h)
 
 
-def program_of(function: Any = step) -> Program:
+def program_of_sum(function: Any) -> Program:
     """The program with all that follows the sum in backward."""
     program = make_program(function, {}, [Role.ACTIVATION], w=f64(4, 4), x=f64(2, 4))
     phase = Phase.FORWARD
@@ -32,6 +32,12 @@ def program_of(function: Any = step) -> Program:
         if node.op == "call_function":
             node.meta["phase"] = phase
             phase = Phase.BACKWARD if node.target is aten.sum.default else phase
+    return program
+
+
+def program_of() -> Program:
+    """That of ``step``, with a seed for what is drawn, and a view in forward that backward reads."""
+    program = program_of_sum(step)
     (drawn,) = program.graph.find_nodes(op="call_function", target=aten.bernoulli.p)
     drawn.args, drawn.target = (aten.bernoulli.p, 1, 0, (), *drawn.args), draw
     (view,) = program.graph.find_nodes(op="call_function", target=aten.view.default)
@@ -66,13 +72,3 @@ def test_nothing_is_computed_again_from_what_no_rank_can_have_alone() -> None:
     (kept,) = found.kept
     assert found.ops_for(kept, [kept]) is None
     assert run(program, [Recompute(("tanh",))]).history == ["02 Recompute(ops=('tanh',)): nothing to do"]
-
-
-def program_of_sum(function: Any) -> Program:
-    program = make_program(function, {}, [Role.ACTIVATION], w=f64(4, 4), x=f64(2, 4))
-    phase = Phase.FORWARD
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            node.meta["phase"] = phase
-            phase = Phase.BACKWARD if node.target is aten.sum.default else phase
-    return program
