@@ -89,10 +89,17 @@ def backend_of(pipeline: Iterable[Pass]) -> str | None:
 
 
 def with_rates(mesh: Mesh, pipeline: Iterable[Pass]) -> Mesh:
-    """``mesh`` with the rate of every axis by the table of ``pipeline``, for what is decided before the passes run."""
+    """``mesh`` with the rate of every axis by the table of ``pipeline``, for what is decided before the passes run.
+
+    Fake ranks stand for those that a given table describes.
+    """
     realise = _realise(pipeline)
-    rates = [realise.table.rate(axis, realise.backend or axis.backend) for axis in mesh.axes]
-    return replace(mesh, axes=tuple(replace(axis, rate=rate) for axis, rate in zip(mesh.axes, rates, strict=True)))
+    table, stands_for = realise.table, {}
+    if table is not BUILT_IN and table.links:
+        stands_for = {"fake": table.links[0].backend}
+    backends = [realise.backend or stands_for.get(axis.backend, axis.backend) for axis in mesh.axes]
+    axes = zip(mesh.axes, backends, strict=True)
+    return replace(mesh, axes=tuple(replace(axis, rate=table.rate(axis, backend)) for axis, backend in axes))
 
 
 def _realise(pipeline: Iterable[Pass]) -> Realise:

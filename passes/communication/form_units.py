@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +14,8 @@ from ..analysis.agreed_sizes import most_bytes
 from ..analysis.repeated_blocks import blocks_of
 from ..base import Pass
 from ..ir.collectives import Kind
-from ..ir.program import Input, OutputKind, Program, is_even
+from ..ir.program import Input, Mesh, OutputKind, Program, is_even
+from ..ir.rates import UNMEASURED
 from ..ir.roles import Role
 
 _EXPOSED = 4  # units of ``first_bytes`` that are communicated while there is little else to do
@@ -27,13 +28,17 @@ class FormUnits(Pass):
     The pass visits parameters from the last registered to the first, in the order in which their gradients are
     computed: first those that the step trains, then the others that it communicates. A unit closes once its
     communication reaches ``max_bytes``, the first one at ``first_bytes``, so that it can start early; and where a
-    repeated block begins or ends, once it has ``first_bytes``. Of parameters that are gathered, the last ones
-    visited, some four times ``first_bytes``, are in units of ``first_bytes``, too: forward begins with them and
-    backward ends, so nothing hides them. Where parameters are gathered again (``program.reshard``), memory counts,
-    and units end at blocks and at ``max_bytes`` alone. Parameters of one unit agree in dtype, device, memory, module
-    argument, in whether ranks have equal parts, in whether they are gathered again, then in whether they lie in a
-    block, and in the kinds, axes and roles of their collectives; within it they are in the order of registration.
-    Sizes are bytes, equal on all ranks.
+    repeated block begins or ends, once it has ``first_bytes``. Of a block that reaches ``max_bytes``, a rest of less
+    than half as much joins the unit before it. Of parameters that are gathered, the last ones visited, some four times
+    ``first_bytes``, are in units of ``first_bytes``, too: forward begins with them and backward ends, so nothing hides
+    them. Where parameters are gathered again (``program.reshard``), memory counts, and units end at blocks and at
+    ``max_bytes`` alone. Parameters of one unit agree in dtype, device, memory, module argument, in whether ranks have
+    equal parts, in whether they are gathered again, then in whether they lie in a block, and in the kinds, axes and
+    roles of their collectives; within it they are in the order of registration. Sizes are bytes, equal on all ranks.
+
+    Both limits are at least what the rate of the axes makes worth while, if that was measured: ``first_bytes`` as many
+    bytes as are sent in the latency of a collective, ``max_bytes`` twice as many. So latency, which grows with the
+    number of ranks, takes at most a third of the time of a unit that is full.
     """
 
     max_bytes: int = 25_000_000
@@ -60,29 +65,45 @@ class FormUnits(Pass):
         closed: list[tuple[str, ...]] = []
         unfinished: dict[Hashable, list[_Parameter]] = {}
         left = sum(parameter.size for parameter in parameters)
+        left_in_block = Counter[Hashable]()
+        for parameter in parameters:
+            left_in_block[parameter.key, parameter.blocks] += parameter.size
         for parameter in parameters:
             unit = unfinished.setdefault(parameter.key, [])
-            small = early and (not closed or self._is_exposed(unit, left))
-            if unit and self._ends(unit, parameter, small):
+            small = early and (not closed or self._is_exposed(parameter, left))
+            if unit and self._ends(unit, parameter, small, left_in_block[parameter.key, parameter.blocks]):
                 closed.append(_names(unit))
                 unit.clear()
             unit.append(parameter)
             left -= parameter.size
+            left_in_block[parameter.key, parameter.blocks] -= parameter.size
         return closed + [_names(unit) for unit in unfinished.values()]
 
-    def _is_exposed(self, unit: list[_Parameter], left: int) -> bool:
+    def _is_exposed(self, parameter: _Parameter, left: int) -> bool:
         """Whether so little is ``left`` that nothing hides the next gathers."""
-        return left <= _EXPOSED * self.first_bytes and any(kind is Kind.ALL_GATHER for kind, _, _ in unit[0].served)
+        first, _ = self._limits(parameter)
+        return left <= _EXPOSED * first and any(kind is Kind.ALL_GATHER for kind, _, _ in parameter.served)
 
-    def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool) -> bool:
+    def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool, left_in_block: int) -> bool:
+        """Whether ``unit`` closes before ``following``, in whose block so many bytes are left."""
         size = sum(parameter.size for parameter in unit)
-        at_boundary = unit[-1].blocks != following.blocks
-        return size >= (min(self.first_bytes, self.max_bytes) if small or at_boundary else self.max_bytes)
+        first, most = self._limits(following)
+        if small or unit[-1].blocks != following.blocks:
+            return size >= min(first, most)
+        return size >= most and (not following.blocks or 2 * left_in_block >= most)
+
+    def _limits(self, parameter: _Parameter) -> tuple[int, int]:
+        """``first_bytes`` and ``max_bytes``, or what is worth while along the axes of a parameter's collectives."""
+        return max(self.first_bytes, parameter.worth), max(self.max_bytes, 2 * parameter.worth)
 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter as the pass sees it. ``served``: the kind, axis and role of each collective for it."""
+    """A parameter as the pass sees it.
+
+    ``served``: the kind, axis and role of each collective for it; ``worth``: the bytes that are sent in the latency of
+    the slowest to begin, 0 where that was not measured.
+    """
 
     name: str
     size: int
@@ -90,6 +111,7 @@ class _Parameter:
     served: frozenset[tuple[Kind, str, Role]]
     reshard: bool
     kept_by: int | None
+    worth: int
     kind: Hashable
 
     @classmethod
@@ -113,6 +135,7 @@ class _Parameter:
             served,
             declared.name in program.reshard,
             program.kept_by.get(declared.name),
+            max((_sent_in_latency(program.mesh, each.axis) for each in described), default=0),
             (declared.dtype, val.device, declared.memory, declared.name.rpartition(".")[0].partition(".")[0], even),
         )
 
@@ -132,6 +155,11 @@ def _described(program: Program) -> Iterator[tuple[Input, torch.Tensor, list[fx.
     for declared, node in zip(program.inputs, program.placeholders, strict=True):
         if declared.role is Role.PARAMETER:
             yield declared, node.meta["val"], serving[declared.name], blocks[declared.name]
+
+
+def _sent_in_latency(mesh: Mesh, axis: str) -> int:
+    rate = next((each.rate for each in mesh.axes if each.name == axis), UNMEASURED)
+    return 0 if rate == UNMEASURED else int(rate.latency / rate.per_byte)
 
 
 def _trained(program: Program) -> set[str]:
