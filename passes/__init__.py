@@ -40,7 +40,7 @@ from .ir.roles import Memory, Phase, Role
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
-from .memory.planned_memory import LiveValue, PlannedMemory
+from .memory.peak_memory import LiveValue, PlannedMemory
 from .memory.recompute import Recompute
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
@@ -49,7 +49,7 @@ from .pipeline import default
 from .report import EstimatedTime, OneCollective, PassEffect, Report
 from .runner import run
 from .schedule.estimate import estimate
-from .schedule.published import published
+from .schedule.gpus import published
 from .schedule.simulation import Timeline
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate

@@ -24,7 +24,7 @@ from .ir.collectives import Collective, Kind, input_bytes, operands
 from .ir.printer import short_dtype
 from .ir.program import Program
 from .measured import MeasuredTime, OpTime, collective_of
-from .memory.planned_memory import PlannedMemory, planned_memory
+from .memory.peak_memory import PlannedMemory, planned_memory
 from .page.render import render
 from .schedule.estimate import estimate
 from .schedule.simulation import Timeline, TransferTime

@@ -1,6 +1,6 @@
 """``python -m spmd``: see ``command.py``."""
 
-from .cli.command import main
+from .cli.commands import main
 
 if __name__ == "__main__":
     main()

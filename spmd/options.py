@@ -13,7 +13,7 @@ from torch import fx
 
 import passes
 from passes import Pass, Program
-from passes.budget import AllGather, fit
+from passes.fit_memory import AllGather, fit
 
 from .edited_programs import EditedPrograms
 from .lowering.lower import Backend

@@ -29,7 +29,7 @@ import train_gpt
 from rich.console import Console
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from spmd.cli import command as spmd_command
+from spmd.cli import commands as spmd_command
 from spmd.rules import RULES
 from tests.harness.fake import fake_world
 

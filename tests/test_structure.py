@@ -33,7 +33,7 @@ ORDER = {
         page/
         measured
         pipeline runner trace report
-        budget
+        fit_memory
         __init__
     """,
     "spmd": """

@@ -185,7 +185,7 @@ KEYS: tuple[Key, ...] = (
             _MEMORY,
             _SCHEDULE,
             "passes/report.py",
-            "passes/budget.py",
+            "passes/fit_memory.py",
             _PARTITIONER,
             "spmd/compiled.py",
             "spmd/verification",

@@ -11,7 +11,7 @@ import torch
 
 from ..analysis.costs import Link, Table
 from ..ir.program import Axis, Mesh
-from .published import AHEAD, GPUS, compute_of, published_link
+from .gpus import AHEAD, GPUS, compute_of, published_link
 
 COPIED = 1 << 26  # bytes of the copy that is measured as "memory"
 MATRIX = 1024  # rows and columns of the matrices that are measured as "matmul float32"

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..ir.collectives import is_collective, is_wait
 from ..ir.program import Program
-from ..memory.planned_memory import live_bytes
+from ..memory.peak_memory import live_bytes
 from ..runtime.host_memory import wait_copy
 from .node_costs import Cost, NodeCosts, Transfer
 

@@ -37,8 +37,8 @@ from .._torch import (
 from ..call.rng import Draws
 from ..failed_ops import note_op
 from ..source_lines import user_line
+from .checkpointing import Recomputed, recomputing
 from .reads import Reads
-from .recompute import Recomputed, recomputing
 from .tensor_attributes import check_outside
 from .unsupported import Refused, check_op
 

@@ -31,7 +31,7 @@ from .base import Info, Local, Localize, LocalPart, OpCall, Option, P, R, Rule, 
 from .decomposed import decomposition_of
 from .iota import iota_dim_of
 from .registry import LOCALIZE, RULES, localize_of, rule_of
-from .user import register_rule
+from .user_rules import register_rule
 
 __all__ = [
     "LOCALIZE",

@@ -8,9 +8,9 @@ its queries.
 
 from __future__ import annotations
 
-from .aten import aten
 from .base import Info, OpCall, Option
 from .einsum_labels import EQUAL, WHOLE, Dims, aligned, options
+from .optional_ops import aten
 from .registry import rule
 
 HEADS = "bh.."

@@ -11,9 +11,9 @@ from typing import Any
 from torch.distributed.tensor import Replicate
 
 from ..placements import rows
-from .aten import aten
 from .base import OpCall, Option, parameters
 from .einsum_labels import WHOLE, Dims, grows, is_zero, letters, option, options, without, wrap
+from .optional_ops import aten
 from .registry import localize, rule
 from .size_arguments import Shapes, replaced
 

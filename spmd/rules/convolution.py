@@ -8,9 +8,9 @@ Channels are split evenly, and no rank is left without rows, because kernels rej
 
 from __future__ import annotations
 
-from .aten import aten
 from .base import OpCall, Option
 from .einsum_labels import WHOLE, Dims, options
+from .optional_ops import aten
 from .registry import rule
 
 

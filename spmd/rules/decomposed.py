@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .aten import aten
 from .base import Info, OpCall
 from .einsum_labels import wrap
+from .optional_ops import aten
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
 
-from .aten import aten
 from .base import LocalPart, OpCall, Option, Parts, Run
 from .einsum_labels import WHOLE, Dims, letters, option, options, without, wrap
+from .optional_ops import aten
 from .registry import rule
 
 

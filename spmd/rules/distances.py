@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .aten import aten
 from .base import OpCall, Option, parameters
 from .einsum_labels import WHOLE, Dims, letters, options
+from .optional_ops import aten
 from .registry import rule, whole
 
 ROW, OTHER = "YZ"

@@ -14,9 +14,9 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.ir.ops import Trait, has
 
 from ..placements import Interleaved
-from .aten import aten
 from .base import OpCall, Option, P, R, parameters
 from .einsum_labels import PARTIALS, Dims, is_zero, letters, option, options
+from .optional_ops import aten
 from .registry import rule, whole
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .aten import aten
 from .base import OpCall, Option
 from .einsum_labels import Dims, letters, options, without
+from .optional_ops import aten
 from .registry import rule
 
 

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .aten import aten as ops
 from .base import OpCall, Option, P, Parts, Run, S
 from .einsum_labels import Dims, option, options
+from .optional_ops import aten as ops
 from .registry import rule, whole
 
 aten = torch.ops.aten

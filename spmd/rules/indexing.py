@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import Shard
 
 from . import lookup
-from .aten import aten
 from .base import Info, OpCall, Option, P, S
 from .einsum_labels import WHOLE, Dims, aligned, letters, option, options, without, wrap
+from .optional_ops import aten
 from .registry import rule, whole
 
 

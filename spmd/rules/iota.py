@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from .aten import aten
 from .base import Info, OpCall
 from .cat_split import is_cut, takes_all
+from .optional_ops import aten
 from .views import groups
 
 Proposal = Callable[[OpCall, Info, int, Info], int | None]

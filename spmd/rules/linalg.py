@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .aten import aten
 from .base import OpCall, Option
 from .einsum_labels import WHOLE, Dims, arguments, infos, letters, options
+from .optional_ops import aten
 from .registry import rule
 
 # The number of last dims that belong to the matrix: of an operand that is not among ``OPERANDS``, and of each result.

@@ -14,9 +14,9 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.runtime.ctc_loss import ctc_loss, ctc_loss_backward
 
 from . import lookup
-from .aten import aten
 from .base import Local, OpCall, Option, P, R, S
 from .einsum_labels import EQUAL, WHOLE, Dims, option, options
+from .optional_ops import aten
 from .registry import rule
 
 NONE, MEAN = 0, 1

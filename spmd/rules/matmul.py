@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from .aten import aten
 from .base import OpCall, Option
 from .einsum_labels import Dims, aligned, letters, options
+from .optional_ops import aten
 from .registry import rule
 
 PRODUCTS = {

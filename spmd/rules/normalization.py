@@ -6,9 +6,9 @@ statistics of the whole batch, and capture decomposes it.
 
 from __future__ import annotations
 
-from .aten import aten
 from .base import OpCall, Option
 from .einsum_labels import EQUAL, WHOLE, Dims, letters, options, without
+from .optional_ops import aten
 from .registry import rule
 
 

@@ -15,9 +15,9 @@ import torch
 from passes.ir.ops import Trait, has, listed
 
 from .._torch import OpOverload
-from .aten import aten
 from .base import OpCall, Option
 from .einsum_labels import EQUAL, WHOLE, Dims, aligned, arguments, grows, infos, is_zero, letters, options
+from .optional_ops import aten
 from .registry import rule, tagged
 
 # Ops that are linear in each of these sets of operands, if all of the set are tensors.

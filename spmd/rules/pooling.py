@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .._torch import OpOverload
-from .aten import aten
 from .base import OpCall, Option, parameters
 from .einsum_labels import WHOLE, Dims, arguments, infos, letters, options
+from .optional_ops import aten
 from .registry import rule
 
 # The number of last dims that are space.

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 
 from .._torch import OpOverload
-from .aten import aten
 from .base import OpCall, Option, Parts, Run
 from .einsum_labels import WHOLE, Dims, letters, options, wrap
+from .optional_ops import aten
 from .registry import rule
 
 # The partial result of each extreme over a split dim.

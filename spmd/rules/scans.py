@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .._torch import OpOverload
-from .aten import aten
 from .base import OpCall, Option
 from .einsum_labels import Dims, arguments, infos, letters, options, without, wrap
+from .optional_ops import aten
 from .registry import rule
 
 # Linear in this operand, so that a partial sum passes through.

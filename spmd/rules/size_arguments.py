@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .aten import aten
 from .base import OpCall, parameters
+from .optional_ops import aten
 from .registry import localize
 
 Shapes = tuple[tuple[int, ...] | None, ...]

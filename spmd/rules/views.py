@@ -14,9 +14,9 @@ from math import prod
 from torch.distributed.tensor import Shard
 
 from ..placements import rows
-from .aten import aten
 from .base import Info, OpCall, Option
 from .einsum_labels import PARTIALS, WHOLE, Dims, grows, letters, option, options, partial, wrap
+from .optional_ops import aten
 from .registry import rule
 
 

@@ -24,7 +24,7 @@ import spmd
 
 from .torch_state import torch_state
 
-_WORN = 6  # threads of gloo: three of a program on two axes, and some that calls which failed have left
+_WORN = 14  # threads of gloo, each of which wakes up often: a program on two axes leaves some, a call that failed, too
 
 
 @dataclass(frozen=True)

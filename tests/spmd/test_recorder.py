@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from spmd.cli.command import main
+from spmd.cli.commands import main
 from spmd.recorder import recorded_calls
 from spmd.verification.replay import NotFinite, replay
 from tests.harness.pool import Ranks

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes import Collective, FormUnits, Input, Kind, Program, Role, fill_vals, run
 from passes.analysis.repeated_blocks import blocks_of
+from passes.ir.rates import Rate
 
 from ..programs import MESH, all_gather, all_reduce, assert_same_bits, before_and_after, f64, make_program
 
@@ -153,3 +154,22 @@ def test_exposed_gathers_are_in_small_units() -> None:
     assert units(training(names), 1000, 80) == ["m.i m.j", "m.a m.b m.c m.d m.e m.f m.g m.h"]
     gathered = units(training(names, gathered=names), 1000, 80)
     assert gathered == ["m.j", "m.e m.f m.g m.h m.i", "m.d", "m.c", "m.b", "m.a"]
+
+
+def test_units_are_as_large_as_the_latency_of_their_axis_asks_for() -> None:
+    program = training({f"m.{name}": (10,) for name in "abcdefg"})  # 40 bytes each
+    assert units(program, 80, 40) == ["m.g", "m.e m.f", "m.c m.d", "m.a m.b"]
+    (axis,) = program.mesh.axes
+    program.mesh = replace(program.mesh, axes=(replace(axis, rate=Rate(latency=80.0, per_byte=1.0)),))
+    assert units(program, 80, 40) == ["m.f m.g", "m.b m.c m.d m.e", "m.a"]
+    assert units(program, 400, 100) == ["m.e m.f m.g", "m.a m.b m.c m.d"]
+
+
+def test_a_small_rest_of_a_block_joins_the_unit_before_it() -> None:
+    def found(first: int) -> list[str]:
+        shapes = {**block("m.h.0", first, 20, 5), **block("m.h.1", first, 20, 5), "m.head.weight": (10,)}
+        return units(training(shapes), 100, 40)[1:]
+
+    whole = [" ".join(f"m.h.{k}.{name}.weight" for name in "abc") for k in (1, 0)]
+    assert found(12) == whole
+    assert found(13) == ["m.h.1.b.weight m.h.1.c.weight", "m.h.1.a.weight", *found(13)[2:]]

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 import passes
 import spmd
 from passes import Input, Memory, Pass, Phase, Program, Role
-from passes.memory.planned_memory import planned_memory
+from passes.memory.peak_memory import planned_memory
 from passes.runtime.host_memory import to_device, to_host, wait_copy
 from spmd._torch import dtensor_over, local_tensor
 from tests.harness.cases import MLP, make_optimizer

@@ -16,7 +16,7 @@ from passes import Axis, Kind, Mesh, Table
 from passes.analysis.costs import ALGORITHMS, algorithms_along
 from spmd.cli import calibrate_command
 from spmd.cli.calibrate import calibrate
-from spmd.cli.command import main
+from spmd.cli.commands import main
 from tests.harness.pool import Ranks
 
 SIZES = (4096, 65536)

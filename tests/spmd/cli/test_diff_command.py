@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from spmd.cli.command import main
+from spmd.cli.commands import main
 from tests.harness.cases import MLP
 from tests.harness.fake import fake_world
 from tests.harness.structure import regression

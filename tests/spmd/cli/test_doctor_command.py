@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spmd.cli import doctor_command
-from spmd.cli.command import main
+from spmd.cli.commands import main
 from tests.harness import programs
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from passes import Report
-from spmd.cli.command import main
+from spmd.cli.commands import main
 from tests.harness.cases import MLP
 from tests.harness.structure import compile_on_fake_ranks, regression
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd.cli.command import main
+from spmd.cli.commands import main
 
 FILE = """
 import torch, spmd

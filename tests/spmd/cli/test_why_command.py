@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from spmd.cli.command import main
+from spmd.cli.commands import main
 from tests.harness.cases import MLP
 from tests.harness.structure import compile_on_fake_ranks, regression
 

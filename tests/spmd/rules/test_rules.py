@@ -13,7 +13,7 @@ from passes.ir.ops import find
 from spmd._torch import OpOverload, OpOverloadPacket
 from spmd.placements import Interleaved
 from spmd.rules import RULES, P, R, S, rule_of
-from spmd.rules.aten import ABSENT
+from spmd.rules.optional_ops import ABSENT
 
 from .engine import Sample, check, options_of, unusual
 from .samples import SOURCES, f, ints, samples, samples_of, u

@@ -7,7 +7,7 @@ import torch
 
 from passes import Axis, Kind, Mesh
 from passes.analysis.costs import Algorithm
-from passes.schedule.published import ACHIEVED, GPUS, published
+from passes.schedule.gpus import ACHIEVED, GPUS, published
 from passes.schedule.rates import rates_of
 
 LARGE = 1 << 30

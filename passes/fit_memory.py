@@ -24,7 +24,7 @@ from .errors import MemoryBudgetError, PassError
 from .ir.collectives import Kind
 from .ir.program import Program, is_sharded
 from .ir.roles import Role
-from .memory.planned_memory import live_bytes, planned_memory
+from .memory.peak_memory import live_bytes, planned_memory
 from .memory.recompute import Recompute
 from .pipeline import backend_of, table_of
 from .runner import run
