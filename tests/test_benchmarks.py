@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -55,6 +56,14 @@ def test_compiler_measures_all_stages(tmp_path: Path) -> None:
     assert {"capture: trace", "partition", "check after each pass", "pass UpdateInPlace"} <= found["seconds"].keys()
     assert found["nodes"]["partitioned"] > found["nodes"]["captured"] > 100
     assert all(name in run.stdout for name in ("capture: trace", "total per layer", "GB, peak"))
+
+
+def test_a_share_of_many_ranks_is_estimated_without_them() -> None:
+    options = ["--ranks", "64", "--layers", "2", "--width", "512", "--tokens", "128"]
+    run = programs.run(["-m", "benchmarks.many_ranks", *options])
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 layers of width 512, 128 tokens a rank, 64 H100s:" in run.stdout
+    assert re.search(r"estimated step \d+ ms, of which [\d.]+ ms \([\d.]+%\) are exposed communication", run.stdout)
 
 
 def test_estimates_stand_beside_measured_steps(tmp_path: Path) -> None:

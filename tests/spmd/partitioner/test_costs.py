@@ -88,3 +88,9 @@ def test_a_backend_that_was_not_measured_has_the_default_rate(backend: str) -> N
     mesh = passes.Mesh((Axis("dp", 4, "0", backend=backend),))
     assert with_rates(mesh, passes.default()).axes[0].rate is UNMEASURED
     assert UNMEASURED.is_small(64 * 1024) and not UNMEASURED.is_small(64 * 1024 + 1)
+
+
+def test_fake_ranks_stand_for_those_of_a_given_table() -> None:
+    mesh = passes.Mesh((Axis("dp", 512, "0", backend="fake"),))
+    table = passes.published("H100", mesh)
+    assert with_rates(mesh, passes.default(table=table)).axes[0].rate == table.rate(mesh.axes[0], "nccl")
