@@ -41,8 +41,9 @@ class Traffic:
     """Collectives of a step that agree in kind, axis, role, dtype, reason and implementation.
 
     ``bytes``: of one rank's local input. ``by``: the implementation, empty for the backend's own op. ``seconds``: how
-    long they are estimated to take, and ``exposed``: by how much of that they make the step longer. ``measured``: how
-    long this rank was busy with them, or waited for them, in the calls that ``profile`` measured.
+    long they are estimated to take, and ``exposed``: by how much of that they make the step longer, mostly because of
+    ``cause`` (a ``Cause``, empty if nothing is exposed). ``measured``: how long this rank was busy with them, or waited
+    for them, in the calls that ``profile`` measured.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Traffic:
     seconds: float = 0.0
     exposed: float = 0.0
     measured: float = 0.0
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -317,9 +319,10 @@ def _times_of_collectives(traffic: Sequence[Traffic], headings: Mapping[str, str
         table.add_column(heading, overflow="fold")
     for heading in ("count", *headings):
         table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("because of" if "exposed" in headings else "", overflow="fold")
     for row in traffic:
         times = [_ms(getattr(row, key)) for key in headings.values()]
-        table.add_row(*map(Text, (row.kind, row.axis, row.role, f"{row.count:,}", *times)))
+        table.add_row(*map(Text, (row.kind, row.axis, row.role, f"{row.count:,}", *times, row.cause)))
     return table
 
 
@@ -398,6 +401,7 @@ def _one(node: fx.Node, time: TransferTime | None) -> OneCollective:
         module=str(node.meta.get("module") or ""),
         line=str(node.meta.get("source") or ""),
         behind=time.behind if time else (),
+        cause=str(time.cause or "") if time else "",
     )
 
 
@@ -420,7 +424,11 @@ def _sum(every: Sequence[OneCollective]) -> Traffic:
     first, size, why = every[0], sum(one.bytes for one in every), _summary([one.why for one in every])
     seconds, exposed, measured = (sum(getattr(one, key) for one in every) for key in ("seconds", "exposed", "measured"))
     key = first.kind, first.axis, first.role, first.dtype
-    return Traffic(*key, len(every), size, why, first.by, seconds, exposed, measured)
+    causes = defaultdict[str, float](float)
+    for one in every:
+        causes[one.cause] += one.exposed
+    cause = max(causes, key=causes.__getitem__)
+    return Traffic(*key, len(every), size, why, first.by, seconds, exposed, measured, cause)
 
 
 def _summary(reasons: Sequence[str]) -> str:

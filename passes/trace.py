@@ -13,7 +13,7 @@ from typing import Any
 from .schedule.simulation import Span, Timeline
 
 _PROCESS = 0
-_SHOWN = ("kind", "axis", "role", "dtype", "bytes", "why", "by", "phase", "line", "exposed")  # of a collective
+_SHOWN = ("kind", "axis", "role", "dtype", "bytes", "why", "by", "phase", "line", "exposed", "cause")  # of a collective
 
 
 def trace_events(timeline: Timeline, name: str, collectives: Mapping[str, Any]) -> list[dict[str, Any]]:

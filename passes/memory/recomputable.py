@@ -56,8 +56,11 @@ class Recomputable:
         return sorted(found)
 
     def exists_later(self, node: fx.Node, dropped: set[fx.Node]) -> bool:
-        """Whether the value of ``node`` is still there in backward if the results of ``dropped`` are not kept."""
-        return not self._lacking(node, dropped)
+        """Whether the value of ``node`` is there in backward if the results of ``dropped`` are not kept.
+
+        What backward makes itself is, also a view: that is one of what runs again by then.
+        """
+        return node.meta.get("phase") in _LATER or not self._lacking(node, dropped)
 
     def _lacking(self, node: fx.Node, dropped: set[fx.Node]) -> list[fx.Node]:
         """The ops that made what is gone of the memory that a value lies in."""

@@ -12,16 +12,26 @@ import operator
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from torch import fx
 
-from ..ir.collectives import is_collective, is_wait
+from ..ir.collectives import Collective, is_collective, is_wait
 from ..ir.program import Program
 from ..memory.peak_memory import live_bytes
 from ..runtime.host_memory import wait_copy
 from .node_costs import Cost, NodeCosts, Transfer
 
 _NAMED = 3  # of what a collective hides behind
+
+
+class Cause(StrEnum):
+    """Why nothing hides a transfer, or most of what is exposed of it."""
+
+    DEPENDENCY = "dependency"  # what it sends comes too late, or what it brings is read too soon
+    ORDER = "order"  # others of its queue, or ops that it does not need, run before it; or it holds up one behind it
+    MEMORY = "memory"  # it starts late, so that no more is whole at once than ``Collective.ahead`` allows
+    CORE = "core"  # the core that computes moves the data
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,8 @@ class TransferTime:
     """One collective or copy: how long it takes, and by how much it makes the step longer.
 
     ``seconds`` from ``start`` to ``end`` in its queue. ``exposed``: compute waits for it, or for what stands in line
-    behind it, or has its core taken, for so long. ``behind``: the modules, or else the phases, whose compute runs
-    meanwhile, with seconds, longest first.
+    behind it, or has its core taken, for so long, mostly because of ``cause``, which is None if nothing is exposed.
+    ``behind``: the modules, or else the phases, whose compute runs meanwhile, with seconds, longest first.
     """
 
     node: str
@@ -54,6 +64,7 @@ class TransferTime:
     end: float
     exposed: float
     behind: tuple[tuple[str, float], ...] = ()
+    cause: Cause | None = None
 
     @property
     def seconds(self) -> float:
@@ -111,13 +122,18 @@ def simulate(program: Program, costs: NodeCosts, *, with_memory: bool = True) ->
 
 @dataclass
 class _Flight:
-    """A transfer that was started."""
+    """A transfer that was started.
+
+    What it sends was there when it was ``ready``; it stands in line since it was ``issued``.
+    """
 
     node: fx.Node
     transfer: Transfer
+    ready: float = 0.0
+    issued: float = 0.0
     start: float = 0.0
     end: float = 0.0
-    exposed: float = 0.0
+    exposed_by: dict[Cause, float] = field(default_factory=dict)
     behind: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -125,9 +141,26 @@ class _Flight:
         """The part of a core that it takes while data moves."""
         return min(1.0, self.transfer.cpu / self.transfer.seconds) if self.transfer.seconds else 0.0
 
+    def expose(self, seconds: float, cause: Cause) -> None:
+        """Note that it makes the step longer by so much."""
+        if seconds > 0.0:
+            self.exposed_by[cause] = self.exposed_by.get(cause, 0.0) + seconds
+
+    def expose_at_wait(self, seconds: float) -> None:
+        """Note that it is waited for so long, which it could have been hidden for had it started earlier."""
+        described = self.node.meta.get("collective")
+        bounded = isinstance(described, Collective) and described.ahead is not None
+        in_line, late = min(seconds, self.start - self.issued), max(0.0, self.issued - self.ready)
+        self.expose(in_line, Cause.ORDER)
+        late = min(seconds - in_line, late)
+        self.expose(late, Cause.MEMORY if bounded else Cause.ORDER)
+        self.expose(seconds - in_line - late, Cause.DEPENDENCY)
+
     def time(self) -> TransferTime:
         longest = sorted(self.behind.items(), key=lambda entry: -entry[1])[:_NAMED]
-        return TransferTime(self.node.name, self.transfer.queue, self.start, self.end, self.exposed, tuple(longest))
+        exposed, name, queue = sum(self.exposed_by.values()), self.node.name, self.transfer.queue
+        cause = max(self.exposed_by, key=self.exposed_by.__getitem__, default=None)
+        return TransferTime(name, queue, self.start, self.end, exposed, tuple(longest), cause)
 
 
 class _Rank:
@@ -140,6 +173,7 @@ class _Rank:
         self.started: dict[fx.Node, _Flight] = {}  # by the nodes that stand for its result
         self.queues: dict[str, deque[_Flight]] = {}  # those that are not over yet
         self.free: dict[str, float] = {}  # when the last one in a queue ends
+        self.done: dict[fx.Node, float] = {}  # when a value is there
         self.spans: list[Span] = []
 
     def step(self, node: fx.Node, cost: Cost) -> None:
@@ -152,15 +186,21 @@ class _Rank:
             seconds += cost.launch
         if seconds:
             self._compute(node, seconds)
+        self.done[node] = self.device if seconds else self._ready(node)
         if cost.transfer is not None:
             self._start(node, cost.transfer)
         elif is_wait(node) or node.target is wait_copy:
             self._wait(node)
+            self.done[node] = self.device
         elif node.target is operator.getitem and node.args[0] in self.started:  # of a coalesced result
             self.started[node] = self.started[node.args[0]]  # type: ignore[index]
 
+    def _ready(self, node: fx.Node) -> float:
+        """When all that a node reads is there."""
+        return max((self.done[operand] for operand in node.all_input_nodes), default=0.0)
+
     def _start(self, node: fx.Node, transfer: Transfer) -> None:
-        flight = _Flight(node, transfer)
+        flight = _Flight(node, transfer, self._ready(node), self.now())
         self.flights.append(flight)
         self.started[node] = flight
         if transfer.at_wait:
@@ -178,7 +218,8 @@ class _Rank:
             if flight.end == 0.0:
                 flight.start = self.now()
                 self._advance(flight.transfer.seconds, node)
-                flight.end, flight.exposed = self.device, self.device - flight.start
+                flight.end = self.device
+                flight.expose(flight.end - flight.start, Cause.CORE)
             return
         self._block(flight)
 
@@ -190,7 +231,11 @@ class _Rank:
         for each in self.queues[flight.transfer.queue]:
             if each.start >= flight.end:
                 break
-            each.exposed += max(0.0, min(each.end, flight.end) - max(each.start, now))
+            waited = min(each.end, flight.end) - max(each.start, now)
+            if each is flight:
+                each.expose_at_wait(max(0.0, waited))
+            else:
+                each.expose(waited, Cause.ORDER)
         self.device = flight.end
 
     def _await_copies(self, node: fx.Node) -> None:
@@ -221,7 +266,7 @@ class _Rank:
             passed = seconds / speed if ends else until - self.device
             for flight in flying:
                 flight.behind[label] = flight.behind.get(label, 0.0) + passed
-                flight.exposed += passed * (1.0 - speed) * flight.share / shares if shares else 0.0
+                flight.expose(passed * (1.0 - speed) * flight.share / shares if shares else 0.0, Cause.CORE)
             self.device = self.device + passed if ends else until
             seconds = 0.0 if ends else seconds - passed * speed
 

@@ -77,7 +77,7 @@ function timeOf(name, one, stage) {
   if (!span) return "";
   const hidden = one && one.behind.length ?
     `; meanwhile runs ${one.behind.map(([module, seconds]) => `${module} (${timeText(seconds)})`).join(", ")}` : "";
-  const exposed = one ? `, ${timeText(one.exposed)} exposed${hidden}` : "";
+  const exposed = one ? `, ${timeText(one.exposed)} exposed${one.cause ? ` because of ${one.cause}` : ""}${hidden}` : "";
   return `${timeText(span.end - span.start)}, from ${timeText(span.start)} on${exposed}`;
 }
 

@@ -62,6 +62,24 @@ def test_what_is_kept_and_can_be_had_again() -> None:
     assert again is not None and [op.name for op in again] == ["tanh", "exp", "bernoulli", "mul"]
 
 
+def test_backward_may_read_a_view_of_its_own_of_what_runs_again() -> None:
+    def viewed(x: Any) -> Any:
+        a = aten.tanh.default(x)
+        y = aten.sum.default(a)
+        view = aten.view.default(a, [8])
+        return y, aten.mul.Tensor(view, 2.0), aten.mul.Tensor(view, 3.0)
+
+    program = make_program(viewed, {}, [Role.ACTIVATION], x=f64(2, 4))
+    for node in program.graph.find_nodes(op="call_function", target=aten.tanh.default):
+        node.meta["phase"] = Phase.FORWARD
+    for target in (aten.view.default, aten.mul.Tensor):
+        for node in program.graph.find_nodes(op="call_function", target=target):
+            node.meta["phase"] = Phase.BACKWARD
+    after = run(program, [Recompute(("tanh",))])
+    assert [node.meta["recompute_of"] for node in after.graph.nodes if "recompute_of" in node.meta] == ["tanh"]
+    assert_same_bits(program, after)
+
+
 def test_nothing_is_computed_again_from_what_no_rank_can_have_alone() -> None:
     def unkept(w: Any, x: Any) -> Any:
         a = aten.tanh.default(all_reduce(aten.mm.default(x, w)))

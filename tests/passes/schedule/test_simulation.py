@@ -21,7 +21,7 @@ from passes.ir.collectives import WAIT, c10d
 from passes.runtime.host_memory import to_device, to_host, wait_copy
 from passes.schedule.node_costs import NodeCosts
 from passes.schedule.rates import Rates
-from passes.schedule.simulation import Timeline, simulate
+from passes.schedule.simulation import Cause, Timeline, simulate
 
 from ..programs import GROUP, f64
 
@@ -125,6 +125,26 @@ def test_what_stands_in_line_before_it_is_exposed_as_well() -> None:
     found = timeline(step, link(3.0))
     assert [each.exposed for each in found.transfers] == [3.0, 3.0]
     assert (found.seconds, found.exposed) == (7.0, 6.0)
+
+
+def test_the_cause_of_what_is_exposed() -> None:
+    def late(x: Any) -> Any:
+        a = product(x)
+        b = product(a, 2)
+        return WAIT(start(a)), b
+
+    assert [each.cause for each in timeline(hidden_by(0), link(3.0)).transfers] == [Cause.DEPENDENCY]
+    assert [each.cause for each in timeline(hidden_by(3), link(3.0)).transfers] == [None]
+    assert [each.cause for each in timeline(two_starts(GROUP), link(3.0)).transfers] == [None, Cause.ORDER]
+    assert [each.cause for each in timeline(late, link(3.0)).transfers] == [Cause.ORDER]
+    assert [each.cause for each in timeline(late, link(7.0)).transfers] == [Cause.DEPENDENCY]  # 5 of 7 s, if earlier
+    assert [each.cause for each in timeline(hidden_by(4), link(3.0, cpu=3.0)).transfers] == [Cause.CORE]
+    program = program_of(late)
+    program.note_collectives()
+    (node,) = program.collectives()
+    node.meta["collective"] = replace(node.meta["collective"], ahead=1)
+    (transfer,) = simulate(program, NodeCosts(program, Rates(COMPUTE), Table("by hand", (link(3.0),)))).transfers
+    assert transfer.cause == Cause.MEMORY and transfer.exposed == 3.0
 
 
 def test_axes_communicate_beside_each_other() -> None:

@@ -1,0 +1,110 @@
+"""``fit`` on a program by hand: what it leaves alone, whose figures decide, and that more memory is never slower."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from passes import MemoryBudgetError, PassError, Phase, Program, Recompute, Role, default, estimate, run
+from passes.fit_memory import Fitted, fit
+from passes.memory.peak_memory import planned_memory
+
+from .programs import f64, make_program
+
+aten = torch.ops.aten
+LAYERS, ROWS = 8, 64
+
+
+def alone(text: str) -> list[str]:
+    return [text]
+
+
+def step(w: Any, x: Any) -> Any:
+    """A chain of products and functions, and a backward that reads all of these, the last one first."""
+    kept, value = [], x
+    for _ in range(LAYERS):
+        value = aten.tanh.default(aten.mm.default(value, w))
+        kept.append(aten.exp.default(value))
+    gradient = aten.expand.default(aten.sum.default(kept[-1]), [ROWS, 16])
+    for each in reversed(kept):
+        gradient = aten.mm.default(aten.mul.Tensor(gradient, each), w)
+    return (gradient,)
+
+
+@pytest.fixture
+def program() -> Program:
+    made = make_program(step, {}, [Role.ACTIVATION], w=f64(16, 16), x=f64(ROWS, 16))
+    phase = Phase.FORWARD
+    for node in made.graph.nodes:
+        if node.op == "call_function":
+            node.meta["phase"] = phase
+            phase = Phase.BACKWARD if node.target is aten.sum.default else phase
+    return made
+
+
+def figures(fitted: Fitted) -> tuple[int, float]:
+    """The planned peak, and the estimated seconds."""
+    final = run(fitted.program, fitted.pipeline)
+    found = estimate(final)
+    assert found is not None
+    return sum(each.peak for each in planned_memory(final).values()), found.seconds
+
+
+def most(program: Program) -> int:
+    return figures(Fitted(program, default(), ""))[0]
+
+
+def test_a_program_that_fits_stays_as_it_is(program: Program) -> None:
+    peak = most(program)
+    fitted = fit(program, default(), peak, alone)
+    assert fitted.program is program and fitted.pipeline == default()
+    assert figures(fit(program, default(), peak - 1, alone))[0] < peak
+
+
+def test_more_memory_is_never_slower(program: Program) -> None:
+    peak, before = most(program), 0.0
+    found = list[float]()
+    for budget in range(peak, 0, -peak // 40):
+        try:
+            fitted = fit(program, default(), budget, alone)
+        except MemoryBudgetError:
+            break
+        planned, seconds = figures(fitted)
+        assert planned <= budget and seconds >= before
+        before = seconds
+        found.append(seconds)
+    assert len(set(found)) >= 3
+
+
+def test_the_largest_figure_of_all_ranks_decides(program: Program) -> None:
+    def beside_a_larger_one(text: str) -> list[str]:
+        own = json.loads(text)
+        other = [2 * each for each in own] if isinstance(own[0], (int, float)) else own
+        return [text, json.dumps(other)]
+
+    peak = most(program)
+    assert figures(fit(program, default(), 2 * peak - 1, beside_a_larger_one))[0] < peak
+    assert fit(program, default(), 2 * peak, beside_a_larger_one).program is program
+
+
+def test_the_first_rank_says_what_is_computed_again(program: Program) -> None:
+    orders = list[list[str]]()
+
+    def with_another_first(text: str) -> list[str]:
+        own = json.loads(text)
+        if not isinstance(own[0], str):
+            return [text, text]
+        orders.append([own[1], own[0], *own[2:]])
+        return [json.dumps(orders[0]), text]
+
+    fitted = fit(program, default(), int(0.9 * most(program)), with_another_first)
+    (again,) = [each for each in fitted.pipeline if isinstance(each, Recompute)]
+    assert again.ops and again.ops == tuple(orders[0][: len(again.ops)])
+
+
+def test_a_pipeline_in_which_nothing_can_be_chosen_is_refused(program: Program) -> None:
+    with pytest.raises(PassError, match="the pipeline has neither"):
+        fit(program, (), 1, alone)
