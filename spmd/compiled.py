@@ -20,6 +20,7 @@ from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
 from .capture.reads import ReadSite
+from .capture.sizes.any_size import AnySize
 from .guards.guards import Guards, Live
 from .lowering.distribute_state import as_dtensor
 from .lowering.flat_storage import FlatInputs
@@ -49,6 +50,7 @@ class Compiled:
     uneven: dict[str, int]  # see ``Call``
     connection: Connection | None  # of the ranks that run it together
     guards: Guards
+    any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
     _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
     _cleared: list[int] = field(init=False)  # positions of parameters in the live state
@@ -77,6 +79,11 @@ class Compiled:
         self.captured.release()
         self.executable.close_code()
         self._flats.release()
+
+    @property
+    def is_of_one_size(self) -> bool:
+        """Whether it was made from a trace that serves other sizes of its arguments, too."""
+        return self.captured.is_of_one_size
 
     def is_of_this_world(self) -> bool:
         """Whether the process group is still the one that the program was compiled for: another may be larger."""

@@ -28,6 +28,7 @@ from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_r
 from .capture import Captured
 from .capture.effects.carried import Carried
 from .capture.reads import ReadSite
+from .capture.sizes.size_symbols import TracedSizes
 from .compiled import Compiled, Restore
 from .guards.guards import Live
 from .guards.leaves import Leaves, can_be_live
@@ -43,11 +44,13 @@ from .ranks.consensus import (
     notifying,
 )
 from .ranks.failures import StateIs
+from .shared_captures import NONE, SharedCapture, SharedCaptures
 from .source_lines import warn_user
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
 
 _MANY = 8  # programs of one step, before it warns
+_MANY_SIZES = 64  # programs that are kept of the sizes that one capture serves
 
 
 @dataclass
@@ -98,6 +101,7 @@ class Dispatch:
         self._warned: set[str] = set()
         self._changes: dict[int, str] = {}  # why each program was compiled, by its id
         self.rows_of_results = RowsOfResults()
+        self.shared = SharedCaptures(name, options.dynamic)
         self._known_splits: dict[tuple[tuple[str, int], ...], dict[str, Split]] = {}
 
     def begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,13 +201,14 @@ class Dispatch:
         found = reduce(or_, [captured.all_carried() for captured in alive], Carried())
         return replace(found, numbers=tuple(n for n in found.numbers if n.name not in self._live), leaves=())
 
-    def live_numbers(self, call: Call, all_gather_text: AllGatherText) -> Carried:
-        """The Python numbers that have changed since the step was compiled: the next program reads them at each call.
+    def find_capture(self, call: Call, all_gather_text: AllGatherText) -> tuple[SharedCapture | None, Carried]:
+        """The capture that serves a call, if there is one on all ranks, and the numbers that a new one takes as inputs.
 
-        All ranks take those that have changed on any of them. A number stays live in later programs.
+        These are the Python numbers that have changed since the step was compiled, on any rank: the next program reads
+        them at each call. A number stays live in later programs.
         """
         if not self.compiled:
-            return Carried()
+            return None, Carried()
         leaves: dict[str, bool] = {}
         sites: dict[str, tuple[ReadSite, bool]] = {}
         for each in self._own(call):
@@ -214,14 +219,25 @@ class Dispatch:
                 sites[site.name] = site, changed or (site.name in sites and sites[site.name][1])
         changed_here = [name for name, changed in leaves.items() if changed]
         changed_here += [name for name, (_, changed) in sites.items() if changed]
-        for text in all_gather_text(json.dumps(changed_here)):
-            self._live.update(json.loads(text))
+        found = [json.loads(text) for text in all_gather_text(json.dumps([self.shared.number_for(call), changed_here]))]
+        numbers = {number for number, _ in found}
+        if len(numbers) == 1 and numbers != {NONE}:
+            return self.shared.of_number(*numbers), Carried()
+        self._live.update(*(changed for _, changed in found))
         self._live -= self._fixed
         names = {leaf.name for leaf in call.given.leaves if can_be_live(leaf.value, leaf.value)}
-        return Carried(
+        return None, Carried(
             numbers=tuple(site for name, (site, _) in sites.items() if name in self._live),
             leaves=tuple(sorted(self._live & names)),
         )
+
+    def open_sizes(self, call: Call) -> TracedSizes:
+        """The sizes of arguments that the next capture leaves open."""
+        return self.shared.open_sizes(call, [each.captured for each in self._own(call)])
+
+    def captures(self, call: Call) -> list[Captured]:
+        """What was captured for the models of a call, the newest first."""
+        return [each.captured for each in reversed(self._own(call))]
 
     def note_logs(self, call: Call, found: LogsFound) -> None:
         """Read the arguments of a call anew, where containers among them are logs, or are none after all."""
@@ -280,17 +296,20 @@ class Dispatch:
             return "a call failed, and the ranks had to connect anew"
         return self.last.guards.difference(call.given, call.slots)
 
-    def add(self, compiled: Compiled, change: str) -> None:
-        """Keep a new program, compiled since ``change``; warn if its model has many.
+    def add(self, compiled: Compiled, change: str, call: Call) -> None:
+        """Keep a new program, compiled for a call since ``change``; warn if its model has many.
 
         Programs of models, process groups and connections that are gone are dropped: when that is noticed depends on
         each rank's garbage collector, so nothing that ranks agree on may depend on ``programs``.
         """
         self.compiled += 1
+        if compiled.any_size is not None:
+            self.shared.add(self.compiled, compiled.any_size, compiled.guards, call)
         self.programs = [*(each for each in self.programs if each.is_alive()), compiled]
         self._changes = {id(each): self._changes.get(id(each), change) for each in self.programs}
         of_model = [each for each in self.programs if each.guards.has_owners_of(compiled.guards)]
-        if len(of_model) == _MANY:
+        of_model = [each for each in of_model if not each.is_of_one_size]
+        if len(of_model) == _MANY and not compiled.is_of_one_size:
             changes = [self._changes[id(each)] for each in of_model[-3:]]
             warn_user(
                 f"{self.name} has compiled {_MANY} programs. The last ones were compiled because this changed: "
@@ -300,15 +319,17 @@ class Dispatch:
     def use(self, compiled: Compiled) -> None:
         """Note that a call runs a program; of more than ``max_programs``, the one that was run longest ago goes.
 
-        Programs of models that are gone count, too, since ranks notice at different times that a model is gone.
+        Where the user names no number, those count that are cheap to make again, since their capture is kept. Programs
+        of models that are gone count, too, since ranks notice at different times that a model is gone.
         """
-        if compiled is self.last or self.options.max_programs is None:
+        counts = self.options.max_programs is not None or compiled.is_of_one_size
+        if compiled is self.last or not counts:
             self.last = compiled
             return
         self.last, name = compiled, compiled.program.name
         self._used.pop(name, None)
         self._used[name] = None
-        if len(self._used) > self.options.max_programs:
+        if len(self._used) > (self.options.max_programs or _MANY_SIZES):
             oldest = next(iter(self._used))
             del self._used[oldest]
             for each in [each for each in self.programs if each.program.name == oldest]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Options:
     max_programs: int | None = None
     program: EditedPrograms | None = None
     memory: int | None = None  # bytes per rank
+    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # names of sizes, by argument and dim
 
     @classmethod
     def check(
@@ -53,6 +54,7 @@ class Options:
         max_programs: Any = None,
         program: Any = None,
         memory: Any = None,
+        dynamic: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         return cls(
@@ -67,6 +69,7 @@ class Options:
             max_programs=_check_max_programs(max_programs),
             program=_check_program(program, dump or os.environ.get("SPMD_DUMP")),
             memory=_check_memory(memory),
+            dynamic=_check_dynamic(dynamic),
         )
 
     @property
@@ -165,6 +168,18 @@ def _check_memory(given: Any) -> int | None:
     if size < 1:
         raise ValueError(f'expected memory to be a number of bytes, or text such as "600MB" or "1.5GiB", got {given!r}')
     return size
+
+
+def _check_dynamic(given: Any) -> Mapping[str, Mapping[int, str]]:
+    if given is None:
+        return {}
+    are_maps = isinstance(given, Mapping) and all(isinstance(dims, Mapping) for dims in given.values())
+    names = [(name, *pair) for name, dims in given.items() for pair in dims.items()] if are_maps else []
+    if not are_maps or not all(all(map(isinstance, each, (str, int, str))) for each in names):
+        raise TypeError(
+            f"expected dynamic to name sizes by argument and dim, as {{'tokens': {{1: 'time'}}}} does, got {given!r}"
+        )
+    return {name: dict(dims) for name, dims in given.items()}
 
 
 def _check_timeout(given: Any) -> float | None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from passes import Diff, Fact, Pass, Program, RankFailedError, Report, SpmdError
 from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
-from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
@@ -29,9 +28,9 @@ from .call.refuse_saves import RefusedSaves
 from .call.rng import adopt, proposed
 from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
-from .capture import Captured, capture, in_rank_zero_order
+from .capture import Captured
 from .capture.explain_errors import shorten_traceback
-from .capture.reads import Reads
+from .capture_call import capture_call
 from .compiled import Compiled, describe_for_agreement
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
@@ -50,7 +49,7 @@ from .lowering.stale_references import warn_of_stale_references
 from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
-from .override import replaced, transform
+from .override import transform
 from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
@@ -210,7 +209,7 @@ class CompiledStep:
             stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress)
             with call.initial_state(), progress.show(), stages.explained("compiling"):
                 compiled = self._compile(turn, call, agreement, stages)
-        self._dispatch.add(compiled, change)
+        self._dispatch.add(compiled, change, call)
         warn_of_stale_references(call.replaced)
         return compiled
 
@@ -221,18 +220,18 @@ class CompiledStep:
 
     def _compile(self, turn: Turn, call: Call, agreement: Agreement, stages: Stages) -> Compiled:
         """Capture, partition, transform, passes, lower. State is changed last, when all of that has gone well."""
-        options, name = self._options, stages.name
-        dump, facts = self._dumps.dump(options.dump_folder, name), facts_of(options.pipeline)
+        options, name, costs = self._options, stages.name, table_of(self._options.pipeline)
+        dump = self._dumps.dump(options.dump_folder, name)
         with stages.explained("reading the call"):
             notes, modes = self._settle(call, agreement), torch_settings()
         with stages.stage("capture"):
-            captured, reads = self._capture(call, name, agreement)
+            captured, reads, any_size = capture_call(self._function, call, name, options, self._dispatch, agreement)
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
             local = options.mode.partition(captured.program)
-            if Fact.STORAGE in facts:
+            if Fact.STORAGE in facts_of(options.pipeline):
                 local = with_storage_facts(local, call.slots, agreement.all_gather_text)
             state = prepare(call, local.inputs)
             local, added = transform(local, options.overrides, state.locals)
@@ -244,14 +243,13 @@ class CompiledStep:
             program, made = options.final(program), program
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
-        costs = table_of(options.pipeline)
         seconds, done = dict(stages.progress.seconds), list(stages.passes)
         make_report = partial(Report.of, program, seconds, tuple(program.notes), passes=done, costs=costs)
         dump.stage(99, "lowered", program)
         dump.report(make_report)
         description = describe_for_agreement(captured, program, costs, call) + options.describe_edits(made)
-        numbers = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
-        base, calls, *seeds = agreement.agree(description, numbers)
+        seeds = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
+        base, calls, *seeds = agreement.agree(description, seeds)
         adopt([base, calls])
         with stages.explained("distributing state"):
             self._distribute(turn, call, program, captured, state, seeds)
@@ -268,6 +266,7 @@ class CompiledStep:
             uneven=call.uneven,
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
+            any_size=any_size,
         )
 
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
@@ -282,24 +281,6 @@ class CompiledStep:
         call.replaced = commit(state, program.units)
         make_kept_equal(captured.carried, call)
         turn.is_distributing = False
-
-    def _capture(self, call: Call, name: str, agreement: Agreement) -> tuple[Captured, Reads]:
-        """Trace the step; once more if optimizer state that was made for it has to go, or gradients are state."""
-        live = self._dispatch.live_numbers(call, agreement.all_gather_text)
-        while True:
-            try:
-                with replaced(call.given.modules, self._options.overrides):
-                    captured, reads = capture(self._function, call, name, self._dispatch.carried(call), live)
-            except LogsFound as found:
-                self._dispatch.note_logs(call, found)
-                continue
-            again = call.end_idle_state(captured.program)
-            if call.without_gradient - captured.cleared_first:
-                again |= call.leave_out_gradients(call.without_gradient & captured.cleared_first)
-            if not again:
-                call.references = reads.references
-                self._dispatch.note_fixed(live, captured)
-                return in_rank_zero_order(captured, call, agreement.all_gather_text), reads
 
     def _settle(self, call: Call, agreement: Agreement) -> list[str]:
         """Find all facts of a call, with the mesh as programs see it; returns notes for the report."""
@@ -438,6 +419,7 @@ def compile(
     max_programs: int | None = None,
     program: str | Path | None = None,
     memory: int | str | None = None,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
@@ -454,18 +436,18 @@ def compile(
     - ``timeout``: how many seconds a rank waits for the others to come to a call; then all raise. None: as long as the
       process group waits for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).
-    - ``max_programs``: keep at most so many programs; the one run longest ago goes. None: all, for steps of few shapes.
+    - ``max_programs``: keep at most so many programs; the one run longest ago goes. None: all, but 64 of one capture.
     - ``program``: a step's folder in a dump. Its final programs, which you may have edited, run in place of those made,
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
+    - ``dynamic``: names of sizes that change, as ``{"tokens": {1: "time"}}``; None: a second size shows which do.
 
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
-    ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError`` while they compile, and leave
-    model and optimizer as they were.
+    ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.
     """
     bare = inspect.isfunction(module_override) or inspect.ismethod(module_override)
     graphs = gm_transformation, parallel_mode, passes, backend
-    others = dump, timeout, keep_freed_memory, max_programs, program, memory
+    others = dump, timeout, keep_freed_memory, max_programs, program, memory, dynamic
     options = Options.check(None if bare else module_override, *graphs, *others)
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:

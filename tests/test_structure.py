@@ -48,9 +48,10 @@ ORDER = {
         modes/
         lowering/
         override dump progress stages edited_programs
-        options compiled unsharded initialized mesh_picture profile recorder
+        options compiled shared_captures unsharded initialized mesh_picture profile recorder
         checkpoints/
         dispatch
+        capture_call
         step
         verification/
         fuzzing/

@@ -56,6 +56,11 @@ class InitialState:
             initial._made |= {id(state): (optimizer, p) for p in missing if (state := optimizer.state.get(p))}
         return initial
 
+    @property
+    def made_any(self) -> bool:
+        """Whether there is state that was made here."""
+        return bool(self._made)
+
     def holds(self, slot: Slot) -> bool:
         """Whether a tensor was made here, and so is equal on all ranks."""
         return id(slot.holder) in self._made

@@ -11,11 +11,13 @@ import torch
 from passes import Program
 
 from .._torch import TreeSpec, tree_unflatten
+from ..call.dynamic_dims import DynamicSize
 from .effects.carried import Carried
 from .effects.kept import Write
 from .effects.repeated import Effect
 from .hyper_conditions import HyperGuards
 from .reads import ReadSite
+from .sizes.size_symbols import NO_SIZES, SizeSymbols
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class Captured:
     writes: list[Write | Effect]  # to Python state
     live: bool = False  # whether numbers that were to be inputs are
     fixed: set[str] = field(default_factory=set)  # of these, those whose value the program depends on, by name
+    sizes: SizeSymbols = NO_SIZES  # that stand for sizes of arguments in the program
+    is_of_one_size: bool = False  # whether it was made from one that has symbols for sizes
+    fixed_sizes: dict[DynamicSize, str] = field(default_factory=dict)  # of these, those that it needs, with the lines
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient is cleared before it is read
 
     def all_carried(self) -> Carried:

@@ -5,7 +5,7 @@ on fakes are the same for any number. Torch caches results on fakes by their arg
 which are most calls of an optimizer.
 
 What it has not cached, it computes by a decomposition in Python, if it has one: 4 ms for an ``addmm``, 8 ms for the
-gradient of a GELU. Sizes are known here, so the op's own function for shapes gives the same in less than half of that.
+gradient of a GELU. Where sizes are known, the op's own function for shapes gives the same in less than half of that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import FakeTensor, FakeTensorMode, has_meta_kernel
+from .sizes.size_symbols import SizeEnv
 
 aten = torch.ops.aten
 _ZERO_TENSOR = aten._efficientzerotensor.default
@@ -75,7 +76,8 @@ class ShapesOnly(FakeTensorMode):
 
     def cpp_meta_supports_symint(self, func: Any) -> bool:
         """What torch asks before it takes a decomposition."""
-        return func in BY_META_KERNEL or super().cpp_meta_supports_symint(func)
+        known = not isinstance(self.shape_env, SizeEnv) and func in BY_META_KERNEL
+        return known or super().cpp_meta_supports_symint(func)
 
 
 def _present_value(value: Any) -> Any:

@@ -19,6 +19,7 @@ from ..call.state import HyperParameter, Slot
 from .effects.carried import Carried
 from .fake_mode import ShapesOnly
 from .reads import ReadSite
+from .sizes.size_symbols import SizeSymbols, TracedSizes
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Fakes:
     symbols: list[Any]  # the symbol of each hyper-parameter, None for a tensor
     tensors: list[torch.Tensor]
     kept: list[torch.Tensor]  # that the step keeps in Python state
+    sizes: SizeSymbols
 
     @classmethod
-    def of(cls, call: Call, carried: Carried) -> Fakes:
+    def of(cls, call: Call, carried: Carried, traced: TracedSizes) -> Fakes:
         """Fakes of a call's state, hyper-parameters and tensor arguments, and of carried numbers and tensors."""
-        shapes = ShapeEnv(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
+        shapes = traced.shape_env()
+        sizes = traced.symbols(shapes)
         mode = ShapesOnly(shape_env=shapes, static_shapes=True)
         with mode:
             arguments = carried.arguments(call.given)
@@ -48,8 +51,9 @@ class Fakes:
                 [_fake_state(slot, _device_of(slot, call)) for slot in call.slots],
                 [fake for fake, _ in numbers],
                 [symbol for _, symbol in numbers],
-                [_fake_input(x) for x in call.inputs],
+                [_fake_input(x, sizes.shape(x)) for x in call.inputs],
                 [_fake_kept(each.get()) for each in carried.tensors()],
+                sizes,
             )
 
     @property
@@ -90,10 +94,10 @@ def _fake_state(slot: Slot, device: torch.device) -> torch.Tensor:
     return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake
 
 
-def _fake_input(described: BatchInput) -> torch.Tensor:
+def _fake_input(described: BatchInput, shape: list[Any]) -> torch.Tensor:
     """Contiguous, as every argument is when the program runs."""
     live = described.value
-    fake = torch.empty(described.shape, dtype=live.dtype, device=live.device)
+    fake = torch.empty(shape, dtype=live.dtype, device=live.device)
     return fake.requires_grad_(live.requires_grad) if live.requires_grad else fake
 
 

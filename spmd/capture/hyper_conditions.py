@@ -1,21 +1,22 @@
-"""Conditions on hyper-parameters under which a program is valid, found while tracing.
+"""Conditions on hyper-parameters, and on sizes of arguments, under which a program is valid, found while tracing.
 
 A float of a parameter group, or a number of optimizer state, is an input of the graph. But where the optimizer branches
 on it (``if weight_decay != 0``) the trace took one branch. Each such condition is evaluated again at every call; the
-program runs only while all hold.
+program runs only while all hold. So it is with a size of an argument for which a symbol stood in the trace.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # comes with torch, has no types
 import torch
 
 from .._torch import ShapeEnv, symbolic_functions
+from .sizes.size_symbols import LEAST, NO_SIZES, SizeSymbols
 from .state_branches import Branch
 
 # Torch's names for Python's own arithmetic on symbols; all else is evaluated by sympy, more slowly.
@@ -25,6 +26,7 @@ _AS_PYTHON: dict[str, Callable[..., Any]] = {
     "FloatTrueDiv": operator.truediv,
     "IntTrueDiv": operator.truediv,
     "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
     "PythonMod": operator.mod,
     "Mod": operator.mod,
     "ToFloat": float,
@@ -38,17 +40,22 @@ _ONE_TO_ONE = {"ToFloat", "FloatPow", "PowByNatural", "FloatTrueDiv", "IntTrueDi
 
 @dataclass(frozen=True)
 class HyperGuards:
-    """Conditions on the values of all hyper-parameters of a call, in order."""
+    """Conditions on the values of all hyper-parameters of a call, in order, followed by its ``sizes``."""
 
     positions: list[tuple[int, ...]] = field(default_factory=list)  # of the values that each check takes
     checks: list[Callable[..., bool]] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)  # on 0-dim state
+    sizes: tuple[int, ...] = ()
+    numbers: int = 0  # how many values there are before the sizes
 
     @classmethod
-    def of(cls, shapes: ShapeEnv, symbols: Sequence[Any], branches: Sequence[Branch] = ()) -> HyperGuards:
+    def of(
+        cls, shapes: ShapeEnv, symbols: Sequence[Any], branches: Sequence[Branch] = (), sizes: SizeSymbols = NO_SIZES
+    ) -> HyperGuards:
         """The conditions that a trace has put on the symbols of its hyper-parameters, None for those without one."""
-        position = {symbol: index for index, symbol in enumerate(symbols) if symbol is not None}
-        guards = cls(branches=list(branches))
+        position = {symbol: index for index, symbol in enumerate([*symbols, *sizes.symbols]) if symbol is not None}
+        values = sizes.traced.values if sizes.symbols else ()
+        guards = cls(branches=list(branches), sizes=values, numbers=len(symbols))
         for guard in shapes.guards:
             read = sorted((s for s in guard.expr.free_symbols if s in position), key=str)
             if read:
@@ -58,10 +65,22 @@ class HyperGuards:
 
     def hold(self, values: Sequence[Any]) -> bool:
         """Whether a call with these values takes the same branches."""
+        values = [*values, *self.sizes]
         return all(
             bool(check(*(values[k] for k in positions)))
             for positions, check in zip(self.positions, self.checks, strict=True)
         )
+
+    def at(self, sizes: Sequence[int]) -> HyperGuards | None:
+        """What is left of the conditions where these are the sizes; None if they do not admit them."""
+        rest = replace(self, sizes=tuple(sizes), positions=[], checks=[])
+        for positions, check in zip(self.positions, self.checks, strict=True):
+            if any(k < self.numbers for k in positions):
+                rest.positions.append(positions)
+                rest.checks.append(check)
+            elif not check(*(sizes[k - self.numbers] for k in positions)):
+                return None
+        return rest if min(sizes, default=LEAST) >= LEAST else None
 
     def hold_for_state(self, names: Sequence[str], state: Sequence[torch.Tensor]) -> bool:
         """Whether a call with this state takes the same branches."""

@@ -21,6 +21,7 @@ from passes.ir.origin import Origin
 from .._torch import rename_placeholder
 from ..call.argument_logs import Log, LogsFound
 from ..call.call import Call
+from ..call.dynamic_dims import with_sizes
 from .bind_outputs import bind_outputs
 from .captured import Captured
 from .constraint import constraints_on
@@ -31,30 +32,39 @@ from .final_state import Incomplete
 from .functionalize import functionalize
 from .hyper_conditions import HyperGuards, is_fixed
 from .reads import Journals, Lines, Reads
+from .sizes.size_symbols import AS_CALLED, TracedSizes
 from .trace import Trace
 from .values.live_numbers import computes_the_same
 
 
 def capture(
-    function: Callable[..., Any], call: Call, name: str, known: Carried | None = None, live: Carried | None = None
+    function: Callable[..., Any],
+    call: Call,
+    name: str,
+    known: Carried | None = None,
+    live: Carried | None = None,
+    sizes: TracedSizes = AS_CALLED,
 ) -> tuple[Captured, Reads]:
     """Trace one call of ``function``; returns with it the plain Python state that it reads.
 
     ``known``: Python state that other programs of the step take as inputs. ``live``: numbers that become inputs, too,
-    if the step can be traced with them. Raises ``CaptureError`` if the step cannot be traced; nothing is changed then.
+    if the step can be traced with them. ``sizes``: of dims of the arguments, which the trace does not take from the
+    call. Raises ``CaptureError`` if the step cannot be traced; nothing is changed then.
     """
     known = (known or Carried()).now()
     with explained_errors(function, call.arguments), constraints_on(call.mesh):
-        found = _traced_with_live_numbers(function, call, known, live.now()) if live else None
-        trace, first = found or _traced(function, call, known)
+        found = _traced_with_live_numbers(function, call, known, live.now(), sizes) if live else None
+        trace, first = found or _traced(function, call, known, sizes)
     assert trace.final is not None
     fakes, reads, carried = trace.fakes, trace.reads, trace.carried
     second, constants = functionalize(first, fakes)
-    program = Program(second, _inputs(call, carried, constants), [], call.mesh, name=name, annotations=call.annotations)
-    guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches)
+    inputs = with_sizes(inputs_of(call, carried, constants), sizes.sizes, sizes.values)
+    program = Program(second, inputs, [], call.mesh, name=name, annotations=call.annotations)
+    guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches, fakes.sizes)
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried)
     captured.cleared_first = trace.cleared_first
     captured.live = found is not None
+    captured.sizes, captured.fixed_sizes = fakes.sizes, fakes.sizes.fixed(fakes.shapes)
     captured.fixed = {
         name
         for name, symbol in zip(_numbers_of(call, carried), fakes.symbols, strict=True)
@@ -70,7 +80,7 @@ def capture(
 
 
 def _traced_with_live_numbers(
-    function: Callable[..., Any], call: Call, known: Carried, live: Carried
+    function: Callable[..., Any], call: Call, known: Carried, live: Carried, sizes: TracedSizes
 ) -> tuple[Trace, fx.GraphModule] | None:
     """The step with numbers as inputs; None where it does not compute with them what it does with their values.
 
@@ -78,16 +88,18 @@ def _traced_with_live_numbers(
     """
     taken = {*_names(call), *live.leaves, *(site.name for site in known.numbers)}
     try:
-        trace, first = _traced(function, call, known | live.with_names_unlike(taken))
+        trace, first = _traced(function, call, known | live.with_names_unlike(taken), sizes)
     except LogsFound:
         raise
     except Exception:
         return None  # if it is the user's own error, the step raises it again
-    _, constant = _traced(function, call, known)
+    _, constant = _traced(function, call, known, sizes)
     return (trace, first) if computes_the_same(first.graph, constant.graph) else None
 
 
-def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple[Trace, fx.GraphModule]:
+def _traced(
+    function: Callable[..., Any], call: Call, carried: Carried, sizes: TracedSizes
+) -> tuple[Trace, fx.GraphModule]:
     """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet.
 
     And once more if it reads a tensor that is neither an argument nor state: it may be a constant. Containers that it
@@ -99,7 +111,7 @@ def _traced(function: Callable[..., Any], call: Call, carried: Carried) -> tuple
     while True:
         call.count(carried.counters)
         reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
-        trace = Trace(function, call, Fakes.of(call, carried), reads, carried, lifts_anywhere=lifts_anywhere)
+        trace = Trace(function, call, Fakes.of(call, carried, sizes), reads, carried, lifts_anywhere=lifts_anywhere)
         try:
             return trace, trace.graph_module()
         except LogsFound:
@@ -136,7 +148,8 @@ def _numbers_of(call: Call, carried: Carried) -> list[str]:
     return [*(each.name for each in call.hyper_parameters), *(each.name for each in carried.numbers), *carried.leaves]
 
 
-def _inputs(call: Call, carried: Carried, constants: Sequence[torch.Tensor]) -> list[Input]:
+def inputs_of(call: Call, carried: Carried, constants: Sequence[torch.Tensor]) -> list[Input]:
+    """The inputs of a call's program, in order."""
     numbers = [(hyper.name, hyper.get()) for hyper in call.hyper_parameters]
     numbers += [(site.name, site.get()) for site in carried.numbers]
     numbers += [(each.name, each.get()) for each in carried.arguments(call.given)]

@@ -18,6 +18,7 @@ from .._torch import (
     tree_flatten,
 )
 from .effects.traced import holds_traced
+from .sizes.size_symbols import is_known
 
 _OF_ONE_DTYPE = {
     getattr(torch.ops.aten, name).default
@@ -73,7 +74,7 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
             "batch, and spmd adds the communication. Leave it out."
         )
     for tensor in tree_flatten(result)[0]:
-        if isinstance(tensor, torch.Tensor) and not all(isinstance(size, int) for size in tensor.shape):
+        if isinstance(tensor, torch.Tensor) and not all(map(is_known, tensor.shape)):
             raise Refused(
                 f"the shape of a result depends on a tensor's value: {func} returns {_shape(tensor)}. Pad to a known "
                 "size (a number from the config, or a shape) and mask, or replace the submodule through spmd.Override."
@@ -88,4 +89,4 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
 
 def _shape(tensor: torch.Tensor) -> str:
     """The shape, with a question mark for each size that depends on values."""
-    return f"({', '.join(str(size) if isinstance(size, int) else '?' for size in tensor.shape)})"
+    return f"({', '.join(str(size) if is_known(size) else '?' for size in tensor.shape)})"

@@ -8,8 +8,8 @@ on numbers. ``difference`` is slower: it describes, in the user's words, the fir
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,14 @@ class Guards:
     on_release: Callable[[], None] | None = None  # releases what else holds state
 
     @classmethod
-    def of(cls, arguments: Arguments, slots: Sequence[Slot], reads: Reads, captured: Captured, settings: Any) -> Guards:
+    def of(
+        cls,
+        arguments: Arguments,
+        slots: Sequence[Slot],
+        reads: Reads | ReadGuards,
+        captured: Captured,
+        settings: tuple[Any, ...],
+    ) -> Guards:
         """Guards on the state as it is now. ``settings`` are ``torch_settings()`` when the step was traced."""
         layout = StateLayout.of(arguments, slots, captured.cleared_first)
         specs = {slot.input.name: expectation(slot.get()) for slot in slots}
@@ -71,23 +78,33 @@ class Guards:
             ModuleTree.of(arguments),
             AnnotationGuards.of(arguments),
             ParameterGroups.of(arguments, captured.carried),
-            ReadGuards.of(reads, holders_of(arguments)),
+            reads if isinstance(reads, ReadGuards) else ReadGuards.of(reads, holders_of(arguments)),
             layout,
             KeptTensors.of(captured.carried),
             captured.guards,
             _describe_state(slots),
             frozenset(map(gradient_name, captured.cleared_first)),
         )
-        release = weakref.WeakMethod(guards._release)
+        guards._watch_owners(arguments)
+        return guards
+
+    def of_any_size(self, arguments: Arguments, dims: Mapping[str, Collection[int]], conditions: HyperGuards) -> Guards:
+        """The guards of what was captured for any size of these dims, by the names of arguments."""
+        leaves = self.leaves.of_any_size(dims)
+        guards = replace(self, leaves=leaves, conditions=conditions, found=FoundOwners.of(arguments), on_release=None)
+        guards._watch_owners(arguments)
+        return guards
+
+    def _watch_owners(self, arguments: Arguments) -> None:
+        release = weakref.WeakMethod(self._release)
 
         def gone(reference: Any) -> None:
             method = release()
             if method is not None:
                 method(reference)
 
-        guards.leaves.watch_owners(arguments, gone)
-        guards.found.watch(arguments, gone)
-        return guards
+        self.leaves.watch_owners(arguments, gone)
+        self.found.watch(arguments, gone)
 
     def _release(self, _: Any) -> None:
         """Let go of all state once a module or optimizer is gone, since no later call can match."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,6 +92,14 @@ class Leaves:
     def owners(self) -> list[Any]:
         """Weak references to the modules and optimizers among the leaves; that of the same object is equal."""
         return [expected for expected in self.expected if isinstance(expected, weakref.ref)]
+
+    def of_any_size(self, dims: Mapping[str, Collection[int]]) -> Leaves:
+        """The same leaves, where these dims of tensors, by the names of arguments, may have any size."""
+        checks = [
+            _has_any_size(expected, dims[name]) if name in dims and isinstance(expected, TensorSpec) else check
+            for name, expected, check in zip(self.names, self.expected, self.checks, strict=True)
+        ]
+        return replace(self, expected=list(self.expected), checks=checks)
 
     def hold(self, arguments: Arguments) -> bool:
         """Whether all leaves are as expected; which of them are state is left to ``hold_state``."""
@@ -199,6 +207,18 @@ def _check(expected: Any) -> Callable[[Any], bool]:
     if isinstance(expected, Settings):
         return lambda value: isinstance(value, GradScaler) and Settings.of(value) == expected
     return lambda value: structurally_equal(value, expected)
+
+
+def _has_any_size(expected: TensorSpec, dims: Collection[int]) -> Callable[[Any], bool]:
+    """Like ``expected.matches``, but for the size of these dims."""
+
+    def matches(value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or value.ndim != len(expected.shape):
+            return False
+        shape = tuple(value.shape[k] if k in dims else size for k, size in enumerate(expected.shape))
+        return replace(expected, shape=shape).matches(value)
+
+    return matches
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,94 @@
+"""Capture one call: an earlier capture serves it where only sizes differ, else the step is traced, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .call.argument_logs import LogsFound
+from .call.call import Call
+from .capture import Captured, capture, in_rank_zero_order
+from .capture.effects.carried import Carried
+from .capture.reads import Reads
+from .capture.sizes.any_size import AnySize, capture_any_size
+from .capture.sizes.size_symbols import AS_CALLED, TracedSizes
+from .dispatch import Dispatch
+from .guards.read_guards import ReadGuards
+from .options import Options
+from .override import Override, replaced
+from .ranks.consensus import Agreement
+
+
+class CapturedCall(NamedTuple):
+    """The captured step with the Python state that it reads. ``any_size``: the trace, if it serves other sizes, too."""
+
+    captured: Captured
+    reads: Reads | ReadGuards
+    any_size: AnySize | None = None
+
+
+def capture_call(
+    function: Callable[..., Any],
+    call: Call,
+    name: str,
+    options: Options,
+    dispatch: Dispatch,
+    agreement: Agreement,
+) -> CapturedCall:
+    """The program of a call on global shapes, in rank 0's order. All ranks call it together.
+
+    Raises ``CaptureError`` if the step cannot be traced.
+    """
+    shared, live = dispatch.find_capture(call, agreement.all_gather_text)
+    if shared is not None:
+        found = CapturedCall(shared.capture.at(call, name), shared.guards.reads)
+    else:
+        found = _Tracing(function, call, name, options.overrides, dispatch, live).trace()
+        dispatch.note_fixed(live, found.captured)
+    captured = in_rank_zero_order(found.captured, call, agreement.all_gather_text)
+    return CapturedCall(captured, found.reads, found.any_size)
+
+
+@dataclass(frozen=True)
+class _Tracing:
+    """What it takes to trace a call. ``live``: numbers that become inputs."""
+
+    function: Callable[..., Any]
+    call: Call
+    name: str
+    overrides: Sequence[Override]
+    dispatch: Dispatch
+    live: Carried
+
+    def trace(self) -> CapturedCall:
+        """Trace the step; once more if optimizer state that was made for it has to go, or gradients are state."""
+        call = self.call
+        while True:
+            try:
+                found = self._for_sizes()
+            except LogsFound as logs:
+                self.dispatch.note_logs(call, logs)
+                continue
+            again = call.end_idle_state(found.captured.program)
+            if call.without_gradient - found.captured.cleared_first:
+                again |= call.leave_out_gradients(call.without_gradient & found.captured.cleared_first)
+            if not again:
+                return found
+
+    def _for_sizes(self) -> CapturedCall:
+        """Trace the step for any of the sizes that change from call to call if that can be, else for those it has."""
+        dispatch, call = self.dispatch, self.call
+        found, fixed = capture_any_size(self._once, dispatch.open_sizes(call), dispatch.captures(call))
+        notes = dispatch.shared.note_fixed(fixed)
+        if found is None:
+            captured, reads = self._once(AS_CALLED)
+        else:
+            captured, reads = found[0].at(call, self.name), found[1]
+        captured.program.notes += notes
+        call.references = reads.references
+        return CapturedCall(captured, reads, found[0] if found else None)
+
+    def _once(self, sizes: TracedSizes) -> tuple[Captured, Reads]:
+        with replaced(self.call.given.modules, self.overrides):
+            return capture(self.function, self.call, self.name, self.dispatch.carried(self.call), self.live, sizes)
