@@ -18,6 +18,7 @@ from ...call.dynamic_dims import DynamicSize, argument_shapes, shapes_of, sizes_
 from ..captured import Captured
 from ..make_program import inputs_of
 from ..reads import Reads
+from .known_outputs import without_known_outputs
 from .same_program import captured_the_same
 from .size_symbols import TracedSizes, without
 from .specialize import specialize
@@ -63,8 +64,8 @@ class AnySize:
         guards = self.captured.guards.at(sizes)
         assert guards is not None, "the sizes were admitted"
         program = specialize(self.captured.program, self.captured.sizes, sizes, inputs)
-        writes = list(self.captured.writes)
-        return replace(self.captured, program=program, guards=guards, writes=writes, is_of_one_size=True)
+        made = replace(self.captured, program=program, guards=guards, is_of_one_size=True)
+        return without_known_outputs(replace(made, writes=list(made.writes)))
 
 
 def capture_any_size(

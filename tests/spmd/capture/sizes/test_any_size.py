@@ -248,6 +248,12 @@ def test_sizes_in_results_and_python_state_are_those_of_the_call() -> None:
             return x.sum(1) / x.shape[1], x.shape[1]
 
     trainer = Trainer()
+    with counted_captures() as traced:
+        _check_sizes(trainer)
+    assert len(traced) == 2
+
+
+def _check_sizes(trainer: Any) -> None:
     for time in (3, 5, 6, 4):
         mean, size = trainer.step(torch.full((4, time), 2.0))
         assert (size, trainer.last, trainer.log[-1]) == (time, 2 * time, time + 1)
