@@ -13,6 +13,10 @@ THREADS := $(shell t=$$(( $(CORES) / $(NPROC) )); echo $$(( t < 1 ? 1 : t > 8 ? 
 # Many tests keep one core busy. Four workers at most: each has ranks of its own, up to four of 0.5 GB.
 WORKERS ?= $(shell n=$(CORES); echo $$(( n > 4 ? 4 : n )))
 
+# The first import of torch writes its bytecode, also where the environment forbids it: each of the many processes that
+# tests start would compile 2,000 files for itself, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 

@@ -13,8 +13,8 @@ from passes import Program
 from .._torch import TreeSpec, tree_unflatten
 from ..call.dynamic_dims import DynamicSize
 from .effects.carried import Carried
-from .effects.kept import Write
 from .effects.repeated import Effect
+from .effects.writes import Write
 from .hyper_conditions import HyperGuards
 from .reads import ReadSite
 from .sizes.size_symbols import NO_SIZES, SizeSymbols

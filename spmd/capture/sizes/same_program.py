@@ -11,8 +11,8 @@ from torch import fx
 from passes import Input, Output, Program
 
 from ..captured import Captured, FromOutput
-from ..effects.kept import Write
 from ..effects.repeated import Effect
+from ..effects.writes import Write
 from .specialize import is_whole_slice
 
 _PLAIN = (FromOutput, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
