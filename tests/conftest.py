@@ -1,4 +1,8 @@
-"""Fixtures for every test: the pool of gloo ranks, a world of one, golden text; options and markers."""
+"""Fixtures for every test: the pool of gloo ranks, a world of one, golden text; options and markers.
+
+Functions import torch and spmd themselves: the process that hands tests to workers (pytest-xdist) needs neither, and
+the workers start when it has read this file.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,21 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import spmd
+if TYPE_CHECKING:
+    from .harness.pool import Ranks
 
-from .harness.memory import spare_the_collector
-from .harness.pool import Ranks
-
-# pytest listens to every logger, and that makes torch write its trace of each fake tensor for nobody.
-logging.getLogger("torch.__trace").setLevel(logging.WARNING)
 os.environ["SPMD_QUIET"] = "1"  # the ranks and programs that tests start, too
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Up to four gloo ranks, started when first asked for and kept for the whole session."""
+    from .harness.pool import Ranks
+
     pool = Ranks()
     yield pool
     pool.close()
@@ -33,6 +34,8 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """No process group before the test, and none after it."""
+    import torch.distributed as dist
+
     assert not dist.is_initialized(), "an earlier test left a process group"
     yield
     if dist.is_initialized():
@@ -42,6 +45,8 @@ def alone() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def unseeded() -> Iterator[None]:
     """What a test chose with ``spmd.seed`` ends with it."""
+    import spmd
+
     yield
     spmd.seed(None)
 
@@ -69,6 +74,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave what is exhaustive, mark the quick tests, and skip what needs a CUDA device where there is none."""
+    import torch
+
     if not config.getoption("--exhaustive"):
         config.hook.pytest_deselected(items=[item for item in items if _is_exhaustive(item)])
         items[:] = [item for item in items if not _is_exhaustive(item)]
@@ -101,12 +108,18 @@ def _is_exhaustive(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """All tests are imported."""
+    """All tests are imported, and torch, which sets the levels of its loggers then."""
+    from .harness.memory import spare_the_collector
+
+    # pytest listens to every logger, and that makes torch write its trace of each fake tensor for nobody.
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
     spare_the_collector()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What a file's tests have imported and cached stays: a compile that collects garbage need not visit it."""
+    from .harness.memory import spare_the_collector
+
     if nextitem is not None and nextitem.path != item.path:
         spare_the_collector()
