@@ -110,10 +110,6 @@ def test_some_ranks_have_empty_parts(ranks: Ranks) -> None:
     assert ranks.run(4, run_on_two_axes, case, MEGATRON | {"*down.bias": [Shard(0), Shard(0)]}, BATCH, None) == [[]] * 4
 
 
-def test_inputs_that_are_not_named_are_split_over_the_first_axis(ranks: Ranks) -> None:
-    assert ranks.run(4, run_on_two_axes, EVEN, MEGATRON, None, None) == [[]] * 4
-
-
 @pytest.mark.parametrize("case, dim, world", [
     (EVEN, 0, 2),
     pytest.param(EVEN, 1, 3, marks=pytest.mark.exhaustive),
@@ -183,6 +179,12 @@ def test_a_dim_counted_from_the_end() -> None:
     assert placed(EVEN, {"*up.weight": {"tp": Shard(-1)}})["model.0.up.weight"] == (Replicate(), Shard(1))
 
 
+def test_inputs_that_are_not_named_are_split_over_the_first_axis() -> None:
+    """As ``BATCH`` names them, with which numbers are compared above."""
+    found = placed(EVEN, MEGATRON)
+    assert found["x"] == found["y"] == (Shard(0), Replicate())
+
+
 def test_axes_left_out_are_replicated() -> None:
     found = placed(EVEN, inputs={"x": {"dp": Shard(0)}, "y": [Shard(0), Replicate()]})
     assert found["x"] == found["y"] == (Shard(0), Replicate())
@@ -203,6 +205,7 @@ def test_a_gradient_is_reduced_once_over_the_axis_of_the_batch() -> None:
 
 @pytest.mark.parametrize("passes", [default(), ()], ids=["default passes", "no passes"])
 @pytest.mark.parametrize("params", [MEGATRON, {"*": {"dp": Shard(0), "tp": Shard(0)}}], ids=["megatron", "one dim"])
+@pytest.mark.in_turn("passes")
 def test_every_rank_has_the_same_ops_with_uneven_sizes(params: Any, passes: Any) -> None:
     programs = [compiled_on_fakes(UNEVEN, params, rank=rank, passes=passes)[0].program for rank in range(4)]
     assert len({tuple(str(node.target) for node in program.graph.nodes) for program in programs}) == 1
