@@ -17,7 +17,7 @@ class Fact(StrEnum):
     """What a pass has to know that is not in the graph; the compiler that runs it finds it out first."""
 
     STORAGE = "storage"  # which state shares a storage, and which must stay where it is: Program.stored and .fixed
-    SHARED_AXES = "shared axes"  # along which axes the ranks of a host read each other's memory: Axis.shared
+    SHARED_AXES = "shared axes"  # along which axes all ranks of a group share memory: Axis.shared
 
 
 class Pass(ABC):

@@ -126,7 +126,7 @@ class Compiled:
 
     def start(self, arguments: Arguments, live: Live) -> Running:
         """Gather the inputs of a call; ``run`` has the rest."""
-        given = [*self.guards.leaves.tensors(arguments), *self.guards.kept.tensors()]
+        given = [*self.guards.leaves.tensors(arguments), *self.guards.carried.tensors()]
         contiguous = [tensor.contiguous() for tensor in given]
         state = self.guards.layout.locals(live.tensors)
         state = [*state, *self._flats.enter(state)]
@@ -211,7 +211,7 @@ class Pool:
 
     def __init__(self, compiled: Compiled, flats: Sequence[str]) -> None:
         self.compiled = compiled
-        names = [*compiled.guards.leaves.tensor_names(), *compiled.guards.kept.names]
+        names = [*compiled.guards.leaves.tensor_names(), *compiled.guards.carried.names]
         constants = [f"constant.{k}" for k in range(len(compiled.captured.constants))]
         self.draws = any(declared.role is Role.SEED for declared in compiled.program.inputs)
         order = [

@@ -73,6 +73,18 @@ REPLACED = {
     r"taken[ _]apart": "decomposed",
     r"alike": "structurally equal, memo key",
     r"what is meant": "collective semantics",
+    r"what performs (?:it|them)": "implementation",
+    r"(?:reads?|reading|see) each other's memory": "through shared memory",
+}
+# In the names of files, classes and functions also words that prose may use.
+REPLACED_IN_NAMES = {
+    "meet meets met meeting": "barrier, rendezvous",
+    "came come comes": "arrive",
+    "post posts posted": "publish",
+    "tell tells": "describe, message, report",
+    "want wants wanted": "materialize, hinted",
+    "ahead": "lookahead",
+    "told said door knock introduce lodger alike": "the term of REPLACED",
 }
 
 
@@ -199,6 +211,24 @@ def test_standard_terms_are_used(word: str) -> None:
         if pattern.search(line)
     ]
     assert not found, f"write {REPLACED[word]!r} instead:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("words", REPLACED_IN_NAMES)
+def test_names_are_standard_terms(words: str) -> None:
+    replaced = set(words.split())
+    found = [
+        f"{module}: {name}"
+        for module, path in FILES.items()
+        for name in (path.stem, *_defined(parsed(path)))
+        if replaced & {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+        if not name.startswith("__")
+    ]
+    assert not found, f"write {REPLACED_IN_NAMES[words]!r} instead:\n" + "\n".join(found)
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """The names of the classes and functions of a file."""
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef)))
 
 
 def _texts() -> Iterator[Path]:

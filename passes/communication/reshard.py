@@ -89,13 +89,13 @@ def _gather_for_each_run(gather: fx.Node, program: Program) -> int:
     for phase, readers in others:
         from_host = [] if kept else _copied(gather)
         again = _repeat([*from_host, gather, *unpacking], readers)[gather]
-        why, ahead = described.why.replace("gathered", "gathered again"), _ahead(phase, prefetch)
+        why, ahead = described.why.replace("gathered", "gathered again"), _lookahead(phase, prefetch)
         again.meta["collective"] = replace(described, why=why, ahead=ahead)
         again.meta |= of_all([gather])
         if kept is not None:
             kept.let_gather(again)
     _erase_unread(unpacking)
-    gather.meta["collective"] = replace(described, ahead=_ahead(first, prefetch))
+    gather.meta["collective"] = replace(described, ahead=_lookahead(first, prefetch))
     return len(others)
 
 
@@ -204,5 +204,5 @@ def _repeat(nodes: list[fx.Node], readers: list[fx.Node]) -> dict[fx.Node, fx.No
     return copies
 
 
-def _ahead(phase: Phase | None, prefetch: tuple[int, int]) -> int:
+def _lookahead(phase: Phase | None, prefetch: tuple[int, int]) -> int:
     return prefetch[phase is Phase.BACKWARD]

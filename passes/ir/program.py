@@ -29,7 +29,7 @@ class Axis:
     """One axis of the mesh as this rank sees it: ``group`` is the process group's name in collectives.
 
     ``backend`` is what moves the data: "gloo", "nccl", "fake", or empty if it is not known. ``shared``: the ranks
-    of each group along this axis are connected, and see each other's memory (``local_peers.py``).
+    of each group along this axis are connected, and share memory (``local_peers.py``).
     """
 
     name: str

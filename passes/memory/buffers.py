@@ -90,7 +90,7 @@ class Buffers:
             self.of[node] = [Buffer(val, first, max(first, last)) for val in vals]
 
     def _first_write(self, node: fx.Node) -> int:
-        """The position at which the first result is written: at the wait, if ranks read each other's memory."""
+        """The position at which the first result is written: at the wait, if the ranks share memory."""
         return min(self.position[user] for user in node.users) if is_shared(node) else self.position[node]
 
     def _embed_members(self, node: fx.Node) -> None:

@@ -99,7 +99,7 @@ class Pieces:
         return first
 
     def _written(self, node: fx.Node) -> int:
-        """The position at which a result is written: at the wait, if ranks read each other's memory."""
+        """The position at which a result is written: at the wait, if the ranks share memory."""
         return min(self.position[each] for each in (node.users if is_shared(node) else [node]))
 
     def _last_uses(self) -> dict[fx.Node, int]:

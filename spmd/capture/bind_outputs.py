@@ -15,8 +15,8 @@ from passes.ir.program import is_pending
 from ..call.state import Slot, gradient_name, state_name
 from .captured import Captured, FromOutput, NewState
 from .effects.carried import Carried
-from .effects.kept import bound
 from .effects.traced import is_traced
+from .effects.writes import bound
 from .final_state import FinalState
 from .functionalize import take_write_backs
 from .hyper_conditions import HyperGuards

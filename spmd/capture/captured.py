@@ -12,8 +12,8 @@ from passes import Program
 
 from .._torch import TreeSpec, tree_unflatten
 from .effects.carried import Carried
-from .effects.kept import Write
 from .effects.repeated import Effect
+from .effects.writes import Write
 from .hyper_conditions import HyperGuards
 from .reads import ReadSite
 

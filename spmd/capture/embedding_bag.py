@@ -30,7 +30,7 @@ def embedding_bag_table() -> dict[Any, Any]:
 
 
 @dataclass(frozen=True)
-class _Bags:
+class _EmbeddingBags:
     """Ids in embedding bags: ``ids`` is (bag, id), or (id,) with the bag of each in ``bag``."""
 
     ids: Tensor
@@ -39,7 +39,7 @@ class _Bags:
     padding: int
 
     @classmethod
-    def of(cls, ids: Tensor, offsets: Tensor, count: int, padding: int) -> _Bags:
+    def of(cls, ids: Tensor, offsets: Tensor, count: int, padding: int) -> _EmbeddingBags:
         """The bags that begin at ``offsets``: (bag,) or one more, the end. ``ids``: (id,)."""
         starts = offsets[:count]
         length = len(ids) // max(count, 1)
@@ -85,7 +85,7 @@ def _forward(
     padding_idx: int = -1,
 ) -> Any:
     """(bag, width), and what backward takes: it needs the sizes of bags, and the ids of the largest rows."""
-    bags = _Bags.of(ids, offsets, len(offsets) - include_last_offset, padding_idx)
+    bags = _EmbeddingBags.of(ids, offsets, len(offsets) - include_last_offset, padding_idx)
     if sparse or (mode == _MAX and bags.bag is not None):
         return NotImplemented
     rows = aten.embedding(table, bags.ids)
@@ -99,7 +99,7 @@ def _forward(
     return out, ids.new_empty(0), sizes, largest
 
 
-def _maximum(bags: _Bags, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _maximum(bags: _EmbeddingBags, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each column in a bag, zero in an empty one, and the id it is from, -1 for none."""
     present = bags.present(rows) != 0
     largest, index = rows.masked_fill(~present, float("-inf")).max(1)
@@ -128,7 +128,7 @@ def _backward(
     if mode == _MAX:
         received = grad.masked_fill(largest < 0, 0.0)
         return grad.new_zeros(rows, grad.shape[1]).scatter_add(0, largest.clamp(min=0), received)
-    bags = _Bags.of(ids, offsets, len(grad), padding_idx)
+    bags = _EmbeddingBags.of(ids, offsets, len(grad), padding_idx)
     each = bags.expand(grad / sizes if mode == _MEAN else grad) * bags.weights(weights, grad)
     return aten.embedding_dense_backward(each, bags.ids, rows, padding_idx, scale_grad_by_freq)
 
@@ -137,6 +137,6 @@ def _weights_backward(
     grad: Tensor, table: Tensor, ids: Tensor, offsets: Tensor, offset2bag: Tensor, mode: int, padding_idx: int = -1
 ) -> Tensor:
     """The gradient of the weights of single ids."""
-    bags = _Bags.of(ids, offsets, len(grad), padding_idx)
+    bags = _EmbeddingBags.of(ids, offsets, len(grad), padding_idx)
     rows: Tensor = aten.embedding(table, bags.ids)
     return (bags.expand(grad) * rows * bags.present(grad)).sum(-1).reshape(ids.shape)

@@ -20,10 +20,10 @@ from ..call.tree import flatten
 from .effects.carried import Carried
 from .effects.containers import ArgumentEntry, logs_among
 from .effects.groups import group_changes
-from .effects.kept import Write, check_effect, is_output, settle
 from .effects.lines import line_naming
 from .effects.repeated import Effect, effects_of
 from .effects.traced import holds_traced, is_traced
+from .effects.writes import Write, check_effect, is_output, settle
 from .reads import Change, Lines, Reads, containers_in
 from .swap_state import StateSwap
 from .unsupported import check_results

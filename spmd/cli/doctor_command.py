@@ -105,7 +105,7 @@ def _devices() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    what, so = "shared memory", "ranks of this host send messages through gloo instead of reading each other's memory"
+    what, so = "shared memory", "ranks of this host send messages through gloo instead"
     try:
         allocate_segment(1 << 20).fill_(1)
     except (OSError, AttributeError) as error:  # os.memfd_create is there on Linux only

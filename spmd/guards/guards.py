@@ -21,8 +21,8 @@ from ..capture.captured import Captured
 from ..capture.hyper_conditions import HyperGuards
 from ..capture.reads import Reads
 from .annotation_guards import AnnotationGuards
+from .carried_tensors import CarriedTensors
 from .found_owners import FoundOwners, holders_of
-from .kept_tensors import KeptTensors
 from .leaves import Leaves, describe, expectation
 from .module_tree import ModuleTree
 from .parameter_groups import ParameterGroups
@@ -52,7 +52,7 @@ class Guards:
     groups: ParameterGroups
     reads: ReadGuards
     layout: StateLayout
-    kept: KeptTensors
+    carried: CarriedTensors
     conditions: HyperGuards
     described: dict[str, str]  # each state tensor in a message, by name
     any_gradient: frozenset[str]  # names of gradients that a call may have or lack
@@ -73,7 +73,7 @@ class Guards:
             ParameterGroups.of(arguments, captured.carried),
             ReadGuards.of(reads, holders_of(arguments)),
             layout,
-            KeptTensors.of(captured.carried),
+            CarriedTensors.of(captured.carried),
             captured.guards,
             _describe_state(slots),
             frozenset(map(gradient_name, captured.cleared_first)),
@@ -93,7 +93,7 @@ class Guards:
         """Let go of all state once a module or optimizer is gone, since no later call can match."""
         if not self.dead:
             self.dead = True
-            del self.tree, self.annotations, self.reads, self.layout, self.kept, self.groups
+            del self.tree, self.annotations, self.reads, self.layout, self.carried, self.groups
             if self.on_release is not None:
                 self.on_release()
 
@@ -132,7 +132,7 @@ class Guards:
     def _state(self, arguments: Arguments) -> Live | None:
         if not self.tree.hold() or not self.reads.hold() or not self.groups.hold(arguments):
             return None
-        if not self.kept.hold() or not self.annotations.hold():
+        if not self.carried.hold() or not self.annotations.hold():
             return None
         live = self.live(arguments)
         if live is None or not self.leaves.hold_state(arguments, live.tensors):
@@ -156,7 +156,10 @@ class Guards:
             or self.groups.difference(arguments)
         )
         return (
-            found or self.kept.difference() or self._state_difference(slots) or self.groups.describe_values(arguments)
+            found
+            or self.carried.difference()
+            or self._state_difference(slots)
+            or self.groups.describe_values(arguments)
         )
 
     def _state_difference(self, slots: Sequence[Slot]) -> str:

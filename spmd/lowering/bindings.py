@@ -33,7 +33,7 @@ def direct(node: fx.Node) -> Callable[..., Any]:
         return op  # a factory also asks torch's modes for its device
     key = (op, *map(_kind, node.args), *((name, _kind(value)) for name, value in node.kwargs.items()))
     if key not in _found:
-        _found[key] = next((each for each in _candidates(op) if _comes_to(each, op, node)), op)
+        _found[key] = next((each for each in _candidates(op) if _performs(each, op, node)), op)
     return _found[key]
 
 
@@ -45,7 +45,7 @@ def _candidates(op: OpOverload) -> Iterator[Callable[..., Any]]:
             yield function
 
 
-def _comes_to(function: Callable[..., Any], op: OpOverload, node: fx.Node) -> bool:
+def _performs(function: Callable[..., Any], op: OpOverload, node: fx.Node) -> bool:
     """Whether calling ``function`` with the node's arguments performs the node's op with them."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
     seen = _Seen(node.meta.get("val"))

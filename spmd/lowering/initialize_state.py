@@ -49,7 +49,9 @@ def check_initializable(call: Call) -> None:
         return
     owners = _by_holder(call)
     lost = [
-        slot.input.name for slot in on_meta if slot.input.role in _STATE and not _way(owners[id(slot.holder)], call)
+        slot.input.name
+        for slot in on_meta
+        if slot.input.role in _STATE and not _initializer(owners[id(slot.holder)], call)
     ]
     if lost:
         raise CaptureError(
@@ -137,7 +139,7 @@ def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return own_parameters(module), own_buffers(module)
 
 
-def _way(module: nn.Module, call: Call) -> Callable[[nn.Module], Any] | None:
+def _initializer(module: nn.Module, call: Call) -> Callable[[nn.Module], Any] | None:
     """What initializes a module: the mode's function, or the module's ``reset_parameters``."""
     if call.param_init_fn is not None:
         return call.param_init_fn
@@ -151,8 +153,8 @@ def _initialize(owner: _Owner, prepared: Prepared, scratch: torch.Tensor) -> lis
     tensor between parts that stay is left with holes.
     """
     call = prepared.call
-    module, way = owner.module, _way(owner.module, call)
-    assert way is not None, "checked before anything was traced"
+    module, initializer = owner.module, _initializer(owner.module, call)
+    assert initializer is not None, "checked before anything was traced"
     metas = [slot.get() for slot, _ in owner.members]
     for (slot, placement), meta in zip(owner.members, metas, strict=True):
         if is_sharded(placement):
@@ -167,7 +169,7 @@ def _initialize(owner: _Owner, prepared: Prepared, scratch: torch.Tensor) -> lis
     versions = list(map(version_of, empty))
     try:
         with _others_kept(module, empty), _children_aside(module):
-            way(module)
+            initializer(module)
         values = [slot.get() for slot, _ in owner.members]
     finally:
         for (slot, _), meta in zip(owner.members, metas, strict=True):

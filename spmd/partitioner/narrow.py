@@ -28,30 +28,30 @@ def narrowed(
 
     ``hint``: the placement that the (first) result should have, in whose runs a replicated operand can be cut.
     """
-    axis, wanted = mesh.axes[len(chosen)], _wanted_runs(chosen, hint)
+    axis, hinted = mesh.axes[len(chosen)], _hinted_runs(chosen, hint)
     interleaved = tuple(
-        _runs(value, tuple(o.operands[k] for o in chosen), wanted if _has_rows(value, call, wanted) else None)
+        _runs(value, tuple(o.operands[k] for o in chosen), hinted if _has_rows(value, call, hinted) else None)
         for k, value in enumerate(operands)
     )
     return [replace(each, size=axis.size, interleaved=interleaved) for each in _on_all_lengths(call, chosen, mesh)]
 
 
-def _runs(value: Value, before: Placements, wanted: Interleaved | None) -> tuple[Interleaved, ...]:
+def _runs(value: Value, before: Placements, hinted: Interleaved | None) -> tuple[Interleaved, ...]:
     """The splits in runs of rows that a value has along the next axis, where the axes before leave it ``before``.
 
-    ``wanted``: the runs in which to cut the value if it is replicated.
+    ``hinted``: the runs in which to cut the value if it is replicated.
     """
     along = [placement[len(before)] for placement in value.nodes if placement[: len(before)] == before]
-    cut = [wanted] if wanted is not None and Replicate() in along else []
+    cut = [hinted] if hinted is not None and Replicate() in along else []
     return tuple(dict.fromkeys(p for p in [*along, *cut] if isinstance(p, Interleaved)))
 
 
-def _wanted_runs(chosen: Sequence[Option], hint: Placements | None) -> Interleaved | None:
+def _hinted_runs(chosen: Sequence[Option], hint: Placements | None) -> Interleaved | None:
     """The runs that a hint asks for along the next axis, if the axes before are split as it says."""
     if hint is None or tuple(option.results[0] for option in chosen) != hint[: len(chosen)]:
         return None
-    wanted = hint[len(chosen)]
-    return wanted if isinstance(wanted, Interleaved) else None
+    hinted = hint[len(chosen)]
+    return hinted if isinstance(hinted, Interleaved) else None
 
 
 def _has_rows(value: Value, call: OpCall, runs: Interleaved | None) -> bool:

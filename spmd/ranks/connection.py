@@ -2,8 +2,8 @@
 
 They are not the user's groups, so that a call that fails can close them at once: that is how its peers learn of it,
 wherever they wait, and nothing is left pending in a group that anybody else uses. The next call connects anew. Only to
-meet for the first time, ranks use the user's groups, with two collectives along each axis: when they have come, and
-when they have written the addresses at which the others reach them.
+connect, ranks use the user's groups, with two collectives along each axis: when they have arrived, and when they have
+written the addresses at which the others reach them.
 """
 
 from __future__ import annotations
@@ -96,23 +96,24 @@ class Connection:
     def watched_store(self, name: str) -> Iterator[Any]:
         """A store in which each rank opens one gloo group; all ranks call it. ``name``: equal on all, and used once.
 
-        Where a rank waits for the addresses of others it meets all ranks, and so learns of one that fails, or ends.
+        A rank that waits for the addresses of others passes a barrier of all ranks first, and so learns of one that
+        fails, or ends.
         """
         patience = Patience("open a group", name, self.members, self.timeout, self._store, self._check)
-        is_met = False
+        has_passed = False
 
-        def meet() -> None:
-            nonlocal is_met
-            if not is_met:
-                is_met = True
+        def pass_barrier() -> None:
+            nonlocal has_passed
+            if not has_passed:
+                has_passed = True
                 self.all_reduce_max((0, 0, 0), "open a group")
 
         def wait_for(keys: list[str]) -> None:
-            meet()
+            pass_barrier()
             patience.wait_for_keys(keys)
 
         yield WatchedStore(self._store, wait_for)
-        meet()  # a group of one has waited for nobody
+        pass_barrier()  # a group of one has waited for nobody
 
     def exchange(
         self, given: torch.Tensor, sent: list[int], received: list[int], ranks: tuple[int, ...], what: str
@@ -184,7 +185,7 @@ class Connection:
         """Report to all ranks that a call failed on this one, and close the connection, so that who waits raises."""
         if not self.is_closed:
             with suppress(Exception):  # the store may be gone, with the rank that held it
-                self.board.post(Failure.of(error, state, isinstance(error, PeerLostError)))
+                self.board.publish(Failure.of(error, state, isinstance(error, PeerLostError)))
             self.close()
 
     def close(self) -> None:
@@ -258,11 +259,11 @@ def connect(
     known.connection = None
     with ExitStack() as failures:
         with deferred_signals():  # of the user's groups, all ranks have to call as many collectives
-            meeting = _Meeting(theirs, members, longest if timeout is None else timeout, what)
-            failures.enter_context(meeting.reporting_failure())
-            failures.callback(meeting.leave)
-            arrivals = meeting.come()
-        made = meeting.connect(arrivals, longest, known)
+            rendezvous = _Rendezvous(theirs, members, longest if timeout is None else timeout, what)
+            failures.enter_context(rendezvous.reporting_failure())
+            failures.callback(rendezvous.leave)
+            arrivals = rendezvous.arrive()
+        made = rendezvous.connect(arrivals, longest, known)
     try:
         made.compare(what, to_recover)
     except BaseException as error:
@@ -287,10 +288,10 @@ def report_interrupt(theirs: Sequence[Any], members: Members, what: str, error: 
         return
     known.connection = None
     with deferred_signals():
-        meeting = _Meeting(theirs, members, 0.0, what)
-        meeting.board.post(Failure.of(error, StateIs.BEFORE, lost=False))
-        meeting.come()
-        meeting.leave()
+        rendezvous = _Rendezvous(theirs, members, 0.0, what)
+        rendezvous.board.publish(Failure.of(error, StateIs.BEFORE, lost=False))
+        rendezvous.arrive()
+        rendezvous.leave()
 
 
 def _ranks_of(theirs: Sequence[Any]) -> _Ranks:
@@ -301,7 +302,7 @@ def _ranks_of(theirs: Sequence[Any]) -> _Ranks:
     return known
 
 
-class _Meeting:
+class _Rendezvous:
     """An attempt to connect. These ranks have all made the same number of attempts before, in meshes of this shape."""
 
     def __init__(self, theirs: Sequence[Any], members: Members, timeout: float, what: str) -> None:
@@ -312,14 +313,14 @@ class _Meeting:
         self._awaited: list[Any] = []  # groups of the user whose second collective this rank has not begun yet
 
     def connect(self, arrivals: Sequence[Callable[[float], bool]], timeout: float, known: _Ranks) -> Connection:
-        """Wait for ``arrivals``, which ``come`` returned, and open groups; ``timeout``: of collectives in these."""
-        self._meet(arrivals)
+        """Wait for ``arrivals``, which ``arrive`` returned, and open groups; ``timeout``: of collectives in these."""
+        self._wait_for_arrivals(arrivals)
         groups = [self._open(axis, group) for axis, group in enumerate(self.theirs)]
         for group in groups:
             set_timeout(group, timeout)
         return Connection(self.name, groups, self.members, timeout, known.standing)
 
-    def _meet(self, arrivals: Sequence[Callable[[float], bool]]) -> None:
+    def _wait_for_arrivals(self, arrivals: Sequence[Callable[[float], bool]]) -> None:
         for have_arrived in arrivals:
             self.patience.wait(have_arrived)
         self._check()
@@ -331,7 +332,7 @@ class _Meeting:
             yield
         except BaseException as error:
             others_failed = self.board.has_any()
-            self.board.post(Failure.of(error, StateIs.BEFORE, others_failed or isinstance(error, PeerLostError)))
+            self.board.publish(Failure.of(error, StateIs.BEFORE, others_failed or isinstance(error, PeerLostError)))
             if not isinstance(error, (RuntimeError, LateError)):
                 raise
             if isinstance(error, LateError) and not others_failed:
@@ -344,14 +345,14 @@ class _Meeting:
             "each compiled step, in the same order; look at the output of the others for one that ended or branched off"
         )
 
-    def come(self) -> list[Callable[[float], bool]]:
-        """Come to meet the others along all axes; returns what waits for those along each.
+    def arrive(self) -> list[Callable[[float], bool]]:
+        """Arrive along all axes; returns what waits for the others along each.
 
-        A rank that gives up has come, too, so that what the others began in the user's groups does not stay pending.
+        A rank that gives up has arrived, too, so that what the others began in the user's groups does not stay pending.
         """
-        self.store.set(self._came(dist.get_rank()), "")
+        self.store.set(self._arrival_key(dist.get_rank()), "")
         self._awaited = [group for group in self.theirs if has_gloo(group)]
-        return [_all_reduce_in(group) if has_gloo(group) else self._all_came for group in self.theirs]
+        return [_all_reduce_in(group) if has_gloo(group) else self._all_arrived for group in self.theirs]
 
     def leave(self) -> None:
         """Begin what ``connect`` has not begun in the user's groups, since it failed."""
@@ -359,11 +360,11 @@ class _Meeting:
             while self._awaited:
                 _all_reduce_in(self._awaited.pop())
 
-    def _all_came(self, seconds: float) -> bool:
-        return self.patience.are_there([self._came(member) for member in self.members.ranks], seconds)
+    def _all_arrived(self, seconds: float) -> bool:
+        return self.patience.are_there([self._arrival_key(member) for member in self.members.ranks], seconds)
 
-    def _came(self, member: int) -> str:
-        return f"{self.name}/came/{member}"
+    def _arrival_key(self, member: int) -> str:
+        return f"{self.name}/arrived/{member}"
 
     def _open(self, axis: int, group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)

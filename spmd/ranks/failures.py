@@ -50,7 +50,7 @@ class FailureBoard:
     def __init__(self, store: Any, name: str, members: Members) -> None:
         self._store, self._name, self._members = store, name, members
 
-    def post(self, failure: Failure) -> None:
+    def publish(self, failure: Failure) -> None:
         """Let the other ranks read a failure of this one; one per connection."""
         self._store.set(self._key(failure.rank), json.dumps(asdict(failure)))
         self._store.set(f"{self._name}/failed", "")

@@ -80,7 +80,7 @@ class Peer:
         declared = {each.name: each for each in compiled.partitioned.inputs}
         self._wholes = {name: self._wholes[name] for name in self._wholes.keys() - self._state.keys()}
         for name, each in declared.items():
-            if name in compiled.guards.kept.names:
+            if name in compiled.guards.carried.names:
                 _check_replicated(each)
             elif name not in self._state and _is_own(each, theirs[name]):
                 self._state[name] = self._first_value(each, theirs[name])

@@ -29,17 +29,17 @@ PROMPT = 10.0  # seconds in which the other rank raises; a loaded machine needs 
 def interrupted_while_it_comes(rank: int, world: int) -> float:
     """Rank 1 is interrupted just before its part of a collective in the user's group, in which ranks meet."""
     objects, step = CASE.build(), spmd.compile(CASE.step)
-    meeting: Any = connection._Meeting
-    came = meeting._came
+    rendezvous: Any = connection._Rendezvous
+    arrival_key = rendezvous._arrival_key
     if rank == 1:
-        meeting._came = lambda *given: (os.kill(os.getpid(), signal.SIGINT), came(*given))[1]
+        rendezvous._arrival_key = lambda *given: (os.kill(os.getpid(), signal.SIGINT), arrival_key(*given))[1]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt if rank else spmd.RankFailedError):
             step(*objects, *CASE.part(rank, 0))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
-        meeting._came = came
+        rendezvous._arrival_key = arrival_key
     total = torch.tensor(1.0 + rank)
     dist.all_reduce(total)
     assert torch.isfinite(step(*objects, *CASE.part(rank, 1)))
@@ -68,15 +68,15 @@ def test_all_handlers_answer_deferred_signals() -> None:
 
 def fails_while_the_other_opens_its_group(rank: int, world: int) -> tuple[float, float]:
     objects, step = CASE.build(), spmd.compile(CASE.step)
-    meeting: Any = connection._Meeting
-    opens, start = meeting._open, time.time()
+    rendezvous: Any = connection._Rendezvous
+    opens, start = rendezvous._open, time.time()
     if rank == 1:
-        meeting._open = lambda *_: (time.sleep(1), {}["no such key"])
+        rendezvous._open = lambda *_: (time.sleep(1), {}["no such key"])
     try:
         with pytest.raises(KeyError if rank else spmd.RankFailedError, match="no such key"):
             step(*objects, *CASE.part(rank, 0))
     finally:
-        meeting._open = opens
+        rendezvous._open = opens
     seconds = time.time() - start
     total = torch.tensor(1.0 + rank)
     dist.all_reduce(total)
@@ -114,7 +114,7 @@ def test_a_rank_that_dies_before_it_opens_its_subgroup_is_noticed(ranks: Ranks, 
 def dies_while_connecting(rank: int, world: int, name: str, report: Path) -> None:
     """Rank 1 dies in the function ``name``. What the other raises, and after how many seconds."""
     if rank == 1:
-        owner: Any = local_ranks if name == "_connect" else connection._Meeting
+        owner: Any = local_ranks if name == "_connect" else connection._Rendezvous
         setattr(owner, name, lambda *_: (time.sleep(1), os._exit(7)))  # the other waits for it by then
     objects, step = CASE.build(), spmd.compile(CASE.step)
     start = time.time()
@@ -124,7 +124,7 @@ def dies_while_connecting(rank: int, world: int, name: str, report: Path) -> Non
         report.write_text(f"{time.time() - start}\n{error}")
 
 
-@pytest.mark.parametrize("name", ["_came", "_meet", "_open", "_connect"])
+@pytest.mark.parametrize("name", ["_arrival_key", "_wait_for_arrivals", "_open", "_connect"])
 def test_a_rank_that_dies_while_ranks_connect_is_named(ranks: Ranks, tmp_path: Path, name: str) -> None:
     with pytest.raises(RankError, match="rank 1 of 2 failed first: the process died with exit code 7"):
         ranks.run(2, dies_while_connecting, name, tmp_path / "report", timeout=60, grace=40)
@@ -137,7 +137,7 @@ def restarted(rank: int, world: int) -> int:
     """The sum over ranks that a step returns, in a store where the ranks before a restart have reported a failure."""
     members = Members((0, 1), (("dp", 2),))
     board = FailureBoard(default_store(), connection._next_name([2], members), members)
-    board.post(Failure.of(ValueError("of the ranks before"), StateIs.BEFORE, lost=False))
+    board.publish(Failure.of(ValueError("of the ranks before"), StateIs.BEFORE, lost=False))
     connection._attempts.clear()
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -125,7 +125,7 @@ def simulate(programs: Program | Sequence[Program], inputs: Sequence[Sequence[An
     """Run one program, or one for each rank, on a list of inputs per rank, and apply updates. Inputs are not touched.
 
     A collective other than all_reduce, which copies first, reads its operands only at the wait: the
-    latest that a backend may. Ranks that read each other's memory may read it until all are known to have
+    latest that a backend may. Ranks that share memory may read it until all are known to have
     (``_Published``).
     """
     each_its = [programs] * len(inputs) if isinstance(programs, Program) else programs

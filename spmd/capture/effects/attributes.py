@@ -1,7 +1,7 @@
 """Attributes of modules and optimizers that a step changes while it is traced: found, and undone.
 
 A trace runs the user's code once. What that did to attributes is undone at its end, also if it raised, and repeated by
-each call of the program (``kept.py``).
+each call of the program (``writes.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``Carried``: Python state that a program takes as inputs, since the step reads it and writes it.
 
-In come sites that the trace found (``kept.py``); the step is traced again then, with symbols in the place of their
+In come sites that the trace found (``writes.py``); the step is traced again then, with symbols in the place of their
 numbers and fakes in the place of their tensors. A tensor is whole on every rank, or a DTensor, placed as it is.
 """
 
@@ -27,7 +27,7 @@ from .lost_graph import has_lost_graph
 
 
 @dataclass(frozen=True)
-class KeptTensor:
+class CarriedTensor:
     """A tensor at a site, or in a container there: the ``index``-th leaf."""
 
     name: str
@@ -94,10 +94,10 @@ class Carried:
         values = {leaf.name: leaf.value for leaf in given.leaves}
         return [HyperParameter(name, values, name) for name in self.leaves]
 
-    def tensors(self) -> list[KeptTensor]:
+    def tensors(self) -> list[CarriedTensor]:
         """All tensors, in order."""
         return [
-            KeptTensor(leaf_name(site.name, k, len(leaves)), site, k)
+            CarriedTensor(leaf_name(site.name, k, len(leaves)), site, k)
             for site in self.sites
             for leaves in [tree_flatten(site.get())[0]]
             for k, leaf in enumerate(leaves)

@@ -12,7 +12,7 @@ from passes import CaptureError
 from ..._torch import tree_flatten
 from ..reads import MISSING
 from .carried import Carried
-from .kept import GroupEntry, Write
+from .writes import GroupEntry, Write
 
 
 def group_changes(

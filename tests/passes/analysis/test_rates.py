@@ -62,7 +62,7 @@ def test_what_says_nothing_of_bytes_gives_the_default(points: tuple[Point, ...])
 
 
 def test_the_built_in_rates() -> None:
-    """Where ranks read each other's memory a byte takes a quarter of the time, a collective half of it."""
+    """Through shared memory a byte takes a quarter of the time, a collective half of it."""
     assert BUILT_IN.rate(AXIS, "nccl") is UNMEASURED
     messages, memory = (BUILT_IN.rate(replace(AXIS, shared=shared), "gloo") for shared in (False, True))
     assert (messages.latency, memory.latency) == pytest.approx((0.38e-3, 0.22e-3))

@@ -16,7 +16,7 @@ from .leaves import describe, expectation
 
 
 @dataclass
-class KeptTensors:
+class CarriedTensors:
     """The sites, and for each what its value was when the program was compiled, with specs for tensors."""
 
     sites: list[ReadSite]
@@ -24,7 +24,7 @@ class KeptTensors:
     names: list[str]  # of the tensors, in order
 
     @classmethod
-    def of(cls, carried: Carried) -> KeptTensors:
+    def of(cls, carried: Carried) -> CarriedTensors:
         """The tensors now."""
         sites = list(carried.sites)
         return cls(sites, [_expected(site) for site in sites], [each.name for each in carried.tensors()])
