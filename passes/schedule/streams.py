@@ -137,8 +137,11 @@ def assign_streams(program: Program, memory: TouchedMemory | None = None) -> Str
 def stream_of(program: Program, node: fx.Node) -> str:
     """Where a node runs."""
     if is_collective(node):
-        axis = program.mesh.axis_of_group(group_of(node))
-        return axis.name if axis is not None else group_of(node)
+        group = group_of(node)
+        axis = program.mesh.axis_of_group(group)
+        if axis is None:
+            return group
+        return axis.name if group == axis.group else f"{axis.name} gathers"
     types = {device.type for device in devices_of(node)}
     if node.target in COPIES and types >= {"cpu", "cuda"}:
         return TO_DEVICE if node.target in COPIES_TO_DEVICE else TO_HOST

@@ -103,7 +103,7 @@ def for_cuda(name: str) -> OnRanks:
 
 def _partitioned(mode: OnCuda, program: Program, rank: int) -> Program:
     """The program of one rank of a mesh whose ranks are on hosts of their own, with NCCL."""
-    axes = tuple(replace(axis, backend="nccl", shared=False) for axis in program.mesh.axes)
+    axes = tuple(replace(axis, backend="nccl", shared=False, gathers="gathers of dp") for axis in program.mesh.axes)
     with standing_for(Simulated(rank, "nccl", shared=False)):
         return mode.partition(replace(program, mesh=mesh_of(replace(program.mesh, axes=axes), (rank,))))
 
