@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from passes import Program, SpmdError
+from passes.analysis.aliases import is_view
 from passes.ir.collectives import group_of, is_collective
-from passes.ir.effects import mutates, written
+from passes.ir.effects import written
 from passes.ir.schemas import argument, schema
 from passes.runtime.arena import reserve
 from passes.runtime.host_memory import to_device, to_device_out, to_host
@@ -184,7 +185,7 @@ class _Call:
             return [self._given(node, value) for value in self.rank.program.output_values()]
         if not self.rank.memory.runs(node):
             return self._call(node)
-        if mutates(node):
+        if _gives_arguments(node):
             results = [self.value(each) for each in written(node)]
             return results[0] if len(schema(node.target).results) == 1 else results
         return poisoned(node.meta["val"], _CPU)
@@ -213,7 +214,7 @@ class _Call:
             return partial(self._copy, self.value(node.args[0]), memory)  # type: ignore[arg-type]
         args, kwargs = self._given(node, (node.args, dict(node.kwargs)))
         assert callable(node.target)
-        return partial(_compute, partial(node.target, *args, **kwargs), None if mutates(node) else memory)
+        return partial(_compute, partial(node.target, *args, **kwargs), None if _gives_arguments(node) else memory)
 
     def _copy(self, x: Tensor, out: Tensor) -> None:
         poison([out])
@@ -270,6 +271,12 @@ class _Meetings:
             raise SpmdError(f"ranks start collectives that do not fit together: {', '.join(map(str, nodes))}")
         results = SEMANTICS[nodes[0].target](operands, arguments)
         return dict(zip(members, results, strict=True))
+
+
+def _gives_arguments(node: fx.Node) -> bool:
+    """Whether a node returns what it has written to, or nothing."""
+    targets = written(node)
+    return bool(targets) and (is_view(node) or not schema(node.target).results)
 
 
 def _compute(call: Callable[[], Any], memory: Any) -> None:

@@ -66,7 +66,7 @@ def test_200_interleavings_have_the_bits_of_the_plain_order(mode: str) -> None:
 def test_interleavings_of_two_calls(mode: str) -> None:
     found, expected = for_cuda(mode), plain(mode, CALLS)
     emulator = Emulator(found.programs, found.streams)
-    for seed in range(INTERLEAVINGS):
+    for seed in range(INTERLEAVINGS // 4):
         assert not differs(expected, emulator.run(found.inputs(), seed, CALLS)), f"seed {seed}"
 
 
