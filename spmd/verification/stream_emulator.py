@@ -266,7 +266,8 @@ class _Meetings:
 
     def _computed(self, meeting: _Meeting, members: Sequence[int]) -> dict[int, Any]:
         nodes, arguments = zip(*(meeting.brought[rank] for rank in members), strict=True)
-        operands = [given[schema(nodes[0].target).arguments[0].name] for given in arguments]
+        name = schema(nodes[0].target).arguments[0].name
+        operands = [given.get(name) for given in arguments]
         if len({node.target for node in nodes}) > 1 or len({tuple(x.shape) for x in operands}) > 1:
             raise SpmdError(f"ranks start collectives that do not fit together: {', '.join(map(str, nodes))}")
         results = SEMANTICS[nodes[0].target](operands, arguments)

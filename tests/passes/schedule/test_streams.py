@@ -144,6 +144,18 @@ def test_state_in_host_memory_is_not_written_before_it_was_copied() -> None:
         check_streams(program, without)
 
 
+def test_what_the_host_gets_by_another_op_is_waited_for() -> None:
+    program = on_cuda(lambda x: (aten._to_copy.default(aten.mul.Tensor(x, 2.0), device=torch.device("cpu")),), x=f64(4))
+    (copy,) = [node for node in program.graph.nodes if node.target is aten._to_copy.default]
+    with copy.meta["val"].fake_mode:
+        copy.meta["val"] = torch.empty(4, dtype=torch.float64)
+    streams = assign_streams(program)
+    check_streams(program, streams)
+    assert lines(streams)[-4:] == [
+        f"compute  launch {copy}", "compute  record 0", "host  wait 0", f"host  hostaccess {copy}",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("backend", "does"), [("nccl", True), ("gloo", False), ("fake", False)])
 def test_only_programs_of_nccl_run_on_streams(backend: str, does: bool) -> None:
     assert runs_on_streams(on_cuda(hidden, backend, x=f64(2, 4), y=f64(4, 4))) is does
