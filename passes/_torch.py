@@ -61,7 +61,12 @@ def group_named(name: str) -> Any:
 
 
 def has_kernel(op: OpOverload, device: torch.device) -> bool:
-    """Whether ``op`` has a kernel of its own on ``device``; what torch generates for the others computes and copies."""
-    own = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.type.upper())
+    """Whether ``op`` has a kernel of its own on ``device``; what torch generates for the others computes and copies.
+
+    A torch without CUDA knows no kernels of CUDA. There those of the CPU stand for them, so that programs for a GPU are
+    planned without one as they are on one, but for ops that have such a kernel on one of the two only.
+    """
+    key = "CPU" if device.type == "cuda" and not torch.backends.cuda.is_built() else device.type.upper()
+    own = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
     generated = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutograd")
     return bool(own) and not generated

@@ -12,7 +12,7 @@ from ..analysis.agreed_sizes import most_bytes
 from ..analysis.costs import BUILT_IN, Algorithm, Table, algorithms_along
 from ..analysis.topological import settle
 from ..base import Fact, Numerics, Pass
-from ..ir.collectives import c10d, group_of, is_wait, kind_of, operands, reduction_of
+from ..ir.collectives import Kind, c10d, communicate_in, group_of, is_wait, kind_of, operands, reduction_of
 from ..ir.program import Axis, Program
 from . import realise_by_members, realise_by_messages
 from .bucket_all_gather import BucketAllGather
@@ -32,8 +32,9 @@ class Realise(Pass):
     On gloo a reduce_scatter becomes an exchange of parts and their sum in the order of ranks, an all_gather a broadcast
     of each part. Where the ranks of an axis are on one host, data moves through shared memory, member by member of a
     bucket, which is then neither packed nor unpacked. On NCCL the members of a bucket are sent in one launch where that
-    costs less than to pack or unpack them. Other backends keep their ops, and so does gloo for tensors on a GPU. The
-    semantics stay in ``meta["collective"]``.
+    costs less than to pack or unpack them, and gathers communicate in the process group that an axis has for them
+    (``Axis.gathers``). Other backends keep their ops, and so does gloo for tensors on a GPU. The semantics stay in
+    ``meta["collective"]``.
 
     ``backend`` overrides that of the axes, to see on fake ranks what another backend would do. A compiler that plans
     memory by itself must know that operands are read until the wait; without this pass it sees torch's own ops only.
@@ -46,11 +47,11 @@ class Realise(Pass):
     after: ClassVar[tuple[type[Pass], ...]] = (BucketAllGather, BucketReduceScatter, BucketAllReduce)
 
     def rewrite(self, program: Program) -> int:
-        """Choose for all, then rewrite; returns the number of collectives that other ops perform now."""
+        """Choose for all, then rewrite; returns how many other ops perform now, or another process group."""
         tasks = [each for node in program.collectives() if (each := self._choose(program, node))]
         sinking = set[fx.Node]().union(*map(_written, tasks))
         settle(program.graph, sinking)
-        return len(tasks)
+        return len(tasks) + sum(_gathers_apart(program, node) for node in program.collectives())
 
     def _choose(self, program: Program, node: fx.Node) -> Realisation | None:
         axis = program.mesh.axis_of_group(group_of(node))
@@ -67,6 +68,15 @@ class Realise(Pass):
             pays = self.table.coalesces(axis, backend, kind, most_bytes(node), members)
             return Algorithm.COALESCED if pays else Algorithm.NATIVE
         return link.cheapest(kind, most_bytes(node), algorithms) if link else Algorithm.NATIVE
+
+
+def _gathers_apart(program: Program, node: fx.Node) -> bool:
+    """Let a gather communicate in the process group for gathers, if there is one; whether that is so."""
+    axis = program.mesh.axis_of_group(group_of(node))
+    if axis is None or not axis.gathers or kind_of(node) is not Kind.ALL_GATHER:
+        return False
+    communicate_in(node, axis.gathers)
+    return True
 
 
 def _can_perform(algorithm: Algorithm, node: fx.Node, axis: Axis) -> bool:

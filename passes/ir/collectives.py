@@ -18,7 +18,7 @@ from torch import fx
 from .._torch import c10d as c10d
 from ..runtime import coalesced_collectives, message_collectives, shared_memory_collectives
 from .roles import Role
-from .schemas import argument
+from .schemas import argument, position_of
 
 
 class Kind(StrEnum):
@@ -107,6 +107,13 @@ def group_of(node: fx.Node) -> str:
     group = argument(node, "group_name")
     assert isinstance(group, str), f"{node} names its process group by {group!r}"
     return group
+
+
+def communicate_in(node: fx.Node, group: str) -> None:
+    """Let a collective communicate in another process group."""
+    position = position_of(node.target, "group_name")  # type: ignore[arg-type]
+    assert position is not None, f"{node} communicates"
+    node.args = (*node.args[:position], group, *node.args[position + 1 :])
 
 
 def group_size_of(node: fx.Node) -> int:

@@ -89,7 +89,17 @@ KEYS: tuple[Key, ...] = (
         str,
         "the user's line: file, number and text",
         (_CAPTURE,),
-        (_CAPTURE, _PRINTER, _PARTITIONER, _ERRORS, "spmd/lowering/codegen.py", _REPORT, _PAGE, "spmd/verification"),
+        (
+            _CAPTURE,
+            _PRINTER,
+            _PARTITIONER,
+            _ERRORS,
+            "spmd/lowering/codegen.py",
+            _SCHEDULE,
+            _REPORT,
+            _PAGE,
+            "spmd/verification",
+        ),
         Relation.STEP,
     ),
     Key(

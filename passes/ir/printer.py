@@ -76,7 +76,9 @@ def printed_names(program: Program) -> dict[fx.Node, str]:
 
 def axis_names(mesh: Mesh) -> dict[str, str]:
     """The names that process groups have in the text, those of their axes, by group."""
-    return {axis.group: _identifier(axis.name) for axis in (*mesh.axes, *mesh.subgroups)}
+    axes = (*mesh.axes, *mesh.subgroups)
+    gathers = {axis.gathers: f"{_identifier(axis.name)}_gathers" for axis in axes if axis.gathers}
+    return {axis.group: _identifier(axis.name) for axis in axes} | gathers
 
 
 class _Printer:

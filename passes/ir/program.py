@@ -29,7 +29,9 @@ class Axis:
     """One axis of the mesh as this rank sees it: ``group`` is the process group's name in collectives.
 
     ``backend`` is what moves the data: "gloo", "nccl", "fake", or empty if it is not known. ``shared``: the ranks
-    of each group along this axis are connected, and share memory (``local_peers.py``).
+    of each group along this axis are connected, and share memory (``local_peers.py``). ``gathers``: the name of a
+    second process group of the same ranks, for what is gathered, so that it need not stand in line behind what is
+    reduced; empty if there is none.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Axis:
     backend: str = ""
     shared: bool = False
     rate: Rate = UNMEASURED
+    gathers: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Mesh:
 
     def axis_of_group(self, group: str) -> Axis | None:
         """The axis, or part of one, whose process group has this name."""
-        return next((axis for axis in (*self.axes, *self.subgroups) if axis.group == group), None)
+        return next((a for a in (*self.axes, *self.subgroups) if group and group in (a.group, a.gathers)), None)
 
     def subgroup(self, axis: str, size: int) -> Axis:
         """The part of an axis that has so many ranks."""

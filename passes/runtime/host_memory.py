@@ -3,6 +3,9 @@
 Every copy gives a tensor of its own, also where host and device are one. On CUDA a copy from or to pinned memory is put
 into the current stream, and the host goes on: ``wait_copy`` stands before what the host computes with the result of a
 ``to_host``, and ``begin_writes`` is called before the host overwrites what a ``to_device`` may still read.
+
+A program that runs on streams of its own (``schedule/streams.py``) says by events when a copy is over, and calls
+``copy_ahead`` in the place of both.
 """
 
 from __future__ import annotations
@@ -33,13 +36,13 @@ def _copy_to_device(x: Tensor, device: torch.device, *, out: Tensor) -> Tensor:
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
     """A copy of ``x`` on ``device``."""
-    return _copy_to_device(x, device, out=_like(x, device))
+    return _copy_to_device(x, device, out=like(x, device))
 
 
 def _to_host(x: Tensor, pin_memory: bool) -> Tensor:
     """A copy of ``x`` in host memory, there once it was waited for."""
     pinned = pin_memory and x.is_cuda
-    host = _like(x, torch.device("cpu"), pinned)
+    host = like(x, torch.device("cpu"), pinned)
     host.copy_(x, non_blocking=pinned)
     if pinned:
         _arriving[host.data_ptr()] = torch.cuda.current_stream(x.device).record_event()
@@ -52,6 +55,11 @@ def _wait_copy(x: Tensor) -> Tensor:
     if event is not None:
         event.synchronize()
     return x
+
+
+def copy_ahead(x: Tensor, *, out: Tensor) -> Tensor:
+    """Copy ``x`` into ``out`` between host and device, in the current stream, without waiting for it."""
+    return out.copy_(x, non_blocking=True)
 
 
 def begin_reads() -> None:
@@ -68,7 +76,7 @@ def begin_writes() -> None:
         _reading.pop().synchronize()
 
 
-def _like(x: Tensor, device: torch.device, pin_memory: bool = False) -> Tensor:
+def like(x: Tensor, device: torch.device, pin_memory: bool = False) -> Tensor:
     """An empty tensor that lies as ``x`` does, unless elements of ``x`` share memory."""
     overlaps = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     stride = torch.empty(x.shape, device="meta").stride() if overlaps else x.stride()
@@ -76,9 +84,9 @@ def _like(x: Tensor, device: torch.device, pin_memory: bool = False) -> Tensor:
 
 
 for name, kernel, fake in (
-    ("to_device", _to_device, _like),
+    ("to_device", _to_device, like),
     ("to_device.out", _copy_to_device, lambda x, device, *, out: out),
-    ("to_host", _to_host, lambda x, pin_memory: _like(x, torch.device("cpu"))),
+    ("to_host", _to_host, lambda x, pin_memory: like(x, torch.device("cpu"))),
     ("wait_copy", _wait_copy, lambda x: x),
 ):
     _library.impl(name, kernel, "CompositeExplicitAutograd")

@@ -150,7 +150,8 @@ class NodeCosts:
     @cached_property
     def _axes(self) -> dict[str, Axis]:
         mesh = self.program.mesh
-        return {axis.group: axis for axis in reversed((*mesh.axes, *mesh.subgroups))}
+        axes = list(reversed((*mesh.axes, *mesh.subgroups)))
+        return {axis.gathers: axis for axis in axes} | {axis.group: axis for axis in axes}
 
     def _link(self, axis: Axis, backend: str) -> Link | None:
         """What is known of an axis; a fake one stands for whatever the table describes."""

@@ -249,9 +249,13 @@ class Call:
         self._keep_sizes()
 
     def open_subgroups(self, connection: Connection | None) -> None:
-        """Let ``mesh`` name the groups of ranks that keep parameters together, which all ranks open now, together."""
+        """Let ``mesh`` name the groups of ranks that keep parameters together, which all ranks open now, together.
+
+        And those that gather along axes of NCCL.
+        """
         groups = [self._subgroup(self._split_axis, size, connection) for size in self._keep_sizes()]
-        self.mesh = replace(self.mesh, subgroups=tuple(groups))
+        axes = [self._with_gathers(k, axis) for k, axis in enumerate(self.mesh.axes)]
+        self.mesh = replace(self.mesh, axes=tuple(axes), subgroups=tuple(groups))
 
     def _subgroup(self, k: int, size: int, connection: Connection | None) -> Axis:
         axis, group = self.mesh.axes[k], self._gloo_groups().get(k)
@@ -260,6 +264,11 @@ class Call:
         else:
             group = subgroup_of(self.device_mesh.get_group(k), size)
         return Axis(f"{axis.name}/{size}", size, group.group_name, axis.coordinate % size, axis.backend)
+
+    def _with_gathers(self, k: int, axis: Axis) -> Axis:
+        if axis.backend != "nccl" or axis.size == 1:
+            return axis
+        return replace(axis, gathers=subgroup_of(self.device_mesh.get_group(k), axis.size).group_name)
 
     def _gloo_groups(self) -> dict[int, Any]:
         return {k: group for k, group in self.own_groups.items() if self.mesh.axes[k].backend == "gloo"}

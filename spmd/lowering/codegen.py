@@ -12,6 +12,8 @@ made once, when the graph is bound to state. The rest runs at every call, as the
         return run
 
 It is bound anew when a state tensor is another object, or has another address.
+
+On a GPU the code issues what ``passes/schedule/streams.py`` lists, once that was proven free of races.
 """
 
 from __future__ import annotations
@@ -32,18 +34,24 @@ from torch import fx
 from passes import Program, Role
 from passes.analysis.aliases import escaping, is_view, storages
 from passes.analysis.out_variants import is_constant
-from passes.ir.collectives import is_wait
+from passes.ir.collectives import WAIT, is_collective, is_wait
 from passes.ir.effects import mutates, written
 from passes.ir.schemas import schema
 from passes.runtime.arena import reserve, view_at, whole
 from passes.runtime.host_memory import wait_copy
 from passes.runtime.message_collectives import OUT_VARIANTS
 from passes.runtime.shared_memory_collectives import PERSISTENT
+from passes.runtime.streams import DeviceStreams
+from passes.schedule.happens_before import check_streams
+from passes.schedule.node_costs import device_of
+from passes.schedule.streams import assign_streams, runs_on_streams
+from passes.schedule.touched_memory import TouchedMemory
 
 from .arenas import Arenas
 from .background_reads import READS, Span, span_of
 from .bindings import direct
 from .clock import Clock
+from .stream_lines import StreamLines, allocation, writer
 
 aten = torch.ops.aten
 
@@ -64,8 +72,12 @@ class Bound:
         arenas: Arenas | None = None,
         commit: Callable[[], None] | None = None,
         clock: Clock | None = None,
+        device: DeviceStreams | None = None,
     ) -> None:
-        """``commit`` is called before the first node that writes to state; ``clock`` ticks after each node."""
+        """``commit`` is called before the first node that writes to state; ``clock`` ticks after each node.
+
+        ``device``: has the streams, for a program that runs on several. Raises ``PassError`` if it has a race there.
+        """
         self.arenas = arenas or Arenas()
         self.arenas.users.add(self)
         stays = [
@@ -73,9 +85,13 @@ class Bound:
         ]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
-        self.clock, writer = clock, _Writer(program, self._fixed, self._given, self.arenas, commit, clock)
-        self._bind, source = writer.function()
-        self._timed = writer.timed
+        self.clock, text = clock, _Writer(program, self._fixed, self._given, self.arenas, commit, clock)
+        self.device = None
+        if runs_on_streams(program):
+            self.device = device or DeviceStreams(device_of(program))
+            text.run_on(self.device)
+        self._bind, source = text.function()
+        self._timed = text.timed
         self._forget_source = weakref.finalize(self, linecache.cache.pop, source, None)
         self._forget_source.atexit = False
         self.release()
@@ -108,7 +124,12 @@ class Bound:
             self._run, self._state, self._addresses = run, state, addresses
         if self.clock is not None:
             self.clock.restart()
-        return run(*[inputs[k] for k in self._given])
+        try:
+            return run(*[inputs[k] for k in self._given])
+        except BaseException:
+            if self.device is not None:
+                self.device.join()
+            raise
 
     def seconds(self) -> dict[str, float]:
         """How long each node of the last call took, by its name; of those that run at each call."""
@@ -164,10 +185,19 @@ class _Writer:
         self.fixed = set(self.arguments[0])
         self.done_once: list[str] = []
         self.each_call: list[str] = []
+        self.lines: StreamLines | None = None
+
+    def run_on(self, device: DeviceStreams) -> None:
+        """Write code that runs on the streams of ``device``."""
+        memory = TouchedMemory(self.program.graph)
+        streams = assign_streams(self.program, memory)
+        check_streams(self.program, streams, memory)
+        self.lines = StreamLines(memory, streams, device, self._name)
+        self.done_once += self.lines.prepare()
 
     def function(self) -> tuple[Callable[..., Callable[..., Any]], str]:
         """``bind(*fixed inputs) -> run``, with ``run(*other inputs)``; and the name of its file in ``linecache``."""
-        dying = _last_uses(self.program.graph)
+        dying = _last_uses(self.program.graph, self.lines.freed if self.lines is not None else set())
         writes = writes_to_inputs(self.program)
         first = next(iter(writes), None) if self.commit else None
         self._detach()
@@ -176,8 +206,12 @@ class _Writer:
             if node is first:
                 self.each_call.append(f"{self._name(self.commit)}()")
             self._wait_for_reads(writes.get(node, ()))
+            if self.lines is not None:
+                self.each_call += self.lines.before(node, self.names, self.fixed)
             if node.op not in ("placeholder", "output"):
                 self._write(node)
+            if self.lines is not None:
+                self.each_call += self.lines.after(node)
             dead = [self.names[each] for each in dying.get(node, ()) if each not in self.fixed]
             if dead and node.op != "output":
                 self.each_call.append(f"del {', '.join(dead)}")
@@ -209,6 +243,9 @@ class _Writer:
             self.fixed.add(node)
             self.done_once.append(line)
             return
+        if self.lines is not None and (_waits(node) or self.lines.on(node)):
+            self._write_on_stream(node, self.lines.on(node))
+            return
         if node.target in PERSISTENT and self._all_fixed(node.all_input_nodes):
             self._prepare(node)
             return
@@ -219,6 +256,23 @@ class _Writer:
             line = f"{self.prepared[target]}.wait()" if target in self.prepared else self._call(node)
             line += _comment(node)
         self.each_call.append(line)
+
+    def _write_on_stream(self, node: fx.Node, on: str) -> None:
+        """Issue a transfer on its stream; a wait stands for its operand, since the operations say who waits for it."""
+        name, target = self.names[node], _returned_argument(node)
+        if target is not None and self._all_fixed(_nodes(target)):
+            self.fixed.add(node)
+            self.done_once.append(f"{name} = {self._value(target)}")
+        elif target is not None:
+            self.each_call.append(f"{name} = {self._value(target)}")
+        if _waits(node):
+            return
+        arguments, make = self._arguments(node), allocation(node)
+        if make is not None:
+            self.each_call.append(f"{name} = {self._name(make)}({arguments})")
+            arguments += f", out={name}"
+        done = f"; {self._name(WAIT)}({name})" if is_collective(node) else ""
+        self.each_call.append(f"{on}{self._name(writer(node))}({arguments}){done}{_comment(node)}")
 
     def _prepare(self, node: fx.Node) -> None:
         """Make a collective once, and start it at each call: its operand and its result are always the same."""
@@ -355,10 +409,13 @@ def _waits(node: fx.Node) -> bool:
     return is_wait(node) or node.target is wait_copy
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the nodes that it is the last to read; a node without readers is its own last use."""
+def _last_uses(graph: fx.Graph, other: Iterable[fx.Node] = ()) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the nodes that it is the last to read; a node without readers is its own last use.
+
+    Without ``other`` ones, which end elsewhere.
+    """
     dying: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
+    seen = set(other)
     for node in reversed(graph.nodes):
         for each in (node, *node.all_input_nodes):
             if each not in seen and each.op != "output":

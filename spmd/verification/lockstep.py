@@ -21,8 +21,9 @@ from passes.ir.collectives import c10d, group_of, is_collective, is_shared, is_w
 from passes.ir.schemas import argument, schema
 from passes.runtime.collective_ops import bounds
 
-from .._torch import DisableAutocast, storage_id, tree_flatten
+from .._torch import DisableAutocast, storage_id
 from .collectives import COPIES_FIRST, SEMANTICS
+from .poison import poison, poisoned, share_memory, tensors_of
 
 Watch = Callable[[Sequence[fx.Node], Sequence[Any]], None]  # the node of each rank, and its value there
 
@@ -117,18 +118,18 @@ class _Lockstep:
         given = [_target(each) for each in arguments]
         if node.target is c10d.all_reduce_.default:
             given = [each[names[0]] for each in arguments]
-        results = [x if x is not None else _poisoned(each.meta["val"]) for x, each in zip(given, nodes, strict=True)]
-        flat = [_tensors(each) for each in results]
+        results = [x if x is not None else poisoned(each.meta["val"]) for x, each in zip(given, nodes, strict=True)]
+        flat = [tensors_of(each) for each in results]
         reads_late = is_shared(node) and given[0] is not None  # and writes late, so others may use the memory so long
         for written, read in zip(flat, operands, strict=True):
-            if not reads_late and (node.target in COPIES_FIRST or not _share_memory(written, _tensors(read))):
-                _poison(written)
+            if not reads_late and (node.target in COPIES_FIRST or not share_memory(written, tensors_of(read))):
+                poison(written)
         self.pending.append(_Pending(node, operands, arguments, flat))
         return results
 
     def _wait(self, values: Sequence[Any]) -> None:
         """Finish what writes into the storage of ``values``; nothing, if that was waited for."""
-        storages = [{storage_id(x) for x in _tensors(value)} for value in values]
+        storages = [{storage_id(x) for x in tensors_of(value)} for value in values]
         for each in [p for p in self.pending if _writes_to(p, storages)]:
             self.pending.remove(each)
             self._finish(each)
@@ -142,7 +143,7 @@ class _Lockstep:
             results = SEMANTICS[pending.node.target](operands, arguments)
             computed |= dict(zip(members, results, strict=True))
         for rank, into in enumerate(pending.results):
-            for tensor, result in zip(into, _tensors(computed[rank]), strict=True):
+            for tensor, result in zip(into, tensors_of(computed[rank]), strict=True):
                 tensor.copy_(result.reshape(tensor.shape))
         if is_shared(pending.node) and reduces_in_place(pending.node):
             self._overwrite_operands(pending, computed)
@@ -248,41 +249,8 @@ def _target(arguments: dict[str, Any]) -> Any:
     return arguments.get("out")
 
 
-def _poisoned(val: Any) -> Any:
-    """Memory for the result that a fake value describes, without its values."""
-    if isinstance(val, (list, tuple)):
-        return [_poisoned(each) for each in val]
-    return torch.empty_strided(tuple(val.shape), val.stride(), dtype=val.dtype, device=val.device)
-
-
-def _poison(tensors: Sequence[Tensor]) -> None:
-    """NaN, or the largest number: who reads it has not waited."""
-    for x in tensors:
-        if x.is_floating_point() or x.is_complex():
-            x.fill_(float("nan"))
-        elif x.dtype is not torch.bool:
-            x.fill_(torch.iinfo(x.dtype).max)
-
-
 def _cloned(value: Any) -> Any:
     return [x.clone() for x in value] if isinstance(value, (list, tuple)) else value.clone()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    return _storage(x), _storage(x) + x.untyped_storage().nbytes()
-
-
-def _share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    pairs = ((_span(x), _span(y)) for x in some for y in others if x.numel() and y.numel())
-    return any(a < d and c < b for (a, b), (c, d) in pairs)
 
 
 def _writes_to(pending: _Pending, storages: Sequence[set[int]]) -> bool:

@@ -79,7 +79,7 @@ def transforms(options: Options) -> bool:
 
 def run_stage(programs: Sequence[Program], inputs: Sequence[Values], watch: Watch | None = None) -> list[Values]:
     """Run a stage; returns, for each rank, its results and the values of all inputs afterwards."""
-    given = [_inputs_for(program, values) for program, values in zip(programs, inputs, strict=True)]
+    given = [inputs_for(program, values) for program, values in zip(programs, inputs, strict=True)]
     returned = run_in_lockstep(programs, given, watch)
     return [
         values_after(program, after, outputs) for program, after, outputs in zip(programs, given, returned, strict=True)
@@ -109,7 +109,7 @@ def kept(values: Values) -> Values:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
-def _inputs_for(program: Program, values: Values) -> list[Any]:
+def inputs_for(program: Program, values: Values) -> list[Any]:
     """Fresh inputs for a program."""
     return list(_each_input(program, values))
 

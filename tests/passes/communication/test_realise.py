@@ -25,7 +25,7 @@ from passes import (
     run,
 )
 from passes.analysis.costs import ALGORITHMS, BUILT_IN, Algorithm, Link, Point
-from passes.ir.collectives import c10d
+from passes.ir.collectives import c10d, group_of, kind_of
 
 from ..programs import (
     GROUP,
@@ -135,6 +135,21 @@ def test_a_collective_without_a_wait_is_left_alone() -> None:
 def test_a_product_is_left_to_the_backend() -> None:
     program = on_gloo(make_program(lambda x: (reduce_scatter(x, "product"),), {}, [Role.RESULT], x=f64(4)))
     assert targets(run(program, [Realise(only(Algorithm.EXCHANGE))])) == targets(program)
+
+
+def test_gathers_have_a_process_group_of_their_own_where_the_axis_has_one() -> None:
+    def both(x: Any, y: Any) -> Any:
+        return all_gather(x), reduce_scatter(y)
+
+    made = make_program(both, {}, [Role.PARAMETER], x=f64(4), y=f64(4))
+    mesh = Mesh((Axis("dp", 2, GROUP, 0, "nccl", gathers="of gathers"),))
+    after = run(replace(made, mesh=mesh), [Realise()])
+    assert [(kind_of(node), group_of(node)) for node in after.collectives()] == [
+        (Kind.ALL_GATHER, "of gathers"),
+        (Kind.REDUCE_SCATTER, GROUP),
+    ]
+    assert [mesh.axis_of_group(group_of(node)) for node in after.collectives()] == [mesh.axes[0]] * 2
+    assert "2, dp_gathers)" in print_program(after)
 
 
 def test_the_built_in_table_looks_at_kind_and_size() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +13,6 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.utils._pytree import tree_map
 
 import passes
 import spmd
@@ -24,6 +22,7 @@ from passes.runtime.host_memory import to_device, to_host, wait_copy
 from spmd._torch import dtensor_over, local_tensor
 from tests.harness.cases import MLP, make_optimizer
 from tests.harness.fake import fake_world
+from tests.harness.on_cuda import OnCuda
 from tests.harness.oracle import all_unequal, assert_agrees, compiled_run, plain_run
 from tests.harness.pool import Ranks
 from tests.harness.structure import computes
@@ -253,28 +252,6 @@ def test_dump_and_report_say_what_is_on_the_host(tmp_path: Path) -> None:
 
 def memory_of(result: spmd.CompiledStep) -> dict[str, Memory]:
     return {each.name: each.memory for each in all_inputs(result) if each.memory is not Memory.DEVICE}
-
-
-class OnCuda(spmd.DataParallel):
-    """Partitions what was traced on the CPU as if that had been a GPU. Counters of optimizers are on the CPU anyway."""
-
-    def partition(self, program: Program) -> Program:
-        """With other fake values, on which ops are run again."""
-        program, cuda = program.copy(), torch.device("cuda", 0)
-        for node in program.graph.nodes:
-            counts = node.op == "placeholder" and not getattr(node.meta["val"], "shape", ())
-            if "val" in node.meta and not counts:
-                node.meta["val"] = tree_map(partial(moved, device=cuda), node.meta["val"])
-            if node.kwargs.get("device") is not None:
-                node.kwargs = {**node.kwargs, "device": cuda}
-        return super().partition(program)
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    with value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
 @dataclass(frozen=True)

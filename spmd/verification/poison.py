@@ -1,0 +1,45 @@
+"""Memory that shows whether it was read too early: it holds NaN, or the largest number, until a result is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import tree_flatten
+
+
+def poisoned(val: Any, device: torch.device | None = None) -> Any:
+    """Memory for the result that a fake value describes, without its values; by default on the device of the fake."""
+    if isinstance(val, (list, tuple)):
+        return [poisoned(each, device) for each in val]
+    made = torch.empty_strided(tuple(val.shape), val.stride(), dtype=val.dtype, device=device or val.device)
+    poison([made])
+    return made
+
+
+def poison(tensors: Sequence[Tensor]) -> None:
+    """NaN, or the largest number: who reads it has not waited."""
+    for x in tensors:
+        if x.is_floating_point() or x.is_complex():
+            x.fill_(float("nan"))
+        elif x.dtype is not torch.bool:
+            x.fill_(torch.iinfo(x.dtype).max)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a value, however deep in lists."""
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether storages of some tensors and of others overlap."""
+    pairs = ((_span(x), _span(y)) for x in some for y in others if x.numel() and y.numel())
+    return any(a < d and c < b for (a, b), (c, d) in pairs)
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    start = x.untyped_storage().data_ptr()
+    return start, start + x.untyped_storage().nbytes()
