@@ -183,9 +183,12 @@ def check_leaves(arguments: Arguments) -> None:
         try:
             hash(leaf.value)
         except TypeError:
+            advice = "pass tensors, modules, optimizers, hashable values, or lists, tuples and dicts of them"
+            if type(leaf.value).__module__ == "numpy":
+                advice = f"pass torch.from_numpy({leaf.name}), which shares its memory"
             raise CaptureError(
                 f"the argument {leaf.name} is a {type(leaf.value).__name__}, which cannot be compared from call to "
-                "call: pass tensors, modules, optimizers, hashable values, or lists, tuples and dicts of them"
+                f"call: {advice}"
             ) from None
 
 

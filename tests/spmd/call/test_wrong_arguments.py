@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -106,3 +107,9 @@ def test_modes_check_what_they_are_given(mode: Any) -> None:
 def test_an_option_that_is_no_flag_is_refused() -> None:
     with pytest.raises(TypeError, match="keep_freed_memory to be True or False, got 'yes'"):
         spmd.compile(keep_freed_memory="yes")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_numpy_array_is_refused_with_what_to_pass() -> None:
+    with pytest.raises(spmd.CaptureError, match=r"batch\.x is a ndarray, .*: pass torch\.from_numpy\(batch\.x\)"):
+        spmd.compile(lambda batch: torch.as_tensor(batch["x"]))({"x": np.ones(3)})
