@@ -20,11 +20,12 @@ from passes import RankMismatchError
 from .annotations.no_sync import check_no_sync_is_inside
 from .call.argument_logs import LogsFound
 from .call.call import Call
+from .call.compare_arguments import describe_shapes
 from .call.found import with_found
 from .call.refuse_saves import standing_of_refused
 from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
-from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, restore, splits_of
+from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, inputs_of, restore, splits_of
 from .capture import Captured
 from .capture.effects.carried import Carried
 from .capture.reads import ReadSite
@@ -120,12 +121,24 @@ class Dispatch:
         try:
             self._agree(turn)
         except ProgramsDifferError as error:
-            if not error.can_compile or not self._cut_rows(turn, given):
+            if not error.can_compile:
                 raise
+            if not self._cut_rows(turn, given):
+                raise self._with_shapes(error, turn) from None
         else:
             if turn.compiled or not self._cut_rows(turn, given):
                 return
         self._agree(turn)
+
+    def _with_shapes(self, error: ProgramsDifferError, turn: Turn) -> ProgramsDifferError:
+        """The error, with what to do where the ranks brought tensors of different shapes. All ranks call this."""
+        connection, call = turn.connection, turn.call
+        if connection is None or call is None:
+            return error
+        with notifying(connection, self.name):
+            gather = partial(connection.all_gather_text, what=self.name)
+            found = describe_shapes(inputs_of(call), connection.members.ranks, gather)
+        return ProgramsDifferError(f"{error}\n{found}", error.can_compile) if found else error
 
     def _agree(self, turn: Turn) -> None:
         """Wait until all ranks are about to do the same: to run the program that fits, or to compile."""
@@ -287,14 +300,19 @@ class Dispatch:
         return partial(restore, rows=turn.rows, program=turn.compiled.program, dims=dims, exchange=exchange)
 
     def change(self, call: Call) -> str:
-        """The first difference between a call and the one before it, in the user's words."""
+        """The first difference between a call and the program that it is nearest to, in the user's words.
+
+        That is the one with the fewest differences among those that take such arguments, else the one last run.
+        """
         if self.last is None:
             return ""
         if not self.last.is_of_this_world():
             return "the process group is another one"
         if not self.last.is_connected():
             return "a call failed, and the ranks had to connect anew"
-        return self.last.guards.difference(call.given, call.slots)
+        own = [self.last, *(each for each in self._own(call) if each is not self.last)]
+        near = [each for each in own if each.is_of_this_world() and each.guards.leaves.hold(call.given)] or own[:1]
+        return min((each.guards.differences(call.given, call.slots) for each in near), key=len)[0]
 
     def add(self, compiled: Compiled, change: str, call: Call) -> None:
         """Keep a new program, compiled for a call since ``change``; warn if its model has many.

@@ -6,6 +6,8 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -26,6 +28,22 @@ def is_foreign_file(filename: str) -> bool:
         if site in filename:
             return filename.partition(site)[2].split(os.sep)[1] in _PACKAGES
     return filename.startswith(_PYTHON)
+
+
+def is_foreign_code(code: CodeType, variables: dict[str, Any]) -> bool:
+    """The same for code with the globals ``variables``; without a file it is the code of the module that has these.
+
+    ``exec`` and ``python -c`` compile such code. So do torch and named tuples: lambdas, with a dict of their own.
+    """
+    if code.co_filename != "<string>":
+        return is_foreign_file(code.co_filename)
+    name = variables.get("__name__")
+    return is_foreign_module(name) if name in sys.modules else code.co_name == "<lambda>"
+
+
+def is_foreign_frame(frame: FrameType) -> bool:
+    """The same for code that runs."""
+    return is_foreign_code(frame.f_code, frame.f_globals)
 
 
 def is_library_file(filename: str) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 import passes
 from passes import Pass, Program
@@ -111,9 +113,21 @@ class Options:
 def _check_overrides(given: Any) -> tuple[Override, ...]:
     if given is None:
         return ()
+    if isinstance(given, (nn.Module, torch.optim.Optimizer)):
+        raise TypeError(
+            f"spmd.compile compiles a function that trains, got a {type(given).__name__}: write the step as a function "
+            "that calls the model, the backward pass and the optimizer, and pass that"
+        )
     if not isinstance(given, Sequence) or not all(isinstance(each, Override) for each in given):
-        raise TypeError(f"expected module_override to be a list of spmd.Override instances, got {given!r}")
+        kind = f"a list with a {_kind_of_other(given)}" if isinstance(given, (list, tuple)) else reprlib.repr(given)
+        raise TypeError(
+            f"expected module_override to be a list of spmd.Override instances, or the function to compile, got {kind}"
+        )
     return tuple(given)
+
+
+def _kind_of_other(overrides: Sequence[Any]) -> str:
+    return next(type(each).__name__ for each in overrides if not isinstance(each, Override))
 
 
 def check_mode(given: Any) -> ParallelMode:

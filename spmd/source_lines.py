@@ -17,10 +17,10 @@ import torch
 
 import passes
 
-from .foreign_code import is_foreign_file
+from .foreign_code import is_foreign_frame, is_library_file
 
 _PACKAGES = [os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, passes.__file__)]
-_BETWEEN = (contextlib.__file__, functools.__file__, "<string>")  # in the latter torch.fx has code that it generates
+_BETWEEN = (contextlib.__file__, functools.__file__)
 _INTERNAL = (os.path.dirname(torch.__file__) + os.sep, *_PACKAGES)
 
 
@@ -34,9 +34,15 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 def warn_user(message: str) -> None:
     """Warn at the innermost line of the user's code, however many frames of ours lie in between."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_INTERNAL, *_BETWEEN)):
+    while frame.f_back is not None and _is_between(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether a frame is torch's, ours, or code through which these call the user's, such as what torch generates."""
+    file = frame.f_code.co_filename
+    return is_foreign_frame(frame) if file == "<string>" else file.startswith((*_INTERNAL, *_BETWEEN))
 
 
 def user_line(frame: FrameType | None) -> str:
@@ -53,15 +59,16 @@ def source_at(filename: str, line: int) -> str:
     return linecache.getline(filename, line).strip()
 
 
-def user_location(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """(file, line) of the innermost frame of a traceback that is the user's."""
-    location = None
+def user_locations(traceback: TracebackType | None) -> list[tuple[str, int]]:
+    """(file, line) of the innermost frame of a traceback that is the user's; after it, that of a library it calls."""
+    own: tuple[str, int] | None = None
+    innermost: tuple[str, int] | None = None
     while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if not is_foreign_file(filename):
-            location = (filename, traceback.tb_lineno)
+        if not is_foreign_frame(traceback.tb_frame):
+            innermost = (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+            own = own if is_library_file(innermost[0]) else innermost
         traceback = traceback.tb_next
-    return location
+    return list(dict.fromkeys(each for each in (own, innermost) if each is not None))
 
 
 def users_part(traceback: TracebackType | None) -> TracebackType | None:
@@ -69,7 +76,7 @@ def users_part(traceback: TracebackType | None) -> TracebackType | None:
     if traceback is None:
         return None
     inner, frame = users_part(traceback.tb_next), traceback.tb_frame
-    if frame.f_code.co_filename.startswith((*_INTERNAL, *_BETWEEN)):
+    if _is_between(frame):
         return inner
     return TracebackType(inner, frame, traceback.tb_lasti, traceback.tb_lineno)
 

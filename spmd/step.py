@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import passes as passes_package
@@ -49,7 +49,7 @@ from .lowering.stale_references import warn_of_stale_references
 from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
-from .override import transform
+from .override import Override, transform
 from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
@@ -445,7 +445,7 @@ def compile(
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.
     """
-    bare = inspect.isfunction(module_override) or inspect.ismethod(module_override)
+    bare = callable(module_override) and not isinstance(module_override, (nn.Module, type, Override))
     graphs = gm_transformation, parallel_mode, passes, backend
     others = dump, timeout, keep_freed_memory, max_programs, program, memory, dynamic
     options = Options.check(None if bare else module_override, *graphs, *others)

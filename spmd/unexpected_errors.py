@@ -22,7 +22,7 @@ from passes import CaptureError, PartitionError, PassError, SpmdError
 from passes.runtime.peer_connection import PeerLostError
 from passes.unexpected_errors import explained
 
-from .foreign_code import is_foreign_file
+from .foreign_code import is_foreign_frame
 
 _OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parent, Path(passes.__file__).parent))
 _PROGRAM = "<spmd program"  # the file of generated code
@@ -91,5 +91,4 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 def _is_foreign(frame: FrameType) -> bool:
     """Whether a frame is of torch or of Python's library, which raise on behalf of who called them."""
-    file = frame.f_code.co_filename
-    return is_foreign_file(file) and not file.startswith((*_OURS, _PROGRAM))
+    return is_foreign_frame(frame) and not frame.f_code.co_filename.startswith((*_OURS, _PROGRAM))

@@ -58,7 +58,8 @@ def compare_arguments(
     if any(other[kind].keys() != gathered[0][kind].keys() for other in gathered for kind in ("shapes", "contents")):
         return Compared({}, [], differing)  # on all ranks: the comparison of programs finds what some do not have
     for each in inputs:
-        _check_shapes(each, ranks, [other["shapes"][each.name] for other in gathered])
+        if found := _shape_difference(each, ranks, [other["shapes"][each.name] for other in gathered]):
+            raise RankMismatchError(found)
     taken = [each for each in inputs if _is_taken_for_rows(each)]
     rows = [each.name for each in taken if _differ([other["contents"][each.name] for other in gathered])]
     if not rows:  # one batch for all, as in a test
@@ -89,10 +90,22 @@ def _passed(name: str, ranks: Sequence[int], given: Sequence[Any], what: str = "
 # Shapes
 
 
-def _check_shapes(argument: BatchInput, ranks: Sequence[int], shapes: list[Any]) -> None:
-    """Raise ``RankMismatchError`` unless all ranks passed tensors of one shape."""
+def describe_shapes(
+    inputs: Sequence[BatchInput], ranks: Sequence[int], all_gather_text: Callable[[str], list[str]]
+) -> str:
+    """The first argument whose shapes differ between ``ranks``, with what to do; or nothing. All ranks call this."""
+    own = {each.name: list(each.shape if each.is_uneven else each.value.shape) for each in inputs}
+    gathered = [json.loads(text) for text in all_gather_text(json.dumps(own))]
+    if any(other.keys() != own.keys() for other in gathered):
+        return ""
+    found = (_shape_difference(each, ranks, [other[each.name] for other in gathered]) for each in inputs)
+    return next(filter(None, found), "")
+
+
+def _shape_difference(argument: BatchInput, ranks: Sequence[int], shapes: list[Any]) -> str:
+    """What ranks passed of one argument, and what to do, where its shapes differ; else nothing."""
     if not _differ(shapes):
-        return
+        return ""
     rows = {entry.dim % max(1, argument.value.ndim) for entry in argument.placement if isinstance(entry, Shard)}
     outside = [[size for dim, size in enumerate(shape) if dim not in rows] for shape in shapes]
     if rows and not _differ(outside):
@@ -106,7 +119,7 @@ def _check_shapes(argument: BatchInput, ranks: Sequence[int], shapes: list[Any])
             "Ranks that pad their own batches must pad to one length: to a fixed one, or to the longest of all ranks "
             "(all_reduce its length with ReduceOp.MAX)"
         )
-    raise RankMismatchError(f"{_passed(argument.name, ranks, shapes, ' of shape')}. {advice}")
+    return f"{_passed(argument.name, ranks, shapes, ' of shape')}. {advice}"
 
 
 # Tables

@@ -29,7 +29,7 @@ from torch.amp import GradScaler
 from passes import CaptureError
 
 from .._torch import BUFFERS, CHILDREN, PARAMETERS
-from ..foreign_code import is_foreign_file, is_foreign_module, is_library_file
+from ..foreign_code import is_foreign_code, is_foreign_module, is_library_file
 from .paths import Found, Path, cell_of, entry_of, field_of, global_of, item_of
 from .state import Arguments, is_replaced, submodules_of
 
@@ -152,7 +152,7 @@ class _Search:
         """The closure variables of a function, and the globals that its code names."""
         if hasattr(function, "__wrapped__"):  # by torch.no_grad(), say, whose own code is not the user's
             yield path.to(_attribute, "__wrapped__"), function.__wrapped__
-        if is_foreign_file(function.__code__.co_filename):
+        if is_foreign_code(function.__code__, function.__globals__):
             return
         for code in _codes(function.__code__):
             self._names.update(dict.fromkeys((*code.co_names, *_strings(code.co_consts))))

@@ -1,4 +1,4 @@
-"""Flatten nested arguments and results: torch's pytrees, extended by dataclasses and subclasses of dict.
+"""Flatten nested arguments and results: torch's pytrees, extended by dataclasses and subclasses of dict and UserDict.
 
 torch's pytrees treat objects of unknown classes as leaves. Here a ``Record`` replaces each object that holds values by
 name; unflattening makes an object of the same class.
@@ -6,7 +6,7 @@ name; unflattening makes an object of the same class.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -30,7 +30,7 @@ class _Structure:
     """Equal for records of the same structure."""
 
     cls: type
-    items: tuple[Any, ...]  # keys of a subclass of dict
+    items: tuple[Any, ...]  # keys of a subclass of dict or UserDict
     attributes: tuple[str, ...]
 
 
@@ -44,7 +44,7 @@ class Record:
     @classmethod
     def of(cls, held: Any) -> Record:
         """The record of ``held``, and of the objects in it."""
-        items = dict(held) if isinstance(held, dict) else {}
+        items = items_of(held)
         attributes = {name: getattr(held, name) for name in attributes_of(held)}
         values = tuple(with_records(value) for value in (*items.values(), *attributes.values()))
         return cls(_Structure(type(held), tuple(items), tuple(attributes)), values)
@@ -75,6 +75,8 @@ def _entries(spec: TreeSpec) -> Sequence[Any]:
     context = spec.context
     if isinstance(context, _Structure):
         return [*context.items, *context.attributes]
+    if isinstance(context, type):  # torch's spec of a namedtuple has ``namedtuple`` itself, a function, for its type
+        return getattr(context, "_fields", ())
     if issubclass(spec.type, defaultdict):
         context = context[1]  # after the factory
     is_dict = issubclass(spec.type, dict) and isinstance(context, list) and len(context) == spec.num_children
@@ -89,13 +91,36 @@ def with_records(tree: Any) -> Any:
 def _is_record(leaf: Any) -> bool:
     if is_dataclass(leaf):
         return not isinstance(leaf, (type, nn.Module, torch.optim.Optimizer, torch.Tensor))
-    return isinstance(leaf, dict)
+    return isinstance(leaf, (dict, UserDict))
+
+
+def items_of(held: Any) -> dict[Any, Any]:
+    """The items of a dict or UserDict; of another object none."""
+    if isinstance(held, UserDict):
+        return dict(vars(held)["data"])
+    return dict(held) if isinstance(held, dict) else {}
 
 
 def attributes_of(held: Any) -> Iterable[str]:
     """The names of the values that ``held`` has besides the items of a dict."""
+    if isinstance(held, UserDict):
+        return [name for name, value in vars(held).items() if name != "data" and not _is_opaque(value)]
     slots = [field.name for field in fields(held)] if is_dataclass(held) else []
     return dict.fromkeys([*(name for name in slots if hasattr(held, name)), *getattr(held, "__dict__", {})])
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether a value is an object without content, equal only to itself, or a list with one.
+
+    A batch of a tokenizer notes such objects beside the tensors, other ones for each batch. The step does not see them,
+    since a program would keep those that it was traced with.
+    """
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_opaque, value))
+    has_content = value is None or _is_record(value) or isinstance(value, (torch.Tensor, torch.optim.Optimizer))
+    if has_content or callable(value):
+        return False
+    return type(value).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
 
 
 def _flatten_record(record: Record) -> tuple[list[Any], _Structure]:
@@ -111,9 +136,13 @@ def _unflatten_record(values: Iterable[Any], structure: _Structure) -> Any:
     """An object of the user's class, made without ``__init__``, which may take other arguments or do more."""
     remaining = iter(values)
     held: Any = structure.cls.__new__(structure.cls)  # type: ignore[call-overload]
-    write = OrderedDict.__setitem__ if isinstance(held, OrderedDict) else dict.__setitem__
+    items = held
+    if isinstance(held, UserDict):
+        items = {}
+        object.__setattr__(held, "data", items)
+    write = OrderedDict.__setitem__ if isinstance(items, OrderedDict) else dict.__setitem__
     for key in structure.items:
-        write(held, key, next(remaining))
+        write(items, key, next(remaining))
     for name in structure.attributes:
         object.__setattr__(held, name, next(remaining))
     return held

@@ -43,12 +43,17 @@ class Split:
         return cls(dims.pop(), axes) if len(dims) == 1 else None
 
 
-def splits_of(call: Call) -> dict[str, Split]:
-    """The arguments that are split, by name; none where they cannot be placed, which compiling explains."""
+def inputs_of(call: Call) -> list[BatchInput]:
+    """The tensor arguments of a call; none where they cannot be placed, which compiling explains."""
     try:
-        found = {each.name: Split.of(each) for each in call.inputs}
+        return call.inputs
     except SpmdError:
-        return {}
+        return []
+
+
+def splits_of(call: Call) -> dict[str, Split]:
+    """The arguments that are split, by name."""
+    found = {each.name: Split.of(each) for each in inputs_of(call)}
     return {name: split for name, split in found.items() if split is not None}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from traceback import extract_tb
 from types import TracebackType
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from passes import CaptureError, PlacementError, RankMismatchError, SpmdError
+from passes import CaptureError, PlacementError, RankMismatchError, Role, SpmdError
 from passes.unexpected_errors import explained
 
 from .._torch import (
@@ -22,10 +22,11 @@ from .._torch import (
     UnsupportedOperatorException,
 )
 from ..call.argument_logs import LogsFound
+from ..call.inputs import BatchInput
 from ..call.state import Arguments, submodules_of
 from ..environment import is_set
 from ..failed_ops import describe_failed_op, is_from_users_code
-from ..source_lines import defined_at, module_of, source_at, user_location, users_part
+from ..source_lines import defined_at, module_of, source_at, user_locations, users_part
 from ..unexpected_errors import is_users, mark_as_users
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
@@ -35,7 +36,9 @@ _FOR_USERS = (CaptureError, PlacementError, RankMismatchError)
 
 
 @contextmanager
-def explained_errors(function: Callable[..., Any], arguments: Arguments) -> Iterator[None]:
+def explained_errors(
+    function: Callable[..., Any], arguments: Arguments, inputs: Sequence[BatchInput] = ()
+) -> Iterator[None]:
     """Raise ``CaptureError`` with an explanation for what torch raises; the user's own errors get a note instead."""
     try:
         with nullcontext() if _shows_all() else _without_log():
@@ -52,11 +55,14 @@ def explained_errors(function: Callable[..., Any], arguments: Arguments) -> Iter
             ) from error
         if reason is None:
             error.add_note(f"raised while spmd traced {name}; nothing was changed\n    {where}")
+            if sizes := _describe_sizes(inputs):
+                error.add_note(sizes)
             mark_as_users(error)
             raise
-        if not _shows_all():
-            error.__traceback__ = users_part(error.__traceback__)
-        raise CaptureError(f"{name} cannot be traced into one graph: {reason}\n    {where}") from error
+        refused = CaptureError(f"{name} cannot be traced into one graph: {reason}\n    {where}")
+        if _shows_all():
+            raise refused from error
+        raise refused.with_traceback(users_part(error.__traceback__)) from None
 
 
 def shorten_traceback(error: Exception) -> None:
@@ -85,12 +91,29 @@ def _without_log() -> Iterator[None]:
 
 
 def _describe_location(traceback: TracebackType | None, function: Callable[..., Any], arguments: Arguments) -> str:
-    """``"train.py:12 in model.head: loss = ..."``, or the line where the function is defined."""
-    location = user_location(traceback)
-    if location is None:
+    """``"train.py:12 in model.head: loss = ..."``, or the line where the function is defined.
+
+    Where a library raised that the step calls, its line is the second one.
+    """
+    locations = user_locations(traceback)
+    if not locations:
         return defined_at(function)
     module = module_of(traceback, {id(module): name for name, module in submodules_of(arguments.modules)})
-    return f"{location[0]}:{location[1]}{f' in {module}' if module else ''}: {source_at(*location)}"
+    where = f" in {module}" if module else ""
+    lines = [f"{file}:{line}{where}: {source_at(file, line)}".removesuffix(": ") for file, line in locations]
+    return "\n    called ".join(lines)
+
+
+def _describe_sizes(inputs: Sequence[BatchInput]) -> str:
+    """The shapes of arguments where they are others in the step, and which of these may be no rows; or nothing."""
+    split = [each for each in inputs if tuple(each.shape) != tuple(each.value.shape)]
+    if not split:
+        return ""
+    shapes = [f"{each.name}: {list(each.value.shape)} on this rank, {list(each.shape)} in the step" for each in split]
+    text = f"sizes in the step are those of the global batch, of all ranks\n    {'; '.join(shapes)}"
+    tables = [each.name for each in split if each.value.ndim == 1 and each.role is Role.BATCH and not each.is_named]
+    named = ", ".join(f"'{name}': Replicate()" for name in tables)
+    return f"{text}\n    what all rows share, such as class weights, is named: inputs={{{named}}}" if tables else text
 
 
 _ALTERNATIVES = (
@@ -104,8 +127,15 @@ _ALTERNATIVE_OF: dict[Any, str] = {
     "mask and look at it outside of the step.",
     aten.masked_select: "Keep all entries and weigh them with the mask: (x * mask).sum() / mask.sum().",
 }
+_AS_NUMBER = (
+    "Return the tensor and look at it outside of the step, compute with functions of torch in place of those of math, "
+    "select with torch.where instead of branching, or replace the submodule through spmd.Override."
+)
 _CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
-_MEMORY = f"it takes a tensor's memory out of torch. {_ALTERNATIVES}"
+_MEMORY = (
+    "it takes a tensor's values out of torch. Return the tensor and look at it outside of the step, or compute with "
+    "functions of torch."
+)
 _OUTSIDE = ("convert all Tensors to FakeTensors", "Mixing fake modes")
 # By a part of the message, for errors whose type alone does not tell the reason.
 _REASONS = {
@@ -157,4 +187,7 @@ def _needs_a_value(error: Exception) -> str:
             "clipping needs the value of the norm, to raise if it is not finite. Leave error_if_nonfinite out, return "
             "the norm from the step and look at it there."
         )
+    condition = getattr(error, "cond", None)
+    if condition is not None and not (condition.is_Relational or condition.is_Boolean):  # such as ``float(loss)``
+        return f"it needs the value of a tensor as a number, which is not known while tracing. {_AS_NUMBER}"
     return f"it needs the value of a tensor, which is not known while tracing. {_ALTERNATIVES}"

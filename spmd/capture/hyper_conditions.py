@@ -82,6 +82,22 @@ class HyperGuards:
                 return None
         return rest if min(sizes, default=LEAST) >= LEAST else None
 
+    def failed(self, names: Sequence[str], values: Sequence[Any]) -> list[str]:
+        """The numbers on which conditions are that these values do not meet, each with its value."""
+        values, names = [*values, *self.sizes], [*names, *("a size" for _ in self.sizes)]
+        failed = [
+            positions
+            for positions, check in zip(self.positions, self.checks, strict=True)
+            if not check(*(values[k] for k in positions))
+        ]
+        return list(dict.fromkeys(f"{names[k]} = {values[k]}" for positions in failed for k in positions))
+
+    def failed_for_state(self, names: Sequence[str], state: Sequence[torch.Tensor]) -> list[str]:
+        """The 0-dim state on which branches are that this state does not take, each with its value."""
+        live = dict(zip(names, state, strict=True))
+        failed = [branch for branch in self.branches if not branch.holds(live)]
+        return list(dict.fromkeys(f"{name} = {live[name].item()}" for branch in failed for name in branch.reads))
+
     def hold_for_state(self, names: Sequence[str], state: Sequence[torch.Tensor]) -> bool:
         """Whether a call with this state takes the same branches."""
         if not self.branches:

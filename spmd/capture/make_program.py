@@ -52,7 +52,7 @@ def capture(
     call. Raises ``CaptureError`` if the step cannot be traced; nothing is changed then.
     """
     known = (known or Carried()).now()
-    with explained_errors(function, call.arguments), constraints_on(call.mesh):
+    with explained_errors(function, call.arguments, call.inputs), constraints_on(call.mesh):
         found = _traced_with_live_numbers(function, call, known, live.now(), sizes) if live else None
         trace, first = found or _traced(function, call, known, sizes)
     assert trace.final is not None

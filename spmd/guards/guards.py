@@ -2,7 +2,7 @@
 
 ``admit`` is on the path of each call and compares in bulk: the leaves of the arguments, torch's global settings, the
 tree of modules, the plain Python values that the trace read, parameter groups, the layout of all state, and conditions
-on numbers. ``difference`` is slower: it describes, in the user's words, the first thing that is not as it was.
+on numbers. ``differences`` is slower: it describes, in the user's words, what is not as it was.
 """
 
 from __future__ import annotations
@@ -158,33 +158,39 @@ class Guards:
             return None
         return live if self.conditions.hold_for_state(self.layout.names, live.tensors) else None
 
-    def difference(self, arguments: Arguments, slots: Sequence[Slot]) -> str:
-        """The first difference between a call and the compiled one, in the user's words."""
+    def differences(self, arguments: Arguments, slots: Sequence[Slot]) -> list[str]:
+        """What differs between a call and the compiled one, in the user's words: one or more sentences.
+
+        Of the arguments, or of one kind of Python state, it is the first that differs; of tensors each one.
+        """
         found = self.leaves.difference(arguments) or self.found.difference(arguments)
         if found or self.dead:
-            return found or "another model or optimizer"
-        for before, now in zip(self.settings, torch_settings(), strict=True):
-            if before != now:
-                return f"torch's {now[0]}: {before[1:]} -> {now[1:]}"
-        found = (
-            self.tree.difference()
-            or self.annotations.difference()
-            or self.reads.difference()
-            or self.groups.difference(arguments)
-        )
-        return (
-            found
-            or self.carried.difference()
-            or self._state_difference(slots)
-            or self.groups.describe_values(arguments)
-        )
+            return [found or "another model or optimizer"]
+        settings = zip(self.settings, torch_settings(), strict=True)
+        differences = [
+            *(f"torch's {now[0]}: {before[1:]} -> {now[1:]}" for before, now in settings if before != now),
+            self.tree.difference(),
+            self.annotations.difference(),
+            self.reads.difference(),
+            self.groups.difference(arguments),
+            self.carried.difference(),
+            *self._state_differences(slots),
+        ]
+        return list(filter(None, differences)) or [self._condition(arguments)]
 
-    def _state_difference(self, slots: Sequence[Slot]) -> str:
+    def _state_differences(self, slots: Sequence[Slot]) -> list[str]:
         before, now = self.described, _describe_state(slots)
-        for name in {**before, **now}:
-            if before.get(name) != now.get(name) and name not in self.any_gradient:
-                return f"{name}: {before.get(name, 'not there')} -> {now.get(name, 'not there')}"
-        return ""
+        names = [n for n in {**before, **now} if before.get(n) != now.get(n) and n not in self.any_gradient]
+        return [f"{name}: {before.get(name, 'not there')} -> {now.get(name, 'not there')}" for name in names]
+
+    def _condition(self, arguments: Arguments) -> str:
+        """The numbers and 0-dim state on which a branch depends that this call does not take."""
+        live = self.live(arguments)
+        if live is None:
+            return "state"
+        failed = self.conditions.failed(self.groups.names, live.numbers)
+        failed += self.conditions.failed_for_state(self.layout.names, live.tensors)
+        return f"another branch of the step, for {', '.join(failed)}" if failed else "state"
 
 
 def torch_settings() -> tuple[Any, ...]:

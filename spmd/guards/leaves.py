@@ -20,6 +20,8 @@ from ..call.grad_scaler import Settings
 from ..call.state import Arguments, StateRef
 from .equality import structurally_equal
 
+_SHOWN = 3  # changes of the structure of the arguments, in a message
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -140,7 +142,7 @@ class Leaves:
     def difference(self, arguments: Arguments) -> str:
         """The first leaf that is not as expected, or nothing."""
         if arguments.spec != self.spec:
-            return f"the structure of the arguments: {self.spec} -> {arguments.spec}"
+            return _structure_difference(self.names, [leaf.name for leaf in arguments.leaves])
         for name, expected, check, leaf in zip(self.names, self.expected, self.checks, arguments.leaves, strict=True):
             if check(leaf.value):
                 continue
@@ -191,10 +193,20 @@ def check_leaves(arguments: Arguments) -> None:
         try:
             hash(leaf.value)
         except TypeError:
+            advice = "pass tensors, modules, optimizers, hashable values, or lists, tuples and dicts of them"
+            if type(leaf.value).__module__ == "numpy":
+                advice = f"pass torch.from_numpy({leaf.name}), which shares its memory"
             raise CaptureError(
                 f"the argument {leaf.name} is a {type(leaf.value).__name__}, which cannot be compared from call to "
-                "call: pass tensors, modules, optimizers, hashable values, or lists, tuples and dicts of them"
+                f"call: {advice}"
             ) from None
+
+
+def _structure_difference(before: Collection[str], now: Collection[str]) -> str:
+    changes = [f"{name} is new" for name in now if name not in before]
+    changes += [f"{name} is gone" for name in before if name not in now]
+    more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    return f"the structure of the arguments ({', '.join(changes[:_SHOWN]) or 'other containers'}{more})"
 
 
 def _check(expected: Any) -> Callable[[Any], bool]:

@@ -76,11 +76,6 @@ class ParameterGroups:
                         return f"{path}.{index}.{key}: {group.get(key)} -> {current.get(key)}"
         return ""
 
-    def describe_values(self, arguments: Arguments) -> str:
-        """The hyper-parameters in a message: one of them has crossed a condition that the optimizer branches on."""
-        text = ", ".join(f"{name} = {value}" for name, value in zip(self.names, self.values(arguments), strict=True))
-        return f"a hyper-parameter for which the optimizer branches ({text})" if text else "state"
-
 
 def _index(dicts: list[list[dict[str, Any]]]) -> dict[int, tuple[int, int]]:
     """(optimizer, index) of each dict, by its id."""

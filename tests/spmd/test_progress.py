@@ -46,6 +46,36 @@ def test_a_log_gets_a_line_for_each_program(capfd: pytest.CaptureFixture[str]) -
     assert re.fullmatch(rf"compiling train \(program 2: .*x.*\[5, 3\].*\) \.\.\. {STAGES}", second)
 
 
+def steps_if_training(model: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = sum((model(x).sum() for x in batch.values()), torch.zeros(()))
+    if model.training and optimizer.param_groups[0]["lr"] < 1:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def test_the_reason_is_the_first_difference_to_the_nearest_program(capfd: pytest.CaptureFixture[str]) -> None:
+    with fake_world(2):
+        model, step, x = nn.Linear(3, 4), spmd.compile(steps_if_training), torch.ones(2, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, optimizer, {"x": x})
+        with torch.no_grad():
+            step(model.eval(), optimizer, {"x": x})
+        model.train().bias.requires_grad_(False)  # two more differences to the program that was run last
+        step(model, optimizer, {"x": x})
+        optimizer.param_groups[0]["lr"] = 2.0
+        step(model, optimizer, {"x": x})
+        step(model, optimizer, {"x": x, "z": x})
+    reasons = [line.partition("(")[2].rpartition(")")[0] for line in capfd.readouterr().err.splitlines()]
+    assert reasons[:2] == ["", "program 2: torch's grad mode: (True, False) -> (False, False)"]
+    assert reasons[2].startswith("program 3: model.bias: ")
+    assert reasons[3:] == [
+        "program 4: another branch of the step, for optimizer.0.lr = 2.0",
+        "program 5: the structure of the arguments (batch.z is new)",
+    ]
+
+
 def test_other_ranks_write_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     compile_twice(rank=1)
     assert capfd.readouterr().err == ""

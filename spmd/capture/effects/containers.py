@@ -1,16 +1,17 @@
-"""Lists, dicts and dataclasses among a step's arguments: what the step changes in them.
+"""Lists, dicts, UserDicts and dataclasses among a step's arguments: what the step changes in them.
 
 The step gets copies while it is traced. Each call repeats the changes on what the caller passed.
 """
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from ..._torch import tree_flatten
-from ...call.tree import attributes_of
+from ...call.tree import attributes_of, items_of
 from ..reads import MISSING, Change, ReadSite
 
 Path = tuple[Any, ...]
@@ -29,7 +30,7 @@ class ArgumentEntry:
         container = arguments
         for key in self.path:
             container = _entries(container)[key]
-        if isinstance(container, (dict, list)):
+        if isinstance(container, (dict, UserDict, list)):
             _put(container, self.key, value)
         elif value is MISSING:
             delattr(container, self.key)
@@ -68,7 +69,7 @@ def logs_among(entries: Iterable[tuple[ArgumentEntry, Change]]) -> set[Path]:
 def _walk(value: Any, path: Path, leaves: Container[int]) -> Iterator[tuple[Path, Any]]:
     if id(value) in leaves:
         return
-    if isinstance(value, (dict, list)) or (is_dataclass(value) and not isinstance(value, type)):
+    if isinstance(value, (dict, UserDict, list)) or (is_dataclass(value) and not isinstance(value, type)):
         yield path, value
     elif not isinstance(value, tuple):
         return
@@ -77,14 +78,15 @@ def _walk(value: Any, path: Path, leaves: Container[int]) -> Iterator[tuple[Path
 
 
 def _entries(container: Any) -> dict[Any, Any]:
-    if isinstance(container, dict):
-        return dict(container)
+    if isinstance(container, (dict, UserDict)):
+        return items_of(container)
     if isinstance(container, (list, tuple)):
         return dict(enumerate(container))
     return {name: getattr(container, name) for name in attributes_of(container)}
 
 
 def _put(container: Any, key: Any, value: Any) -> None:
+    container = container.data if isinstance(container, UserDict) else container
     if value is MISSING:
         del container[key]
     elif isinstance(container, list) and key == len(container):

@@ -13,7 +13,7 @@ from typing import Any
 from passes import CaptureError
 
 from ...collector_callbacks import is_in_callback
-from ...foreign_code import is_foreign_file
+from ...foreign_code import is_foreign_frame
 from ...source_lines import user_line
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
@@ -48,7 +48,7 @@ def _refusing(name: str, clock: Callable[[], Any]) -> Callable[[], Any]:
 
     def ask() -> Any:
         caller = sys._getframe(1)
-        if threading.get_ident() != thread or is_foreign_file(caller.f_code.co_filename) or is_in_callback(caller):
+        if threading.get_ident() != thread or is_foreign_frame(caller) or is_in_callback(caller):
             return clock()
         raise CaptureError(
             f"the step asks time.{name}(), and each call of its program would get the time at which it was traced: "

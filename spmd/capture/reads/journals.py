@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._torch import register_pytree_node, tree_flatten, tree_unflatten, version_of
-from ...foreign_code import is_foreign_file
+from ...foreign_code import is_foreign_frame
 from ...source_lines import user_line
 from .read_sites import Reference
 
@@ -119,7 +119,7 @@ class Journals:
         before, thread = builtins.print, threading.get_ident()
 
         def record(*args: Any, **kwargs: Any) -> None:
-            if threading.get_ident() != thread or is_foreign_file(sys._getframe(1).f_code.co_filename):
+            if threading.get_ident() != thread or is_foreign_frame(sys._getframe(1)):
                 before(*args, **kwargs)
                 return
             leaves, spec = tree_flatten((args, kwargs))  # lists and dicts as they are now

@@ -11,6 +11,7 @@ must find there.
 from __future__ import annotations
 
 import argparse
+import builtins
 import collections
 import sys
 import threading
@@ -26,7 +27,7 @@ from torch import nn
 
 from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS, tree_flatten
 from ...call.state import is_replaced
-from ...foreign_code import is_foreign_file, is_foreign_module
+from ...foreign_code import is_foreign_code, is_foreign_module
 from ..effects.traced import holds_fakes
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change
@@ -185,7 +186,7 @@ class Reads:
 
     def _note_globals(self, code: types.CodeType, variables: dict[str, Any]) -> None:
         """Record the globals of code that starts, and follow what it imports."""
-        if is_foreign_file(code.co_filename):
+        if is_foreign_code(code, variables):
             return
         self.code.append(code)
         self._namespaces.read_by(code)
@@ -251,6 +252,8 @@ class Reads:
             return
         if id(value) in self.journals.by_id or isinstance(value, Recording):
             return  # the step sees nothing of what it holds
+        if value is vars(builtins):  # in a dict in which code was run by ``exec``; to restore it would end Python
+            return
         self._seen[id(value)] = value
         name = self.names.get(id(value), name)
         if isinstance(value, CONTAINERS):
@@ -299,7 +302,7 @@ class Reads:
     def _follow_function(self, function: types.FunctionType) -> None:
         if hasattr(function, "__wrapped__"):
             self._follow(function.__wrapped__, function.__qualname__)
-        if is_foreign_file(function.__code__.co_filename):
+        if is_foreign_code(function.__code__, function.__globals__):
             return
         for key in ("__code__", "__defaults__", "__kwdefaults__"):  # reloading a file in a notebook replaces these
             self._note("attribute", function, key, f"{function.__qualname__}.{key}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..._torch import FakeTensor
-from ...foreign_code import is_foreign_file
+from ...foreign_code import is_foreign_frame
 from ..unsupported import Refused
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float}
@@ -32,7 +32,7 @@ def tensors_as_text() -> Iterator[None]:
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         def format(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_foreign_file(sys._getframe(1).f_code.co_filename):
+            if is_foreign_frame(sys._getframe(1)):
                 return original(tensor, *args, **kwargs)
             raise Refused(_TEXT)
 
@@ -70,7 +70,7 @@ def _of_value(cls: type, name: str, original: Callable[..., Any]) -> Callable[..
     plain, method = _KINDS[cls], getattr(_KINDS[cls], name)
 
     def of_value(number: Any, *args: Any) -> Any:
-        if is_foreign_file(sys._getframe(1).f_code.co_filename):
+        if is_foreign_frame(sys._getframe(1)):
             return original(number, *args)
         if not number.node.has_hint():
             raise Refused(_TEXT)

@@ -25,6 +25,33 @@ Decorator = Callable[[Any], Any]
 Made = tuple[Callable[..., Any], tuple[Any, ...]]  # the step, and the objects to compare
 
 
+TEXT = """
+def step(x):
+    loss = model(x).sum() * scale
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_code_without_a_file_finds_what_it_names_and_is_guarded() -> None:
+    model = nn.Linear(3, 4)
+    scope: dict[str, Any] = {"__name__": __name__, "model": model, "scale": 1.0}
+    scope["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(TEXT, scope)
+    x, step = torch.ones(2, 3), spmd.compile(scope["step"])
+    for scale in (1.0, 2.0, 3.0):
+        scope["scale"] = scale
+        expected = model(x).sum().item() * scale
+        assert step(x).item() == pytest.approx(expected)
+    scope["step"] = None
+    with pytest.raises(RuntimeError) as caught:
+        step(torch.ones(2, 5))
+    assert "<string>:3" in str(caught.value.__notes__)
+
+
 class Trainer:
     """Has a model, an optimizer and settings as attributes, and keeps an average of its loss."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -108,27 +108,49 @@ class Named(OrderedDict):  # type: ignore[type-arg]
         return self[name]
 
 
+class Encoded(UserDict):  # type: ignore[type-arg]
+    """A kind of UserDict, as the batches of tokenizers are, which note an object without content for each batch."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.origin, self.rows = [object()], 6
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Pair(NamedTuple):
+    """An argument or a result with names."""
+
+    first: Any
+    second: Any
+
+
 class Records(Small):
-    """Dataclasses and subclasses of dict as arguments and results."""
+    """Dataclasses, subclasses of dict and UserDict and named tuples as arguments and results."""
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
         x, y = super().part(rank, step)  # type: ignore[misc]
-        return (Batch(x, Named(target=y), "train", {"power": [2]}),)
+        return (Batch(Pair(Encoded({"x": x}), 1), Named(target=y), "train", {"power": [2]}),)
 
     def whole(self, parts: list[Any]) -> Any:
         batches = [part[0] for part in parts]
-        y = torch.cat([batch.y.target for batch in batches])
-        return (Batch(torch.cat([batch.x for batch in batches]), Named(target=y), "train", {"power": [2]}),)
+        x, y = (torch.cat(each) for each in zip(*((b.x.first.x, b.y.target) for b in batches), strict=True))
+        return (Batch(Pair(Encoded({"x": x}), 1), Named(target=y), "train", {"power": [2]}),)
 
     @staticmethod
     def step(model: Any, optimizer: Any, batch: Batch) -> Any:  # type: ignore[override]
-        error = model(batch.x) - batch.y.target
-        loss = error.pow(batch.options["power"][0]).sum() / batch.rows
+        encoded = batch.x.first
+        error = model(encoded["x"]) - batch.y.target
+        loss = error.pow(batch.options["power"][0]).sum() / len(encoded.x)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         out = Named(loss=loss, out=Batch(error.detach(), None, batch.tag))
-        return out.loss, out.out.x, vars(seen(out)), type(out).__name__
+        return out.loss, Pair(out.out.x, (Pair(loss, None), None)), vars(seen(out)), type(out).__name__
 
 
 def seen(out: Named) -> Batch:
@@ -168,6 +190,21 @@ def test_results_have_the_user_s_classes() -> None:
     assert type(named) is Named and list(named) == ["twice"]
     assert torch.equal(named.twice.x, 2 * x) and named.twice.tag == "tag"
     assert batch.rows == 3 and torch.equal(batch.y.more[0], x + 1)
+
+
+def test_named_tuples_and_user_dicts_keep_their_class_and_their_names(alone: None) -> None:
+    def step(pair: Pair) -> Pair:
+        pair.second["more"] = pair.second.x + pair.first
+        return Pair(pair.second, [Pair(pair.first, pair.second.rows)])
+
+    compiled = spmd.compile(step)
+    for k in (1.0, 2.0):
+        encoded = Encoded({"x": torch.full((6,), k)})
+        result = compiled(Pair(torch.ones(6), encoded))
+        assert type(result) is Pair and type(result.first) is Encoded and result.second[0].second == 6
+        assert torch.equal(result.first.more, torch.full((6,), k + 1)) and torch.equal(encoded.more, result.first.more)
+    (program,) = compiled.programs
+    assert [each.name for each in program.inputs] == ["pair.first", "pair.second.x"]
 
 
 def test_containers_that_the_step_changes_are_changed_at_each_call(alone: None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,6 +93,19 @@ def test_an_unknown_backend_names_those_there_are() -> None:
 def test_only_a_function_can_be_compiled() -> None:
     with pytest.raises(TypeError):
         spmd.compile()(3)
+    with pytest.raises(TypeError, match=r"^spmd.compile compiles a function that trains, got a Linear: .*") as caught:
+        spmd.compile(nn.Linear(3, 4))
+    assert "in_features" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_whatever_can_be_called_is_a_step() -> None:
+    class Step:
+        def __call__(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    for step in (Step(), partial(lambda y, x: x * y, 2), partial(lambda x, y: x * y, y=2)):
+        assert spmd.compile(step, parallel_mode=spmd.DataParallel())(torch.ones(3)).tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("mode", [spmd.DataParallel, spmd.DTensorExpand])
@@ -106,3 +121,9 @@ def test_modes_check_what_they_are_given(mode: Any) -> None:
 def test_an_option_that_is_no_flag_is_refused() -> None:
     with pytest.raises(TypeError, match="keep_freed_memory to be True or False, got 'yes'"):
         spmd.compile(keep_freed_memory="yes")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_numpy_array_is_refused_with_what_to_pass() -> None:
+    with pytest.raises(spmd.CaptureError, match=r"batch\.x is a ndarray, .*: pass torch\.from_numpy\(batch\.x\)"):
+        spmd.compile(lambda batch: torch.as_tensor(batch["x"]))({"x": np.ones(3)})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 
 import spmd
 from tests.harness.fake import fake_world
@@ -31,6 +32,23 @@ def formats(model: nn.Module, x: Tensor) -> str:
     return f"{model(x).sum().item():.4f}"
 
 
+def logs(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).sum()
+    LIBRARY["log"](loss)
+    return loss
+
+
+def branches(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).sum()
+    return loss if loss > 0 else -loss
+
+
+def weighs_classes(model: nn.Module, x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), labels, weight=weight)
+
+
+LIBRARY: dict[str, Any] = {"__name__": "board.log"}
+exec(compile("def log(value): return float(value)", "/site-packages/board/log.py", "exec"), LIBRARY)
 WRONG = nn.Sequential(nn.Linear(4, 5), nn.Linear(6, 3))  # 5 features for 6
 
 
@@ -50,6 +68,30 @@ def test_an_error_of_the_user_s_own_shows_the_user_s_frames(capfd: pytest.Captur
     assert frames(text) == [("test_tracebacks.py", where) for where in ("shown", "train", "forward")]
     assert text.count("must have same reduction dim") == 1 and "in model.1: result: Tensor = model(x)" in text
     assert capfd.readouterr().err == ""
+    assert "x: [2, 4] on this rank, [4, 4] in the step" in text and "inputs=" not in text
+
+
+def test_an_error_about_a_table_that_was_taken_for_rows_says_how_to_name_it() -> None:
+    with fake_world(2), pytest.raises(AssertionError) as raised:
+        model, x, labels = nn.Linear(4, 3), torch.ones(3, 4), torch.arange(3)
+        spmd.compile(weighs_classes)(model, x, labels, torch.ones(3))
+    *_, sizes = raised.value.__notes__
+    assert "weight: [3] on this rank, [6] in the step" in sizes and "'weight': Replicate()" in sizes
+
+
+def test_a_value_that_a_library_asks_for_is_named_at_the_user_s_line_first() -> None:
+    text = shown(logs, nn.Linear(4, 3))
+    assert frames(text)[-2:] == [("test_tracebacks.py", "logs"), ("log.py", "log")]
+    first, second = text.splitlines()[-2:]
+    assert re.search(r'test_tracebacks.py:\d+: LIBRARY\["log"\]\(loss\)$', first)
+    assert second.endswith("called /site-packages/board/log.py:1")
+    assert "Return the tensor and look at it outside of the step" in text
+
+
+def test_no_text_of_torch_s_stands_above_an_explanation() -> None:
+    text = shown(branches, nn.Linear(4, 3))
+    assert "Select with torch.where" in text and frames(text)[-1] == ("test_tracebacks.py", "branches")
+    assert not any(words in text for words in ("data-dependent", "direct cause", "Refused"))
 
 
 def test_all_frames_and_torch_s_log_are_there_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def mismatch(rank: int, world: int, disagree: Any, before: tuple[int, ...]) -> s
 
 
 DIFFERENCES = {
-    other_shape: ["x", "[6, 15]", "[6, 1, 15]"],
+    other_shape: ["x of shape", "[6, 15]", "[6, 1, 15]", "must pad to one length"],
     other_flag: ["flag", "True", "False"],
     other_dtype: ["y", "float32"],
 }
