@@ -31,11 +31,11 @@ from ..effects.traced import holds_fakes
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change
 from .clocks import is_clock, refusing
+from .compared_objects import ComparedObjects
 from .global_reads import GlobalReads, globals_in, names_in
 from .journals import Journals, Recording
 from .namespaces import Namespaces
 from .new_objects import NewObjects
-from .random_generators import RandomGenerators
 from .read_sites import MISSING, ReadSite, Reference, is_plain
 from .refusing import Refusals
 from .snapshots import CONTAINERS, ContainerSnapshot, FieldsSnapshot, containers_in, content_of, items_of
@@ -78,8 +78,8 @@ class Reads:
     references: list[Reference] = field(default_factory=list)  # to state, that the step read
     journals: Journals = field(default_factory=Journals)  # of containers that the step writes to and does not read
     refused: list[str] = field(default_factory=list)  # names of what refers to state and cannot have fakes in it
-    refusals: Refusals = field(default_factory=Refusals)  # in the place of iterators
-    _generators: RandomGenerators = field(default_factory=RandomGenerators)
+    refusals: Refusals = field(default_factory=Refusals)  # in the place of iterators, files and queues
+    _compared: ComparedObjects = field(default_factory=ComparedObjects)
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
     _before: dict[int, dict[str, Any]] = field(default_factory=dict)  # attributes of ``fields``, by the id of __dict__
@@ -98,7 +98,7 @@ class Reads:
         """Record reads for the length of the context; ``roots`` are the function and its arguments.
 
         What the step changed is undone at the end, also if it raised. Raises ``CaptureError`` if the step took values
-        that each call would get again.
+        that each call would get again, or wrote where no call would write again.
         """
         with ExitStack() as stack:
             self._stack = stack
@@ -117,7 +117,7 @@ class Reads:
         self._stack = None
         self._undo()
         self.refusals.check()
-        self._generators.check(self.code)
+        self._compared.check(self.code)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """The name of a site that holds a tensor, or a container with it; nothing if the step read none."""
@@ -145,7 +145,7 @@ class Reads:
 
     def _undo(self) -> None:
         """Note what the step changed besides modules and optimizers, and undo it."""
-        self._generators.restore()
+        self._compared.restore()
         changes: dict[tuple[int, str], Change] = {}
         known = [*self.sites.items()]  # a copy: comparing may itself read what is watched
         for address, site in known:
@@ -289,7 +289,7 @@ class Reads:
         """Watch an object of the user's; those of Python's and torch's own classes are no settings."""
         cls = type(value)
         if value not in self._new:
-            self._generators.note(value, name, key)
+            self._compared.note(value, name, key)
         if is_foreign_module(cls.__module__) and cls not in _SETTINGS:
             return
         self._reach(cls)
@@ -329,7 +329,7 @@ class Reads:
         """Put a fake in the place of state that something else than its module or optimizer holds.
 
         And what records in the place of a container that has a journal, and what refuses in that of a clock, or of an
-        iterator that the step has not made.
+        iterator, file or queue that the step has not made.
         """
         if is_clock(value):
             self._replace(reference, value, refusing(value))

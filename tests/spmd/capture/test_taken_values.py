@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import queue
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +30,12 @@ def schedule() -> Iterator[float]:
         k += 1
 
 
+def filled_queue() -> queue.Queue[float]:
+    found = queue.Queue[float]()
+    found.put(1.0)
+    return found
+
+
 Taken = tuple[Callable[[], Any], Callable[[Any], float], str]
 ITERATORS: dict[str, Taken] = {
     "generator": (schedule, next, r"takes the next value of .*source"),
@@ -40,7 +47,9 @@ ITERATORS: dict[str, Taken] = {
     "bound": (lambda: itertools.count(1).__next__, lambda source: float(source()), r"takes the next value of"),
     "in a list": (lambda: [itertools.count(1)], lambda source: float(next(source[0])), r"takes the next value of"),
     "in a tuple": (lambda: (itertools.count(1),), lambda source: float(next(source[0])), r"in a tuple"),
-    "lines": (lambda: io.StringIO("1.0\n2.0"), lambda source: float(next(source)), r"takes the next value of"),
+    "lines": (lambda: io.StringIO("1.0\n2.0"), lambda source: float(next(source)), r"reads from .*source"),
+    "read": (lambda: io.StringIO("1.0"), lambda source: float(source.read()), r"reads from .*source"),
+    "queue": (filled_queue, lambda source: source.get(), r"reads from .*source"),
 }
 GENERATORS: dict[str, Taken] = {
     "Random": (lambda: random.Random(0), lambda source: source.random(), r"draws from .*source"),

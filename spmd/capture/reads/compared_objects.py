@@ -1,6 +1,6 @@
-"""Random generators of Python and numpy that the step reaches: a draw would be a constant of the program.
+"""Random generators and bytearrays that the step reaches: what it draws, or writes there, no call would repeat.
 
-Each is compared after the trace with what it was before, and put back, however the step came to draw from it.
+Each is compared after the trace with what it was before, and put back, however the step came to change it.
 """
 
 from __future__ import annotations
@@ -16,54 +16,63 @@ from passes import CaptureError
 
 from ..effects.lines import line_naming
 
+_DRAWS = (
+    "the step draws from {name}, and each call of its program would get the same numbers again: draw with torch "
+    "(torch.rand(()), say), or draw outside of the step and pass the result as an argument"
+)
+_WRITES = (
+    "the step writes to {name}, which a compiled step would do only once, while it is traced: return the value, and "
+    "write it outside of the step"
+)
+
 
 @dataclass(frozen=True)
-class _Generator:
-    """One generator; ``key`` is the name by which the step's code reads it, ``before`` its state before the step."""
+class _Object:
+    """One of them; ``key`` is the name by which the step's code reads it, ``before`` its state before the step."""
 
     name: str
     key: str
     get: Callable[[], Any]
     put: Callable[[Any], None]
     before: Any
+    reason: str
 
 
-class RandomGenerators:
-    """The generators that one trace reaches."""
+class ComparedObjects:
+    """The random generators and bytearrays that one trace reaches."""
 
     def __init__(self) -> None:
-        self._found: list[_Generator] = []
-        self._moved: list[_Generator] = []
+        self._found: list[_Object] = []
+        self._moved: list[_Object] = []
 
     def note(self, value: Any, name: str, key: str) -> None:
-        """Note ``value`` with its state, if it is a generator with a state that can be put back."""
+        """Note ``value`` with its state, if it is one of them, and has a state that can be put back."""
         access = _access(value)
         if access is not None:
             get, put = access
             try:
-                self._found.append(_Generator(name, key, get, put, get()))
+                reason = _WRITES if isinstance(value, bytearray) else _DRAWS
+                self._found.append(_Object(name, key, get, put, get(), reason))
             except NotImplementedError:  # one of the operating system has none
                 return
 
     def restore(self) -> None:
-        """Put those back that the step drew from, or gave a seed."""
+        """Put those back that the step changed."""
         self._moved = [each for each in self._found if _frozen(each.get()) != _frozen(each.before)]
         for each in self._moved:
             each.put(each.before)
 
     def check(self, code: Iterable[types.CodeType]) -> None:
-        """Raise ``CaptureError`` if the step drew from one; ``code`` is what ran."""
+        """Raise ``CaptureError`` if the step changed one; ``code`` is what ran."""
         for each in self._moved:
             line = line_naming(code, each.key)
-            raise CaptureError(
-                f"the step draws from {each.name}, and each call of its program would get the same numbers again: draw "
-                "with torch (torch.rand(()), say), or draw outside of the step and pass the result as an argument"
-                + (f"\n    {line}" if line else "")
-            )
+            raise CaptureError(each.reason.format(name=each.name) + (f"\n    {line}" if line else ""))
 
 
 def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
     """(read, write) of its state."""
+    if isinstance(value, bytearray):
+        return lambda: bytes(value), lambda before: value.__setitem__(slice(None), before)
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     numpy = getattr(sys.modules.get("numpy"), "random", None)
