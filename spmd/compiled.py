@@ -27,7 +27,7 @@ from .lowering.flat_storage import FlatInputs
 from .lowering.lower import Executable
 from .ranks.connection import Connection
 from .ranks.consensus import identity_of
-from .ranks.equal_values import contents, digest, number
+from .ranks.equal_values import Digests, contents, digest, number
 
 _INTENT_BITS = (1 << 60) - 1
 
@@ -55,13 +55,27 @@ class Compiled:
     _pool: Pool = field(init=False)
     _cleared: list[int] = field(init=False)  # positions of parameters in the live state
     _world: weakref.ref[Any] = field(init=False)  # the process group of all ranks, when it was compiled
+    _digests: Digests = field(init=False, default_factory=Digests)
+    _replicated: list[int] = field(init=False)  # positions among the tensor arguments
 
     def __post_init__(self) -> None:
         self._flats = FlatInputs(self.program.inputs, self.guards.layout.names)
         self._pool = Pool(self, self._flats.names)
         self._cleared = [k for k, name in enumerate(self.guards.layout.names) if name in self.captured.cleared_first]
         self._world = weakref.ref(dist.group.WORLD)
+        self._replicated = self._find_replicated()
         self.guards.on_release = self._release
+
+    def _find_replicated(self) -> list[int]:
+        """Which tensor arguments must be equal on all ranks, and lie where a call can look at them without waiting."""
+        inputs = {each.name: each for each in self.captured.program.inputs if not each.role.is_state}
+        found = zip(self.guards.leaves.tensor_names(), self.guards.leaves.tensor_specs(), strict=True)
+        return [
+            k
+            for k, (name, spec) in enumerate(found)
+            if name in inputs and spec.type is torch.Tensor and spec.shape and spec.device.type == "cpu"
+            if inputs[name].placement and all(entry.is_replicate() for entry in inputs[name].placement)
+        ]
 
     @cached_property
     def report(self) -> Report:
@@ -100,13 +114,31 @@ class Compiled:
     def intent(self, arguments: Arguments, live: Live) -> int:
         """The number that ranks compare before a call: of the program, of numbers, and of the seed where it draws."""
         identity = identity_of(str(self.identity), describe_seed()) if self._pool.draws else self.identity
-        return (identity ^ digest(self._numbers(arguments, live))) & _INTENT_BITS | 16
+        digests = self._digests.of(self._equal_tensors(arguments)) if self.connection is not None else []
+        return (identity ^ digest([*self._numbers(arguments, live), *digests])) & _INTENT_BITS | 16
 
-    def describe_numbers(self, arguments: Arguments, live: Live) -> list[str]:
-        """A line for each number of a call that must be equal on all ranks."""
+    def describe_values(self, arguments: Arguments, live: Live) -> list[str]:
+        """A line for each number and tensor of a call that must be equal on all ranks."""
         names = [*self.guards.groups.names, *self.guards.leaves.tensor_names()]
         found = zip(names, self._numbers(arguments, live), strict=True)
-        return [f"{name} = {each}" for name, value in found if (each := number(value)) is not None]
+        lines = [f"{name} = {each}" for name, value in found if (each := number(value)) is not None]
+        given = self.guards.leaves.tensors(arguments)
+        lines += [f"{self._pool.names[k]} = {contents(given[k])}" for k in self._replicated]
+        return [*lines, *map(self._describe_constant, self.captured.constants)]
+
+    def _equal_tensors(self, arguments: Arguments) -> list[torch.Tensor]:
+        """The tensors of a call whose contents must be equal on all ranks: constants, arguments that are replicated."""
+        if not self._replicated:
+            return self.captured.constants
+        given = self.guards.leaves.tensors(arguments)
+        return [*self.captured.constants, *(given[k] for k in self._replicated)]
+
+    def _describe_constant(self, tensor: torch.Tensor) -> str:
+        name = self.guards.reads.names.get(id(tensor), "a tensor")
+        return (
+            f"{name}, which is no argument but found by its name, so that it must be equal on all ranks (pass rows of "
+            f"the batch as arguments): {contents(tensor)}"
+        )
 
     def _numbers(self, arguments: Arguments, live: Live) -> list[Any]:
         return [*live.numbers, *self.guards.leaves.tensors(arguments)]

@@ -361,8 +361,8 @@ class Dispatch:
         lines += [f"{each.name}: {type(each.value).__name__}" for each in turn.call.given.found]
         if turn.compiled is not None:
             assert turn.live is not None, "a program fits a call that was read"
-            numbers = turn.compiled.describe_numbers(turn.call.given, turn.live)
-            return [*lines, *numbers, f"runs {turn.compiled.program.name}", describe_seed()]
+            values = turn.compiled.describe_values(turn.call.given, turn.live)
+            return [*lines, *values, f"runs {turn.compiled.program.name}", describe_seed()]
         return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]
 
     @contextmanager

@@ -121,6 +121,7 @@ class Trace:
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
             self.reads.journals.recorded_prints(),
+            self.reads.refusals.refused_streams(),
             refused_clocks(),
             tensors_as_text(),
         ):
@@ -142,7 +143,7 @@ class Trace:
                 journal = self.reads.journals.by_id[id(leaf.value.container)]
                 journal.arguments.append((leaf.name, leaf.value.path))
                 return journal.stand_in
-            return self._numbers.get(leaf.name, leaf.value)
+            return self._numbers.get(leaf.name, self.reads.refusals.stand_in(leaf.value, leaf.name) or leaf.value)
 
         return list(map(stand_in, self.call.arguments.leaves))
 

@@ -127,6 +127,10 @@ class Leaves:
         """The names of the tensor arguments that are no state."""
         return [name for name, spec in zip(self.names, self.expected, strict=True) if isinstance(spec, TensorSpec)]
 
+    def tensor_specs(self) -> list[TensorSpec]:
+        """What is expected of each."""
+        return [spec for spec in self.expected if isinstance(spec, TensorSpec)]
+
     def tensors(self, arguments: Arguments) -> list[torch.Tensor]:
         """The values of those."""
         pairs = zip(self.expected, arguments.leaves, strict=True)

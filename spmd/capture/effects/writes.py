@@ -18,7 +18,7 @@ from passes import CaptureError
 
 from ..._torch import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
 from ...call.state import Arguments
-from ..reads import Change, Lines, Reads, ReadSite, containers_in
+from ..reads import Change, Lines, Reads, ReadSite, containers_in, passed_on
 from .carried import Carried, leaf_name
 from .containers import ArgumentEntry
 from .lines import line_naming
@@ -163,7 +163,7 @@ def _to_carry(change: Change, explained: _Explained) -> Carried:
 def _write(change: Change, explained: _Explained) -> Write:
     """What to write back. A tensor with its graph becomes one without, where the step itself never reads it."""
     leaves, spec = tree_flatten(change.after)
-    leaves = [bool(leaf) if isinstance(leaf, torch.SymBool) else leaf for leaf in leaves]
+    leaves = [bool(leaf) if isinstance(leaf, torch.SymBool) else passed_on(leaf) for leaf in leaves]
     for leaf in leaves:
         _check_object(leaf, explained)
     graphs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor) and leaf.requires_grad]

@@ -8,6 +8,7 @@ from .changes import Change
 from .journals import Journals, Lines
 from .python_reads import Reads
 from .read_sites import MISSING, READERS, ReadSite, Reference, is_plain
+from .refusing import passed_on
 from .snapshots import CONTAINERS, ContainerSnapshot, containers_in, content_of
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "containers_in",
     "content_of",
     "is_plain",
+    "passed_on",
 ]

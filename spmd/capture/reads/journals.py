@@ -23,6 +23,7 @@ from ..._torch import register_pytree_node, tree_flatten, tree_unflatten, versio
 from ...foreign_code import is_foreign_frame
 from ...source_lines import user_line
 from .read_sites import Reference
+from .refusing import passed_on
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Journals:
                 before(*args, **kwargs)
                 return
             leaves, spec = tree_flatten((args, kwargs))  # lists and dicts as they are now
-            args, kwargs = tree_unflatten(leaves, spec)
+            args, kwargs = tree_unflatten(map(passed_on, leaves), spec)
             versions = tuple((leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
             self.written.append(Written(None, "__call__", args, kwargs, user_line(sys._getframe(1)), versions))
 

@@ -32,11 +32,13 @@ from ..effects.traced import holds_fakes
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change
 from .clocks import is_clock, refusing
+from .compared_objects import ComparedObjects
 from .global_reads import GlobalReads, globals_in, names_in
 from .journals import Journals, Recording
 from .namespaces import Namespaces
 from .new_objects import NewObjects
 from .read_sites import MISSING, ReadSite, Reference, is_plain
+from .refusing import Refusals
 from .snapshots import CONTAINERS, ContainerSnapshot, FieldsSnapshot, containers_in, content_of, items_of
 
 # Python's own classes whose objects hold settings of the user's.
@@ -46,6 +48,7 @@ _SETTINGS = (
 )
 _WRAPPERS = {  # of the user's functions, each with the attributes that hold what it wraps
     types.MethodType: ("__func__", "__self__"),
+    types.BuiltinMethodType: ("__self__",),  # such as ``generator.random``
     partial: ("func", "args", "keywords"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
@@ -76,6 +79,8 @@ class Reads:
     references: list[Reference] = field(default_factory=list)  # to state, that the step read
     journals: Journals = field(default_factory=Journals)  # of containers that the step writes to and does not read
     refused: list[str] = field(default_factory=list)  # names of what refers to state and cannot have fakes in it
+    refusals: Refusals = field(default_factory=Refusals)  # in the place of iterators, files and queues
+    _compared: ComparedObjects = field(default_factory=ComparedObjects)
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
     _before: dict[int, dict[str, Any]] = field(default_factory=dict)  # attributes of ``fields``, by the id of __dict__
@@ -93,7 +98,8 @@ class Reads:
     def watch(self, *roots: Any) -> Iterator[None]:
         """Record reads for the length of the context; ``roots`` are the function and its arguments.
 
-        What the step changed is undone at the end, also if it raised.
+        What the step changed is undone at the end, also if it raised. Raises ``CaptureError`` if the step took values
+        that each call would get again, or wrote where no call would write again.
         """
         with ExitStack() as stack:
             self._stack = stack
@@ -111,6 +117,8 @@ class Reads:
                 raise
         self._stack = None
         self._undo()
+        self.refusals.check()
+        self._compared.check(self.code)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """The name of a site that holds a tensor, or a container with it; nothing if the step read none."""
@@ -138,6 +146,7 @@ class Reads:
 
     def _undo(self) -> None:
         """Note what the step changed besides modules and optimizers, and undo it."""
+        self._compared.restore()
         changes: dict[tuple[int, str], Change] = {}
         known = [*self.sites.items()]  # a copy: comparing may itself read what is watched
         for address, site in known:
@@ -175,7 +184,7 @@ class Reads:
         # What the step itself wrote before it read there is not what it depends on.
         self.first[id(holder), key] = value if before is None else before.get(key, MISSING)
         self._stand_in(Reference(name, site), value)
-        self._follow(value, name, owned)
+        self._follow(value, name, owned, key)
 
     def _note_entry(self, holder: Any, key: str) -> None:
         """Record an entry of a class, a module or a function."""
@@ -247,7 +256,7 @@ class Reads:
             elif not is_plain(item):
                 self._follow(item, name)
 
-    def _follow(self, value: Any, name: str, owned: bool = False) -> None:
+    def _follow(self, value: Any, name: str, owned: bool = False, key: str = "") -> None:
         if id(value) in self._seen or (is_plain(value) and not isinstance(value, type)):
             return
         if id(value) in self.journals.by_id or isinstance(value, Recording):
@@ -259,11 +268,11 @@ class Reads:
         if isinstance(value, CONTAINERS):
             if value not in self._new:
                 self.containers[id(value)] = ContainerSnapshot(name, value, content_of(value), owned)
-                for key, item in items_of(value):
-                    self._stand_in(Reference(name, value, key), item)
-            for key, item in items_of(value):
+                for index, item in items_of(value):
+                    self._stand_in(Reference(name, value, index), item)
+            for index, item in items_of(value):
                 if not is_plain(item):
-                    self._follow(item, f"{name}[{key!r}]", owned)
+                    self._follow(item, f"{name}[{index!r}]", owned, key)
         if isinstance(value, types.FunctionType):
             self._follow_function(value)
         elif isinstance(value, (type, types.ModuleType)):
@@ -273,23 +282,25 @@ class Reads:
         elif isinstance(value, nn.Module):
             self._follow_module(value, name)
         elif type(value) in _WRAPPERS:
-            for key in _WRAPPERS[type(value)]:
-                self._follow(getattr(value, key), name)
+            for part in _WRAPPERS[type(value)]:
+                self._follow(getattr(value, part), name, key=key)
         elif not isinstance(value, (torch.Tensor, torch.optim.Optimizer)):
             self.names.setdefault(id(value), name)
-            self._follow_object(value, name)
+            self._follow_object(value, name, key)
 
-    def _follow_object(self, value: Any, name: str) -> None:
+    def _follow_object(self, value: Any, name: str, key: str) -> None:
         """Watch an object of the user's; those of Python's and torch's own classes are no settings."""
         cls = type(value)
+        if value not in self._new:
+            self._compared.note(value, name, key)
         if is_foreign_module(cls.__module__) and cls not in _SETTINGS:
             return
         self._reach(cls)
         if value not in self._new:
             self._take_fields(value, name)
         if not self._attributes.watch(cls):
-            for key in getattr(value, "__dict__", ()):
-                self._note("item", vars(value), key, f"{name}.{key}")
+            for field_name in getattr(value, "__dict__", ()):
+                self._note("item", vars(value), field_name, f"{name}.{field_name}")
 
     def _follow_module(self, module: nn.Module, name: str) -> None:
         """Record of a module that is no argument what is guarded as a whole of those that are."""
@@ -320,10 +331,17 @@ class Reads:
     def _stand_in(self, reference: Reference, value: Any) -> None:
         """Put a fake in the place of state that something else than its module or optimizer holds.
 
-        And what records in the place of a container that has a journal, and what refuses in that of a clock.
+        And what records in the place of a container that has a journal, and what refuses in that of a clock, or of an
+        iterator, file or queue that the step has not made.
         """
         if is_clock(value):
             self._replace(reference, value, refusing(value))
+        refusal = self.refusals.stand_in(value, reference.name)
+        if refusal is not None and not self._is_made(reference, value):
+            if isinstance(reference.holder, (tuple, set, frozenset)):
+                self.refusals.in_vain.append(reference.name)
+            else:
+                self._replace(reference, value, refusal)
         journal = self.journals.by_id.get(id(value))
         if journal is not None:
             self._replace(reference, value, journal.stand_in)
@@ -336,6 +354,11 @@ class Reads:
         elif fake is not None:
             self._replace(reference, value, fake)
             self.references.append(reference)
+
+    def _is_made(self, reference: Reference, value: Any) -> bool:
+        """Whether the step itself has made a value, or put it where it is found."""
+        site = reference.holder
+        return value in self._new or (isinstance(site, ReadSite) and self.first.get(site.address) is not value)
 
     def _replace(self, reference: Reference, value: Any, stand_in: Any) -> None:
         assert self._stack is not None, "state is read while tracing"

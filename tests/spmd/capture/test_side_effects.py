@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import queue
+import sys
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +124,70 @@ def test_a_method_can_be_compiled() -> None:
             return x * 2
 
     assert torch.equal(Trainer().double(torch.ones(3)), torch.full((3,), 2.0))
+
+
+STREAM = io.StringIO()
+
+
+def to_a_global(target: Any) -> None:
+    STREAM.write("x")
+
+
+def to_a_bound_method(target: Any) -> None:
+    target.write("x")
+
+
+def rows() -> Any:
+    found = SimpleNamespace(file=io.StringIO())
+    found.writer = csv.writer(found.file)
+    return found
+
+
+WRITES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # what makes the target, what writes to it, and what it holds
+    "StringIO": (io.StringIO, lambda target: target.write("x"), lambda target: target.getvalue()),
+    "json": (io.StringIO, lambda target: json.dump({}, target), lambda target: target.getvalue()),
+    "csv": (rows, lambda target: target.writer.writerow([1]), lambda target: target.file.getvalue()),
+    "queue": (queue.Queue, lambda target: target.put(1), lambda target: target.qsize()),
+    "bytearray": (bytearray, lambda target: target.extend(b"x"), bytes),
+    "global": (lambda: STREAM, to_a_global, lambda target: target.getvalue()),
+    "method": (lambda: SimpleNamespace(write=STREAM.write), to_a_bound_method, lambda target: STREAM.getvalue()),
+    "stdout": (lambda: None, lambda target: sys.stdout.write("x"), lambda target: None),
+}
+
+
+@pytest.mark.parametrize(("make", "write", "content"), WRITES.values(), ids=WRITES)
+def test_writes_to_files_and_queues_are_refused_at_their_line(make: Any, write: Any, content: Any) -> None:
+    (model, optimizer), target = CASE.build(), make()
+    before, streams = content(target), (sys.stdout, sys.stderr)
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = CASE.step(model, optimizer, x, y)
+        write(target)
+        return loss
+
+    with pytest.raises(spmd.CaptureError, match=r"(?s)the step writes to .*test_side_effects\.py:\d+: "):
+        spmd.compile(step)(model, optimizer, *CASE.part(0, 0))
+    assert content(target) == before and (sys.stdout, sys.stderr) == streams
+
+
+def test_files_of_the_step_itself_and_prints_to_files_work(capsys: pytest.CaptureFixture[str]) -> None:
+    (model, optimizer), target = CASE.build(), io.StringIO()
+
+    @spmd.compile
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        loss = CASE.step(model, optimizer, x, y)
+        own = io.StringIO()
+        own.write("own")
+        target.flush()
+        print("line", file=target)
+        print("shown", file=sys.stderr)
+        warnings.warn(own.getvalue(), stacklevel=1)
+        return loss
+
+    with pytest.warns(UserWarning, match="own"):
+        step(model, optimizer, *CASE.part(0, 0))
+    for k in range(2):
+        step(model, optimizer, *CASE.part(0, k))
+    assert target.getvalue() == "line\n" * 3
+    assert capsys.readouterr().err.count("shown\n") == 3

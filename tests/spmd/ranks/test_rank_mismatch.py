@@ -95,11 +95,14 @@ def drift(rank: int, world: int, what: str, before: int) -> str:
         step(model, optimizer, *CASE.part(rank, k), scale, table)
     if what == "lr":
         optimizer.param_groups[0]["lr"] = 0.25 + rank
+    if what == "written":
+        table[0] += rank
     scales = {"scale": scale + rank, "sign": torch.tensor(-1.0 - rank)}
     given = scales.get(what, scale), table + rank if what == "table" else table
     with pytest.raises(spmd.RankMismatchError) as caught:
         step(model, optimizer, *CASE.part(rank, before), *given)
     optimizer.param_groups[0]["lr"] = 0.01
+    table.fill_(1.0)
     assert torch.isfinite(step(model, optimizer, *CASE.part(rank, before), scale, table))
     return str(caught.value)
 
@@ -109,11 +112,52 @@ def drift(rank: int, world: int, what: str, before: int) -> str:
     ("scale", 0, ["scale = [0.5]", "scale = [1.5]"]), ("scale", 2, ["scale = 0.5", "scale = 1.5"]),
     ("sign", 2, ["scale = -1.0", "scale = -2.0"]),
     ("table", 0, ["table = [1.0, 1.0, 1.0, 1.0]", "table = [2.0, 2.0"]),
+    ("table", 2, ["table = [1.0, 1.0, 1.0, 1.0]", "table = [2.0, 2.0"]),
+    ("written", 2, ["table = [1.0, 1.0, 1.0, 1.0]", "table = [2.0, 1.0"]),
 ])  # fmt: skip
 def test_values_that_must_be_equal_are_compared(ranks: Ranks, what: str, before: int, words: list[str]) -> None:
-    """Learning rates and 0-dim tensors at each call, replicated arguments when ranks compile."""
+    """Learning rates, 0-dim tensors and replicated arguments, when ranks compile and at each call."""
     for message in ranks.run(2, drift, what, before, timeout=60, grace=3):
         assert all(word in message for word in words), message
+
+
+class Buffered:
+    """Holds the batch in tensors of its own, as trainers with static buffers do."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = CASE.build()
+        self.x, self.y = (torch.zeros_like(each) for each in CASE.part(0, 0))
+
+    def step(self) -> Tensor:
+        return CASE.step(self.model, self.optimizer, self.x, self.y)
+
+
+def filled(rank: int, world: int, reached: str) -> str:
+    """Rows are filled in after the step was compiled: the same on all ranks, which is right, then each rank's own."""
+    trainer = Buffered()
+
+    def closed() -> Tensor:
+        return CASE.step(trainer.model, trainer.optimizer, trainer.x, trainer.y)
+
+    step = spmd.compile(trainer.step if reached == "self" else closed)
+    for k in range(3):
+        step()
+        trainer.x.copy_(CASE.part(0, k)[0])
+    states = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.x.copy_(CASE.part(rank, 3)[0])
+    with pytest.raises(spmd.RankMismatchError) as caught:
+        step()
+    assert all(map(torch.equal, states, trainer.model.parameters()))
+    trainer.x = torch.zeros_like(trainer.x)
+    assert torch.isfinite(step())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("reached", ["self", "closure"])
+def test_tensors_found_by_name_are_compared_when_they_are_written_to(ranks: Ranks, reached: str) -> None:
+    for message in ranks.run(2, filled, reached, timeout=60, grace=3):
+        name = "self.x" if reached == "self" else "closed.x"
+        assert f"{name}, which is no argument" in message and "pass rows of the batch as arguments" in message, message
 
 
 def branching(rank: int, world: int) -> str:
