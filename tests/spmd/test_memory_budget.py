@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 import spmd
 from passes import Recompute, default, estimate, run
 from passes.fit_memory import fit
-from tests.harness.memory import idle_bytes, peak_bytes
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks
 
@@ -184,28 +183,3 @@ def test_verify_grants_float64_the_memory_that_it_takes() -> None:
     most = counted(compiled("1GiB")) // 2  # of float32
     step = spmd.compile(train_step, memory=int(0.9 * most))
     assert spmd.verify(step, model, optimizer, x.float(), y, steps=2, world=2)
-
-
-def measured(rank: int, world: int, memory: int) -> list[Any]:
-    """The losses, the peak of a later call over this process without the model, and the ops that run again."""
-    idle = idle_bytes()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(*_layers()) for _ in range(6)), nn.Linear(16, 4))
-    trained = torch.optim.SGD(model.parameters(), lr=0.01)
-    step = spmd.compile(train_step, memory=memory)
-    spmd.seed(7)
-    generator = torch.Generator().manual_seed(rank)
-    x, y = torch.randn(24_000, 16, generator=generator), torch.randint(4, (24_000,), generator=generator)
-    found = [step(model, trained, x, y).item()]
-    plans = step.report().memory.items()
-    readable = sum(plan.arena for space, plan in plans if "shared" in space)
-    held = peak_bytes(lambda: found.append(step(model, trained, x, y).item())) - idle + readable
-    return [found, held, recomputed(step)]
-
-
-def test_the_measured_peak_is_within_the_budget(ranks: Ranks) -> None:
-    ranks.run(2, losses, "replicate", "SGD", WHOLE)  # imports what compiling imports
-    plain = ranks.run(2, measured, WHOLE)
-    budget = int(0.6 * max(each[1] for each in plain))
-    for one, other in zip(plain, ranks.run(2, measured, budget), strict=True):
-        assert other[1] <= budget and other[2] > 0 and one[0] == other[0]
