@@ -1,19 +1,21 @@
 """Fit a program into a budget of memory: gather parameters again, prefetch less, and compute values again in backward.
 
-Of all ways that fit, the one with the least estimated time is taken. The ways are: what the program was partitioned
-for; without prefetch; with all gathered parameters resharded; both. In each, as few values are computed again as it
-takes, in the order of ``recompute_order``. Ranks may hold unequal parts, so every figure that decides is the largest
-over ranks, and what to recompute first is the first rank's choice: all ranks make the same program.
+The candidates are all ways to gather parameters (what the program was partitioned for; without prefetch; with all
+gathered parameters resharded; both), each with every level of ``recompute_levels``. They and their order, by estimated
+time, do not depend on the budget, and the first one that fits is taken: more memory is never slower. Estimates decide
+which candidates the passes are run on, so that most never are.
+
+Ranks may hold unequal parts, so every figure that decides is the largest over ranks, and the levels are the first
+rank's: all ranks make the same program.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from torch import fx
@@ -24,26 +26,30 @@ from .errors import MemoryBudgetError, PassError
 from .ir.collectives import Kind
 from .ir.program import Program, is_sharded
 from .ir.roles import Role
-from .memory.peak_memory import live_bytes, planned_memory
+from .memory.peak_memory import planned_memory
 from .memory.recompute import Recompute
 from .pipeline import backend_of, table_of
 from .runner import run
 from .schedule.estimate import estimate
 from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
-from .schedule.recompute_order import recompute_order
+from .schedule.recompute_levels import Level, RecomputeLevels
 
-_LEVELS = 24  # of recomputation, each with about as many ops more
+# Host memory: for a node in each graph that a step keeps (as captured, partitioned and run), 1,700 to 3,700 measured;
+# for what Python keeps of compiling, once; and, of what ops allocate beside the arena, the part that they need while
+# they run and that the allocator keeps.
+_NODE_BYTES, _COMPILING, _GAPS = 4_000, 8_000_000, 0.25
 
 AllGather = Callable[[str], list[str]]  # a rank's text to all ranks' texts
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A partitioned program, the passes with which it fits, and a sentence on what that took."""
+    """A partitioned program, the passes with which it fits, its bytes, and a sentence on what that took."""
 
     program: Program
     pipeline: tuple[Pass, ...]
+    peak: int
     note: str
 
 
@@ -52,22 +58,16 @@ def fit(program: Program, pipeline: Sequence[Pass], budget: int, all_gather: All
 
     Collective: all ranks call it. ``pipeline`` has ``FormUnits``, before which values are recomputed, or ``Recompute``
     where that shall stand. A program that fits as it is stays so. Raises ``MemoryBudgetError``, with the least budget
-    that was found, if none fits, and ``PassError`` for a pipeline or a device on which nothing can be chosen.
+    of all candidates, if none fits, and ``PassError`` for a pipeline or a device on which nothing can be chosen.
     """
     search = _Search(program, tuple(pipeline), all_gather)
-    own = search.ways[0]
-    if search.made(own, 0).peak <= budget:
-        return Fitted(program, tuple(pipeline), search.describe(own, 0, budget))
-    best: _Choice | None = None
-    for way in sorted(search.ways, key=lambda way: search.made(way, 0).seconds):
-        if best is None or search.made(way, 0).seconds < search.made(*best).seconds:
-            level = search.level(way, budget)
-            if level is not None and (best is None or search.made(way, level).seconds < search.made(*best).seconds):
-                best = way, level
-    if best is None:
+    if search.plain.peak <= budget:
+        return Fitted(program, tuple(pipeline), search.plain.peak, search.describe(None, budget))
+    chosen = search.fastest(budget)
+    if chosen is None:
         raise MemoryBudgetError(_refusal(budget, search.least()))
-    way, level = best
-    return Fitted(way.of(program), search.pipeline(level), search.describe(way, level, budget))
+    fitted = chosen.way.of(program), search.pipeline(chosen)
+    return Fitted(*fitted, search.peak(chosen), search.describe(chosen, budget))
 
 
 @dataclass(frozen=True)
@@ -90,105 +90,129 @@ class _Made:
     seconds: float
 
 
-_Choice = tuple[_Way, int]  # and the level of recomputation
+@dataclass(frozen=True)
+class _Candidate:
+    """A way with a level of recomputation, and estimates of its peak and seconds."""
+
+    way: _Way
+    level: Level
+    peak: int
+    seconds: float
 
 
 class _Search:
-    """What is known of the ways to run one program."""
+    """What is known of the candidates for one program."""
 
     def __init__(self, program: Program, pipeline: tuple[Pass, ...], all_gather: AllGather) -> None:
         self._place, self._all_gather = _place_of(pipeline), all_gather
-        self._passes, self._table = pipeline, table_of(pipeline)
+        self._given, self._passes, self._table = program, pipeline, table_of(pipeline)
         self._program = run(program, pipeline[: self._place], check=False)
-        self.ways = _ways(self._program)
-        order = recompute_order(self._program, self._costs())
-        self._order: list[str] = json.loads(all_gather(json.dumps(order))[0])
-        count = min(_LEVELS, len(self._order))
-        self._counts = [0, *(round(len(self._order) * k / count) for k in range(1, count + 1))]
-        self.made = cache(self._made)
-        self._estimated_peak = cache(self._live)
+        self._ways = _ways(self._program)
+        self._costs = self._node_costs()
+        self._made = cache(self._run)
+        self.plain = self._made(self._ways[0], ())
 
-    def pipeline(self, level: int) -> tuple[Pass, ...]:
-        """All passes, with as much recomputation."""
-        if level == 0:
-            return self._passes
-        stands = isinstance(self._passes[self._place], Recompute)
-        return (*self._passes[: self._place], self._recompute(level), *self._passes[self._place + stands :])
-
-    def level(self, way: _Way, budget: int) -> int | None:
-        """The lowest level that fits; None if none does. What is planned may differ from what was estimated."""
-        level, excess = 0, self.made(way, 0).peak - budget
-        target = self._estimated_peak(0) - excess
-        while excess > 0:
-            levels = range(level + 1, self._leanest() + 1)
-            if not levels:
-                return None
-            level = levels[bisect_left(levels[:-1], -target, key=lambda each: -self._estimated_peak(each))]
-            excess = self.made(way, level).peak - budget
-            target -= max(excess, 0)
-        return level
+    def fastest(self, budget: int) -> _Candidate | None:
+        """The first candidate that fits; None if none does."""
+        return next((each for each in self._candidates if each.peak <= budget and self.peak(each) <= budget), None)
 
     def least(self) -> int:
-        """The least budget that was found to fit."""
-        return min(self.made(way, self._leanest()).peak for way in self.ways)
+        """The least budget that any candidate fits into."""
+        least = self.plain.peak
+        for each in sorted(self._candidates, key=lambda each: each.peak):
+            if each.peak < least:
+                least = min(least, self.peak(each))
+        return least
 
-    def describe(self, way: _Way, level: int, budget: int) -> str:
+    def peak(self, candidate: _Candidate) -> int:
+        """The bytes that a candidate counts as: what the passes make of it, or the estimate if that is more."""
+        return max(candidate.peak, self._made(candidate.way, candidate.level.ops).peak)
+
+    def pipeline(self, chosen: _Candidate) -> tuple[Pass, ...]:
+        """All passes, with its recomputation."""
+        return self._with(chosen.level.ops)
+
+    def describe(self, chosen: _Candidate | None, budget: int) -> str:
         """A sentence for the report."""
-        made, plain = self.made(way, level), self.made(self.ways[0], 0)
-        did = []
-        if way.reshard != self.ways[0].reshard:
-            did.append("all gathered parameters are gathered again for backward")
-        if way.prefetch != self.ways[0].prefetch:
-            did.append("no gather starts ahead")
-        if level:
-            count = self._counts[level]
-            did.append(f"{count} of {len(self._order)} values that forward kept are computed again in backward")
-        what = f"memory: {_mega(made.peak)} planned of {_mega(budget)}"
-        if not did:
+        peak = self.peak(chosen) if chosen else self.plain.peak
+        what = f"memory: {_mega(peak)} planned of {_mega(budget)}"
+        if chosen is None:
             return what
-        slower = f"{made.seconds / plain.seconds - 1:.0%} more time by the estimate, {_mega(plain.peak)} without"
-        return f"{what}; {', '.join(did)} ({slower})"
+        did = []
+        if chosen.way.reshard != self._ways[0].reshard:
+            did.append("all gathered parameters are gathered again for backward")
+        if chosen.way.prefetch != self._ways[0].prefetch:
+            did.append("no gather starts ahead")
+        if count := len(chosen.level.ops):
+            did.append(f"{count} values that forward kept are computed again in backward")
+        slower = f"{chosen.seconds / self.plain.seconds - 1:.0%} more time by the estimate"
+        return f"{what}; {', '.join(did)} ({slower}, {_mega(self.plain.peak)} without)"
 
-    def _leanest(self) -> int:
-        """The level with the least estimated peak, if that falls up to there and rises from there on."""
-        low, high = 0, len(self._counts) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._estimated_peak(middle) > self._estimated_peak(middle + 1):
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    @cached_property
+    def _candidates(self) -> list[_Candidate]:
+        """All but the plain one, in the order in which they are tried."""
+        levels, found = self._levels(), []
+        for way in self._ways:
+            made = self._made(way, ())
+            for level in levels if way != self._ways[0] else levels[1:]:
+                peak = made.peak - levels[0].peak + level.peak + self._node_bytes * level.again
+                found.append(_Candidate(way, level, peak, max(made.seconds, self.plain.seconds) + level.seconds))
+        return sorted(found, key=lambda each: (each.seconds, -each.peak))
 
-    def _live(self, level: int) -> int:
-        """The most bytes in use before memory is planned."""
-        program = run(self._program, [self._recompute(level)], check=False)
-        (peak,) = self._agreed([max(size for _, size in live_bytes(program)[str(device_of(program))])])
-        return int(peak)
+    def _levels(self) -> list[Level]:
+        """The first rank's levels, with the largest figures of all ranks."""
+        found = RecomputeLevels(self._program, self._costs, device_of(self._program))
+        own = found.all()
+        first = [tuple(ops) for ops in json.loads(self._all_gather(json.dumps([each.ops for each in own]))[0])]
+        if first != [each.ops for each in own]:
+            own = [found.of(ops) for ops in first]
+        peaks, seconds = (self._agreed([getattr(each, name) for each in own]) for name in ("peak", "seconds"))
+        return [
+            replace(each, peak=int(peak), seconds=took) for each, peak, took in zip(own, peaks, seconds, strict=True)
+        ]
 
-    def _made(self, way: _Way, level: int) -> _Made:
-        rest = self.pipeline(level)[self._place :]
-        program = run(way.of(self._program), rest, check=False)
-        device = str(device_of(program))
-        peak = sum(plan.peak for space, plan in planned_memory(program).items() if space.partition(",")[0] == device)
+    def _with(self, ops: tuple[str, ...]) -> tuple[Pass, ...]:
+        if not ops:
+            return self._passes
+        stands = isinstance(self._passes[self._place], Recompute)
+        return (*self._passes[: self._place], Recompute(ops), *self._passes[self._place + stands :])
+
+    def _run(self, way: _Way, ops: tuple[str, ...]) -> _Made:
+        program = run(way.of(self._program), self._with(ops)[self._place :], check=False)
+        nodes = 2 * len(self._given.graph.nodes) + len(program.graph.nodes)  # captured, partitioned, final
+        peak = _bytes(program) + self._node_bytes * nodes + _COMPILING * self._is_host
         timeline = estimate(program, self._table, backend=backend_of(self._passes), with_memory=False)
-        assert timeline is not None, "the rates of the device are known, or there would be no order"
-        return _Made(*self._agreed([peak, timeline.seconds]))
+        assert timeline is not None, "the rates of the device are known, or there would be no costs"
+        peak, seconds = self._agreed([peak, timeline.seconds])
+        return _Made(int(peak), seconds)
+
+    @property
+    def _is_host(self) -> bool:
+        """Whether graphs lie in the memory that the budget is for."""
+        return device_of(self._given).type == "cpu"
+
+    @property
+    def _node_bytes(self) -> int:
+        return _NODE_BYTES if self._is_host else 0
 
     def _agreed(self, figures: list[Any]) -> list[Any]:
         """The largest of each figure over ranks."""
         texts = self._all_gather(json.dumps(figures))
         return [max(each) for each in zip(*map(json.loads, texts), strict=True)]
 
-    def _recompute(self, level: int) -> Recompute:
-        return Recompute(tuple(self._order[: self._counts[level]]))
-
-    def _costs(self) -> NodeCosts:
+    def _node_costs(self) -> NodeCosts:
         device = device_of(self._program)
         rates = rates_of(self._table, device, self._program.mesh)
         if rates is None:
             raise PassError(f"nothing is known of the speed of {device}, by which memory= chooses: calibrate it first")
         return NodeCosts(self._program, rates, self._table, backend=backend_of(self._passes))
+
+
+def _bytes(program: Program) -> int:
+    """The bytes of a final program on its device, by its plan, with what the allocator keeps beside it."""
+    device = str(device_of(program))
+    plans = [plan for space, plan in planned_memory(program).items() if space.partition(",")[0] == device]
+    return sum(plan.peak + int(plan.allocated * _GAPS) for plan in plans)
 
 
 def _place_of(pipeline: Sequence[Pass]) -> int:

@@ -38,8 +38,8 @@ class PlannedMemory:
     ``peak``: state and arguments, the arena, and the most that ops allocate beside it at once. ``roles``: what is in
     use of that when most is, by what it holds (``Holds``); ``unused``: the rest. ``at``: the op at which most is in
     use, and its module. ``arena``: kept between calls; ``arena_used``: the most that lives in it at once, below which
-    no arena can be. ``largest``: values that live at the peak. What ops need while they run is not known, nor what
-    the allocator keeps.
+    no arena can be; ``allocated``: the most beside it. ``largest``: values that live at the peak. What ops need while
+    they run is not known, nor what the allocator keeps.
     """
 
     peak: int
@@ -47,6 +47,7 @@ class PlannedMemory:
     unused: int
     arena: int
     arena_used: int
+    allocated: int
     at: str
     largest: tuple[LiveValue, ...]
 
@@ -99,11 +100,12 @@ class _Plan:
         roles = {str(kind): 0 for kind in Holds}
         for piece, count in visible.items():
             roles[self.holds[piece.node]] += count
-        peak = sum(piece.size for piece in pieces if piece.is_state) + size + _most_allocated(pieces)
+        allocated = _most_allocated(pieces)
+        peak = sum(piece.size for piece in pieces if piece.is_state) + size + allocated
         largest = sorted(visible, key=lambda piece: -piece.size)[:_LARGEST]
         values = tuple(self._value(piece) for piece in largest)
         unused = peak - sum(roles.values())
-        return PlannedMemory(peak, roles, unused, size, used, self.names[self.nodes[at]], values)
+        return PlannedMemory(peak, roles, unused, size, used, allocated, self.names[self.nodes[at]], values)
 
     def _arena(self, space: Space) -> tuple[int, int]:
         """The bytes of the arena, and the most that lives in it at once."""

@@ -62,10 +62,16 @@ class Recomputable:
         """
         return node.meta.get("phase") in _LATER or not self._lacking(node, dropped)
 
+    def is_gone(self, op: fx.Node, dropped: set[fx.Node]) -> bool:
+        """Whether what an op made is not there in backward: forward did not keep it, and backward did not make it."""
+        if op.meta.get("phase") in _LATER:
+            return False
+        return op in dropped or not (op in self._kept or _lasts(op))
+
     def _lacking(self, node: fx.Node, dropped: set[fx.Node]) -> list[fx.Node]:
         """The ops that made what is gone of the memory that a value lies in."""
         ops = [origin_of(piece) for piece in self._pieces.found[node]]
-        return [op for op in ops if op in dropped or not (op in self._kept or _lasts(op))]
+        return [op for op in ops if self.is_gone(op, dropped)]
 
     def _read_later(self, graph: fx.Graph) -> set[fx.Node]:
         """The pieces of memory that ops of later phases read."""

@@ -143,6 +143,7 @@ MEMORY = PlannedMemory(
     unused=7_263_285,
     arena=1_234_567_890,
     arena_used=1_227_304_605,
+    allocated=0,
     at="gelu at model.blocks.0.mlp",
     largest=(
         LiveValue("optimizer.exp_avg_sq of unit 12", "optimizer state", 2_500_000_000, "float32", (625_000_000,)),

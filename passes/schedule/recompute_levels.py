@@ -1,0 +1,83 @@
+"""Which values backward computes again, level by level: each needs less memory and more time than the one before.
+
+Greedy: of the values that wait for backward where most memory is in use, some are dropped, first what costs the least
+time for its bytes, counting the ops that have to run again on its account and do not run again yet. Then the lives of
+all values are computed anew, since what runs again needs memory, too. A level that needs no less memory is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import fx
+
+from ..ir.program import Program
+from ..memory.recomputable import Recomputable
+from ..memory.recomputed_lives import Lives, RecomputedLives
+from .node_costs import Cost, NodeCosts
+
+_PARTS = 40  # of the peak, of which each level drops one
+_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class Level:
+    """``ops``: whose results are dropped. ``peak``: bytes without state. ``again``, ``seconds``: of what runs again."""
+
+    ops: tuple[str, ...]
+    peak: int
+    again: int
+    seconds: float
+
+
+class RecomputeLevels:
+    """The levels of a partitioned program on its ``device``."""
+
+    def __init__(self, program: Program, costs: NodeCosts, device: torch.device) -> None:
+        self._found = Recomputable(program)
+        self._lives = RecomputedLives(program, device, self._found)
+        self._dropped: dict[fx.Node, None] = {}
+        self._seconds = cache(lambda node: _seconds(costs.of(node)))
+
+    def all(self) -> list[Level]:
+        """From the level where nothing runs again to that with the least peak: drop until nothing helps."""
+        lives = self._lives.without(())
+        levels = [self._level((), lives)]
+        for _ in range(_ROUNDS):
+            if not self._drop(lives):
+                break
+            lives = self._lives.without(self._dropped)
+            level = self._level(tuple(op.name for op in self._dropped), lives)
+            if level.peak < levels[-1].peak:
+                levels.append(level)
+        return levels
+
+    def of(self, ops: tuple[str, ...]) -> Level:
+        """The level that drops the results of ``ops``, which were chosen for another rank's sizes."""
+        names = set(ops)
+        return self._level(ops, self._lives.without(op for op in self._found.kept if op.name in names))
+
+    def _drop(self, lives: Lives) -> bool:
+        """Drop as much as makes a part of the peak, if there is anything."""
+        again, freed = set(lives.again), 0
+        priced = []
+        for number, (op, size) in enumerate(lives.idle.items()):
+            ops = self._found.ops_for(op, self._dropped) if size and op not in self._dropped else None
+            if ops is not None:
+                priced.append((sum(self._seconds(each) for each in ops if each not in again) / size, number, op, size))
+        for _, _, op, size in sorted(priced, key=lambda entry: entry[:2]):
+            if freed >= lives.peak / _PARTS:
+                break
+            if self._found.ops_for(op, self._dropped) is not None:
+                self._dropped[op] = None
+                freed += size
+        return freed > 0
+
+    def _level(self, ops: tuple[str, ...], lives: Lives) -> Level:
+        return Level(ops, lives.peak, len(lives.again), sum(map(self._seconds, lives.again)))
+
+
+def _seconds(cost: Cost) -> float:
+    return cost.launch + cost.compute
