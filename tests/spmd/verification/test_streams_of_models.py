@@ -19,6 +19,9 @@ from tests.harness.on_cuda import OnCuda
 from tests.spmd.annotations.test_offload import Seen
 
 
+pytestmark = pytest.mark.slow
+
+
 class Attention(nn.Module):
     """One head over embedded tokens."""
 
