@@ -24,6 +24,8 @@ from spmd.verification.stream_emulator import Outcome
 from tests.spmd.verification.cuda_programs import MODES, WORLD, for_cuda
 from tests.spmd.verification.test_streams import differs, plain
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -19,6 +19,8 @@ from tests.harness.on_cuda import back_on_cpu
 from .cuda_programs import MODES, for_cuda
 from .stream_mutants import Mutant, mutants, swapped_collectives
 
+pytestmark = pytest.mark.slow
+
 INTERLEAVINGS, CALLS = 200, 2
 
 

@@ -18,6 +18,8 @@ from tests.harness.fake import fake_world
 from tests.harness.on_cuda import OnCuda
 from tests.spmd.annotations.test_offload import Seen
 
+pytestmark = pytest.mark.slow
+
 
 class Attention(nn.Module):
     """One head over embedded tokens."""
