@@ -121,6 +121,7 @@ class Trace:
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
             self.reads.journals.recorded_prints(),
+            self.reads.journals.recorded_logging(),
             self.reads.refusals.refused_streams(),
             refused_clocks(),
             tensors_as_text(),

@@ -1,4 +1,4 @@
-"""``Effect``: what each call of a program repeats: writes to a log, or to another container, and prints.
+"""``Effect``: what each call of a program repeats: writes to containers, prints, calls of ``logging``.
 
 In come the writes that a trace recorded (``../reads/journals.py``).
 """
@@ -17,6 +17,7 @@ from passes import CaptureError
 from ..._torch import TreeSpec, tree_flatten, tree_unflatten
 from ...call.state import Arguments
 from ..reads.journals import Journal, Written
+from ..reads.logging_calls import LogCall
 from ..reads.read_sites import Reference
 from .carried import leaf_name
 from .lost_graph import mark
@@ -37,7 +38,7 @@ class ArgumentLog:
 class Effect:
     """A method that each call calls on a live container. ``leaves``: of its arguments, as those of a ``Write``."""
 
-    target: Reference | ArgumentLog
+    target: Reference | ArgumentLog | LogCall
     method: str
     leaves: list[Any]
     spec: TreeSpec
@@ -66,7 +67,9 @@ class Effect:
 _PRINT = Reference("print", vars(builtins), "print")
 
 
-def _target(journal: Journal | None) -> Reference | ArgumentLog:
+def _target(journal: Journal | LogCall | None) -> Reference | ArgumentLog | LogCall:
+    if isinstance(journal, LogCall):
+        return journal
     if journal is None:
         return _PRINT
     return ArgumentLog(journal.arguments[0][0]) if journal.arguments else journal.references[0]
@@ -78,7 +81,8 @@ def effects_of(written: Iterable[Written]) -> list[Effect]:
     for each in written:
         if each.changed():
             raise CaptureError(
-                f"what is printed is changed later in the step, and would be shown as it is in the end: print a clone\n"
+                "what is printed or logged is changed later in the step, and would be shown as it is in the end: "
+                "print or log a clone\n"
                 f"    {each.line}"
             )
         leaves, spec = tree_flatten((each.args, each.kwargs))

@@ -1,7 +1,9 @@
 """Plain Python state that a step reads while it is traced, for guards to compare at later calls.
 
 ``python_reads.py`` records the reads; attributes, globals and entries of classes and modules each have a file for how
-they are observed. ``read_sites.py``, ``snapshots.py`` and ``changes.py`` define what is recorded.
+they are observed. ``read_sites.py``, ``snapshots.py`` and ``changes.py`` define what is recorded. What each call of a
+program repeats is recorded in ``journals.py`` and ``logging_calls.py``; what none could repeat is refused in
+``refusing.py``, ``compared_objects.py`` and ``clocks.py``.
 """
 
 from .changes import Change

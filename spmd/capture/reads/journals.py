@@ -13,8 +13,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from ..._torch import register_pytree_node, tree_flatten, tree_unflatten, version_of
 from ...foreign_code import is_foreign_frame
 from ...source_lines import user_line
+from .logging_calls import LogCall, recorded_logging
 from .read_sites import Reference
 from .refusing import passed_on
 
@@ -30,7 +32,7 @@ from .refusing import passed_on
 class Written:
     """One write: a method that the step called on a container, and the user's line."""
 
-    journal: Journal | None  # None for a call of ``print``
+    journal: Journal | LogCall | None  # None for a call of ``print``
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -123,16 +125,25 @@ class Journals:
             if threading.get_ident() != thread or is_foreign_frame(sys._getframe(1)):
                 before(*args, **kwargs)
                 return
-            leaves, spec = tree_flatten((args, kwargs))  # lists and dicts as they are now
-            args, kwargs = tree_unflatten(map(passed_on, leaves), spec)
-            versions = tuple((leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.written.append(Written(None, "__call__", args, kwargs, user_line(sys._getframe(1)), versions))
+            self._record_shown(None, "__call__", args, kwargs, sys._getframe(1))
 
         builtins.print = record
         try:
             yield
         finally:
             builtins.print = before
+
+    def recorded_logging(self) -> AbstractContextManager[None]:
+        """Record what the user's code logs, for the length of the context."""
+        return recorded_logging(lambda call, args, kwargs, frame: self._record_shown(call, "log", args, kwargs, frame))
+
+    def _record_shown(
+        self, call: LogCall | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> None:
+        leaves, spec = tree_flatten((args, kwargs))  # lists and dicts as they are now
+        args, kwargs = tree_unflatten(map(passed_on, leaves), spec)
+        versions = tuple((leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self.written.append(Written(call, method, args, kwargs, user_line(frame), versions))
 
     def can_have(self, container: Any) -> bool:
         """Whether a container may have a journal, in another trace."""

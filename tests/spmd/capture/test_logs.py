@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import threading
 import time
@@ -182,6 +183,73 @@ def test_prints_show_the_values_of_each_call(capsys: pytest.CaptureFixture[str])
     assert texts[0] == texts[1] and texts[0].count("tensor(") == 3 and len(step.programs) == 1
 
 
+def log_with_logging(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+    trainer.steps += 1
+    TRAIN.info("step %d: %s, %.6f", trainer.steps, loss.detach(), loss.item())
+    TRAIN.debug("sum %s", x.sum())
+    logging.getLogger("train.other").warning("100%")
+    TRAIN.log(logging.ERROR, {"loss": loss.detach()}, extra={"steps": trainer.steps})
+
+
+TRAIN = logging.getLogger("train")
+
+
+@pytest.mark.usefixtures("alone")
+def test_logging_shows_the_values_of_each_call_at_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Also a level that was off when the step was compiled."""
+    batches, found = [part(0, k) for k in range(3)], []
+    for decorate in (lambda step: step, spmd.compile):
+        records: list[Any] = []
+        for batch in (batches[:1], batches):
+            caplog.clear()
+            caplog.set_level(logging.INFO if len(batch) == 1 else logging.DEBUG, logger="train")
+            run(log_with_logging, decorate, batch)
+            records += caplog.records
+        found.append([(r.getMessage(), r.name, r.levelno, r.lineno, r.pathname, r.funcName) for r in records])
+        assert [r.steps for r in records if hasattr(r, "steps")] == [1, 1, 2, 3]
+    assert len(found[1]) == 3 + 3 * 4 and found[0] == found[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_level_is_looked_at_in_each_call(caplog: pytest.LogCaptureFixture) -> None:
+    @spmd.compile
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss = trained(model, optimizer, x)
+        TRAIN.debug("loss %s", loss.item())
+        return loss
+
+    given, counts = objects(), []
+    for level in (logging.INFO, logging.DEBUG, logging.INFO, logging.DEBUG):
+        caplog.clear()
+        caplog.set_level(level, logger="train")
+        step(*given)
+        counts.append(len([record for record in caplog.records if record.name == "train"]))
+    assert counts == [0, 1, 0, 1] and len(step.programs) == 1
+
+
+def logs_at_levels(rank: int, world: int) -> list[int]:
+    """Only the first rank shows what it logs."""
+    TRAIN.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    shown: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
+    TRAIN.addHandler(handler)
+
+    def shows(trainer: Trainer, x: Tensor, loss: Tensor) -> None:
+        TRAIN.info("loss %s, norm %s", loss, trainer.model.weight.norm())
+
+    try:
+        run(shows, spmd.compile, [part(rank, k) for k in range(3)])
+    finally:
+        TRAIN.removeHandler(handler)
+        TRAIN.setLevel(logging.NOTSET)
+    return [len(shown), len(set(shown))]
+
+
+def test_ranks_may_log_at_other_levels(ranks: Ranks) -> None:
+    assert ranks.run(2, logs_at_levels) == [[3, 3], [0, 0]]
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("text", [lambda loss: f"{loss}", lambda loss: f"{loss.item():.3f}", str, "%s".__mod__])
 def test_text_of_a_value_is_refused_with_its_line(text: Callable[[Tensor], str]) -> None:
@@ -291,7 +359,7 @@ def test_what_is_printed_is_what_it_was_then(capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     step(*given)
     assert capsys.readouterr().out == "[1]\n[1, 2]\n"
-    with pytest.raises(spmd.CaptureError, match=r"print a clone\n.*print\("):
+    with pytest.raises(spmd.CaptureError, match=r"print or log a clone\n.*print\("):
         sums(*given)
 
 
