@@ -131,7 +131,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the name of the parameter whose complete gradient this is",
         (_CAPTURE, _PARTITIONER, "passes/ir/edit.py"),
-        (_PARTITIONER, "passes/ir/edit.py", _MEMORY),
+        (_CAPTURE, _PARTITIONER, "passes/ir/edit.py", _MEMORY),
         Relation.SHARE,
     ),
     Key(

@@ -5,7 +5,7 @@ into the current stream, and the host goes on: ``wait_copy`` stands before what 
 ``to_host``, and ``begin_writes`` is called before the host overwrites what a ``to_device`` may still read.
 
 A program that runs on streams of its own (``schedule/streams.py``) says by events when a copy is over, and calls
-``copy_ahead`` in the place of both.
+``copy_in_stream`` in the place of both.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _wait_copy(x: Tensor) -> Tensor:
     return x
 
 
-def copy_ahead(x: Tensor, *, out: Tensor) -> Tensor:
+def copy_in_stream(x: Tensor, *, out: Tensor) -> Tensor:
     """Copy ``x`` into ``out`` between host and device, in the current stream, without waiting for it."""
     return out.copy_(x, non_blocking=True)
 

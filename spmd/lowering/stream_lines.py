@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.ir.collectives import OUT_VARIANTS
-from passes.runtime.host_memory import copy_ahead, like, to_device, to_device_out, to_host
+from passes.runtime.host_memory import copy_in_stream, like, to_device, to_device_out, to_host
 from passes.runtime.streams import DeviceStreams
 from passes.schedule.streams import (
     COMPUTE,
@@ -118,11 +118,11 @@ def writer(node: fx.Node) -> Callable[..., Any]:
 
 
 def _to_device(x: Tensor, device: torch.device, *, out: Tensor) -> Tensor:
-    return copy_ahead(x, out=out)
+    return copy_in_stream(x, out=out)
 
 
 def _to_host(x: Tensor, pin_memory: bool, *, out: Tensor) -> Tensor:
-    return copy_ahead(x, out=out)
+    return copy_in_stream(x, out=out)
 
 
 def _like_on_host(x: Tensor, pin_memory: bool) -> Tensor:

@@ -54,9 +54,9 @@ class Emulator:
 
         Raises ``SpmdError`` where all wait for each other, or where ranks start collectives that do not fit together.
         """
-        time, meetings = SimulatedTime(seed), _Meetings(self.programs)
+        time, rendezvous = SimulatedTime(seed), _Rendezvous(self.programs)
         each_rank = enumerate(zip(self._memories, self.programs, self.streams, inputs, strict=True))
-        ranks = [_Rank(time, meetings, number, *given, calls) for number, given in each_rank]
+        ranks = [_Rank(time, rendezvous, number, *given, calls) for number, given in each_rank]
         with torch.no_grad(), DisableAutocast():
             time.run([work for rank in ranks for work in rank.threads()])
         return [rank.outcome() for rank in ranks]
@@ -93,7 +93,7 @@ class _Rank:
     def __init__(
         self,
         time: SimulatedTime,
-        meetings: _Meetings,
+        rendezvous: _Rendezvous,
         number: int,
         memory: TouchedMemory,
         program: Program,
@@ -101,7 +101,7 @@ class _Rank:
         inputs: Sequence[Any],
         calls: int,
     ) -> None:
-        self.time, self.meetings, self.number, self.calls = time, meetings, number, calls
+        self.time, self.rendezvous, self.number, self.calls = time, rendezvous, number, calls
         self.program, self.operations, self.inputs = program, streams.operations, list(inputs)
         self.memory = memory
         self.streams = {name: _Stream(time) for name in dict.fromkeys([COMPUTE, *streams.streams])}
@@ -209,7 +209,7 @@ class _Call:
         if is_collective(node):
             names = [each.name for each in schema(node.target).arguments]
             arguments = {name: self._given(node, argument(node, name)) for name in names}
-            return partial(self.rank.meetings.join, self.rank.time, self.rank.number, node, arguments, memory)
+            return partial(self.rank.rendezvous.join, self.rank.time, self.rank.number, node, arguments, memory)
         if node.target in (to_device, to_device_out, to_host):
             return partial(self._copy, self.value(node.args[0]), memory)  # type: ignore[arg-type]
         args, kwargs = self._given(node, (node.args, dict(node.kwargs)))
@@ -223,7 +223,7 @@ class _Call:
 
 
 @dataclass
-class _Meeting:
+class _Exchange:
     """One collective of one group: what each rank brings, until all are there."""
 
     all_there: Moment = field(default_factory=Moment)
@@ -231,41 +231,41 @@ class _Meeting:
     results: dict[int, Any] | None = None
 
 
-class _Meetings:
+class _Rendezvous:
     """The collectives of all groups; each rank's first one in a group meets the first ones of the others."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
         self.started: dict[Any, int] = defaultdict(int)  # by members, group and rank
-        self.found: dict[Any, _Meeting] = defaultdict(_Meeting)
+        self.found: dict[Any, _Exchange] = defaultdict(_Exchange)
 
     def join(self, time: SimulatedTime, rank: int, node: fx.Node, arguments: dict[str, Any], out: Any) -> None:
         """Take part in a collective, and write this rank's result. Operands are read before any rank is done."""
         group = group_of(node)
         members = next(tuple(each) for each in groups_of(self.programs, group, node) if rank in each)
         self.started[members, group, rank] += 1
-        meeting = self.found[members, group, self.started[members, group, rank]]
-        self._bring(meeting, rank, node, arguments, out)
-        if len(meeting.brought) == len(members):
-            time.happen(meeting.all_there)
-        time.wait(meeting.all_there)
+        exchange = self.found[members, group, self.started[members, group, rank]]
+        self._bring(exchange, rank, node, arguments, out)
+        if len(exchange.brought) == len(members):
+            time.happen(exchange.all_there)
+        time.wait(exchange.all_there)
         time.sleep()
-        if meeting.results is None:
-            meeting.results = self._computed(meeting, members)
+        if exchange.results is None:
+            exchange.results = self._computed(exchange, members)
         time.sleep()
-        for tensor, result in zip(tensors_of(out), tensors_of(meeting.results[rank]), strict=True):
+        for tensor, result in zip(tensors_of(out), tensors_of(exchange.results[rank]), strict=True):
             tensor.copy_(result.reshape(tensor.shape))
 
-    def _bring(self, meeting: _Meeting, rank: int, node: fx.Node, arguments: dict[str, Any], out: Any) -> None:
+    def _bring(self, exchange: _Exchange, rank: int, node: fx.Node, arguments: dict[str, Any], out: Any) -> None:
         name = schema(node.target).arguments[0].name
         if node.target in COPIES_FIRST:
             arguments = arguments | {name: _cloned(arguments[name])}
-        meeting.brought[rank] = node, arguments
+        exchange.brought[rank] = node, arguments
         if not share_memory(tensors_of(out), tensors_of(arguments[name])):
             poison(tensors_of(out))
 
-    def _computed(self, meeting: _Meeting, members: Sequence[int]) -> dict[int, Any]:
-        nodes, arguments = zip(*(meeting.brought[rank] for rank in members), strict=True)
+    def _computed(self, exchange: _Exchange, members: Sequence[int]) -> dict[int, Any]:
+        nodes, arguments = zip(*(exchange.brought[rank] for rank in members), strict=True)
         name = schema(nodes[0].target).arguments[0].name
         operands = [given.get(name) for given in arguments]
         if len({node.target for node in nodes}) > 1 or len({tuple(x.shape) for x in operands}) > 1:

@@ -21,6 +21,8 @@ import spmd
 from spmd import capture_call, dispatch
 from tests.harness.pool import Ranks
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 WORDS, WIDTH = 17, 8
 
 
