@@ -193,6 +193,14 @@ KEYS: tuple[Key, ...] = (
         None,
     ),
     Key(
+        "completes",
+        str,
+        "the name of the node that starts a collective, whose result this node computes of what was received",
+        ("passes/communication",),
+        ("passes/communication", _SCHEDULE),
+        None,
+    ),
+    Key(
         "most_bytes",
         int,
         "the bytes that a collective moves on the rank that moves the most: equal on all ranks",
