@@ -143,7 +143,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the global shapes and placements of which ranks hold unequal parts; empty if all parts are equal",
         (_PARTITIONER,),
-        (_MERGE_EQUAL, "passes/analysis/strides.py"),
+        (_MERGE_EQUAL, "passes/analysis/strides.py", _SCHEDULE),
     ),
     Key(
         "numbers",
@@ -197,7 +197,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the name of the node that starts a collective, whose result this node computes of what was received",
         ("passes/communication",),
-        ("passes/communication", _SCHEDULE),
+        ("passes/communication",),
         None,
     ),
     Key(
