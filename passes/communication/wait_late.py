@@ -57,6 +57,9 @@ def _complete_at_once(wait: fx.Node) -> fx.Node:
     for node in wait.users:
         if "completes" in node.meta:
             wait.append(node)
+            for own in node.all_input_nodes:
+                if own > node:  # this rank's part of the operand, which is a view
+                    wait.prepend(own)
             return node
     return wait
 

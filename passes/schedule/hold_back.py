@@ -21,15 +21,17 @@ from .simulation import Rank
 _WINDOW = 500  # nodes before a start among which work is looked for
 
 
-def hold_back(program: Program, costs: NodeCosts) -> list[fx.Node]:
-    """All nodes of ``program``, in an order by which one rank waits less. Memory in use stays below its peak of now.
+def hold_back(program: Program, costs: NodeCosts, spare: int = 0) -> list[fx.Node]:
+    """All nodes of ``program``, in an order by which one rank waits less.
+
+    What is held back leaves ``spare`` bytes below the peak of the bytes in use now.
 
     Work moves from before the start of a collective to behind it, the nearest first, until there is as much as compute
     waits for the collective; from no further up than the wait before, at which compute is idle as well. It moves if
     nothing before the start reads it, and if there is room for what it reads. Nothing moves among the nodes that update
     state, or behind one of them.
     """
-    search = _Search(program, costs)
+    search = _Search(program, costs, spare)
     held = {start: search.work_before(start, idle) for start, idle in search.exposed()}
     moving = {node for nodes in held.values() for node in nodes}
     order = []
@@ -42,7 +44,7 @@ def hold_back(program: Program, costs: NodeCosts) -> list[fx.Node]:
 class _Search:
     """A program with what it costs, and the room that is left at each position."""
 
-    def __init__(self, program: Program, costs: NodeCosts) -> None:
+    def __init__(self, program: Program, costs: NodeCosts, spare: int) -> None:
         self._nodes = list(program.graph.nodes)
         self._position = {node: k for k, node in enumerate(self._nodes)}
         self._costs = {node: costs.of(node) for node in self._nodes}
@@ -52,7 +54,7 @@ class _Search:
         self._size = {piece.node: piece.size for piece in self._pieces.all}
         self._last = {piece.node: piece.last for piece in self._pieces.all}
         self._used = _used(self._pieces, len(self._nodes))
-        self._most = max(self._used)
+        self._most = max(self._used) - spare
 
     def _idle(self) -> Iterator[tuple[fx.Node, float]]:
         """The waits at which compute is idle, and for how long."""

@@ -12,8 +12,14 @@ from ..analysis.costs import BUILT_IN, Table
 from ..analysis.topological import arrange
 from ..base import Pass
 from ..communication.wait_late import WaitLate
+from ..ir.infer_shapes import fill_vals
 from ..ir.program import Program, is_even, is_sharded
-from ..memory.peak_memory import live_bytes
+from ..memory.canonicalize import Canonicalize
+from ..memory.fold_layout_copies import FoldLayoutCopies
+from ..memory.peak_memory import planned_memory
+from ..memory.reduce_in_place import ReduceInPlace
+from ..memory.reuse_memory import ReuseMemory
+from ..memory.update_in_place import UpdateInPlace
 from ..update.update_last import UpdateLast
 from .hold_back import hold_back
 from .node_costs import NodeCosts, device_of
@@ -21,14 +27,15 @@ from .rates import rates_of
 from .simulation import simulate
 
 _WORTH_IT = 0.01  # of the step: less is within what an estimate can be wrong by
+_TRIES = 6  # to find what fits
 
 
 @dataclass(frozen=True)
 class Overlap(Pass):
     """Work that a collective does not need runs behind its start, where compute would wait for it (``hold_back.py``).
 
-    The new order is taken if by the costs of ``table`` the step takes at least a hundredth less, and if the peak of
-    memory in use is no higher on any device; else all stays as it was. It follows from the graph and from ``table`` alone, so it is the same on all
+    The new order is taken if by the costs of ``table`` the step takes at least a hundredth less, and if the planned
+    peak of memory is no higher on any device; where it is, less is held back, else all stays as it was. It follows from the graph and from ``table`` alone, so it is the same on all
     ranks: nothing moves where ranks hold unequal parts, whose costs differ, or where ``table`` does not know the
     device. Collectives keep their order. Through shared memory nothing is hidden, since there the thread that computes
     moves the data, so nothing moves.
@@ -42,23 +49,41 @@ class Overlap(Pass):
         rates = rates_of(self.table, device_of(program), program.mesh, knows_gpu=False)
         if rates is None or not program.collectives() or _has_unequal_parts(program):
             return 0
-        costs, before = NodeCosts(program, rates, self.table), list(program.graph.nodes)
-        order = hold_back(program, costs)
+        costs = NodeCosts(program, rates, self.table)
+        return _hold_back(program, costs, (1 - _WORTH_IT) * _seconds(program, costs))
+
+
+def _hold_back(program: Program, costs: NodeCosts, worth: float) -> int:
+    """Hold back what makes the step as fast as ``worth`` in the memory of now; returns how many nodes that are."""
+    before, peaks, spare = list(program.graph.nodes), list[int](), 0
+    for _ in range(_TRIES):
+        order = hold_back(program, costs, spare)
         if order == before:
-            return 0
-        seconds, *peaks = _figures(program, costs)
+            break
+        peaks = peaks or _peaks(program)
         arrange(program.graph, order)
-        faster, *lower = _figures(program, costs)
-        if faster > (1 - _WORTH_IT) * seconds or any(now > then for now, then in zip(lower, peaks, strict=True)):
-            arrange(program.graph, before)
-            return 0
-        return _held_back(before, order)
+        if _seconds(program, costs) > worth:
+            break
+        more = max(now - then for now, then in zip(_peaks(program), peaks, strict=True))
+        if more <= 0:
+            return _held_back(before, order)
+        arrange(program.graph, before)
+        spare = max(2 * spare, more)
+    arrange(program.graph, before)
+    return 0
 
 
-def _figures(program: Program, costs: NodeCosts) -> list[float]:
-    """Seconds of the step, and the most bytes in use on each device."""
-    peaks = [max(size for _, size in changes) for _, changes in sorted(live_bytes(program).items())]
-    return [simulate(program, costs, with_memory=False).seconds, *peaks]
+def _seconds(program: Program, costs: NodeCosts) -> float:
+    return simulate(program, costs, with_memory=False).seconds
+
+
+def _peaks(program: Program) -> list[int]:
+    """The planned peak on each device, in this order: values that are written over others take no memory."""
+    planned = program.copy()
+    for each in (UpdateInPlace(), ReduceInPlace(), Canonicalize(), FoldLayoutCopies(), ReuseMemory()):
+        each.rewrite(planned)
+        fill_vals(planned)
+    return [memory.peak for _, memory in sorted(planned_memory(planned).items())]
 
 
 def _has_unequal_parts(program: Program) -> bool:
