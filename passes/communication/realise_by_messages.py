@@ -32,7 +32,7 @@ def write(task: Realisation) -> set[fx.Node]:
 
 
 def _reduced(task: Realisation) -> list[fx.Node]:
-    """The nodes after the start of an exchange, which reduce this rank's part; the last one completes the collective."""
+    """The nodes after the start of an exchange, which reduce this rank's part; the last one completes it."""
     flat, ranks, reduction = task.flat(task.operand), task.axis.size, reduction_of(task.node)
     val = task.operand.meta["val"]
     size = collective_ops.part(val.numel(), ranks, task.axis.coordinate)

@@ -35,10 +35,10 @@ class Overlap(Pass):
     """Work that a collective does not need runs behind its start, where compute would wait for it (``hold_back.py``).
 
     The new order is taken if by the costs of ``table`` the step takes at least a hundredth less, and if the planned
-    peak of memory is no higher on any device; where it is, less is held back, else all stays as it was. It follows from the graph and from ``table`` alone, so it is the same on all
-    ranks: nothing moves where ranks hold unequal parts, whose costs differ, or where ``table`` does not know the
-    device. Collectives keep their order. Through shared memory nothing is hidden, since there the thread that computes
-    moves the data, so nothing moves.
+    peak of memory is no higher on any device; where it is, less is held back, else all stays as it was. The order
+    follows from the graph and from ``table`` alone, so it is the same on all ranks: nothing moves where ranks hold
+    unequal parts, whose costs differ, or where ``table`` does not know the device. Collectives keep their order.
+    Through shared memory nothing is hidden, since there the thread that computes moves the data, so nothing moves.
     """
 
     table: Table = BUILT_IN
