@@ -55,6 +55,7 @@ class _Search:
         self._last = {piece.node: piece.last for piece in self._pieces.all}
         self._used = _used(self._pieces, len(self._nodes))
         self._most = max(self._used) - spare
+        self._held = set[fx.Node]()  # behind the starts that were looked at so far
 
     def _idle(self) -> Iterator[tuple[fx.Node, float]]:
         """The waits at which compute is idle, and for how long."""
@@ -80,10 +81,11 @@ class _Search:
                 break
             if node in needed:
                 needed.update(node.all_input_nodes)
-            elif self._can_wait(node, start, held):
+            elif node not in self._held and self._can_wait(node, start, held):
                 held.add(node)
+                self._held.add(node)
                 seconds += self._seconds(node)
-        return sorted(held) if seconds else []
+        return sorted(held)
 
     def _can_wait(self, node: fx.Node, start: fx.Node, held: set[fx.Node]) -> bool:
         """Whether nothing but ``held`` reads ``node`` before ``start``, and what it reads can stay until then."""
