@@ -50,6 +50,7 @@ from .report import EstimatedTime, OneCollective, PassEffect, Report
 from .runner import run
 from .schedule.estimate import estimate
 from .schedule.gpus import published
+from .schedule.overlap import Overlap
 from .schedule.simulation import Timeline
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
@@ -87,6 +88,7 @@ __all__ = [
     "OneStorage",
     "Output",
     "OutputKind",
+    "Overlap",
     "Part",
     "PartitionError",
     "Pass",

@@ -15,6 +15,8 @@ MB received            counted by the kernel on one rank's connections
 first 4, s             seconds of the first four steps, compiling included; ``--cold`` gives Inductor an empty cache
 
 The second table divides a step into compute, ops that copy, CPU time of the backend's threads, and idle time.
+With ``--exposed``, each chosen system of spmd also runs with its collectives replaced by local copies of the same size.
+What it takes longer than that is exposed communication: a third table.
 ``--smoke`` runs a tiny model without torch.compile.
 """
 
@@ -38,7 +40,7 @@ from .models import SMOKE, WORKLOADS, Workload
 from .network import Network, NoNetworkError, connect
 from .race import Pace, race
 from .systems import SYSTEMS, System
-from .table import plain, spending, table
+from .table import exposing, plain, spending, table
 
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
@@ -77,6 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--networks", nargs="+", default=["loopback", "2gbit"], help="loopback, or rates of a link")
     parser.add_argument("--models", nargs="+", choices=names, default=names, help="by default all")
     parser.add_argument("--systems", nargs="+", default=["*"], metavar="PATTERN", help="by name: 'DDP*' 'spmd*'")
+    parser.add_argument("--exposed", action="store_true", help="also run spmd with stand-ins for its collectives")
     parser.add_argument("--rounds", type=int, default=Pace.rounds, help="of each system (%(default)s)")
     parser.add_argument("--steps", type=int, default=Pace.steps, help="of each system in a round (%(default)s)")
     parser.add_argument("--ranks", type=int, help="by default 2, or the number of GPUs")
@@ -98,7 +101,8 @@ def parse() -> argparse.Namespace:
 def chosen(options: argparse.Namespace) -> list[System]:
     """The systems that match ``--systems``."""
     found = [each for each in SYSTEMS if any(fnmatch.fnmatch(each.name, pattern) for pattern in options.systems)]
-    return [each for each in found if not (options.smoke and each.needs_compiler)]
+    found = [each for each in found if not (options.smoke and each.needs_compiler)]
+    return found + [each.without_collectives() for each in found if each.ours and options.exposed]
 
 
 def settle(options: argparse.Namespace) -> argparse.Namespace:
@@ -143,6 +147,8 @@ def run_race(options: argparse.Namespace, network: Network, workload: Workload, 
     CONSOLE.print(table(title, results, counts_wire=options.device == "cpu"))
     if options.device == "cpu":
         CONSOLE.print(spending(results))
+    if (longer := exposing(results)) is not None:
+        CONSOLE.print(longer)
     busy = os.getloadavg()[0]
     if busy > os.cpu_count() + 1:
         CONSOLE.print(f"this machine is busy (load {busy:.0f} on {os.cpu_count()} cores): these times are not reliable")

@@ -116,7 +116,7 @@ def prepare(result: Result, team: Team, pace: Pace, reference: FirstSteps) -> No
     ranks: list[FirstSteps] = team.order("prepare", pace.first)  # losses: the mean of the rank, or that of all
     result.losses = [statistics.fmean(losses) for losses in zip(*(each.losses for each in ranks), strict=True)]
     result.first = max(each.seconds for each in ranks)
-    if result.system.communicates:  # else every rank trains a model of its own
+    if result.system.trains_on_the_whole_batch:  # else every rank trains a model of its own
         compare(result.losses, reference.losses)
 
 

@@ -21,26 +21,42 @@ from torch.optim import AdamW
 import spmd
 
 from .models import GPT, train_step
+from .stand_ins import with_stand_ins
 
 TrainStep = Callable[[Tensor, Tensor], Tensor]
 
 FLOOR, REPLICATE, SHARD, KEEP = "no communication", "replicate", "fully_shard", "fully_shard, kept whole"
+STAND_INS = "local stand-ins"
 
 
 @dataclass(frozen=True)
 class System:
-    """A line of the table. ``make`` makes the train step from this process's copy of the model."""
+    """A line of the table. ``make`` makes the train step from this process's copy of the model.
+
+    ``stands_for``: the system whose program this one runs with stand-ins for its collectives.
+    """
 
     name: str
     family: str
     make: Callable[[GPT], TrainStep]
     ours: bool = False
     needs_compiler: bool = False  # on the CPU, torch.compile calls a C++ compiler
+    stands_for: str = ""
 
     @property
     def communicates(self) -> bool:
         """Whether its ranks need a process group."""
         return self.family != FLOOR
+
+    @property
+    def trains_on_the_whole_batch(self) -> bool:
+        """Whether its losses are those of all ranks together."""
+        return self.family not in (FLOOR, STAND_INS)
+
+    def without_collectives(self) -> System:
+        """This system of spmd, with stand-ins for its collectives."""
+        make = functools.partial(self.make, gm_transformation=with_stand_ins)
+        return System(f"{self.name}, local stand-ins", STAND_INS, make, ours=True, stands_for=self.name)
 
 
 def eager(model: GPT) -> TrainStep:
@@ -81,9 +97,10 @@ def fsdp(model: GPT, *, compile_blocks: bool = False, reshard: bool | None = Non
     return functools.partial(train_step, model, AdamW(model.parameters(), fused=True))
 
 
-def ours(model: GPT, **options: Any) -> TrainStep:
+def ours(model: GPT, *, gm_transformation: Callable[[Any], Any] | None = None, **options: Any) -> TrainStep:
     """spmd: the whole step as one program. ``options`` are those of ``DataParallel``."""
-    step = spmd.compile(parallel_mode=spmd.DataParallel(**options), keep_freed_memory=True)(train_step)
+    mode = spmd.DataParallel(**options)
+    step = spmd.compile(None, gm_transformation, mode, keep_freed_memory=True)(train_step)
     return functools.partial(step, model, AdamW(model.parameters()))
 
 

@@ -55,6 +55,32 @@ def spending(results: Sequence[Result]) -> Table:
     return shown
 
 
+def exposed(results: Sequence[Result]) -> list[tuple[Result, Result, float]]:
+    """Each system that ran with stand-ins, too, both results, and the seconds by which its step takes longer.
+
+    The median over rounds of what both took in the same round, so that the machine was equally fast for both.
+    """
+    found = []
+    for local in results:
+        result = next((each for each in results if each.system.name == local.system.stands_for), None)
+        if result is not None and not local.failed and not result.failed:
+            pairs = zip(result.seconds, local.seconds, strict=True)
+            found.append((result, local, statistics.median(each - other for each, other in pairs)))
+    return found
+
+
+def exposing(results: Sequence[Result]) -> Table | None:
+    """A table of exposed communication; None if no system ran with stand-ins."""
+    shown = Table(title="exposed communication, in ms/step", title_justify="left")
+    shown.add_column("system")
+    for heading in ("step", "with local stand-ins", "exposed", "of the step"):
+        shown.add_column(heading, justify="right")
+    for result, local, seconds in exposed(results):
+        figures = (f"{1e3 * each:.1f}" for each in (result.median, local.median, seconds))
+        shown.add_row(result.system.name, *figures, f"{seconds / result.median:.1%}")
+    return shown if shown.row_count else None
+
+
 def _parts(result: Result) -> dict[str, float]:
     """Seconds per step. Time that no thread of the process uses is idle."""
     transport, others = statistics.median(result.transport), statistics.median(result.others)
@@ -79,6 +105,7 @@ def _cells(result: Result, results: Sequence[Result], floor: float, counts_wire:
 
 def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
     """All figures, as plain data."""
+    longer = {result.system.name: seconds for result, _, seconds in exposed(results)}
     return [
         {
             "system": each.system.name,
@@ -92,6 +119,7 @@ def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
             "first_seconds": each.first,
             "parts": {} if each.failed else _parts(each),
             "losses": each.losses,
+            "exposed": longer.get(each.system.name),
         }
         for each in results
     ]

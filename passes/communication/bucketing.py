@@ -38,14 +38,30 @@ class Packing:
 def merge(program: Program, packing: Packing, max_bytes: int, first_bytes: int | None = None) -> int:
     """Put one collective in the place of each bucket, then bring the graph into order; returns how many there are."""
     found = buckets(program, packing.kind, packing.op, max_bytes, first_bytes)
+    late = set[fx.Node]()
     for bucket in found:
         last = max(bucket)
+        late |= _readers_before(last, bucket) if packing.kind is not Kind.ALL_GATHER else set()
         call = partial(insert_before, last, like=last)
         merged = call(packing.op, packing.pack(call, bucket), *bucket[0].args[1:])
         merged.meta |= joined(bucket)
         _replace_members(bucket, packing.unpack(call, call(WAIT, merged), bucket))
-    settle(program.graph)
+    settle(program.graph, late)
     return len(found)
+
+
+def _readers_before(last: fx.Node, bucket: Bucket) -> set[fx.Node]:
+    """What depends on results of ``bucket`` and stands before its ``last`` member: it has to wait for all of them.
+
+    These nodes move down to it. If it moved up to them, so would all that its operands need, in front of all else.
+    """
+    found, pending = set[fx.Node](), [wait for member in bucket for wait in member.users]
+    while pending:
+        for reader in pending.pop().users:
+            if reader < last and reader not in found:
+                found.add(reader)
+                pending.append(reader)
+    return found
 
 
 def buckets(program: Program, kind: Kind, op: Any, max_bytes: int, first_bytes: int | None = None) -> list[Bucket]:

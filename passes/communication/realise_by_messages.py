@@ -32,7 +32,7 @@ def write(task: Realisation) -> set[fx.Node]:
 
 
 def _reduced(task: Realisation) -> list[fx.Node]:
-    """The nodes after the start of an exchange, which reduce this rank's part."""
+    """The nodes after the start of an exchange, which reduce this rank's part; the last one completes it."""
     flat, ranks, reduction = task.flat(task.operand), task.axis.size, reduction_of(task.node)
     val = task.operand.meta["val"]
     size = collective_ops.part(val.numel(), ranks, task.axis.coordinate)
@@ -41,10 +41,13 @@ def _reduced(task: Realisation) -> list[fx.Node]:
         begin = collective_ops.bounds(val.numel(), ranks)[task.axis.coordinate]
         own = task.call(aten.slice.Tensor, flat, 0, begin, begin + size)
         other = task.call(WAIT, started)  # [size]
-        return [own, other, task.call(_PAIRS[reduction], own, other)]
-    by = f"exchange + {reduction}"
-    rows = task.call(WAIT, task.start(by, message_collectives.exchange.default, flat, ranks, size))  # [ranks, size]
+        total = task.call(_PAIRS[reduction], own, other)
+        total.meta["completes"] = started.name
+        return [own, other, total]
+    started = task.start(f"exchange + {reduction}", message_collectives.exchange.default, flat, ranks, size)
+    rows = task.call(WAIT, started)  # [ranks, size]
     total = task.call(_ROWS[reduction], rows, [0])  # [size]
+    total.meta["completes"] = started.name
     if reduction == "sum":
         total.kwargs = {"dtype": val.dtype}  # else integers become int64
     return [rows, total]

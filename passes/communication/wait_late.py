@@ -18,7 +18,7 @@ from .start_early import StartEarly
 
 @dataclass(frozen=True)
 class WaitLate(Pass):
-    """Each wait, with the nodes that only unpack its result, moves to right before its first reader.
+    """Each wait, with the nodes that only complete or unpack its result, moves to right before its first reader.
 
     All other nodes keep their order. The new order depends on the graph alone, so it is the same on all ranks. What is
     reduced with ``Collective.ahead`` is waited for when so many others have started, so that its operand can go; and if
@@ -49,12 +49,24 @@ def _bound(program: Program, sinking: set[fx.Node]) -> None:
                 for part in wait.all_input_nodes:
                     if part is not start:  # of a coalesced result
                         wait.prepend(part)
-                _copy_at_once(wait, sinking)
+                _copy_at_once(_complete_at_once(wait), sinking)
 
 
-def _copy_at_once(wait: fx.Node, sinking: set[fx.Node]) -> None:
-    """Copy to host memory, right after ``wait``, what unpacks its result; the nodes in between move along."""
-    unpacking, pending = set[fx.Node](), list(wait.users)
+def _complete_at_once(wait: fx.Node) -> fx.Node:
+    """Compute the result right after ``wait``, if that takes more than to receive; returns the last node of both."""
+    for node in wait.users:
+        if "completes" in node.meta:
+            wait.append(node)
+            for own in node.all_input_nodes:
+                if own > node:  # this rank's part of the operand, which is a view
+                    wait.prepend(own)
+            return node
+    return wait
+
+
+def _copy_at_once(result: fx.Node, sinking: set[fx.Node]) -> None:
+    """Copy to host memory, right after ``result``, what unpacks it; the nodes in between move along."""
+    unpacking, pending = set[fx.Node](), list(result.users)
     while pending:
         node = pending.pop()
         if node in sinking and node not in unpacking:
@@ -64,7 +76,7 @@ def _copy_at_once(wait: fx.Node, sinking: set[fx.Node]) -> None:
     for node in sorted(unpacking, reverse=True):
         if node.target is to_host or any(user in copied for user in node.users):
             copied.add(node)
-    last = wait
+    last = result
     for node in sorted(copied):
         last.append(node)
         last = node
@@ -75,6 +87,6 @@ def _sinking(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         inputs = node.all_input_nodes
         unpacks = has(node.target, Trait.UNPACKS) and inputs and all(needed in sinking for needed in inputs)
-        if is_wait(node) or unpacks:
+        if is_wait(node) or "completes" in node.meta or unpacks:
             sinking.add(node)
     return sinking

@@ -153,7 +153,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the global shapes and placements of which ranks hold unequal parts; empty if all parts are equal",
         (_PARTITIONER,),
-        (_MERGE_EQUAL, "passes/analysis/strides.py"),
+        (_MERGE_EQUAL, "passes/analysis/strides.py", _SCHEDULE),
     ),
     Key(
         "numbers",
@@ -200,6 +200,14 @@ KEYS: tuple[Key, ...] = (
             "spmd/compiled.py",
             "spmd/verification",
         ),
+        None,
+    ),
+    Key(
+        "completes",
+        str,
+        "the name of the node that starts a collective, whose result this node computes of what was received",
+        ("passes/communication",),
+        ("passes/communication",),
         None,
     ),
     Key(

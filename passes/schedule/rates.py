@@ -111,9 +111,12 @@ class Rates:
         return {dtype: _curve(self.figures, f"matmul {dtype}", lambda n: 2 * n**3, MATRIX) for dtype in dtypes}
 
 
-def rates_of(table: Table, device: torch.device, mesh: Mesh) -> Rates | None:
-    """The rates of a device; None if nothing is known of it."""
-    gpu = _gpu_of(device)
+def rates_of(table: Table, device: torch.device, mesh: Mesh, *, knows_gpu: bool = True) -> Rates | None:
+    """The rates of a device; None if nothing is known of it.
+
+    ``knows_gpu=False``: by the table alone, which all ranks share, and not by the name of this rank's own GPU.
+    """
+    gpu = _gpu_of(device) if knows_gpu else None
     if AHEAD in table.compute:  # the table is of another device, which this one stands for
         built_in = {}
     elif device.type == "cpu":

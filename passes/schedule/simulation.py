@@ -108,7 +108,7 @@ def simulate(program: Program, costs: NodeCosts, *, with_memory: bool = True) ->
 
     ``with_memory``: also find the bytes in use, which takes longer than all the rest.
     """
-    rank, begins = _Rank(costs.rates.is_asynchronous), [0.0]
+    rank, begins = Rank(costs.rates.is_asynchronous), [0.0]
     for node in program.graph.nodes:
         rank.step(node, costs.of(node))
         begins.append(rank.now())
@@ -163,7 +163,7 @@ class _Flight:
         return TransferTime(name, queue, self.start, self.end, exposed, tuple(longest), cause)
 
 
-class _Rank:
+class Rank:
     """The clocks of one rank, and what is in flight."""
 
     def __init__(self, is_asynchronous: bool) -> None:
@@ -194,6 +194,11 @@ class _Rank:
             self.done[node] = self.device
         elif node.target is operator.getitem and node.args[0] in self.started:  # of a coalesced result
             self.started[node] = self.started[node.args[0]]  # type: ignore[index]
+
+    def idle(self, node: fx.Node) -> float:
+        """For how long compute would wait for a transfer if ``node`` was launched now."""
+        flight = self.started.get(node.args[0]) if is_wait(node) else None  # type: ignore[arg-type]
+        return max(0.0, flight.end - self.now()) if flight is not None else 0.0
 
     def _ready(self, node: fx.Node) -> float:
         """When all that a node reads is there."""

@@ -31,7 +31,7 @@ class UpdateLast(Pass):
 
     def rewrite(self, program: Program) -> int:
         """Put the late nodes behind the others; returns how many moved."""
-        late = _late(program) if any(program.collectives()) else set()
+        late = late_nodes(program)
         before = positions(program.graph, late)
         nodes = list(program.graph.nodes)
         arrange(program.graph, [*(n for n in nodes if n not in late), *(n for n in nodes if n in late)])
@@ -39,8 +39,10 @@ class UpdateLast(Pass):
         return sum(before[node] != after[node] for node in late)
 
 
-def _late(program: Program) -> set[fx.Node]:
-    """The nodes that compute new state, all that read them, and the end of the graph."""
+def late_nodes(program: Program) -> set[fx.Node]:
+    """The nodes that compute new state, all that read them, and the end of the graph; none without collectives."""
+    if not any(program.collectives()):
+        return set()
     nodes = list(program.graph.nodes)
     written = _descendants(nodes, _updating(program))
     results = [value for value, kind in _outputs(program) if kind is not OutputKind.UPDATE]
