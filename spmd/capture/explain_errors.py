@@ -133,8 +133,8 @@ _AS_NUMBER = (
 )
 _CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
 _MEMORY = (
-    "it takes a tensor's values out of torch. Return the tensor and look at it outside of the step, or compute with "
-    "functions of torch."
+    "it takes a tensor's memory out of torch. Return the tensor and look at it outside of the step, compute with "
+    "functions of torch, or replace the submodule through spmd.Override."
 )
 _OUTSIDE = ("convert all Tensors to FakeTensors", "Mixing fake modes")
 # By a part of the message, for errors whose type alone does not tell the reason.
