@@ -118,12 +118,12 @@ def mode(setting: Setting) -> spmd.ParallelMode:
 def watch_stages(stopwatch: Stopwatch) -> None:
     """Watch the functions that the stages of a compile consist of."""
     from passes import runner
-    from spmd import step
+    from spmd import capture_call, step
     from spmd.capture import make_program
 
     stopwatch.watch("capture: trace", make_program.Trace, "graph_module")
     stopwatch.watch("capture: make functional", make_program, "functionalize")
-    stopwatch.watch("capture: the rest", step, "capture")
+    stopwatch.watch("capture: the rest", capture_call, "capture")
     stopwatch.watch("partition", spmd.PlannedMode, "partition")
     stopwatch.watch("split live state", step, "prepare")
     for each in passes.default():

@@ -107,7 +107,7 @@ class Pieces:
         shared = [node for node in self.graph.nodes if is_shared(node)]
         for start in shared:
             read = read_by_all(start, shared, self.position)
-            last |= {p: max(last[p], read) for operand in read_by_peers(start) for p in self.found[operand]}
+            last |= {p: max(last.get(p, read), read) for operand in read_by_peers(start) for p in self.found[operand]}
         return last
 
     def _sizes(self) -> dict[fx.Node, int]:

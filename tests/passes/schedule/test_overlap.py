@@ -31,10 +31,10 @@ def table(seconds: float, algorithm: Algorithm = Algorithm.NATIVE) -> Table:
     return Table("by hand", (link(seconds, algorithm=algorithm),), COMPUTE)
 
 
-def program_of(step: Callable[..., tuple[Any, ...]], shared: bool = False) -> Program:
-    """The program of a function of three matrices, on two ranks."""
+def program_of(step: Callable[..., tuple[Any, ...]], shared: bool = False, ranks: int = 2) -> Program:
+    """The program of a function of three matrices, on so many ranks."""
     program = make_program(step, {}, [Role.ACTIVATION], w=f64(ROWS, ROWS), x=f64(ROWS, ROWS), g=f64(ROWS, ROWS))
-    program.mesh = Mesh((Axis("dp", 2, GROUP, backend="gloo", shared=shared),))
+    program.mesh = Mesh((Axis("dp", ranks, GROUP, backend="gloo", shared=shared),))
     return program
 
 
@@ -120,9 +120,11 @@ def test_less_than_a_hundredth_of_the_step_is_not_worth_it() -> None:
     assert run(program_of(backward), [Overlap(table(0.04))]).history[-1].endswith("1 edit")
 
 
-def test_through_shared_memory_nothing_moves() -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_through_shared_memory_nothing_moves(ranks: int) -> None:
+    """Of three ranks each reduces a part, in memory that is only known to be read by the others."""
     costs = table(3.0, Algorithm.SHARED)
-    after = run(program_of(backward, shared=True), [Realise(costs), Overlap(costs)])
+    after = run(program_of(backward, shared=True, ranks=ranks), [Realise(costs), Overlap(costs)])
     assert "1 edit" in after.history[0] and after.history[1].endswith("nothing to do")
 
 

@@ -131,18 +131,26 @@ def random_sizes(count: int, *rows: tuple[int, ...], seed: int = 0) -> list[tupl
     return [(rows[k % len(rows)], length) for k, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("world, options, kind, rows, traces", [
-    (2, {"parallel_style": "replicate"}, "SGD", [(2, 2)], 2),
-    (2, {"parallel_style": "fully_shard"}, "AdamW", [(2, 2), (3, 1), (1, 2), (4, 4)], 3),
-    (4, {"parallel_style": "fully_shard"}, "SGD", [(1, 1, 1, 1), (2, 0, 1, 2)], 2),
-    (4, {"mesh": (2, 2)}, "SGD", [(2, 2)], 2),
+@pytest.mark.parametrize("world, options, kind, rows, traces, count", [
+    (2, {"parallel_style": "replicate"}, "SGD", [(2, 2)], 2, 12),
+    (2, {"parallel_style": "fully_shard"}, "AdamW", [(2, 2), (3, 1), (1, 2), (4, 4)], 3, 12),
+    (4, {"parallel_style": "fully_shard"}, "SGD", [(1, 1, 1, 1), (2, 0, 1, 2)], 2, 4),
+    (4, {"mesh": (2, 2)}, "SGD", [(2, 2)], 2, 4),
 ])  # fmt: skip
-def test_twelve_lengths_are_exact(
-    ranks: Ranks, world: int, options: dict[str, Any], kind: str, rows: list[tuple[int, ...]], traces: int
+def test_random_lengths_are_exact(
+    ranks: Ranks,
+    request: pytest.FixtureRequest,
+    world: int,
+    options: dict[str, Any],
+    kind: str,
+    rows: list[tuple[int, ...]],
+    traces: int,
+    count: int,
 ) -> None:
     """One trace for the first length, one for all that follow; and one where rows change later than the length."""
-    for traced, programs in ranks.run(world, train, options, random_sizes(12, *rows), kind):
-        assert (traced, programs) == (traces, 12)
+    count = 12 if request.config.getoption("--exhaustive") else count
+    for traced, programs in ranks.run(world, train, options, random_sizes(count, *rows), kind):
+        assert (traced, programs) == (traces, count)
 
 
 def test_ranks_bring_unequal_rows_of_a_length_that_is_new(ranks: Ranks) -> None:
