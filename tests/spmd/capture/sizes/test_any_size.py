@@ -25,6 +25,10 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 WORDS, WIDTH = 17, 8
 
+# There a shape function gives float32 to the logarithms that attention on float64 leaves for backward, so that parts of
+# unequal length are copied into memory of the wrong dtype, and backward raises.
+not_on_2_11 = pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="unequal parts of attention in float64")
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -133,7 +137,9 @@ def random_sizes(count: int, *rows: tuple[int, ...], seed: int = 0) -> list[tupl
 
 @pytest.mark.parametrize("world, options, kind, rows, traces, count", [
     (2, {"parallel_style": "replicate"}, "SGD", [(2, 2)], 2, 12),
-    (2, {"parallel_style": "fully_shard"}, "AdamW", [(2, 2), (3, 1), (1, 2), (4, 4)], 3, 12),
+    pytest.param(
+        2, {"parallel_style": "fully_shard"}, "AdamW", [(2, 2), (3, 1), (1, 2), (4, 4)], 3, 12, marks=not_on_2_11
+    ),
     (4, {"parallel_style": "fully_shard"}, "SGD", [(1, 1, 1, 1), (2, 0, 1, 2)], 2, 4),
     (4, {"mesh": (2, 2)}, "SGD", [(2, 2)], 2, 4),
 ])  # fmt: skip
@@ -153,6 +159,7 @@ def test_random_lengths_are_exact(
         assert (traced, programs) == (traces, count)
 
 
+@not_on_2_11
 def test_ranks_bring_unequal_rows_of_a_length_that_is_new(ranks: Ranks) -> None:
     sizes = [((2, 2), 5), ((2, 2), 9), ((3, 2), 9), ((4, 1), 12), ((0, 3), 7), ((2, 2), 5)]
     for traced, _ in ranks.run(2, train, {"parallel_style": "fully_shard"}, sizes, "SGD"):
