@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .call.argument_logs import LogsFound
@@ -27,6 +27,10 @@ class CapturedCall(NamedTuple):
     reads: Reads | ReadGuards
     any_size: AnySize | None = None
 
+    def for_this_size(self) -> CapturedCall:
+        """The same, which is to serve no other sizes."""
+        return CapturedCall(replace(self.captured, is_of_one_size=False), self.reads)
+
 
 def capture_call(
     function: Callable[..., Any],
@@ -46,6 +50,8 @@ def capture_call(
     else:
         found = _Tracing(function, call, name, options.overrides, dispatch, live).trace()
         dispatch.note_fixed(live, found.captured)
+        if len(set(agreement.all_gather_text(str(found.any_size is not None)))) > 1:
+            found = found.for_this_size()  # some rank could trace it for no other
     captured = in_rank_zero_order(found.captured, call, agreement.all_gather_text)
     return CapturedCall(captured, found.reads, found.any_size)
 

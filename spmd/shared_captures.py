@@ -17,6 +17,7 @@ from .call.dynamic_dims import (
     argument_shapes,
     changed_dims,
     equal_sizes,
+    has_dim,
     have_same_dims,
     named_sizes,
     shapes_of,
@@ -49,6 +50,7 @@ class SharedCaptures:
     _shared: list[SharedCapture] = field(default_factory=list)
     _changed: dict[Dim, None] = field(default_factory=dict)  # dims whose size differed from call to call
     _fixed: dict[Dim, str] = field(default_factory=dict)  # dims of which the step needs the size, with the line
+    _named: set[Dim] = field(default_factory=set)  # dims that ``dynamic`` names
     _warned: set[Dim] = field(default_factory=set)
 
     def number_for(self, call: Call) -> int:
@@ -71,8 +73,9 @@ class SharedCaptures:
             self._changed |= dict.fromkeys(changed_dims(shapes, now))
         self._warn_of_fixed([*before, now])
         named = named_sizes(self.dynamic, call.inputs)
+        self._named |= {dim for size in named for dim in size.dims}
         known = {dim for size in named for dim in size.dims} | self._fixed.keys()
-        changed = [dim for dim in self._changed if dim not in known and dim[0] in now]
+        changed = [dim for dim in self._changed if dim not in known and has_dim(now, dim)]
         found = [*named, *equal_sizes(changed, [*before, now])]
         found = [size for size in found if sizes_in(now, [size]) >= (LEAST,) and not self._fixed.keys() & size.dims]
         return TracedSizes(tuple(found), sizes_in(now, found))
@@ -92,14 +95,13 @@ class SharedCaptures:
         Where the user named a size, a warning says so at once, else when one more program is compiled for it.
         """
         self._fixed |= {dim: line for size, line in fixed.items() for dim in size.dims}
-        for argument, dim in self._fixed:
-            if dim in self.dynamic.get(argument, {}):
-                self._warn((argument, dim))
+        for dim in self._named & self._fixed.keys():
+            self._warn(dim)
         return [self._describe(size.dims[0]) for size in fixed]
 
     def _warn_of_fixed(self, shapes: Sequence[Shapes]) -> None:
         for argument, dim in self._fixed:
-            if len({each[argument][dim] for each in shapes if argument in each}) > 2:
+            if len({each[argument][dim] for each in shapes if has_dim(each, (argument, dim))}) > 2:
                 self._warn((argument, dim))
 
     def _warn(self, dim: Dim) -> None:

@@ -60,6 +60,11 @@ def named_sizes(dynamic: Mapping[str, Mapping[int, str]], inputs: Sequence[Batch
     return [DynamicSize(name, tuple(dims)) for name, dims in found.items()]
 
 
+def has_dim(shapes: Shapes, dim: Dim) -> bool:
+    """Whether there is such an argument with such a dim."""
+    return dim[1] < len(shapes.get(dim[0], ()))
+
+
 def have_same_dims(one: Shapes, other: Shapes) -> bool:
     """Whether two calls have the same tensor arguments, with as many dims each."""
     return one.keys() == other.keys() and all(len(shape) == len(other[name]) for name, shape in one.items())
@@ -82,10 +87,10 @@ def sizes_in(shapes: Shapes, sizes: Iterable[DynamicSize]) -> tuple[int, ...]:
     """The value of each size where the arguments have these shapes; nothing where they are others, or sizes differ."""
     found: list[int] = []
     for size in sizes:
-        values = {shapes[argument][dim] for argument, dim in size.dims if len(shapes.get(argument, ())) > dim}
-        if len(values) != 1 or any(argument not in shapes for argument, _ in size.dims):
+        values = {shapes[dim[0]][dim[1]] if has_dim(shapes, dim) else None for dim in size.dims}
+        if len(values) != 1 or None in values:
             return ()
-        found += values
+        found += [value for value in values if value is not None]
     return tuple(found)
 
 

@@ -278,6 +278,28 @@ def _check_sizes(trainer: Any) -> None:
     assert [type(each) for each in trainer.log] == [int] * 4
 
 
+def test_an_argument_may_lose_a_dim_that_has_changed() -> None:
+    compiled = spmd.compile(lambda x: x.sum(-1))
+    for shape in ((4, 3, 2), (4, 3, 5), (4, 3), (4, 6), (4, 3, 7), (4,)):
+        assert torch.equal(compiled(torch.ones(shape)), torch.full(shape[:-1], float(shape[-1])))
+
+
+def lopsided(rank: int, world: int, sizes: list[tuple[tuple[int, ...], int]]) -> tuple[int, int]:
+    """Train where the second rank can trace the step for no other size; returns what ``train`` does."""
+    original = capture_call.capture_any_size
+    capture_call.capture_any_size = original if rank == 0 else lambda *_: (None, {})
+    try:
+        return train(rank, world, {"parallel_style": "replicate"}, sizes, "SGD")
+    finally:
+        capture_call.capture_any_size = original
+
+
+def test_all_ranks_keep_a_trace_for_other_sizes_or_none(ranks: Ranks) -> None:
+    """The first rank traces each length for all, in vain; both have a program for each."""
+    (traced, programs), other = ranks.run(2, lopsided, [((2, 2), 5), ((2, 2), 7), ((2, 2), 6)])
+    assert (traced, programs) == (3, 3) and other == (3, 3)
+
+
 def test_programs_of_one_capture_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_MANY_SIZES", 2)
     compiled = spmd.compile(lambda x: x.sum())
