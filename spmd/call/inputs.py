@@ -15,6 +15,8 @@ from passes.ir.program import Placements, is_sharded, replicated
 from ..placements import check_dims, global_shape, normalize
 from .state import Arguments
 
+_LISTED = 8  # tensors that an error lists
+
 
 @dataclass(frozen=True)
 class BatchInput:
@@ -51,16 +53,13 @@ def place_inputs(
 ) -> list[BatchInput]:
     """Give every tensor argument its placement: as named, else split along ``batch_dim`` over the first ``batch_axes``.
 
+    The name of an argument that holds others (a dict, a list) is the placement of all that no longer name says more of.
     0-dim tensors are replicated. ``uneven``: how many rows all ranks have, of the arguments of which they have unequal
     parts. Raises ``PlacementError`` if the tensors that ``named`` leaves out differ in size
     along ``batch_dim``, if a name fits no argument, or for a DTensor.
     """
-    named = dict(named or {})
     tensors = arguments.tensors()
-    unknown = sorted(set(named) - {leaf.name for leaf in tensors})
-    if unknown:
-        have = [leaf.name for leaf in tensors]
-        raise PlacementError(f"inputs names {unknown}, but the tensor arguments of the step are {have}")
+    named = _by_tensor(dict(named or {}), [leaf.name for leaf in tensors])
     for leaf in tensors:
         if isinstance(leaf.value, DTensor):
             raise PlacementError(
@@ -87,13 +86,34 @@ def place_inputs(
     return placed
 
 
+def _by_tensor(named: Mapping[str, Any], tensors: list[str]) -> dict[str, Any]:
+    """The entry of ``named`` for each tensor that has one: the longest name of the tensor or of what holds it."""
+    fitting = {tensor: [name for name in named if f"{tensor}.".startswith(f"{name}.")] for tensor in tensors}
+    unknown = sorted(set(named).difference(*fitting.values()))
+    if unknown:
+        raise PlacementError(f"inputs names {unknown}, but the tensor arguments of the step are {tensors}")
+    return {tensor: named[max(names, key=len)] for tensor, names in fitting.items() if names}
+
+
 def _check_sizes(tensors: list[tuple[str, torch.Tensor]], dim: int) -> None:
     short = [name for name, tensor in tensors if not -tensor.ndim <= dim < tensor.ndim]
     sizes = {name: tensor.shape[dim] for name, tensor in tensors if name not in short}
     if short or len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        missing = "".join(f", {name} has no such dim" for name in short)
+        listed = [f"{name} has {size}" for name, size in sizes.items()]
+        listed += [f"{name} has no such dim" for name in short]
+        if len(listed) > _LISTED:
+            listed[_LISTED:] = [f"and {len(listed) - _LISTED} more"]
+        shared = _shared(sizes)
+        rows = next((name for name, _ in tensors if name.split(".")[0] != shared), tensors[0][0])
         raise PlacementError(
-            f"the tensor arguments must agree in size along the batch dim {dim}, but {listed}{missing}. Say what each "
-            f"of them is with inputs={{'{tensors[0][0]}': Shard({dim}), 'a_table_all_ranks_share': Replicate()}}"
+            f"the tensor arguments must agree in size along the batch dim {dim}, but {', '.join(listed)}. "
+            f"Say what they are with inputs={{'{rows}': Shard({dim}), '{shared}': Replicate()}}"
         )
+
+
+def _shared(sizes: Mapping[str, int]) -> str:
+    """An argument that holds tensors of several sizes: these can be no rows of one batch."""
+    found: dict[str, set[int]] = {}
+    for name, size in sizes.items():
+        found.setdefault(name.split(".")[0], set()).add(size)
+    return next((name for name, several in found.items() if len(several) > 1), "a_table_all_ranks_share")

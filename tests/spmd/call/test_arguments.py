@@ -90,6 +90,28 @@ class Replicated(Small):
         return loss
 
 
+class Averages(Small):
+    """A moving average of the parameters in a dict that the caller keeps."""
+
+    def build(self) -> tuple[Any, ...]:
+        model, optimizer = super().build()
+        return model, optimizer, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, averages: dict[str, Tensor], x: Tensor, y: Tensor) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                averages[name].lerp_(parameter, 0.25)
+        return loss, {name: average.clone() for name, average in averages.items()}
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        return self.tensors(rank, step)
+
+
 class BatchLast(Small):
     """The batch is dim 1 of every tensor."""
 
@@ -119,6 +141,11 @@ def test_arguments_and_results_of_any_structure(ranks: Ranks, case: Case, style:
 def test_inputs_names_what_every_rank_has_in_full(ranks: Ranks) -> None:
     inputs = {"weights": Replicate(), "batch.offset": Replicate()}
     assert_agrees(ranks, 2, Replicated(), {"parallel_style": "fully_shard", "inputs": inputs})
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_name_of_a_dict_places_all_tensors_in_it(ranks: Ranks, style: str) -> None:
+    assert_agrees(ranks, 2, Averages(), {"parallel_style": style, "inputs": {"averages": Replicate()}})
 
 
 def test_input_batch_dim_says_where_the_batch_is(ranks: Ranks) -> None:

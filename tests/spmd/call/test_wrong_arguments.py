@@ -54,6 +54,18 @@ def test_tensors_that_disagree_in_batch_size_are_named_with_their_sizes() -> Non
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_dict_with_tensors_of_many_sizes_is_what_ranks_share() -> None:
+    model = nn.Sequential(nn.Linear(15, 7), nn.Linear(7, 4)).double()
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def step(model: nn.Module, averages: dict[str, Tensor], x: Tensor) -> Tensor:
+        return model(x).sum() + sum(average.sum() for average in averages.values())
+
+    with pytest.raises(spmd.PlacementError, match=r"inputs=\{'x': Shard\(0\), 'averages': Replicate\(\)\}"):
+        spmd.compile(step)(model, averages, torch.ones(6, 15).double())
+
+
+@pytest.mark.usefixtures("alone")
 def test_inputs_that_name_no_argument_are_refused() -> None:
     with pytest.raises((ValueError, spmd.PlacementError), match="z"):
         mode = spmd.DataParallel(inputs={"z": Replicate()})
