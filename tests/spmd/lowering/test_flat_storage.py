@@ -81,7 +81,8 @@ def test_shards_lie_flat_and_are_gathered_from_there() -> None:
     assert all(part.storage_offset() == 0 for part in (p.to_local() for p in model.parameters()))
     twin = copy.deepcopy(model)
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one.to_local(), other.to_local())
+        bits, copied = (each.to_local().detach().view(torch.uint8) for each in (one, other))
+        assert torch.equal(bits, copied)  # fake collectives leave whatever lay in memory, also NaN
         assert one.to_local().data_ptr() != other.to_local().data_ptr()
 
 
