@@ -27,6 +27,7 @@ from .memory.one_storage import OneStorage
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
+from .schedule.overlap import Overlap
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
 from .update.update_last import UpdateLast
@@ -67,6 +68,8 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         WaitLate(),
         # A call that fails while gradients are still to come leaves state as it was.
         UpdateLast(),
+        # All that communicates stands where it can: what compute still waits for, other compute may hide.
+        Overlap(table=table),
         # Nothing below may reorder: from here on, values are overwritten.
         UpdateInPlace(),
         ReduceInPlace(),

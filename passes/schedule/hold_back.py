@@ -6,12 +6,13 @@ way around, one hides the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from ..ir.collectives import is_collective, is_wait, waits_of
+from ..ir.collectives import Kind, is_collective, is_wait, waits_of
 from ..ir.effects import is_pure
+from ..ir.ops import Trait, has
 from ..ir.program import Program
 from ..memory.pieces import Pieces
 from ..update.update_last import late_nodes
@@ -29,7 +30,8 @@ def hold_back(program: Program, costs: NodeCosts, spare: int = 0) -> list[fx.Nod
     Work moves from before the start of a collective to behind it, the nearest first, until there is as much as compute
     waits for the collective; from no further up than the wait before, at which compute is idle as well. It moves if
     nothing before the start reads it, and if there is room for what it reads. Nothing moves among the nodes that update
-    state, or behind one of them.
+    state, or behind one of them. Gathers with ``Collective.ahead`` start no earlier than that allows: nothing is held
+    back behind them, nor what reads their results last.
     """
     search = _Search(program, costs, spare)
     held = {start: search.work_before(start, idle) for start, idle in search.exposed()}
@@ -55,6 +57,8 @@ class _Search:
         self._last = {piece.node: piece.last for piece in self._pieces.all}
         self._used = _used(self._pieces, len(self._nodes))
         self._most = max(self._used) - spare
+        self._bounded = {node for node in program.collectives() if _is_bounded(node)}
+        self._whole = {piece for node in _unpacked(self._bounded) for piece in self._pieces.found[node]}
         self._held = set[fx.Node]()  # behind the starts that were looked at so far
 
     def _idle(self) -> Iterator[tuple[fx.Node, float]]:
@@ -67,7 +71,7 @@ class _Search:
     def exposed(self) -> Iterator[tuple[fx.Node, float]]:
         """The collectives at whose waits compute is idle, in order, and for how long."""
         for node in self._nodes:
-            if is_collective(node) and node not in self._late:
+            if is_collective(node) and node not in self._late and node not in self._bounded:
                 idle = sum(self._idle_at.get(wait, 0.0) for wait in waits_of(node))
                 if idle > 0:
                     yield node, idle
@@ -99,6 +103,8 @@ class _Search:
         """Keep what ``node`` reads until a position, in place of its result, if there is room."""
         pieces = {piece for needed in node.all_input_nodes for piece in self._pieces.found[needed]}
         ending = [piece for piece in pieces if self._last.get(piece, until) < until]
+        if self._whole.intersection(ending):
+            return False
         changes = [(self._last[piece] + 1, self._size[piece]) for piece in ending]
         changes.append((self._position[node], -self._size.get(node, 0)))
         first = min(position for position, _ in changes)
@@ -115,6 +121,22 @@ class _Search:
     def _seconds(self, node: fx.Node) -> float:
         cost = self._costs[node]
         return cost.compute + (0.0 if self._rank.is_asynchronous else cost.launch)
+
+
+def _is_bounded(node: fx.Node) -> bool:
+    """Whether a node gathers what is to be whole for a short time only."""
+    described = node.meta["collective"]
+    return described.kind is Kind.ALL_GATHER and described.ahead is not None
+
+
+def _unpacked(gathers: Iterable[fx.Node]) -> set[fx.Node]:
+    """The results of gathers, and what only unpacks these."""
+    found, pending = set[fx.Node](), [wait for gather in gathers for wait in waits_of(gather)]
+    while pending:
+        node = pending.pop()
+        found.add(node)
+        pending += [user for user in node.users if has(user.target, Trait.VIEW, Trait.UNPACKS)]
+    return found
 
 
 def _is_known(node: fx.Node) -> bool:

@@ -60,10 +60,13 @@ def _hold_back(program: Program, costs: NodeCosts, worth: float) -> int:
         order = hold_back(program, costs, spare)
         if order == before:
             break
-        peaks = peaks or _peaks(program)
         arrange(program.graph, order)
         if _seconds(program, costs) > worth:
             break
+        if not peaks:
+            arrange(program.graph, before)
+            peaks = _peaks(program)
+            arrange(program.graph, order)
         more = max(now - then for now, then in zip(_peaks(program), peaks, strict=True))
         if more <= 0:
             return _held_back(before, order)

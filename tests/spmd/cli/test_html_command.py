@@ -57,7 +57,7 @@ def test_a_dump_and_a_report_have_one_page(
 def test_json_is_what_the_page_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [stage["name"] for stage in shown["graph"]["stages"]][::23] == ["00_capture", "23_reuse_memory"]
+    assert [stage["name"] for stage in shown["graph"]["stages"]][::24] == ["00_capture", "24_reuse_memory"]
     assert {span[1] for span in shown["timelines"]["estimated"]["spans"]} == {"compute", "dp"}
     weight = next(each for each in shown["inputs"] if each["name"] == "model.0.weight")
     assert (weight["shape"], weight["split"]) == ([5, 6], [0])
