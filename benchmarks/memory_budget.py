@@ -2,9 +2,9 @@
 
     python -m benchmarks.memory_budget [--models GPT BERT] [--styles replicate fully_shard] [--share 0.6] [--rounds 7]
 
-For each model two ranks compile its step without a budget, and then with ``--share`` of what that step was measured to
-need. Both run in turn, on equal batches, with dropout where a model has it. Losses, parameters and buffers must be the
-same bits after all rounds.
+For each model two ranks compile its step without a budget. Two others compile it with ``--share`` of what that step was
+measured to need, and then without, and run both in turn, on equal batches, with dropout where a model has it. Losses,
+parameters and buffers must be the same bits after all rounds. Memory is measured of what a process compiles first.
 
 wants                  MB of a rank without a budget: planned for values, and measured
 graphs                 of those measured, MB of the graphs of the program
@@ -269,18 +269,22 @@ class Training:
         return [value.to_local() if isinstance(value, DTensor) else value for value in map(torch.detach, values)]
 
 
-def measure(workload: Workload, style: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One row."""
+def measure_plain(workload: Workload, style: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What the step wants, and the budget that follows."""
     plain = Training(workload, style, None)
     plain.start()
-    row: dict[str, Any] = {"model": workload.name, "style": style, **plain.wants()}
-    row["budget"] = round(options.share * plain.peak)
-    fitted = Training(workload, style, row["budget"])
+    return plain.wants() | {"budget": round(options.share * plain.peak), "compile": plain.compile_seconds}
+
+
+def measure_fitted(workload: Workload, style: str, options: argparse.Namespace, budget: int) -> dict[str, Any]:
+    """What it needs with the budget, and its time beside a step without."""
+    fitted, plain = Training(workload, style, budget), Training(workload, style, None)
     try:
         fitted.start()
     except spmd.MemoryBudgetError as refused:
-        return row | {"refused": str(refused)}
-    row |= {f"fitted_{name}": value for name, value in fitted.wants().items()}
+        return {"refused": str(refused)}
+    row = {f"fitted_{name}": value for name, value in fitted.wants().items()}
+    plain.start()
     for number in range(options.rounds):
         for each in (plain, fitted) if number % 2 else (fitted, plain):
             each.round()
@@ -292,7 +296,6 @@ def measure(workload: Workload, style: str, options: argparse.Namespace) -> dict
         "seconds": statistics.median(plain.seconds),
         "again": fitted.again,
         "equal": _all_equal(plain, fitted),
-        "compile": plain.compile_seconds,
         "compile_fitted": fitted.compile_seconds,
         "note": next(note for note in fitted.step.program.notes if note.startswith("memory: ")),  # type: ignore[union-attr]
     }
@@ -338,22 +341,36 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One rank: a row for each model and style, written as soon as it is known."""
+def run_rank(rank: int, measure: Callable[..., dict[str, Any]], workload: Workload, folder: str) -> None:
+    """One rank: measure, and write what was found."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    workload.build()  # imports what the model needs
     Training(SMOKE, "replicate", 1 << 30).start()  # imports what compiling imports
-    for workload in workloads(options):
-        for style in options.styles:
-            row = measure(workload, style, options)
-            if rank == 0:
-                with Path(folder, "rows").open("a") as rows:
-                    rows.write(json.dumps(row) + "\n")
-                print(json.dumps(row), flush=True)
-            gc.collect()
+    found = measure()
+    if rank == 0:
+        Path(folder, "found").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def on_fresh_ranks(measure: Callable[..., dict[str, Any]], workload: Workload, *args: Any) -> dict[str, Any]:
+    """Measure on ranks that have compiled nothing like it."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(
+            run_rank, (partial(measure, workload, *args), workload, folder), nprocs=RANKS, start_method="fork"
+        )
+        found: dict[str, Any] = json.loads(Path(folder, "found").read_text())
+        return found
+
+
+def row_of(workload: Workload, style: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One row."""
+    row = {"model": workload.name, "style": style} | on_fresh_ranks(measure_plain, workload, style, options)
+    row |= on_fresh_ranks(measure_fitted, workload, style, options, row["budget"])
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def workloads(options: argparse.Namespace) -> list[Workload]:
@@ -403,9 +420,7 @@ def main() -> None:
     options = parse()
     if options.smoke:
         options.rounds = 1
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(run_rank, (options, folder), nprocs=RANKS, start_method="fork")
-        rows = [json.loads(line) for line in Path(folder, "rows").read_text().splitlines()]
+    rows = [row_of(workload, style, options) for workload in workloads(options) for style in options.styles]
     console = Console(width=140)
     console.print(table_of(rows, options.share))
     console.print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

@@ -58,7 +58,7 @@ class Training(Case):
 
 @dataclass(frozen=True)
 class Finding:
-    """The findings of one rank: a line per value that differs, a line per node with all rows, and figures."""
+    """The findings of one rank: a line per value that differs, or if calls compile; others, and figures."""
 
     unequal: list[str]
     whole: list[str]
@@ -107,13 +107,23 @@ def examine(rank: int, world: int, case: Case, style: Style, steps: int) -> Find
     assert program is not None
     compares = isinstance(case, Training) and case.entry.compares
     return Finding(
-        unequal=_not_finite(expected) + all_unequal(expected, got, rank, world, case.rtol, case.atol),
+        unequal=[
+            *_not_finite(expected),
+            *all_unequal(expected, got, rank, world, case.rtol, case.atol),
+            *_compiled_anew(compiled, steps),
+        ],
         whole=list(dict.fromkeys(line for pair in mode.seen for line in whole_rows(*pair, ROWS, compares))),
         nodes=len(program.graph.nodes),
         collectives=dict(Counter(str(node.meta["collective"].kind) for node in program.collectives())),
         seconds=sum(compiled.report().seconds.values()),
         worst=max((_distance(want, have) for want, have in zip(expected, got, strict=True)), default=0.0),
     )
+
+
+def _compiled_anew(compiled: spmd.CompiledStep, steps: int) -> list[str]:
+    """A line if more was compiled than the first call and, where it makes state, the second."""
+    count = len(compiled.programs)
+    return [f"{count} programs were compiled in {steps} calls"] if count > 2 else []
 
 
 def _not_finite(expected: list[Snapshot]) -> list[str]:

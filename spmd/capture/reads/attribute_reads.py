@@ -20,12 +20,16 @@ GUARDED_ELSEWHERE: dict[type, set[str]] = {
 }
 
 
+# Attributes by which all others are read at once, those in slots, too: by ``vars``, ``copy`` and ``pickle``.
+_COPYING = {"__getstate__", "__reduce__", "__reduce_ex__"}
+
+
 class AttributeReads:
     """Watches classes for the length of the context.
 
     ``noted`` holds (id of an object's ``__dict__``, key) of the reads that need no report. ``on_read`` is called with
-    (instance, its ``__dict__`` or None, key), ``on_missing`` with the same for an attribute that is not there, and
-    ``on_vars`` with (instance, ``__dict__``) when all of it is handed out.
+    (instance, its ``__dict__`` or None, key), also for each attribute when all are handed out, and then for
+    ``__dict__``, and ``on_missing`` with the same for an attribute that is not there.
     """
 
     def __init__(
@@ -33,9 +37,8 @@ class AttributeReads:
         noted: Container[tuple[int, str]],
         on_read: Callable[[Any, dict[str, Any] | None, str], None],
         on_missing: Callable[[Any, dict[str, Any], str], None],
-        on_vars: Callable[[Any, dict[str, Any]], None],
     ) -> None:
-        self._noted, self._on_read, self._on_missing, self._on_vars = noted, on_read, on_missing, on_vars
+        self._noted, self._on_read, self._on_missing = noted, on_read, on_missing
         self._watched: set[type] = set()
         self._stack = ExitStack()
 
@@ -63,7 +66,7 @@ class AttributeReads:
 
     def _reporting(self, cls: type) -> Callable[[Any, str], Any]:
         original: Any = cls.__getattribute__
-        noted, on_read, on_vars = self._noted, self._on_read, self._on_vars
+        noted, on_read = self._noted, self._on_read
         elsewhere = next((names for base, names in GUARDED_ELSEWHERE.items() if issubclass(cls, base)), set())
 
         def __getattribute__(instance: Any, key: str) -> Any:
@@ -72,8 +75,11 @@ class AttributeReads:
             except AttributeError:
                 self._note_missing(instance, key)
                 raise
-            if key == "__dict__" and not elsewhere:
-                on_vars(instance, value)
+            if key in _COPYING or (key == "__dict__" and not elsewhere):
+                fields = _fields_of(instance)
+                for each in [*(fields or ()), *_slots_of(instance), "__dict__"]:
+                    if each not in elsewhere:
+                        on_read(instance, fields, each)
             elif key not in elsewhere and not key.startswith("__"):
                 fields = _fields_of(instance)
                 if fields is None or (id(fields), key) not in noted:
@@ -100,6 +106,12 @@ def _is_held(cls: type, key: str, value: Any) -> bool:
     """Whether ``value`` is an entry of a class itself, or in one of its slots."""
     entry = next((vars(base)[key] for base in cls.__mro__ if key in vars(base)), None)
     return entry is value or isinstance(entry, types.MemberDescriptorType)
+
+
+def _slots_of(instance: Any) -> list[str]:
+    """The attributes of an instance that lie in slots."""
+    entries = [vars(cls) for cls in type(instance).__mro__]
+    return [key for each in entries for key, entry in each.items() if isinstance(entry, types.MemberDescriptorType)]
 
 
 def _fields_of(instance: Any) -> dict[str, Any] | None:

@@ -90,7 +90,7 @@ class Reads:
 
     def __post_init__(self) -> None:
         self._namespaces = Namespaces(self._note_entry)
-        self._attributes = AttributeReads(self.sites, self._note_attribute, self._note_missing, self._note_vars)
+        self._attributes = AttributeReads(self.sites, self._note_attribute, self._note_missing)
         self._globals = GlobalReads(self._note_globals)
         self.journals.shown = self._follow_shown
 
@@ -204,15 +204,14 @@ class Reads:
         for holder, key, where in globals_in(code, variables):
             self._note("item", holder, key, f"the global {key} of {where}")
 
-    def _note_vars(self, instance: Any, fields: dict[str, Any]) -> None:
-        """Record all attributes of an instance, as ``vars(settings)`` may read any of them."""
-        for key in fields:
-            self._note("item", fields, key, f"{self._name(instance)}.{key}")
-
     def _note_attribute(self, instance: Any, fields: dict[str, Any] | None, key: str) -> None:
         """Record an attribute where it lives: in ``fields``, the instance's dict, or in a class."""
         self._reach(type(instance))
         name = f"{self._name(instance)}.{key}"
+        if key == "__dict__":
+            if fields is not None and instance not in self._new:
+                self._note("names", fields, "", f"which attributes {self._name(instance)} has", owned=True)
+            return
         if fields is not None and key in fields and instance in self._new:
             self._follow(fields[key], name)
             return

@@ -24,11 +24,16 @@ def _cell_contents(cell: types.CellType, _: str, default: Any) -> Any:
         return default
 
 
+def _names(fields: dict[str, Any], _: str, default: Any) -> Any:
+    return tuple(fields)
+
+
 READERS: dict[str, Callable[..., Any]] = {  # by kind of site, each called with (source, key, default)
     "item": dict.get,
     "entry": types.MappingProxyType.get,
     "attribute": getattr,
     "cell": _cell_contents,
+    "names": _names,
 }
 
 
@@ -36,7 +41,7 @@ READERS: dict[str, Callable[..., Any]] = {  # by kind of site, each called with 
 class ReadSite:
     """One site; ``name`` describes it in the user's words."""
 
-    kind: str  # "item" of a dict, "entry" of a class, "attribute" of an object, "cell"
+    kind: str  # "item" of a dict, "entry" of a class, "attribute" of an object, "cell", or "names" of all items
     holder: Any
     key: str
     name: str

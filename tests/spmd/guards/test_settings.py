@@ -5,6 +5,8 @@ Each is changed between two calls; the compiled step must compile anew and then 
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import types
 from collections import UserDict, deque
@@ -182,6 +184,62 @@ def test_another_class_of_a_module_compiles_anew() -> None:
     model[0].__class__ = nn.ReLU
     model[0].inplace = False
     assert torch.equal(compiled(model, x), x)
+
+
+class Config:
+    """What a step copies."""
+
+    def __init__(self) -> None:
+        self.scale, self.decoder_scale = 2.0, 3.0
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "vars": vars,
+    "copy": lambda config: vars(copy.copy(config)),
+    "deepcopy": lambda config: vars(copy.deepcopy(config)),
+    "pickle": lambda config: vars(pickle.loads(pickle.dumps(config))),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_reads_all_attributes(copied: Callable[[Any], Any]) -> None:
+    config = Config()
+    compiled = spmd.compile(lambda x: x * sum(copied(config).values()))
+    for k, change in enumerate([{}, {}, {"scale": 4.0}, {"another": 2.0}]):
+        vars(config).update(change)
+        assert compiled(torch.ones(1)).item() == sum(vars(config).values())
+        assert len(compiled.programs) == max(1, k)
+
+
+class Slotted:
+    """Attributes in slots."""
+
+    __slots__ = ("scale",)
+
+
+def test_a_copy_reads_all_slots() -> None:
+    config = Slotted()
+    config.scale = 2.0
+    compiled = spmd.compile(lambda x: x * copy.deepcopy(config).scale)
+    assert compiled(torch.ones(1)).item() == 2
+    config.scale = 3.0
+    assert compiled(torch.ones(1)).item() == 3
+
+
+def test_what_the_step_copies_and_changes_is_not_guarded() -> None:
+    config = Config()
+
+    def step(x: Tensor) -> Tensor:
+        own = copy.deepcopy(config)
+        for name in vars(own).copy():
+            if name.startswith("decoder_"):
+                own.scale = own.__dict__.pop(name)
+        return x * own.scale
+
+    compiled = spmd.compile(step)
+    assert [compiled(torch.ones(2)).tolist() for _ in range(2)] == [[3.0, 3.0]] * 2 and len(compiled.programs) == 1
+    config.decoder_scale = 4.0
+    assert compiled(torch.ones(2)).tolist() == [4.0, 4.0] and len(compiled.programs) == 2
 
 
 numbers = {"scale": 1.0, "powers": [1.0, 2.0]}
