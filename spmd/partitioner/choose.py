@@ -17,8 +17,8 @@ from passes import Mesh, Phase
 from passes.ir.program import Placements
 from passes.ir.rates import Rate
 
+from ..memo import memo_key
 from ..rules import OpCall, Option, rule_of
-from .memo import memo_key
 from .narrow import narrowed
 from .option_costs import OptionCosts
 from .values import Value
