@@ -73,7 +73,7 @@ class CopiedOps(SecondTrace):
         if node in self.writes.written:
             return self._write(node, args, kwargs)
         self.shapes.learn(node)
-        if self._is_copied(node.target):
+        if self._is_copied(node.target) and (node.all_input_nodes == [] or _has_tensors(args, kwargs)):
             return self._copy(node.target, args, kwargs)
         return self._trace(node.target, args, kwargs)
 
@@ -143,3 +143,10 @@ class CopiedOps(SecondTrace):
             if old in written:
                 value = self.env[old]
                 self._node(torch.ops.aten.copy_.default, (new, value), {}, value.meta["val"])
+
+
+def _has_tensors(args: Any, kwargs: Any) -> bool:
+    """Whether a call reads a node. The shape of what is made from symbolic numbers alone may depend on them."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((args, kwargs), found.append)
+    return bool(found)

@@ -27,7 +27,7 @@ def functionalize(first: fx.GraphModule, fakes: Fakes) -> tuple[fx.GraphModule, 
     with fakes.mode:
         fake_constants = [torch.empty_strided(c.shape, c.stride(), dtype=c.dtype, device=c.device) for c in constants]
     table, shapes = second_trace_table(), Shapes(fakes.mode)
-    writes = RenamedWrites.of(first.graph, shapes) if not fakes.sizes.symbols else None
+    writes = RenamedWrites.of(first.graph, shapes)
 
     def run(*flat: Any) -> Any:
         return SecondTrace(first, names).run_on(flat)

@@ -34,7 +34,7 @@ class RenamedWrites:
         """The writes of ``graph``; None if one is more than a renaming, or may be."""
         found, last_reads = cls(), _last_reads(graph)
         for k, node in enumerate(graph.nodes):
-            if node.op not in ("call_function", "placeholder", "get_attr", "output"):
+            if node.op not in ("call_function", "placeholder", "get_attr", "output") or _has_symbolic_shape(node):
                 return None
             if node.op == "call_function" and not found._note(node, k, last_reads, shapes):
                 return None
@@ -48,16 +48,22 @@ class RenamedWrites:
         """Note what a call writes, or views; returns whether the writes so far are renamings."""
         if has(node.target, Trait.MUTABLE):
             return self._write(node, k, last_reads, shapes)
-        if has(node.target, Trait.ALIAS, Trait.UNDECLARED_VIEW) and isinstance(node.args[0], fx.Node):
-            self._view(node, node.args[0])
+        if has(node.target, Trait.COMPOSITE):
+            return False  # its result may be a view
+        if has(node.target, Trait.ALIAS, Trait.UNDECLARED_VIEW):
+            return self._view(node)
         return True
 
-    def _view(self, node: fx.Node, viewed: fx.Node) -> None:
+    def _view(self, node: fx.Node) -> bool:
+        viewed = node.args[0]
+        if not isinstance(viewed, fx.Node) or not _views_only_the_first(node.target):
+            return False
         if node.target is getitem and viewed not in self._viewed:
-            return  # one of several results, which have memory of their own
+            return True  # one of several results, which have memory of their own
         owner = self._viewed.get(viewed, self.value_of(viewed))
         self._viewed[node] = owner
         self._views.setdefault(owner, []).append(node)
+        return True
 
     def _write(self, node: fx.Node, k: int, last_reads: dict[fx.Node, int], shapes: Shapes) -> bool:
         written: Any = node.target
@@ -86,6 +92,18 @@ def functional_variant(op: OpOverload) -> OpOverload | None:
     if found is None or in_place_variant(found) is not op:
         return None
     return found if found in _FILLS or torch.Tag.pointwise in found.tags else None
+
+
+def _views_only_the_first(op: Any) -> bool:
+    """Whether no other argument than the first can lie in the same memory as the result."""
+    return not isinstance(op, OpOverload) or not any(argument.shared for argument in schema(op).arguments[1:])
+
+
+def _has_symbolic_shape(node: fx.Node) -> bool:
+    """Whether the shape of a value, or of one of several, is not known."""
+    val = node.meta.get("val")
+    vals = val if isinstance(val, (tuple, list)) else [val]
+    return any(isinstance(size, torch.SymInt) for each in vals if isinstance(each, torch.Tensor) for size in each.shape)
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, int]:
