@@ -45,7 +45,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from torch.utils._sympy import functions as _sympy_functions
 
 # The tracer, and from a traced tensor to the node that made it. 2.11 to 2.15.
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    set_proxy_slot,
+)
 
 # A GraphModule that writes its Python code when it is first needed: of most that a compile makes, it never is.
 # 2.11 to 2.15.
@@ -177,6 +184,11 @@ SCALER_STEP = "_maybe_opt_step"
 STEP_HANDLES_SCALING = "_step_supports_amp_scaling"
 
 symbolic_functions: dict[str, object] = vars(_sympy_functions)
+
+
+def set_proxy_of_tensor(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> None:
+    """Let the tracer take ``tensor`` for the value of ``proxy``."""
+    set_proxy_slot(tensor, tracer, _ProxyTensor(proxy, None))
 
 
 def rename_placeholder(node: fx.Node, name: str) -> None:
@@ -515,6 +527,7 @@ __all__ = [
     "current_autograd_node",
     "default_store",
     "disable_modes",
+    "disable_proxy_modes_tracing",
     "dtensor_over",
     "eager_selective_checkpoint",
     "foreach_kernels",
@@ -546,6 +559,7 @@ __all__ = [
     "root_mesh",
     "sequence_number_of",
     "set_local_tensor",
+    "set_proxy_of_tensor",
     "set_timeout",
     "storage_id",
     "storage_use_count",

@@ -58,6 +58,7 @@ from .recorder import Recorder
 from .source_lines import defined_at, warn_user
 from .stages import Stages
 from .unexpected_errors import unexpected_errors
+from .young_collections import young_collections
 
 # One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
 calling = threading.RLock()
@@ -201,7 +202,7 @@ class CompiledStep:
 
     def _compile_on_all_ranks(self, turn: Turn, call: Call) -> Compiled:
         READS.wait_for_all()  # state may move, and what else refers to it counts
-        with held_interrupts(), all_or_none(self._name, turn.connection) as agreement:
+        with held_interrupts(), young_collections(), all_or_none(self._name, turn.connection) as agreement:
             rebind_replaced_parameters(call.given.optimizers)
             change = self._dispatch.change(call)
             call.without_gradient = self._dispatch.cleared_first(call)

@@ -37,7 +37,8 @@ ORDER = {
         __init__
     """,
     "spmd": """
-        _torch placements source_lines environment foreign_code collector_callbacks interrupts unexpected_errors
+        _torch placements source_lines environment foreign_code collector_callbacks young_collections interrupts
+        memo unexpected_errors
         failed_ops
         annotations/ ranks/
         call/

@@ -82,6 +82,8 @@ OUT_VARIANTS: dict[Any, Any] = (
 
 _KINDS |= {out: _KINDS[op] for op, out in OUT_VARIANTS.items()}
 
+_IDS = frozenset(map(id, _KINDS))  # every pass asks for every node, and the hash of an op is slow
+
 _SHARED = shared_memory_collectives.OUT_VARIANTS
 
 WAIT = c10d.wait_tensor.default
@@ -89,7 +91,7 @@ WAIT = c10d.wait_tensor.default
 
 def is_collective(node: fx.Node) -> bool:
     """Whether ``node`` starts a collective."""
-    return node.op == "call_function" and node.target in _KINDS
+    return node.op == "call_function" and id(node.target) in _IDS
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ def is_pure(node: fx.Node) -> bool:
         return False  # a method or module of the user's may do anything else
     if mutates(node):
         return False
-    return node.target in PURE_FUNCTIONS or has(node.target, Trait.PURE)
+    return has(node.target, Trait.PURE) or node.target in PURE_FUNCTIONS
 
 
 def is_random(node: fx.Node) -> bool:

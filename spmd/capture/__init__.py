@@ -8,7 +8,7 @@ runs, ``optimizers.py``, ``batch_norm.py``, ``symbolic_minmax.py``, ``set_data.p
 what guards must check; ``effects/`` makes what the step does to Python state a part of the program; ``unsupported.py``
 refuses what a graph cannot do, and ``explain_errors.py`` explains why.
 
-``functionalize.py`` makes the graph functional and decomposes ops (``decompositions.py``, ``random_decompositions.py``,
+``functional/`` makes the graph functional and decomposes ops (``decompositions.py``, ``random_decompositions.py``,
 ``embedding_bag.py``, ``fused_optimizers.py``, with ``known_values.py``). ``bind_outputs.py`` declares its outputs.
 ``sizes/`` traces a step once for all sizes of some dims, and makes the program for those of a call.
 ``rank_zero_order.py`` brings what the ranks captured into one order.

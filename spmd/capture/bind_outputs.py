@@ -18,7 +18,7 @@ from .effects.carried import Carried
 from .effects.traced import is_traced
 from .effects.writes import bound
 from .final_state import FinalState
-from .functionalize import take_write_backs
+from .functional import take_write_backs
 from .hyper_conditions import HyperGuards
 
 

@@ -1,7 +1,7 @@
 """Capture: from the user's function and its arguments to one functional graph on global shapes.
 
 Two traces. The first (``trace.py``) runs the step with autograd and the optimizer and records mutations as they happen.
-The second (``functionalize.py``) runs the first one's graph once more, below autograd, to make it functional and to
+The second (``functional/``) runs the first one's graph once more, below autograd, to make it functional and to
 decompose ops. The first notes the origin of each node; the second carries it over.
 """
 
@@ -29,7 +29,7 @@ from .effects.carried import Carried
 from .explain_errors import explained_errors, is_from_outside
 from .fakes import Fakes
 from .final_state import Incomplete
-from .functionalize import functionalize
+from .functional import functionalize
 from .hyper_conditions import HyperGuards, is_fixed
 from .reads import Journals, Lines, Reads
 from .sizes.size_symbols import AS_CALLED, TracedSizes

@@ -17,7 +17,7 @@ The files, in the order in which an op comes to them:
 - ``materialize.py``, ``local_op.py``: values in the placements that an op reads; the op on this rank's parts
 - ``steps.py``, ``redistribute.py``, ``reasons.py``: the steps from one placement to another and their costs; the nodes
   of a step; its purpose, as reports and dumps state it
-- ``emit.py``, ``memo.py``: this rank's graph, node by node; keys under which equal calls are done once
+- ``emit.py``: this rank's graph, node by node
 - ``operand_layouts.py``: operands that kernels read in one layout, and that are copied if they lie otherwise
 - ``pending_sums.py``, ``recut_rows.py``: complete sums are reduced; rows cut from the batch are split again
 - ``gather_updated.py``: a parameter is gathered after every rank has updated a part of it

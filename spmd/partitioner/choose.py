@@ -17,8 +17,8 @@ from passes import Mesh, Phase
 from passes.ir.program import Placements
 from passes.ir.rates import Rate
 
+from ..memo import memo_key
 from ..rules import OpCall, Option, rule_of
-from .memo import memo_key
 from .narrow import narrowed
 from .option_costs import OptionCosts
 from .values import Value
@@ -34,6 +34,7 @@ class Chooser:
     mesh: Mesh
     model_axes: frozenset[int] = frozenset()  # those over which no argument of the step is split
     _memo: dict[Any, list[Option]] = field(default_factory=dict)
+    _chosen: dict[Any, list[Option]] = field(default_factory=dict)
 
     def cheapest(
         self,
@@ -48,6 +49,22 @@ class Chooser:
 
         ``later`` gives the cost of what follows the op, along an axis that splits the model.
         """
+        if self.model_axes:
+            return self._cheapest(call, operands, hint, phase, required, later)
+        key = (*_key(call), tuple(tuple(value.nodes) for value in operands), hint, phase, required)
+        if key not in self._chosen:
+            self._chosen[key] = self._cheapest(call, operands, hint, phase, required, later)
+        return self._chosen[key]
+
+    def _cheapest(
+        self,
+        call: OpCall,
+        operands: Sequence[Value],
+        hint: Placements | None,
+        phase: Phase | None,
+        required: Placements | None,
+        later: Later | None,
+    ) -> list[Option]:
         chosen: list[Option] = []
         for index in range(len(self.mesh.axes)):
             options = self.options(call, operands, chosen, hint)
@@ -97,12 +114,16 @@ class Chooser:
 
     def _options(self, call: OpCall) -> list[Option]:
         """Everything replicated, and the options of the rule."""
-        arguments = memo_key(call.args), memo_key(call.kwargs), call.results
-        key = (call.target, *arguments, call.size, call.interleaved, call.of_parts)
+        key = (*_key(call), call.size, call.interleaved, call.of_parts)
         if key not in self._memo:
             rule = rule_of(call.target)
             self._memo[key] = [_replicated(call), *(rule(call) if rule is not None else [])]
         return self._memo[key]
+
+
+def _key(call: OpCall) -> tuple[Any, ...]:
+    """The key of a call on one mesh."""
+    return call.target, memo_key(call.args), memo_key(call.kwargs), call.results
 
 
 def _first_cheapest(costs: Sequence[float]) -> int:

@@ -18,9 +18,9 @@ from passes.ir.schemas import name_of
 from passes.runtime.random import draw
 
 from .._torch import make_fx
+from ..memo import Shapes
 from ..placements import local_runs
 from ..rules.base import parameters
-from .memo import Shapes
 from .operand_layouts import Layout, lies, operand_layouts
 from .redistribute import Reason, Redistribution
 from .values import Value, results

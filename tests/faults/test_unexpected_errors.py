@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import passes
 import spmd
-from spmd.capture import decompositions, functionalize, provenance, trace
+from spmd.capture import decompositions, provenance, trace
+from spmd.capture.functional.second_trace import SecondTrace
 from spmd.compiled import Pool
 from spmd.guards.guards import Guards
 from spmd.lowering.codegen import _Writer
@@ -43,7 +44,7 @@ FAILS = _raising()
 aten = torch.ops.aten
 STAGES: list[tuple[Any, Any, type[spmd.SpmdError], str]] = [  # what fails, the kind of error, and a part of its text
     (provenance.Recorder, "_origin", spmd.CaptureError, "capture of MLP.step"),
-    (functionalize._SecondTrace, "_added", spmd.CaptureError, "capture of step"),
+    (SecondTrace, "_added", spmd.CaptureError, "capture of step"),
     (decompositions, "_mean", spmd.CaptureError, "aten.mse_loss.default cannot be made functional or decomposed"),
     (RULES, aten.mm.default, spmd.PartitionError, "at aten.mm.default"),
     (Chooser, "cheapest", spmd.PartitionError, "partition of step"),

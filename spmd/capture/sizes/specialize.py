@@ -49,6 +49,9 @@ class _Specializer:
 
     values: Mapping[Any, int]
     _known: dict[Any, int] = field(default_factory=dict)  # by expression
+    _fakes: dict[Any, torch.Tensor] = field(
+        default_factory=dict
+    )  # by shape, strides, dtype and device: they may be shared
     _of: dict[fx.Node, Any] = field(default_factory=dict)  # by node: its copy, or its number
 
     def graph(self, old: fx.Graph) -> fx.Graph:
@@ -70,7 +73,8 @@ class _Specializer:
     def _copy(self, new: fx.Graph, node: fx.Node) -> fx.Node:
         copy = new.node_copy(node, self._of.__getitem__)
         if "val" in copy.meta:
-            copy.meta["val"] = tree_map(self._value, copy.meta["val"])
+            val = copy.meta["val"]
+            copy.meta["val"] = self._value(val) if isinstance(val, torch.Tensor) else tree_map(self._value, val)
         return copy
 
     def _number(self, node: fx.Node) -> Any:
@@ -96,9 +100,12 @@ class _Specializer:
             return val
         if all(type(each) is int for each in (*val.shape, *val.stride())):
             return val
-        shape, strides = tuple(map(self._size, val.shape)), tuple(map(self._size, val.stride()))
-        with val.fake_mode:
-            return torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device)
+        key = (tuple(map(self._size, val.shape)), tuple(map(self._size, val.stride())), val.dtype, val.device)
+        if key not in self._fakes:
+            shape, strides, dtype, device = key
+            with val.fake_mode:
+                self._fakes[key] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return self._fakes[key]
 
     def _renewed(self, val: Any) -> Any:
         """A number of which a part is known now: the rest are numbers that each call reads."""

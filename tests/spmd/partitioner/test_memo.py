@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spmd.partitioner.memo import Shapes, memo_key
+from spmd.memo import Shapes, memo_key
 
 LOOKALIKES = [
     (1, 1.0),

@@ -1,6 +1,6 @@
 """Memo keys of calls: a step repeats the same ops on the same shapes, by layer and by parameter.
 
-Calls of one key share a rule's options (``choose.py``) and the shapes of their results (``Shapes``).
+Calls of one key share a rule's options (``partitioner/choose.py``) and the shapes of their results (``Shapes``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import OpOverload
+from ._torch import OpOverload
 
 
 class Shapes:

@@ -1,0 +1,27 @@
+"""Collections of garbage while a step is compiled: of what the compilation makes, not of all that was there before.
+
+Compiling makes so many objects that Python's collector looks through the whole process again and again: modules,
+functions, earlier programs, none of which is garbage. That took a seventh of the time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def young_collections() -> Iterator[None]:
+    """Keep the collector from objects that exist now, for the length of the context, unless the user does so already.
+
+    Later collections look at them again: what becomes garbage meanwhile is freed then.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,48 @@
+"""While a step is compiled, the garbage collector looks at new objects only; afterwards all is as it was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from spmd.young_collections import young_collections
+
+
+class Node:
+    """An object that refers to itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_garbage_is_collected_if_it_is_new() -> None:
+    old = weakref.ref(Node())
+    with young_collections():
+        new = weakref.ref(Node())
+        gc.collect()
+        assert old() is not None and new() is None
+    gc.collect()
+    assert old() is None
+
+
+def test_it_ends_with_an_error() -> None:
+    with pytest.raises(KeyError), young_collections():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_user_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    with young_collections(), young_collections():
+        pass
+    assert gc.get_freeze_count() > 0
