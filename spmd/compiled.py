@@ -12,24 +12,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, Role, Table
+from passes import Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, Role, SpmdError, Table
 from passes.ir.program import is_pending, is_sharded
 
+from . import pending
 from .call.call import Call
 from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
 from .capture.reads import ReadSite
 from .capture.sizes.any_size import AnySize
+from .deferred import DeferredUpdate
 from .guards.guards import Guards, Live
 from .lowering.distribute_state import as_dtensor
 from .lowering.flat_storage import FlatInputs
 from .lowering.lower import Executable
 from .ranks.connection import Connection
-from .ranks.consensus import identity_of
+from .ranks.consensus import agree_on_program, identity_of, notify
 from .ranks.equal_values import Digests, contents, digest, number
 
 _INTENT_BITS = (1 << 60) - 1
+_IS_PENDING = 1 << 59
 
 Restore = Callable[[list[Any]], list[Any]]  # from what a program returns to what users see
 
@@ -51,6 +54,7 @@ class Compiled:
     connection: Connection | None  # of the ranks that run it together
     guards: Guards
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
+    deferred: DeferredUpdate | None = None  # the programs that run in place of this one, where its update is deferred
     _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
     _cleared: list[int] = field(init=False)  # positions of parameters in the live state
@@ -82,17 +86,43 @@ class Compiled:
         """Made when it is first asked for: the simulation of a step takes a twentieth of a compile."""
         return self.make_report()
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether the update of its last call is left to do."""
+        return self.deferred is not None and self.deferred.pending is not None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What runs: the program, or those that share its work between calls."""
+        return (self.program,) if self.deferred is None else tuple(self.deferred.programs.programs().values())
+
+    @property
+    def last_program(self) -> Program:
+        """Of these, the one last run."""
+        return self.program if self.deferred is None or self.deferred.last is None else self.deferred.last
+
+    def owners(self) -> list[Any]:
+        """The modules and optimizers of the call whose update is pending."""
+        return self.deferred.pending.owners if self.deferred is not None and self.deferred.pending is not None else []
+
     def _release(self) -> None:
         """Hold on to nothing: the model is gone, so the program never runs again."""
+        self._drop_deferred()
         self.captured.release()
         self.executable.close()
         self._flats.release()
 
     def drop(self) -> None:
         """Let go of state and code: no later call runs the program, though its model may be trained by others."""
+        self._drop_deferred()
         self.captured.release()
         self.executable.close_code()
         self._flats.release()
+
+    def _drop_deferred(self) -> None:
+        if self.deferred is not None:
+            self.deferred.close()
+            pending.remove(self)
 
     @property
     def is_of_one_size(self) -> bool:
@@ -115,6 +145,7 @@ class Compiled:
         """The number that ranks compare before a call: of the program, of numbers, and of the seed where it draws."""
         identity = identity_of(str(self.identity), describe_seed()) if self._pool.draws else self.identity
         digests = self._digests.of(self._equal_tensors(arguments)) if self.connection is not None else []
+        identity ^= _IS_PENDING if self.has_pending else 0
         return (identity ^ digest([*self._numbers(arguments, live), *digests])) & _INTENT_BITS | 16
 
     def describe_values(self, arguments: Arguments, live: Live) -> list[str]:
@@ -161,7 +192,71 @@ class Compiled:
                 "writes into: pass equal numbers of rows, or return the new rows instead of writing them"
             )
         running = self.start(arguments, live)
-        return self.finish(running, (execute or self.executable)(running.inputs), restore)
+        if self.deferred is not None:
+            execute = self.deferred.of_call(arguments, live.tensors)
+        result = self.finish(running, (execute or self.executable)(running.inputs), restore)
+        if self.deferred is not None and self.deferred.pending is not None:
+            self.deferred.pending.watch(self._written_later(live))
+            pending.add(self)
+        return result
+
+    def _written_later(self, live: Live) -> dict[str, torch.Tensor]:
+        """This rank's state that the pending update writes to, by name."""
+        assert self.deferred is not None, "an update is pending"
+        state = zip(self.guards.layout.names, self.guards.layout.locals(live.tensors), strict=True)
+        return {name: tensor for name, tensor in state if name in self.deferred.written}
+
+    def check_pending(self) -> None:
+        """Raise ``SpmdError`` if state was written to since the call whose update is pending."""
+        changed = self.deferred.pending.changed() if self.deferred and self.deferred.pending else []
+        if changed:
+            raise SpmdError(
+                f"{changed[0]} was written to while an update of it was pending, which came first in your code: call "
+                "flush() of the step, on all ranks, before you write to parameters or optimizer state"
+            )
+
+    def finish_pending(self) -> None:
+        """Run the update that the last call has left; all its ranks come together to do so."""
+        with pending.calling:
+            if not self.has_pending:
+                return
+            what = f"the pending update of {self.program.name}"
+            if not self.is_of_this_world() or not self.is_connected():
+                self.lose_pending()
+                raise SpmdError(
+                    f"{what} is lost, since the process group or a call after it has ended: state is as before that "
+                    "update. Call flush() of the step before the process group is destroyed"
+                )
+            self.check_pending()
+            intent = identity_of(f"finish {self.identity}", "") & _INTENT_BITS | 16
+            agree_on_program(self.connection, what, intent, lambda: [f"finishes {what}"], None)
+            self.run_pending()
+            if self.connection is not None:
+                self.connection.is_in_call = False
+
+    def run_pending(self) -> None:
+        """Run the update that the last call has left; all its ranks have come to do so."""
+        assert self.deferred is not None and self.deferred.pending is not None, "an update is pending"
+        commit, tensors = self.executable.commit, self.deferred.pending.tensors
+        commit.start(self.connection)
+        try:
+            state = self.guards.layout.locals(tensors)
+            self.deferred.finish(self._pool.state_inputs([*state, *self._flats.enter(state)]))
+            self._flats.leave()
+            commit.finish()
+        except BaseException as error:
+            notify(self.connection, f"the pending update of {self.program.name}", error, commit.state)
+            raise
+        finally:
+            pending.remove(self)
+
+    def lose_pending(self) -> str:
+        """Drop what is pending, since its connection is closed; returns a sentence, empty if nothing was."""
+        if self.deferred is None or not self.has_pending or self.is_connected():
+            return ""
+        self.deferred.pending = None
+        pending.remove(self)
+        return f"the update of the call before, which {self.program.name} had left pending, is lost"
 
     def start(self, arguments: Arguments, live: Live) -> Running:
         """Gather the inputs of a call; ``run`` has the rest."""
@@ -279,6 +374,13 @@ class Pool:
             *compiled.captured.constants,
             self._seed(),
         ]
+        return [values[k] for k in self._positions]
+
+    def state_inputs(self, state: Sequence[torch.Tensor]) -> list[Any]:
+        """The program's inputs as far as they are state, and None for all others."""
+        compiled = self.compiled
+        values: list[Any] = [*state, *[None] * (len(compiled.guards.groups.names) + len(self.names))]
+        values += [*compiled.added.values(), *compiled.captured.constants, None]
         return [values[k] for k in self._positions]
 
     def _seed(self) -> int | None:

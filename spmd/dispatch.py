@@ -17,6 +17,7 @@ from typing import Any
 
 from passes import RankMismatchError
 
+from . import pending
 from .annotations.no_sync import check_no_sync_is_inside
 from .call.argument_logs import LogsFound
 from .call.call import Call
@@ -123,12 +124,28 @@ class Dispatch:
         except ProgramsDifferError as error:
             if not error.can_compile:
                 raise
+            self._finish_others(turn)
             if not self._cut_rows(turn, given):
                 raise self._with_shapes(error, turn) from None
         else:
+            self._finish_others(turn)
             if turn.compiled or not self._cut_rows(turn, given):
                 return
         self._agree(turn)
+
+    def _finish_others(self, turn: Turn) -> None:
+        """Finish the updates of state of this call that another program has left pending; all ranks have them."""
+        call, steady = turn.call, turn.compiled
+        assert call is not None
+        given = call.given
+        for each in pending.pending_on([*given.modules.values(), *given.optimizers.values()]):
+            if each is steady:
+                continue
+            assert isinstance(each, Compiled)
+            if each.connection is turn.connection:
+                each.run_pending()
+            else:
+                each.finish_pending()
 
     def _with_shapes(self, error: ProgramsDifferError, turn: Turn) -> ProgramsDifferError:
         """The error, with what to do where the ranks brought tensors of different shapes. All ranks call this."""
@@ -198,6 +215,7 @@ class Dispatch:
                 turn.call = Call(arguments, mode, uneven) if arguments is not given else turn.call
                 compiled.executable.commit.start(compiled.connection)
                 turn.compiled, turn.connection = compiled, compiled.connection
+                compiled.check_pending()
                 return
         arguments = with_found(self._function, given)
         check_is_sharded(arguments.modules.values())
@@ -362,7 +380,8 @@ class Dispatch:
         if turn.compiled is not None:
             assert turn.live is not None, "a program fits a call that was read"
             values = turn.compiled.describe_values(turn.call.given, turn.live)
-            return [*lines, *values, f"runs {turn.compiled.program.name}", describe_seed()]
+            before = ["finishes the update of the call before"] if turn.compiled.has_pending else []
+            return [*lines, *before, *values, f"runs {turn.compiled.program.name}", describe_seed()]
         return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]
 
     @contextmanager

@@ -59,6 +59,9 @@ class Options:
         dynamic: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
+        _check_deferring(
+            parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory, backend=backend
+        )
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=check_callable("gm_transformation", gm_transformation),
@@ -108,6 +111,13 @@ class Options:
         """
         folder = self.dump or (None if simulated() else os.environ.get("SPMD_DUMP"))
         return Path(folder) if folder else None
+
+
+def _check_deferring(mode: Any, **options: Any) -> None:
+    """Raise ``ValueError`` for options that know of one program a call, where updates are deferred."""
+    given = [name for name, value in options.items() if value is not None and value != "aten"]
+    if given and isinstance(mode, ParallelMode) and mode.defer_updates:
+        raise ValueError(f"expected no {given[0]} with defer_updates=True, which divides a step into several programs")
 
 
 def _check_overrides(given: Any) -> tuple[Override, ...]:

@@ -48,7 +48,7 @@ ORDER = {
         modes/
         lowering/
         override dump progress stages edited_programs
-        options compiled shared_captures unsharded initialized mesh_picture profile recorder
+        pending deferred options compiled shared_captures unsharded initialized mesh_picture profile recorder
         checkpoints/
         dispatch
         capture_call

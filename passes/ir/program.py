@@ -119,11 +119,12 @@ class OutputKind(StrEnum):
     RESULT = "result"  # a leaf of what the step returns
     UPDATE = "update"  # the new value of the input with the same name
     NEW = "new"  # state that did not exist before this call
+    PENDING = "pending"  # what the program that ends the step takes as an input of this name
 
 
 @dataclass(frozen=True)
 class Output:
-    """What one output is: a result, the update of the input called ``name``, or new state called ``name``."""
+    """What one output is: a result, the update of the input ``name``, new state, or what is left to another program."""
 
     kind: OutputKind
     name: str

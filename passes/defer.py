@@ -1,0 +1,62 @@
+"""Programs that defer the end of a step: from one program, before updates are in place, to three that run in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from .base import Pass
+from .errors import PassError
+from .ir.program import Program
+from .memory.update_in_place import UpdateInPlace
+from .runner import OnStage, run
+from .update.deferral import Halves, cut, join
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """``first`` leaves the end of its step pending, ``steady`` does that of the call before first, ``finish`` only it.
+
+    ``steady`` and ``finish`` take what ``first`` and ``steady`` return last, and then the numbers of that call, by
+    their positions among its inputs.
+    """
+
+    first: Program
+    steady: Program
+    finish: Program
+    numbers: tuple[int, ...]
+
+    def programs(self) -> dict[str, Program]:
+        """By name."""
+        return {"first": self.first, "steady": self.steady, "finish": self.finish}
+
+
+def keeping_functional(pipeline: Sequence[Pass], keep: Callable[[Program], None], then: OnStage) -> OnStage:
+    """For a run of ``pipeline``: calls ``then``, and hands a copy of the program before ``UpdateInPlace`` to ``keep``.
+
+    Raises ``PassError`` for a pipeline without it, or where it comes first.
+    """
+    at = next((k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace)), 0)
+    if at == 0:
+        raise PassError("defer_updates=True takes a pipeline with passes.UpdateInPlace, after passes.UpdateLast")
+
+    def on_stage(number: int, each: Pass, program: Program, seconds: float) -> None:
+        if each is pipeline[at - 1]:
+            keep(program.copy())
+        then(number, each, program, seconds)
+
+    return on_stage
+
+
+def defer(functional: Program, pipeline: Sequence[Pass]) -> Deferred | str:
+    """The three programs, or a sentence on why nothing is deferred. Raises ``PassError`` where the step forbids it."""
+    halves = cut(functional)
+    if isinstance(halves, str):
+        return halves
+    at = next(k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace))
+    in_place, rest = pipeline[at], pipeline[at + 1 :]
+    start, end = (run(half, [in_place]) for half in (halves.start, halves.end))
+    steady = join(Halves(start, end, halves.numbers))
+    made = {"first": start, "steady": steady, "finish": end}
+    done = {name: run(replace(each, name=f"{functional.name}-{name}"), rest) for name, each in made.items()}
+    return Deferred(**done, numbers=halves.numbers)
