@@ -9,7 +9,11 @@ from .base import Pass
 from .errors import PassError
 from .ir.program import Program
 from .memory.update_in_place import UpdateInPlace
+from .pipeline import backend_of, table_of
 from .runner import OnStage, run
+from .schedule.node_costs import NodeCosts, device_of
+from .schedule.rates import rates_of
+from .schedule.start_in_order import start_last, starts_to_hold
 from .update.deferral import Halves, cut, join
 
 
@@ -48,6 +52,18 @@ def keeping_functional(pipeline: Sequence[Pass], keep: Callable[[Program], None]
     return on_stage
 
 
+def _start_and_steady(halves: Halves, end: Program, in_place: Pass) -> tuple[Program, Program]:
+    start = run(halves.start, [in_place])
+    return start, join(Halves(start, end, halves.numbers))
+
+
+def _costs(program: Program, pipeline: Sequence[Pass]) -> NodeCosts | None:
+    """What the nodes of a program cost by the table of a pipeline; None on a device of which nothing is known."""
+    table, backend = table_of(pipeline), backend_of(pipeline)
+    rates = rates_of(table, device_of(program), program.mesh)
+    return None if rates is None else NodeCosts(program, rates, table, backend=backend)
+
+
 def defer(functional: Program, pipeline: Sequence[Pass]) -> Deferred | str:
     """The three programs, or a sentence on why nothing is deferred. Raises ``PassError`` where the step forbids it."""
     halves = cut(functional)
@@ -55,8 +71,13 @@ def defer(functional: Program, pipeline: Sequence[Pass]) -> Deferred | str:
         return halves
     at = next(k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace))
     in_place, rest = pipeline[at], pipeline[at + 1 :]
-    start, end = (run(half, [in_place]) for half in (halves.start, halves.end))
-    steady = join(Halves(start, end, halves.numbers))
+    end = run(halves.end, [in_place])
+    start, steady = _start_and_steady(halves, end, in_place)
+    costs = _costs(steady, pipeline)
+    held = starts_to_hold(steady, costs) if costs is not None else []
+    if held:
+        start_last(halves.start, held)
+        start, steady = _start_and_steady(halves, end, in_place)
     made = {"first": start, "steady": steady, "finish": end}
     done = {name: run(replace(each, name=f"{functional.name}-{name}"), rest) for name, each in made.items()}
     return Deferred(**done, numbers=halves.numbers)

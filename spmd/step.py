@@ -320,7 +320,7 @@ class CompiledStep:
         shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
         notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
         if self._options.mode.defer_updates and agreement.connection is not None:
-            agreement.connection.separate_exchange()
+            call.pass_by_in(agreement.connection.separate_exchange())
         call.mesh = with_rates(call.mesh, self._options.pipeline)
         return [*notes, *tables]
 

@@ -33,7 +33,7 @@ ORDER = {
         page/
         measured
         pipeline runner trace report
-        fit_memory
+        defer fit_memory
         __init__
     """,
     "spmd": """

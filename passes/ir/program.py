@@ -31,7 +31,7 @@ class Axis:
     ``backend`` is what moves the data: "gloo", "nccl", "fake", or empty if it is not known. ``shared``: the ranks
     of each group along this axis are connected, and share memory (``local_peers.py``). ``gathers``: the name of a
     second process group of the same ranks, for what is gathered, so that it need not stand in line behind what is
-    reduced; empty if there is none.
+    reduced; empty if there is none. Where reductions are left in flight, it is for all that is waited for.
     """
 
     name: str

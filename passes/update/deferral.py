@@ -21,7 +21,7 @@ from .._torch import c10d
 from ..analysis.aliases import is_view, storages
 from ..analysis.topological import arrange
 from ..errors import PassError
-from ..ir.collectives import is_collective, is_shared, is_wait, operands, waits_of
+from ..ir.collectives import communicate_in, group_of, is_collective, is_shared, is_wait, operands, waits_of
 from ..ir.effects import mutates, written
 from ..ir.program import Input, Output, OutputKind, Part, Program
 from ..ir.roles import Phase, Role
@@ -104,7 +104,8 @@ def _before_late(program: Program, late: set[fx.Node]) -> set[fx.Node]:
     state = _of_state(program)
     arrives = set[fx.Node]()  # what needs a message
     for node in program.graph.nodes:
-        if (is_wait(node) and _is_message(node, state)) or any(each in arrives for each in node.all_input_nodes):
+        is_message = is_wait(node) and _is_message(program, node, state)
+        if is_message or any(each in arrives for each in node.all_input_nodes):
             arrives.add(node)
     found = set[fx.Node]()
     for node in reversed(program.graph.nodes):
@@ -114,13 +115,15 @@ def _before_late(program: Program, late: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _is_message(wait: fx.Node, state: set[fx.Node]) -> bool:
-    """Whether ``wait`` is for a message of what is no state, so that nobody writes to it in flight."""
+def _is_message(program: Program, wait: fx.Node, state: set[fx.Node]) -> bool:
+    """Whether ``wait`` is for a message of gloo, of what is no state, so that nobody writes to it in flight."""
     start = wait.args[0]
     while isinstance(start, fx.Node) and start.target is operator.getitem:
         start = start.args[0]
     assert isinstance(start, fx.Node), f"{wait} waits for a collective"
-    return not is_shared(start) and not any(operand in state for operand in operands(start))
+    axis = program.mesh.axis_of_group(group_of(start))
+    by_gloo = not is_shared(start) and (axis is None or axis.backend != "nccl")
+    return by_gloo and not any(operand in state for operand in operands(start))
 
 
 def _of_state(program: Program) -> set[fx.Node]:
@@ -190,7 +193,7 @@ class _Cutter:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.program.graph.nodes:
             if node not in self.end and node.op != "output":
-                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node] = self._copy(graph, node, env)
         pairs = zip(self.program.output_values(), self.program.outputs, strict=True)
         kept = [(value, output) for value, output in pairs if value not in self.end]
         returned = [(fx.map_arg(value, env.__getitem__), output) for value, output in kept]
@@ -199,6 +202,16 @@ class _Cutter:
         graph.output(tuple(value for value, _ in returned))
         outputs = [output for _, output in returned]
         return self.program.with_graph(graph, self.program.inputs, outputs), pending
+
+    def _copy(self, graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Copy a node; what is waited for in the same half does not stand in line behind what is in flight."""
+        copied = graph.node_copy(node, env.__getitem__)
+        if is_collective(node) and not is_shared(node):
+            axis = self.program.mesh.axis_of_group(group_of(node))
+            crosses = node not in self.end and any(wait in self.end for wait in waits_of(node))
+            if axis is not None and axis.gathers and not crosses:
+                communicate_in(copied, axis.gathers)
+        return copied
 
     def _own(self, graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
         """A copy of what lies in memory of the call's arguments, which are the user's to write to before the next."""
@@ -220,7 +233,7 @@ class _Cutter:
         for node in self.program.graph.nodes:
             shows = node in self.state and node not in env and self._is_read(node)
             if (node in self.end or shows) and node not in env:
-                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node] = self._copy(graph, node, env)
         pairs = zip(self.program.output_values(), self.program.outputs, strict=True)
         late = [(env[value], output) for value, output in pairs if value in self.end]
         graph.output(tuple(value for value, _ in late))
@@ -304,11 +317,12 @@ def _sink(graph: fx.Graph, late: set[fx.Node]) -> None:
     needed, position = _needs(graph), {node: k for k, node in enumerate(graph.nodes)}
     done: dict[fx.Node, None] = {}
     for node in graph.nodes:
+        if node in late and node.op != "placeholder":
+            continue
         if node.op == "output" or node.meta.get("phase") is Phase.BACKWARD:
             for each in sorted(late - done.keys(), key=position.__getitem__):
                 _emit(each, needed, position, done)
-        if node not in late or node.op == "placeholder":
-            _emit(node, needed, position, done)
+        _emit(node, needed, position, done)
     arrange(graph, done)
 
 

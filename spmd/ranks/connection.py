@@ -75,14 +75,15 @@ class Connection:
             values = first, second, third
         return values
 
-    def separate_exchange(self) -> None:
-        """Let ranks wait for each other in groups of their own, past what a call left in flight; all ranks call it.
+    def separate_exchange(self) -> tuple[Any, ...]:
+        """Let ranks wait for each other past what a call left in flight: in other groups along each axis, returned.
 
-        A gloo group works on one collective after the other.
+        A gloo group works on one collective after the other. All ranks call it.
         """
         if not self._exchanges:
             found = [tuple(dist.get_process_group_ranks(group)) for group in self.groups]
             self._exchanges = tuple(map(self._new_group, found))
+        return self._exchanges
 
     def subgroup(self, group: Any, size: int) -> Any:
         """The group of ``size`` ranks that follow each other in ``group``, this one among them; all ranks call it."""
