@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .base import Pass
@@ -10,7 +10,7 @@ from .errors import PassError
 from .ir.program import Program
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import backend_of, table_of
-from .runner import OnStage, run
+from .runner import FIRST_STAGE, OnStage, run
 from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
 from .schedule.start_in_order import start_last, starts_to_hold
@@ -35,21 +35,23 @@ class Deferred:
         return {"first": self.first, "steady": self.steady, "finish": self.finish}
 
 
-def keeping_functional(pipeline: Sequence[Pass], keep: Callable[[Program], None], then: OnStage) -> OnStage:
-    """For a run of ``pipeline``: calls ``then``, and hands a copy of the program before ``UpdateInPlace`` to ``keep``.
+def run_and_defer(program: Program, pipeline: Sequence[Pass], on_stage: OnStage) -> tuple[Program, Deferred | str]:
+    """``passes.run``, and the three programs from what it has before ``UpdateInPlace``; else why nothing is deferred.
 
-    Raises ``PassError`` for a pipeline without it, or where it comes first.
+    Raises ``PassError`` for a pipeline without that pass, or where it comes first, and where the step shows its update.
     """
     at = next((k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace)), 0)
     if at == 0:
         raise PassError("defer_updates=True takes a pipeline with passes.UpdateInPlace, after passes.UpdateLast")
+    functional: list[Program] = []
 
-    def on_stage(number: int, each: Pass, program: Program, seconds: float) -> None:
-        if each is pipeline[at - 1]:
-            keep(program.copy())
-        then(number, each, program, seconds)
+    def noting(number: int, each: Pass, after: Program, seconds: float) -> None:
+        if number == FIRST_STAGE + at - 1:
+            functional.append(after.copy())
+        on_stage(number, each, after, seconds)
 
-    return on_stage
+    done = run(program, pipeline, noting)
+    return done, defer(functional[0], pipeline)
 
 
 def _start_and_steady(halves: Halves, end: Program, in_place: Pass) -> tuple[Program, Program]:

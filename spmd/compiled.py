@@ -192,10 +192,16 @@ class Compiled:
                 "writes into: pass equal numbers of rows, or return the new rows instead of writing them"
             )
         running = self.start(arguments, live)
-        if self.deferred is not None:
-            execute = self.deferred.of_call(arguments, live.tensors)
-        result = self.finish(running, (execute or self.executable)(running.inputs), restore)
-        if self.deferred is not None and self.deferred.pending is not None:
+        if self.deferred is None:
+            return self.finish(running, (execute or self.executable)(running.inputs), restore)
+        try:
+            result = self.finish(running, self.deferred.of_call(arguments, live.tensors)(running.inputs), restore)
+        except BaseException:
+            self.deferred.is_lost = self.deferred.pending is not None or self.deferred.is_lost
+            self.deferred.pending = None
+            pending.remove(self)
+            raise
+        if self.deferred.pending is not None:
             self.deferred.pending.watch(self._written_later(live))
             pending.add(self)
         return result
@@ -212,11 +218,15 @@ class Compiled:
         if changed:
             raise SpmdError(
                 f"{changed[0]} was written to while an update of it was pending, which came first in your code: call "
-                "flush() of the step, on all ranks, before you write to parameters or optimizer state"
+                "flush() of the step, on all ranks, before you write to parameters or optimizer state; now it updates "
+                "what you have written"
             )
 
-    def finish_pending(self) -> None:
-        """Run the update that the last call has left; all its ranks come together to do so."""
+    def finish_pending(self, is_asked: bool = False) -> None:
+        """Run the update that the last call has left; all its ranks come together to do so.
+
+        ``is_asked``: the user knows that it is pending, and may have written to what it writes to.
+        """
         with pending.calling:
             if not self.has_pending:
                 return
@@ -227,7 +237,8 @@ class Compiled:
                     f"{what} is lost, since the process group or a call after it has ended: state is as before that "
                     "update. Call flush() of the step before the process group is destroyed"
                 )
-            self.check_pending()
+            if not is_asked:
+                self.check_pending()
             intent = identity_of(f"finish {self.identity}", "") & _INTENT_BITS | 16
             agree_on_program(self.connection, what, intent, lambda: [f"finishes {what}"], None)
             self.run_pending()
@@ -251,12 +262,12 @@ class Compiled:
             pending.remove(self)
 
     def lose_pending(self) -> str:
-        """Drop what is pending, since its connection is closed; returns a sentence, empty if nothing was."""
-        if self.deferred is None or not self.has_pending or self.is_connected():
+        """Drop what is pending, if its connection is closed; returns a sentence, empty if nothing was."""
+        if self.deferred is None or self.is_connected() or not (self.has_pending or self.deferred.is_lost):
             return ""
-        self.deferred.pending = None
+        self.deferred.pending, self.deferred.is_lost = None, False
         pending.remove(self)
-        return f"the update of the call before, which {self.program.name} had left pending, is lost"
+        return f"the update that the call before had left pending ({self.program.name}) is lost, or done in part only"
 
     def start(self, arguments: Arguments, live: Live) -> Running:
         """Gather the inputs of a call; ``run`` has the rest."""
@@ -390,7 +401,9 @@ class Pool:
         return next_call()
 
 
-def describe_for_agreement(captured: Captured, program: Program, table: Table, call: Call) -> str:
+def describe_for_agreement(
+    captured: Captured, program: Program, table: Table, call: Call, deferred: DeferredUpdate | None = None
+) -> str:
     """What must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
     initial = [f"{slot.input.name} was made for this call" for slot in call.slots if call.initial.holds(slot)]
     initial += [f"{slot.input.name} is on the meta device" for slot in call.slots if slot.get().is_meta]
@@ -404,6 +417,7 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table, c
     numbers += [f"{number.name} = {number.get()}" for number in captured.carried.arguments(call.given)]
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
-    traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
+    run = (program, deferred.steady) if deferred is not None else (program,)
+    traffic = [f"{node.target} {node.meta['collective']}" for each in run for node in each.collectives()]
     code = captured.program.code
     return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, code, *draws, *traffic])

@@ -6,8 +6,7 @@ before is pending; ``finish`` runs that update alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from passes import OutputKind, Program
 from passes.defer import Deferred
 
+from ._torch import version_of
 from .call.state import Arguments
 from .lowering.arenas import Arenas
 from .lowering.commit import Commit
@@ -51,6 +51,7 @@ class DeferredUpdate:
     def __init__(self, programs: Deferred, arenas: Arenas, commit: Commit) -> None:
         self.programs = programs
         self.pending: PendingUpdate | None = None
+        self.is_lost = False  # whether a call failed that was to run a pending update
         self.last: Program | None = None  # the program that was run last
         by_name = programs.programs().values()
         self._first, self._steady, self._finish = (lower(each, "aten", arenas, commit) for each in by_name)
@@ -59,19 +60,24 @@ class DeferredUpdate:
         declared = [inside for i in programs.finish.inputs for inside in ([p.input for p in i.parts] or [i])]
         self.written = frozenset(each.name for each in declared if each.in_place)
 
+    @property
+    def steady(self) -> Program:
+        """The program of all calls but the first."""
+        return self.programs.steady
+
     def of_call(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], list[Any]]:
         """What runs a call on these state tensors: it takes inputs and returns results, as the whole program does."""
         owners = [*arguments.modules.values(), *arguments.optimizers.values()]
 
         def run(inputs: Sequence[Any]) -> list[Any]:
             numbers = [_own(inputs[k]) for k in self.programs.numbers]
-            before, self.pending = self.pending, None  # should this fail, what is in flight is lost
+            before, self.pending = self.pending, None
             if before is None:
                 self.last, returned = self.programs.first, self._first(inputs)
             else:
-                self.last = self.programs.steady
-                with _noting_loss():
-                    returned = self._steady([*inputs, *before.values])
+                self.last, self.is_lost = self.programs.steady, True  # unless it goes well
+                returned = self._steady([*inputs, *before.values])
+                self.is_lost = False
             self.pending = PendingUpdate([*returned[self._results :], *numbers], tensors, owners)
             return returned[: self._results]
 
@@ -90,19 +96,10 @@ class DeferredUpdate:
             each.close_code()
 
 
-@contextmanager
-def _noting_loss() -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        error.add_note("the update of the call before, which was pending, is lost, or only a part of it was done")
-        raise
-
-
 def _own(number: Any) -> Any:
     """The number as it is now, also where the user keeps it in a tensor."""
     return number.clone() if isinstance(number, torch.Tensor) else number
 
 
 def _versions(tensors: dict[str, torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors.values() if not tensor.is_inference()]
+    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors.values()]

@@ -15,7 +15,9 @@ from torch import fx, nn
 
 import passes
 from passes import Pass, Program
+from passes.defer import Deferred, run_and_defer
 from passes.fit_memory import AllGather, fit
+from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
 from .lowering.lower import Backend
@@ -93,6 +95,14 @@ class Options:
         fitted = fit(partitioned, self.pipeline, self.memory, all_gather)
         fitted.program.notes.append(fitted.note)
         return fitted.program, fitted.pipeline
+
+    def run(
+        self, partitioned: Program, pipeline: tuple[Pass, ...], on_stage: OnStage
+    ) -> tuple[Program, Deferred | str | None]:
+        """The final program; where updates are deferred, also those that run in its place, or why there are none."""
+        if not self.mode.defer_updates:
+            return passes.run(partitioned, pipeline, on_stage), None
+        return run_and_defer(partitioned, pipeline, on_stage)
 
     def final(self, made: Program) -> Program:
         """What runs in place of what the passes ``made``: by ``gm_transformation``, and the text of ``program``."""

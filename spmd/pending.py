@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
@@ -36,25 +37,21 @@ class Finisher(Protocol):
 
 def add(finisher: Finisher) -> None:
     """Note that an update is pending."""
-    _remove_stale()
+    remove_stale()
     if id(finisher) not in _pending:
         _pending[id(finisher)] = Hooks(finisher)
 
 
 def remove(finisher: Finisher) -> None:
-    """Note that no update is pending any more.
-
-    Inside of one of the hooks they stay up to the next compiled call: torch is just going through them.
-    """
-    if id(finisher) in _pending:
-        _stale.append(_pending.pop(id(finisher)))
-    if not _hooks_running:
-        _remove_stale()
+    """Note that no update is pending any more."""
+    hooks = _pending.pop(id(finisher), None)
+    if hooks is not None:
+        hooks.remove()
 
 
 def pending_on(owners: Iterable[Any]) -> list[Finisher]:
     """What has an update of one of ``owners`` pending, in the order in which they became so."""
-    _remove_stale()
+    remove_stale()
     found = set(map(id, owners))
     each = [hooks.finisher for hooks in _pending.values()]
     return [finisher for finisher in each if any(id(owner) in found for owner in finisher.owners())]
@@ -66,6 +63,19 @@ def finish_pending() -> None:
         hooks.finisher.finish_pending()
 
 
+@contextmanager
+def no_hooks_on_calls() -> Iterator[None]:
+    """Trace a step as if no update of another one was pending: a hook on all optimizers would show in its program."""
+    paused = list(_pending.values())
+    for hooks in paused:
+        hooks.ignore_calls()
+    try:
+        yield
+    finally:
+        for hooks in paused:
+            hooks.watch_calls()
+
+
 class Hooks:
     """The hooks by which one pending update is finished before anybody else looks at the state that it writes."""
 
@@ -74,43 +84,54 @@ class Hooks:
         owners = finisher.owners()
         self._modules = {id(m): m for each in owners if isinstance(each, nn.Module) for m in each.modules()}
         self._optimizers = [each for each in owners if isinstance(each, Optimizer)]
-        self._handles = [
-            register_module_forward_pre_hook(self._before_forward),
-            register_optimizer_step_pre_hook(self._before_step),
-        ]
+        self._handles: dict[str, list[Any]] = {"forward": [], "step": [], "state": []}
+        self._running = ""  # the kind of the hook that torch is in
+        self.watch_calls()
         watched: list[Any] = [*self._modules.values(), *self._optimizers]
         for each in watched:
-            self._handles.append(each.register_state_dict_pre_hook(self._finish))
-            self._handles.append(each.register_load_state_dict_pre_hook(self._finish))
+            self._handles["state"].append(each.register_state_dict_pre_hook(self._before_state))
+            self._handles["state"].append(each.register_load_state_dict_pre_hook(self._before_state))
         for module in self._modules.values():
             vars(module)[_GETSTATE] = _CopiedState(module, self)
 
-    def remove(self) -> None:
-        """Leave nothing behind."""
-        for handle in self._handles:
-            handle.remove()
-        self.remove_copied_states()
+    def watch_calls(self) -> None:
+        """Finish the update before a forward, and before a step of an optimizer."""
+        self._handles["forward"].append(register_module_forward_pre_hook(self._before_forward))
+        self._handles["step"].append(register_optimizer_step_pre_hook(self._before_step))
 
-    def remove_copied_states(self) -> None:
-        """Let copies be made as ever."""
+    def ignore_calls(self) -> None:
+        """Do not, until ``watch_calls``."""
+        for handle in [*self._handles["forward"], *self._handles["step"]]:
+            handle.remove()
+        self._handles |= {"forward": [], "step": []}
+
+    def remove(self) -> None:
+        """Leave nothing behind, but what torch is just going through: that goes with the next compiled call."""
         for module in self._modules.values():
             vars(module).pop(_GETSTATE, None)
+        for kind, handles in self._handles.items():
+            while handles and kind != self._running:
+                handles.pop().remove()
+        if any(self._handles.values()):
+            _stale.append(self)
 
-    def _finish(self, *_: Any) -> None:
-        global _hooks_running
-        _hooks_running += 1
+    def _finish(self, kind: str) -> None:
+        self._running = kind
         try:
             self.finisher.finish_pending()
         finally:
-            _hooks_running -= 1
+            self._running = ""
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if id(module) in self._modules:
-            self._finish()
+            self._finish("forward")
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if any(each is optimizer for each in self._optimizers):
-            self._finish()
+            self._finish("step")
+
+    def _before_state(self, *_: Any) -> None:
+        self._finish("state")
 
 
 class _CopiedState:
@@ -121,11 +142,12 @@ class _CopiedState:
 
     def __call__(self) -> Any:
         self._hooks.finisher.finish_pending()
-        self._hooks.remove_copied_states()
+        vars(self._module).pop(_GETSTATE, None)
         return self._module.__getstate__()
 
 
-def _remove_stale() -> None:
+def remove_stale() -> None:
+    """Remove the hooks that had to stay while torch went through them."""
     while _stale:
         _stale.pop().remove()
 
@@ -139,5 +161,4 @@ def _finish_at_exit() -> None:
 
 _pending: dict[int, Hooks] = {}  # by the id of what has an update pending
 _stale: list[Hooks] = []  # of those that have finished
-_hooks_running = 0
 atexit.register(_finish_at_exit)

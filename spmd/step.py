@@ -15,9 +15,8 @@ from typing import Any
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import passes as passes_package
 from passes import Diff, Fact, Pass, Program, RankFailedError, Report, SpmdError, facts_of, print_program
-from passes.defer import Deferred, defer, keeping_functional
+from passes.defer import Deferred
 from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
@@ -51,7 +50,7 @@ from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
 from .override import Override, transform
-from .pending import calling
+from .pending import calling, no_hooks_on_calls, remove_stale
 from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
@@ -133,6 +132,8 @@ class CompiledStep:
                 result = self._step(args, kwargs)
         except Exception as error:
             shorten_traceback(error)
+            for sentence in filter(None, [each.lose_pending() for each in self._dispatch.programs]):
+                error.add_note(sentence)
             raise
         if last_train_step:
             self.flush()
@@ -150,8 +151,6 @@ class CompiledStep:
                     notify(turn.connection, self._name, error, turn.state)
             finally:
                 self._refuse_saves(turn, error)
-            for sentence in filter(None, (each.lose_pending() for each in self._dispatch.programs)):
-                error.add_note(sentence)
             raise
 
     def _run(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,7 +207,7 @@ class CompiledStep:
             call.without_gradient = self._dispatch.cleared_first(call)
             progress = Progress(self._title(change), shown=agreement.is_first_rank)
             stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress)
-            with call.initial_state(), progress.show(), stages.explained("compiling"):
+            with no_hooks_on_calls(), call.initial_state(), progress.show(), stages.explained("compiling"):
                 compiled = self._compile(turn, call, agreement, stages)
         self._dispatch.add(compiled, change, call)
         warn_of_stale_references(call.replaced)
@@ -231,33 +230,21 @@ class CompiledStep:
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
-            local = options.mode.partition(captured.program)
-            if Fact.STORAGE in facts_of(options.pipeline):
-                local = with_storage_facts(local, call.slots, agreement.all_gather_text)
-            state = prepare(call, local.inputs)
-            local, added = transform(local, options.overrides, state.locals)
+            local, added, state = self._partition(call, captured, agreement)
             local, pipeline = options.fitted(local, agreement.all_gather_text)
             dump.stage(1, "partition", local)
         with stages.stage("passes"), DisableAutocast():
-            functional: list[Program] = []  # before updates are in place, where they are deferred
-            on_pass = stages.noting(local, dump.on_pass)
-            if options.mode.defer_updates:
-                on_pass = keeping_functional(pipeline, functional.append, on_pass)
-            stages.program = program = passes_package.run(local, pipeline, on_pass)
-            apart = defer(functional[0], pipeline) if functional else None
+            program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
+            stages.program = program
         with stages.stage("lower"), DisableAutocast():
             program, made = options.final(program), program
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
-            deferred = self._deferred(apart, call, executable, captured, program)
+            deferred = self._deferred(parts, call, executable, captured, program)
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
-        seconds, done = dict(stages.progress.seconds), list(stages.passes)
-        shown = program if deferred is None else deferred.programs.steady
-        make_report = partial(Report.of, shown, seconds, tuple(program.notes), passes=done, costs=costs)
+        make_report = stages.reporting(deferred.steady if deferred else program, program.notes, costs)
         dump.stage(99, "lowered", program)
-        for each in deferred.programs.programs().values() if deferred else ():
-            self._dumps.dump(options.dump_folder, each.name).stage(99, "lowered", each)
         dump.report(make_report)
-        description = describe_for_agreement(captured, program, costs, call) + options.describe_edits(made)
+        description = describe_for_agreement(captured, program, costs, call, deferred) + options.describe_edits(made)
         seeds = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
         base, calls, *seeds = agreement.agree(description, seeds)
         adopt([base, calls])
@@ -287,11 +274,21 @@ class CompiledStep:
         branches = captured.guards.branches
         if isinstance(apart, Deferred) and branches:
             apart = "the step branches on the value of state, which must be up to date before a call"
-        if isinstance(apart, Deferred):
-            return DeferredUpdate(apart, self._arenas_on(call.device_mesh), executable.commit)
-        if apart is not None:
+        if isinstance(apart, str):
             whole.notes.append(f"defer_updates=True defers nothing in this program: {apart}")
-        return None
+        if not isinstance(apart, Deferred):
+            return None
+        for each in apart.programs().values():
+            self._dumps.dump(self._options.dump_folder, each.name).stage(99, "lowered", each)
+        return DeferredUpdate(apart, self._arenas_on(call.device_mesh), executable.commit)
+
+    def _partition(self, call: Call, captured: Captured, agreement: Agreement) -> tuple[Program, Any, Prepared]:
+        """One rank's program, after the transforms of overrides, with the state that they added; and its live state."""
+        local = self._options.mode.partition(captured.program)
+        if Fact.STORAGE in facts_of(self._options.pipeline):
+            local = with_storage_facts(local, call.slots, agreement.all_gather_text)
+        state = prepare(call, local.inputs)
+        return *transform(local, self._options.overrides, state.locals), state
 
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))
@@ -441,10 +438,11 @@ class CompiledStep:
     def flush(self) -> None:
         """Finish the update that the last call left for the next one (``defer_updates``); all ranks call it together.
 
-        What you read and write afterwards is up to date. Without anything pending it does nothing.
+        What you read afterwards is up to date. Without anything pending it does nothing.
         """
         for each in list(self._dispatch.programs):
-            each.finish_pending()
+            each.finish_pending(is_asked=True)
+        remove_stale()
 
 
 def compile(

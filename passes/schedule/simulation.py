@@ -107,7 +107,7 @@ class Timeline:
 def simulate(program: Program, costs: NodeCosts, *, with_memory: bool = True) -> Timeline:
     """The step of ``program`` as one rank runs it, with these costs. Linear in the number of nodes.
 
-    A program that finishes what the call before it has started is simulated until two calls are alike.
+    A program that finishes what the call before has started is simulated until a call takes as long as the one before.
     ``with_memory``: also find the bytes in use, which takes longer than all the rest.
     """
     carried, left = _carried(program), dict[fx.Node, float]()
