@@ -49,7 +49,7 @@ class DeferredUpdate:
     """The three programs, lowered, and what is pending between two calls."""
 
     def __init__(self, programs: Deferred, arenas: Arenas, commit: Commit) -> None:
-        self.programs = programs
+        self.programs, self._commit = programs, commit
         self.pending: PendingUpdate | None = None
         self.is_lost = False  # whether a call failed that was to run a pending update
         self.last: Program | None = None  # the program that was run last
@@ -76,6 +76,7 @@ class DeferredUpdate:
                 self.last, returned = self.programs.first, self._first(inputs)
             else:
                 self.last, self.is_lost = self.programs.steady, True  # unless it goes well
+                self._commit.skip_barrier()
                 returned = self._steady([*inputs, *before.values])
                 self.is_lost = False
             self.pending = PendingUpdate([*returned[self._results :], *numbers], tensors, owners)
@@ -87,6 +88,7 @@ class DeferredUpdate:
         """Run the pending update. ``inputs``: of its call, of which it reads state alone."""
         assert self.pending is not None, "an update is pending"
         before, self.pending = self.pending, None
+        self._commit.skip_barrier()
         self._finish([*inputs, *before.values])
 
     def close(self) -> None:

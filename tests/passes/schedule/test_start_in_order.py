@@ -62,7 +62,7 @@ def simulated(held: list[str], seconds: float) -> float:
 
 
 def test_what_the_call_before_left_in_flight_is_waited_for() -> None:
-    """Reductions of 4 s can start after 4, 5 and 6 s: 10 s are left when a call ends. Forward reads the last one first."""
+    """Reductions of 4 s can start after 4, 5 and 6 s: 10 s are left when a call ends. Forward reads the last first."""
     assert simulated([], 0.5) == 6.5
     assert simulated([], 4.0) == 6 + 10
 
