@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from passes import OutputKind, Program
+from passes import OutputKind, Program, Role
 from passes.defer import Deferred
 
 from ._torch import version_of
 from .call.state import Arguments
 from .lowering.arenas import Arenas
+from .lowering.codegen import is_taken
 from .lowering.commit import Commit
 from .lowering.lower import lower
 
@@ -57,6 +58,8 @@ class DeferredUpdate:
         self._first, self._steady, self._finish = (lower(each, "aten", arenas, commit) for each in by_name)
         kinds = [output.kind for output in programs.first.outputs]
         self._results = len([kind for kind in kinds if kind in (OutputKind.RESULT, OutputKind.NEW)])
+        inputs = list(zip(programs.finish.placeholders, programs.finish.inputs, strict=True))
+        self._taken = [is_taken(node, each) for node, each in inputs if each.role is Role.PENDING]
         declared = [inside for i in programs.finish.inputs for inside in ([p.input for p in i.parts] or [i])]
         self.written = frozenset(each.name for each in declared if each.in_place)
 
@@ -77,7 +80,7 @@ class DeferredUpdate:
             else:
                 self.last, self.is_lost = self.programs.steady, True  # unless it goes well
                 self._commit.skip_barrier()
-                returned = self._steady([*inputs, *before.values])
+                returned = self._steady([*inputs, *self._handed_over(before)])
                 self.is_lost = False
             self.pending = PendingUpdate([*returned[self._results :], *numbers], tensors, owners)
             return returned[: self._results]
@@ -89,7 +92,12 @@ class DeferredUpdate:
         assert self.pending is not None, "an update is pending"
         before, self.pending = self.pending, None
         self._commit.skip_barrier()
-        self._finish([*inputs, *before.values])
+        self._finish([*inputs, *self._handed_over(before)])
+
+    def _handed_over(self, before: PendingUpdate) -> list[Any]:
+        """The values as programs take them: tensors in a list each, from which they go once they were read."""
+        values, before.values = before.values, []
+        return [[value] if is_taken else value for value, is_taken in zip(values, self._taken, strict=True)]
 
     def close(self) -> None:
         """Drop what is pending, all references to state, and the generated code."""
