@@ -124,20 +124,19 @@ class Dispatch:
         except ProgramsDifferError as error:
             if not error.can_compile:
                 raise
-            self._finish_others(turn)
+            self._finish_pending(turn, None)  # also where this rank would have run it within the call
             if not self._cut_rows(turn, given):
                 raise self._with_shapes(error, turn) from None
         else:
-            self._finish_others(turn)
+            self._finish_pending(turn, turn.compiled)
             if turn.compiled or not self._cut_rows(turn, given):
                 return
         self._agree(turn)
 
-    def _finish_others(self, turn: Turn) -> None:
-        """Finish the updates of state of this call that another program has left pending; all ranks have them."""
-        call, steady = turn.call, turn.compiled
-        assert call is not None
-        given = call.given
+    def _finish_pending(self, turn: Turn, steady: Compiled | None) -> None:
+        """Finish the updates of state of this call that are pending, but for that of ``steady``; all ranks do."""
+        assert turn.call is not None, "a call that has begun was read"
+        given = turn.call.given
         for each in pending.pending_on([*given.modules.values(), *given.optimizers.values()]):
             if each is steady:
                 continue

@@ -223,9 +223,10 @@ class Call:
         self.mesh = Mesh(tuple(named))
 
     def pass_by_in(self, groups: Sequence[Any]) -> None:
-        """Let ``mesh`` name, along its gloo axes, the groups for what passes by reductions that are left in flight."""
+        """Let ``mesh`` name, where ranks send messages by gloo, groups for what passes by reductions left in flight."""
         names = {k: group.group_name for k, group in zip(self.own_groups, groups, strict=True)}
-        gloo = {k: name for k, name in names.items() if self.mesh.axes[k].backend == "gloo"}
+        by_messages = [axis.backend == "gloo" and not axis.shared for axis in self.mesh.axes]
+        gloo = {k: name for k, name in names.items() if by_messages[k]}
         axes = [replace(axis, gathers=gloo.get(k, axis.gathers)) for k, axis in enumerate(self.mesh.axes)]
         self.mesh = replace(self.mesh, axes=tuple(axes))
 

@@ -212,6 +212,28 @@ def test_another_program_and_the_last_step_finish_the_update(ranks: Ranks) -> No
     assert ranks.run(2, in_turns) == [([], names)] * 2
 
 
+def unequal_rows(rank: int, world: int) -> tuple[list[str], int]:
+    """Rank 1 has fewer rows in the third call. What differs, and the number of programs that were compiled."""
+
+    def part(of: int, k: int) -> list[Tensor]:
+        return [x[:4] if (of, k) == (1, 2) else x for x in CASE.part(of, k)]
+
+    torch.manual_seed(0)
+    objects = CASE.build()
+    batches = [[torch.cat(each) for each in zip(*(part(r, k) for r in range(world)), strict=True)] for k in range(4)]
+    expected = [CASE.step(*objects, *batch) for batch in batches][-1]
+    with messages(rank):
+        training = Training(rank)
+        result = [training.step(*training.objects, *part(rank, k)) for k in range(4)][-1]
+        training.step.flush()
+        differ = all_unequal([snapshot(expected, objects)], [snapshot(result, training.objects)], rank, world)
+        return differ, training.step._dispatch.compiled
+
+
+def test_ranks_with_unequal_rows_finish_the_update_first(ranks: Ranks) -> None:
+    assert ranks.run(2, unequal_rows) == [([], 2)] * 2
+
+
 def looked_at_by_one(rank: int, world: int) -> tuple[str, list[str]]:
     """Rank 0 alone asks for a state dict, the other makes the next call. What both raise, and what differs later."""
     with messages(rank):
