@@ -15,7 +15,18 @@ from typing import Any
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Diff, Fact, Pass, Program, RankFailedError, Report, SpmdError, facts_of, print_program
+from passes import (
+    Diff,
+    Fact,
+    Pass,
+    Program,
+    RankFailedError,
+    RankMismatchError,
+    Report,
+    SpmdError,
+    facts_of,
+    print_program,
+)
 from passes.defer import Deferred
 from passes.pipeline import table_of, with_rates
 
@@ -59,6 +70,8 @@ from .recorder import Recorder
 from .source_lines import defined_at, warn_user
 from .stages import Stages
 from .unexpected_errors import unexpected_errors
+
+_DEFERS = "defer_updates=True"
 
 
 class CompiledStep:
@@ -317,6 +330,8 @@ class CompiledStep:
         shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
         notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
         if self._options.mode.defer_updates and agreement.connection is not None:
+            if set(agreement.all_gather_text(_DEFERS)) != {_DEFERS}:
+                raise RankMismatchError(f"expected {_DEFERS} on all ranks of {self._name} or on none")
             call.pass_by_in(agreement.connection.separate_exchange())
         call.mesh = with_rates(call.mesh, self._options.pipeline)
         return [*notes, *tables]

@@ -202,6 +202,7 @@ class DataParallel(PlannedMode):
 
     def __repr__(self) -> str:
         usual = {"shard_optimizer": False, "reduce_dtype": None, "gather_dtype": None, "reshard_after_forward": None}
+        usual |= {"defer_updates": False}
         options = {name: getattr(self, name) for name in usual}
         given = "".join(f", {name}={value}" for name, value in options.items() if value is not usual[name])
         return f"DataParallel({self.parallel_style!r}{given})"

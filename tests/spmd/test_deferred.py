@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from tests.harness.oracle import Snapshot, all_unequal, plain_run, snapshot
 from tests.harness.pool import Ranks
 
 CASE = MLP(sizes=(15, 7, 7, 5), rows=6, optimizer="SGD momentum")
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -352,6 +356,16 @@ def test_what_shows_the_update_is_refused(ranks: Ranks, case: MLP, sentence: str
     assert all(sentence in message for message in ranks.run(2, refused, case))
 
 
+def not_on_all(rank: int, world: int) -> str:
+    with messages(rank), pytest.raises(spmd.RankMismatchError) as caught:
+        Training(rank, defer_updates=rank == 0).call()
+    return str(caught.value)
+
+
+def test_all_ranks_defer_or_none(ranks: Ranks) -> None:
+    assert all("defer_updates=True on all ranks" in message for message in ranks.run(2, not_on_all))
+
+
 def on_one_host(rank: int, world: int) -> tuple[bool, int, list[str]]:
     training = Training(rank)
     result = training.call(2)
@@ -371,3 +385,19 @@ def test_options_that_know_of_one_program_are_refused() -> None:
         spmd.compile(CASE.step, parallel_mode=mode).profile()
     with pytest.raises(TypeError, match="expected defer_updates to be True or False"):
         spmd.DataParallel(defer_updates=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.processes
+def test_the_end_of_a_process_finishes_the_update(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    commands = [[sys.executable, "-m", "tests.spmd.ends_while_pending", str(rank), str(tmp_path)] for rank in range(2)]
+    processes = [subprocess.Popen(command, env=environment, cwd=ROOT) for command in commands]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    case = MLP(sizes=(5, 3), rows=4)
+    torch.manual_seed(0)
+    objects = case.build()
+    for k in range(2):
+        case.step(*objects, *case.whole([case.part(rank, k) for rank in range(2)]))
+    for rank in range(2):
+        for got, parameter in zip(torch.load(tmp_path / f"rank-{rank}.pt"), objects[0].parameters(), strict=True):
+            torch.testing.assert_close(got, parameter.detach())
