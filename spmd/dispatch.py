@@ -115,6 +115,8 @@ class Dispatch:
         with self._reporting_failure():
             given = self.read(args, kwargs)
             self.fit(turn, given)
+            for each in self._pending(turn):
+                each.check_pending()
             ranks = None if turn.compiled or turn.call is None else self.ranks_of(turn.call)
         assert turn.call is not None
         if ranks:
@@ -133,14 +135,18 @@ class Dispatch:
                 return
         self._agree(turn)
 
-    def _finish_pending(self, turn: Turn, steady: Compiled | None) -> None:
-        """Finish the updates of state of this call that are pending, but for that of ``steady``; all ranks do."""
+    def _pending(self, turn: Turn) -> list[Compiled]:
+        """The programs that have an update of state of this call pending."""
         assert turn.call is not None, "a call that has begun was read"
         given = turn.call.given
-        for each in pending.pending_on([*given.modules.values(), *given.optimizers.values()]):
+        found = pending.pending_on([*given.modules.values(), *given.optimizers.values()])
+        return [each for each in found if isinstance(each, Compiled)]
+
+    def _finish_pending(self, turn: Turn, steady: Compiled | None) -> None:
+        """Finish the updates of state of this call that are pending, but for that of ``steady``; all ranks do."""
+        for each in self._pending(turn):
             if each is steady:
                 continue
-            assert isinstance(each, Compiled)
             if each.connection is turn.connection:
                 each.run_pending()
             else:
@@ -214,7 +220,6 @@ class Dispatch:
                 turn.call = Call(arguments, mode, uneven) if arguments is not given else turn.call
                 compiled.executable.commit.start(compiled.connection)
                 turn.compiled, turn.connection = compiled, compiled.connection
-                compiled.check_pending()
                 return
         arguments = with_found(self._function, given)
         check_is_sharded(arguments.modules.values())

@@ -265,10 +265,12 @@ def written_to(rank: int, world: int) -> tuple[str, list[str]]:
         training.call(2)
         with torch.no_grad():
             training.model[0].bias.add_(1)
-        try:
-            training.call()
-        except spmd.SpmdError as error:
-            message = str(error)
+        for mode in (True, False):  # by the same program, and by another
+            with pytest.raises(spmd.SpmdError) as caught:
+                training.model.train(mode)
+                training.call()
+        message = str(caught.value)
+        training.model.train()
         with torch.no_grad():
             training.model[0].bias.sub_(1)
         assert training.is_pending()
