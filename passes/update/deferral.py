@@ -21,7 +21,7 @@ from .._torch import c10d
 from ..analysis.aliases import is_view, storages
 from ..analysis.topological import arrange
 from ..errors import PassError
-from ..ir.collectives import communicate_in, group_of, is_collective, is_shared, is_wait, operands, waits_of
+from ..ir.collectives import Collective, communicate_in, group_of, is_collective, is_shared, is_wait, operands, waits_of
 from ..ir.effects import mutates, written
 from ..ir.program import Input, Output, OutputKind, Part, Program
 from ..ir.roles import Phase, Role
@@ -70,13 +70,20 @@ def cut(program: Program) -> Halves | str:
 def _late(program: Program) -> set[fx.Node]:
     """The update, with all that reads what it computes, such as gathers of updated parts; nothing without collectives.
 
-    ``UpdateLast`` leaves an update where it is if a gather reads it.
+    ``UpdateLast`` leaves an update where it is if a gather or a result reads it.
     """
-    late = late_nodes(program)
+    late, nodes = late_nodes(program), list(program.graph.nodes)
     if late:
-        late |= {node for node in program.graph.nodes if node.meta.get("phase") is Phase.UPDATE and node.op in _CALLS}
-        late = descendants(program.graph.nodes, late)
+        of_gradients = descendants(nodes, {node for node in nodes if is_wait(node) and _is_gradient(node)})
+        late |= {node for node in of_gradients if node.meta.get("phase") is Phase.UPDATE and node.op in _CALLS}
+        late = descendants(nodes, late)
     return late - {program.output_node}
+
+
+def _is_gradient(wait: fx.Node) -> bool:
+    """Whether what is waited for is a gradient."""
+    described = _started(wait.all_input_nodes[0]).meta.get("collective")
+    return isinstance(described, Collective) and described.role is Role.GRADIENT
 
 
 def _check_results(program: Program, late: set[fx.Node]) -> None:

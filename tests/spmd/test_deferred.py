@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import spmd
 from spmd import pending
 from spmd.ranks import local_ranks
-from tests.harness.cases import MLP
+from tests.harness.cases import MLP, make_optimizer
 from tests.harness.oracle import Snapshot, all_unequal, plain_run, snapshot
 from tests.harness.pool import Ranks
 
@@ -44,6 +44,33 @@ class Scheduled(MLP):
         optimizer.step()
         optimizer.zero_grad()
         return loss
+
+
+@dataclass(frozen=True)
+class Averaged(MLP):
+    """Two micro-batches through a batch norm, and an average of the model that follows the update."""
+
+    def build(self) -> tuple[Any, ...]:
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
+        return model, make_optimizer(self.optimizer, model.parameters()), copy.deepcopy(model)
+
+    @staticmethod
+    def step(  # type: ignore[override]
+        model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module, x: Tensor, y: Tensor
+    ) -> Tensor:
+        total = torch.zeros((), dtype=x.dtype)
+        for some, expected in zip(x.chunk(2), y.chunk(2), strict=True):
+            loss = F.mse_loss(model(some), expected)
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(new, 0.1)
+            for mean, new in zip(average.buffers(), model.buffers(), strict=True):
+                mean.copy_(new)
+        optimizer.zero_grad()
+        return total
 
 
 @contextmanager
@@ -126,6 +153,12 @@ def test_the_numbers_are_those_of_the_plain_step(
     case = Scheduled(sizes=(15, 7, 7, 5), rows=6, optimizer=optimizer)
     expected: Trained = ([], True, ["first", "steady", "finish"])
     assert ranks.run(2, trained, case, mode, calls) == [expected] * 2
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_averages_batch_norms_and_micro_batches(ranks: Ranks, mode: dict[str, Any]) -> None:
+    case = Averaged(sizes=(5, 3), rows=4, optimizer="SGD momentum")  # the bias before a batch norm has no gradient
+    assert [differ for differ, _, _ in ranks.run(2, trained, case, mode, 3)] == [[]] * 2
 
 
 def _evaluate(model: nn.Module, x: Tensor) -> Tensor:
