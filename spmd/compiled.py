@@ -12,24 +12,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, Role, Table
+from passes import Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, Role, SpmdError, Table
 from passes.ir.program import is_pending, is_sharded
 
+from . import pending
 from .call.call import Call
 from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
 from .capture.reads import ReadSite
 from .capture.sizes.any_size import AnySize
+from .deferred import DeferredUpdate
 from .guards.guards import Guards, Live
 from .lowering.distribute_state import as_dtensor
 from .lowering.flat_storage import FlatInputs
 from .lowering.lower import Executable
 from .ranks.connection import Connection
-from .ranks.consensus import identity_of
+from .ranks.consensus import agree_on_program, identity_of, notify
 from .ranks.equal_values import Digests, contents, digest, number
 
 _INTENT_BITS = (1 << 60) - 1
+_IS_PENDING = 1 << 59
 
 Restore = Callable[[list[Any]], list[Any]]  # from what a program returns to what users see
 
@@ -51,6 +54,7 @@ class Compiled:
     connection: Connection | None  # of the ranks that run it together
     guards: Guards
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
+    deferred: DeferredUpdate | None = None  # the programs that run in place of this one, where its update is deferred
     _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
     _cleared: list[int] = field(init=False)  # positions of parameters in the live state
@@ -82,17 +86,43 @@ class Compiled:
         """Made when it is first asked for: the simulation of a step takes a twentieth of a compile."""
         return self.make_report()
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether the update of its last call is left to do."""
+        return self.deferred is not None and self.deferred.pending is not None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What runs: the program, or those that share its work between calls."""
+        return (self.program,) if self.deferred is None else tuple(self.deferred.programs.programs().values())
+
+    @property
+    def last_program(self) -> Program:
+        """Of these, the one last run."""
+        return self.program if self.deferred is None or self.deferred.last is None else self.deferred.last
+
+    def owners(self) -> list[Any]:
+        """The modules and optimizers of the call whose update is pending."""
+        return self.deferred.pending.owners if self.deferred is not None and self.deferred.pending is not None else []
+
     def _release(self) -> None:
         """Hold on to nothing: the model is gone, so the program never runs again."""
+        self._drop_deferred()
         self.captured.release()
         self.executable.close()
         self._flats.release()
 
     def drop(self) -> None:
         """Let go of state and code: no later call runs the program, though its model may be trained by others."""
+        self._drop_deferred()
         self.captured.release()
         self.executable.close_code()
         self._flats.release()
+
+    def _drop_deferred(self) -> None:
+        if self.deferred is not None:
+            self.deferred.close()
+            pending.remove(self)
 
     @property
     def is_of_one_size(self) -> bool:
@@ -115,6 +145,7 @@ class Compiled:
         """The number that ranks compare before a call: of the program, of numbers, and of the seed where it draws."""
         identity = identity_of(str(self.identity), describe_seed()) if self._pool.draws else self.identity
         digests = self._digests.of(self._equal_tensors(arguments)) if self.connection is not None else []
+        identity ^= _IS_PENDING if self.has_pending else 0
         return (identity ^ digest([*self._numbers(arguments, live), *digests])) & _INTENT_BITS | 16
 
     def describe_values(self, arguments: Arguments, live: Live) -> list[str]:
@@ -161,7 +192,82 @@ class Compiled:
                 "writes into: pass equal numbers of rows, or return the new rows instead of writing them"
             )
         running = self.start(arguments, live)
-        return self.finish(running, (execute or self.executable)(running.inputs), restore)
+        if self.deferred is None:
+            return self.finish(running, (execute or self.executable)(running.inputs), restore)
+        try:
+            result = self.finish(running, self.deferred.of_call(arguments, live.tensors)(running.inputs), restore)
+        except BaseException:
+            self.deferred.is_lost = self.deferred.pending is not None or self.deferred.is_lost
+            self.deferred.pending = None
+            pending.remove(self)
+            raise
+        if self.deferred.pending is not None:
+            self.deferred.pending.watch(self._written_later(live))
+            pending.add(self)
+        return result
+
+    def _written_later(self, live: Live) -> dict[str, torch.Tensor]:
+        """This rank's state that the pending update writes to, by name."""
+        assert self.deferred is not None, "an update is pending"
+        state = zip(self.guards.layout.names, self.guards.layout.locals(live.tensors), strict=True)
+        return {name: tensor for name, tensor in state if name in self.deferred.written}
+
+    def check_pending(self) -> None:
+        """Raise ``SpmdError`` if state was written to since the call whose update is pending."""
+        changed = self.deferred.pending.changed() if self.deferred and self.deferred.pending else []
+        if changed:
+            raise SpmdError(
+                f"{changed[0]} was written to while an update of it was pending, which came first in your code: call "
+                "flush() of the step, on all ranks, before you write to parameters or optimizer state; now it updates "
+                "what you have written"
+            )
+
+    def finish_pending(self, is_asked: bool = False) -> None:
+        """Run the update that the last call has left; all its ranks come together to do so.
+
+        ``is_asked``: the user knows that it is pending, and may have written to what it writes to.
+        """
+        with pending.calling:
+            if not self.has_pending:
+                return
+            what = f"the pending update of {self.program.name}"
+            if not self.is_of_this_world() or not self.is_connected():
+                self.lose_pending()
+                raise SpmdError(
+                    f"{what} is lost, since the process group or a call after it has ended: state is as before that "
+                    "update. Call flush() of the step before the process group is destroyed"
+                )
+            if not is_asked:
+                self.check_pending()
+            intent = identity_of(f"finish {self.identity}", "") & _INTENT_BITS | 16
+            agree_on_program(self.connection, what, intent, lambda: [f"finishes {what}"], None)
+            self.run_pending()
+            if self.connection is not None:
+                self.connection.is_in_call = False
+
+    def run_pending(self) -> None:
+        """Run the update that the last call has left; all its ranks have come to do so."""
+        assert self.deferred is not None and self.deferred.pending is not None, "an update is pending"
+        commit, tensors = self.executable.commit, self.deferred.pending.tensors
+        commit.start(self.connection)
+        try:
+            state = self.guards.layout.locals(tensors)
+            self.deferred.finish(self._pool.state_inputs([*state, *self._flats.enter(state)]))
+            self._flats.leave()
+            commit.finish()
+        except BaseException as error:
+            notify(self.connection, f"the pending update of {self.program.name}", error, commit.state)
+            raise
+        finally:
+            pending.remove(self)
+
+    def lose_pending(self) -> str:
+        """Drop what is pending, if its connection is closed; returns a sentence, empty if nothing was."""
+        if self.deferred is None or self.is_connected() or not (self.has_pending or self.deferred.is_lost):
+            return ""
+        self.deferred.pending, self.deferred.is_lost = None, False
+        pending.remove(self)
+        return f"the update that the call before had left pending ({self.program.name}) is lost, or done in part only"
 
     def start(self, arguments: Arguments, live: Live) -> Running:
         """Gather the inputs of a call; ``run`` has the rest."""
@@ -281,6 +387,13 @@ class Pool:
         ]
         return [values[k] for k in self._positions]
 
+    def state_inputs(self, state: Sequence[torch.Tensor]) -> list[Any]:
+        """The program's inputs as far as they are state, and None for all others."""
+        compiled = self.compiled
+        values: list[Any] = [*state, *[None] * (len(compiled.guards.groups.names) + len(self.names))]
+        values += [*compiled.added.values(), *compiled.captured.constants, None]
+        return [values[k] for k in self._positions]
+
     def _seed(self) -> int | None:
         if not self.draws:
             return None
@@ -288,7 +401,9 @@ class Pool:
         return next_call()
 
 
-def describe_for_agreement(captured: Captured, program: Program, table: Table, call: Call) -> str:
+def describe_for_agreement(
+    captured: Captured, program: Program, table: Table, call: Call, deferred: DeferredUpdate | None = None
+) -> str:
     """What must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
     initial = [f"{slot.input.name} was made for this call" for slot in call.slots if call.initial.holds(slot)]
     initial += [f"{slot.input.name} is on the meta device" for slot in call.slots if slot.get().is_meta]
@@ -302,6 +417,7 @@ def describe_for_agreement(captured: Captured, program: Program, table: Table, c
     numbers += [f"{number.name} = {number.get()}" for number in captured.carried.arguments(call.given)]
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
-    traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
+    run = (program, deferred.steady) if deferred is not None else (program,)
+    traffic = [f"{node.target} {node.meta['collective']}" for each in run for node in each.collectives()]
     code = captured.program.code
     return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, code, *draws, *traffic])

@@ -17,6 +17,7 @@ from typing import Any
 
 from passes import RankMismatchError
 
+from . import pending
 from .annotations.no_sync import check_no_sync_is_inside
 from .call.argument_logs import LogsFound
 from .call.call import Call
@@ -114,6 +115,8 @@ class Dispatch:
         with self._reporting_failure():
             given = self.read(args, kwargs)
             self.fit(turn, given)
+            for each in self._pending(turn):
+                each.check_pending()
             ranks = None if turn.compiled or turn.call is None else self.ranks_of(turn.call)
         assert turn.call is not None
         if ranks:
@@ -123,12 +126,31 @@ class Dispatch:
         except ProgramsDifferError as error:
             if not error.can_compile:
                 raise
+            self._finish_pending(turn, None)  # also where this rank would have run it within the call
             if not self._cut_rows(turn, given):
                 raise self._with_shapes(error, turn) from None
         else:
+            self._finish_pending(turn, turn.compiled)
             if turn.compiled or not self._cut_rows(turn, given):
                 return
         self._agree(turn)
+
+    def _pending(self, turn: Turn) -> list[Compiled]:
+        """The programs that have an update of state of this call pending."""
+        assert turn.call is not None, "a call that has begun was read"
+        given = turn.call.given
+        found = pending.pending_on([*given.modules.values(), *given.optimizers.values()])
+        return [each for each in found if isinstance(each, Compiled)]
+
+    def _finish_pending(self, turn: Turn, steady: Compiled | None) -> None:
+        """Finish the updates of state of this call that are pending, but for that of ``steady``; all ranks do."""
+        for each in self._pending(turn):
+            if each is steady:
+                continue
+            if each.connection is turn.connection:
+                each.run_pending()
+            else:
+                each.finish_pending()
 
     def _with_shapes(self, error: ProgramsDifferError, turn: Turn) -> ProgramsDifferError:
         """The error, with what to do where the ranks brought tensors of different shapes. All ranks call this."""
@@ -362,7 +384,8 @@ class Dispatch:
         if turn.compiled is not None:
             assert turn.live is not None, "a program fits a call that was read"
             values = turn.compiled.describe_values(turn.call.given, turn.live)
-            return [*lines, *values, f"runs {turn.compiled.program.name}", describe_seed()]
+            before = ["finishes the update of the call before"] if turn.compiled.has_pending else []
+            return [*lines, *before, *values, f"runs {turn.compiled.program.name}", describe_seed()]
         return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]
 
     @contextmanager

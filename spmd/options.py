@@ -15,7 +15,9 @@ from torch import fx, nn
 
 import passes
 from passes import Pass, Program
+from passes.defer import Deferred, run_and_defer
 from passes.fit_memory import AllGather, fit
+from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
 from .lowering.lower import Backend
@@ -59,6 +61,9 @@ class Options:
         dynamic: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
+        _check_deferring(
+            parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory, backend=backend
+        )
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=check_callable("gm_transformation", gm_transformation),
@@ -91,6 +96,14 @@ class Options:
         fitted.program.notes.append(fitted.note)
         return fitted.program, fitted.pipeline
 
+    def run(
+        self, partitioned: Program, pipeline: tuple[Pass, ...], on_stage: OnStage
+    ) -> tuple[Program, Deferred | str | None]:
+        """The final program; where updates are deferred, also those that run in its place, or why there are none."""
+        if not self.mode.defer_updates:
+            return passes.run(partitioned, pipeline, on_stage), None
+        return run_and_defer(partitioned, pipeline, on_stage)
+
     def final(self, made: Program) -> Program:
         """What runs in place of what the passes ``made``: by ``gm_transformation``, and the text of ``program``."""
         program = transform_graph_module(made, self.gm_transformation)
@@ -108,6 +121,13 @@ class Options:
         """
         folder = self.dump or (None if simulated() else os.environ.get("SPMD_DUMP"))
         return Path(folder) if folder else None
+
+
+def _check_deferring(mode: Any, **options: Any) -> None:
+    """Raise ``ValueError`` for options that know of one program a call, where updates are deferred."""
+    given = [name for name, value in options.items() if value is not None and value != "aten"]
+    if given and isinstance(mode, ParallelMode) and mode.defer_updates:
+        raise ValueError(f"expected no {given[0]} with defer_updates=True, which divides a step into several programs")
 
 
 def _check_overrides(given: Any) -> tuple[Override, ...]:

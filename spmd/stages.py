@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
-from passes import Pass, Program
+from passes import Pass, Program, Report, Table
 from passes.report import PassEffect
 from passes.runner import OnStage
 
@@ -45,6 +46,11 @@ class Stages:
             then(number, each, after, seconds)
 
         return on_pass
+
+    def reporting(self, program: Program, notes: Iterable[str], costs: Table) -> Callable[[], Report]:
+        """What makes the report of a program, with what its stages took so far."""
+        seconds, done = dict(self.progress.seconds), list(self.passes)
+        return partial(Report.of, program, seconds, tuple(notes), passes=done, costs=costs)
 
     def explained(self, stage: str) -> AbstractContextManager[None]:
         """Explain an unexpected error in a stage."""

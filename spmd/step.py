@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +15,19 @@ from typing import Any
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import passes as passes_package
-from passes import Diff, Fact, Pass, Program, RankFailedError, Report, SpmdError, facts_of, print_program
+from passes import (
+    Diff,
+    Fact,
+    Pass,
+    Program,
+    RankFailedError,
+    RankMismatchError,
+    Report,
+    SpmdError,
+    facts_of,
+    print_program,
+)
+from passes.defer import Deferred
 from passes.pipeline import table_of, with_rates
 
 from ._torch import DisableAutocast, get_proxy_mode
@@ -32,6 +42,7 @@ from .capture import Captured
 from .capture.explain_errors import shorten_traceback
 from .capture_call import capture_call
 from .compiled import Compiled, describe_for_agreement
+from .deferred import DeferredUpdate
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
 from .guards.guards import Guards, torch_settings
@@ -42,7 +53,7 @@ from .lowering.background_reads import READS
 from .lowering.distribute_state import Prepared, check_memory, commit, prepare
 from .lowering.equal_state import make_kept_equal
 from .lowering.initialize_state import check_initializable, initialize, seed_to_initialize
-from .lowering.lower import Backend, lower
+from .lowering.lower import Backend, Executable, lower
 from .lowering.recover_state import recover
 from .lowering.replace_parameters import rebind_replaced_parameters
 from .lowering.stale_references import warn_of_stale_references
@@ -50,6 +61,7 @@ from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
 from .override import Override, transform
+from .pending import calling, no_hooks_on_calls, remove_stale
 from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
@@ -60,8 +72,7 @@ from .stages import Stages
 from .unexpected_errors import unexpected_errors
 from .young_collections import young_collections
 
-# One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
-calling = threading.RLock()
+_DEFERS = "defer_updates=True"
 
 
 class CompiledStep:
@@ -116,12 +127,12 @@ class CompiledStep:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs that may run again, in order; those of models and connections that are gone go with the next."""
-        return tuple(compiled.program for compiled in self._dispatch.programs)
+        return tuple(program for compiled in self._dispatch.programs for program in compiled.programs)
 
     @property
     def program(self) -> Program | None:
         """The program last run, None before the first call."""
-        return self._dispatch.last.program if self._dispatch.last else None
+        return self._dispatch.last.last_program if self._dispatch.last else None
 
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step. With ``last_train_step=True`` anything that was left for the next call is finished.
@@ -135,6 +146,8 @@ class CompiledStep:
                 result = self._step(args, kwargs)
         except Exception as error:
             shorten_traceback(error)
+            for sentence in filter(None, [each.lose_pending() for each in self._dispatch.programs]):
+                error.add_note(sentence)
             raise
         if last_train_step:
             self.flush()
@@ -208,7 +221,7 @@ class CompiledStep:
             call.without_gradient = self._dispatch.cleared_first(call)
             progress = Progress(self._title(change), shown=agreement.is_first_rank)
             stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress)
-            with call.initial_state(), progress.show(), stages.explained("compiling"):
+            with no_hooks_on_calls(), call.initial_state(), progress.show(), stages.explained("compiling"):
                 compiled = self._compile(turn, call, agreement, stages)
         self._dispatch.add(compiled, change, call)
         warn_of_stale_references(call.replaced)
@@ -231,24 +244,21 @@ class CompiledStep:
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
-            local = options.mode.partition(captured.program)
-            if Fact.STORAGE in facts_of(options.pipeline):
-                local = with_storage_facts(local, call.slots, agreement.all_gather_text)
-            state = prepare(call, local.inputs)
-            local, added = transform(local, options.overrides, state.locals)
+            local, added, state = self._partition(call, captured, agreement)
             local, pipeline = options.fitted(local, agreement.all_gather_text)
             dump.stage(1, "partition", local)
         with stages.stage("passes"), DisableAutocast():
-            stages.program = program = passes_package.run(local, pipeline, stages.noting(local, dump.on_pass))
+            program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
+            stages.program = program
         with stages.stage("lower"), DisableAutocast():
             program, made = options.final(program), program
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
+            deferred = self._deferred(parts, call, executable, captured, program)
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
-        seconds, done = dict(stages.progress.seconds), list(stages.passes)
-        make_report = partial(Report.of, program, seconds, tuple(program.notes), passes=done, costs=costs)
+        make_report = stages.reporting(deferred.steady if deferred else program, program.notes, costs)
         dump.stage(99, "lowered", program)
         dump.report(make_report)
-        description = describe_for_agreement(captured, program, costs, call) + options.describe_edits(made)
+        description = describe_for_agreement(captured, program, costs, call, deferred) + options.describe_edits(made)
         seeds = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
         base, calls, *seeds = agreement.agree(description, seeds)
         adopt([base, calls])
@@ -268,7 +278,31 @@ class CompiledStep:
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
             any_size=any_size,
+            deferred=deferred,
         )
+
+    def _deferred(
+        self, apart: Deferred | str | None, call: Call, executable: Executable, captured: Captured, whole: Program
+    ) -> DeferredUpdate | None:
+        """The programs that defer the update of a step, lowered; a note says why there are none."""
+        branches = captured.guards.branches
+        if isinstance(apart, Deferred) and branches:
+            apart = "the step branches on the value of state, which must be up to date before a call"
+        if isinstance(apart, str):
+            whole.notes.append(f"defer_updates=True defers nothing in this program: {apart}")
+        if not isinstance(apart, Deferred):
+            return None
+        for each in apart.programs().values():
+            self._dumps.dump(self._options.dump_folder, each.name).stage(99, "lowered", each)
+        return DeferredUpdate(apart, self._arenas_on(call.device_mesh), executable.commit)
+
+    def _partition(self, call: Call, captured: Captured, agreement: Agreement) -> tuple[Program, Any, Prepared]:
+        """One rank's program, after the transforms of overrides, with the state that they added; and its live state."""
+        local = self._options.mode.partition(captured.program)
+        if Fact.STORAGE in facts_of(self._options.pipeline):
+            local = with_storage_facts(local, call.slots, agreement.all_gather_text)
+        state = prepare(call, local.inputs)
+        return *transform(local, self._options.overrides, state.locals), state
 
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))
@@ -296,6 +330,10 @@ class CompiledStep:
         call.open_subgroups(agreement.connection)  # after an exchange: all ranks have come as far
         shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
         notes = call.connect_local_ranks(agreement.all_gather_text) if shares else []
+        if self._options.mode.defer_updates and agreement.connection is not None:
+            if set(agreement.all_gather_text(_DEFERS)) != {_DEFERS}:
+                raise RankMismatchError(f"expected {_DEFERS} on all ranks of {self._name} or on none")
+            call.pass_by_in(agreement.connection.separate_exchange())
         call.mesh = with_rates(call.mesh, self._options.pipeline)
         return [*notes, *tables]
 
@@ -326,6 +364,7 @@ class CompiledStep:
         0.1 us longer for each node; on an accelerator the nodes are measured by events in its stream. Raises
         ``SpmdError`` for a step with another backend than ``"aten"``.
         """
+        self._check_whole("measured")
         if self._options.backend != "aten":
             raise SpmdError(
                 f"the ops of {self._name} cannot be measured one by one, since a backend of its own runs them: compile "
@@ -340,9 +379,16 @@ class CompiledStep:
         the state before every ``last``-th one. ``spmd replay folder --rank 3 --call 57`` runs the 57th call of this
         step again and stops at the first NaN or Inf. Raises ``ValueError`` where the folder has something else in it.
         """
+        self._check_whole("recorded")
         if type(last) is not int or last < 1:
             raise ValueError(f"expected the number of calls to keep, got {last!r}")
         self._recorder = None if folder is None else Recorder(Path(folder), last, self._name)
+
+    def _check_whole(self, done: str) -> None:
+        if self._options.mode.defer_updates:
+            raise SpmdError(
+                f"a call of {self._name} is not a whole step, and cannot be {done}: compile it without defer_updates"
+            )
 
     def dump(self, folder: str | Path) -> None:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""
@@ -350,6 +396,8 @@ class CompiledStep:
             dump = self._dumps.dump(Path(folder), each.program.name)
             visit_stages(dump.stage, each.captured.program, each.partitioned, each.pipeline, each.program)
             dump.report(partial(getattr, each, "report"))
+            for program in each.programs if each.deferred is not None else ():
+                self._dumps.dump(Path(folder), program.name).stage(99, "lowered", program)
 
     def diff(self, *stages: str) -> Diff:
         """What a pass changed in the program last run, value by value; or what differs between two stages.
@@ -404,7 +452,13 @@ class CompiledStep:
             self._refused = None
 
     def flush(self) -> None:
-        """Finish the work that the last call left for the next one. No pass defers any so far."""
+        """Finish the update that the last call left for the next one (``defer_updates``); all ranks call it together.
+
+        What you read afterwards is up to date. Without anything pending it does nothing.
+        """
+        for each in list(self._dispatch.programs):
+            each.finish_pending(is_asked=True)
+        remove_stale()
 
 
 def compile(

@@ -18,6 +18,7 @@ from passes import SpmdError
 from ._torch import get_proxy_mode, local_tensor, own_buffers, own_parameters, storage_id
 from .lowering.background_reads import READS
 from .lowering.distribute_state import as_dtensor, part_of
+from .pending import finish_pending
 from .ranks.world import describe
 
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that are unsharded now
@@ -78,6 +79,7 @@ def unshard(
     named = list(module.named_modules()) if recurse else [("", module)]
     modules = [each for _, each in named]
     _check(modules)
+    finish_pending()
     READS.wait_for_all()
     entries = _entries(named)
     groups = _groups(entries)

@@ -33,7 +33,7 @@ ORDER = {
         page/
         measured
         pipeline runner trace report
-        fit_memory
+        defer fit_memory
         __init__
     """,
     "spmd": """
@@ -49,7 +49,7 @@ ORDER = {
         modes/
         lowering/
         override dump progress stages edited_programs
-        options compiled shared_captures unsharded initialized mesh_picture profile recorder
+        pending deferred options compiled shared_captures unsharded initialized mesh_picture profile recorder
         checkpoints/
         dispatch
         capture_call

@@ -15,6 +15,7 @@ from .effects import is_profiling, mutates
 from .meta import DECLARED, is_declared
 from .ops import Trait, has
 from .program import Input, OutputKind, Program
+from .roles import Role
 
 
 def check(program: Program, before: Program | None = None) -> None:
@@ -136,17 +137,21 @@ def _is_about_values(node: fx.Node) -> None:
 
 
 def _communicates_properly(program: Program, node: fx.Node) -> None:
-    if is_wait(node) and not _is_pending(node.args[0]):
+    if is_wait(node) and not _is_pending(program, node.args[0]):
         raise PassError(f"{node.name} waits for {node.args[0]}, which is no collective")
     if is_collective(node):
         _collective_is_described(program, node)
-        _result_is_waited_for(node, node)
+        _result_is_waited_for(program, node, node)
 
 
-def _is_pending(value: Any) -> bool:
+def _is_pending(program: Program, value: Any) -> bool:
+    """Whether a value is what a collective brings, of this program or of the one before it."""
     while isinstance(value, fx.Node) and value.target is operator.getitem:
         value = value.args[0]
-    return isinstance(value, fx.Node) and is_collective(value)
+    if not isinstance(value, fx.Node) or is_collective(value):
+        return isinstance(value, fx.Node)
+    inputs = zip(program.placeholders, program.inputs, strict=True) if value.op == "placeholder" else ()
+    return any(node is value and declared.role is Role.PENDING for node, declared in inputs)
 
 
 def _collective_is_described(program: Program, node: fx.Node) -> None:
@@ -162,17 +167,23 @@ def _collective_is_described(program: Program, node: fx.Node) -> None:
         )
 
 
-def _result_is_waited_for(collective: fx.Node, result: fx.Node) -> None:
+def _result_is_waited_for(program: Program, collective: fx.Node, result: fx.Node) -> None:
     for user in result.users:
         if user.target is operator.getitem:
-            _result_is_waited_for(collective, user)
-        elif not is_wait(user):
+            _result_is_waited_for(program, collective, user)
+        elif not is_wait(user) and not (user.op == "output" and _is_handed_on(program, result)):
             raise PassError(f"{user.name} reads the result of {collective.name} before a wait")
 
 
+def _is_handed_on(program: Program, result: fx.Node) -> bool:
+    """Whether all outputs that a value is are for the program that waits for it."""
+    pairs = zip(program.output_values(), program.outputs, strict=True)
+    return all(output.kind is OutputKind.PENDING for value, output in pairs if value is result)
+
+
 def _same_promise(before: Program, after: Program) -> None:
-    """The same results, new state and updates, whether by an output or in place."""
-    for kind in (OutputKind.RESULT, OutputKind.NEW):
+    """The same results, new state, pending values and updates, whether by an output or in place."""
+    for kind in (OutputKind.RESULT, OutputKind.NEW, OutputKind.PENDING):
         old, new = _returned(before, kind), _returned(after, kind)
         if old != new:
             raise PassError(f"the {kind} outputs were {old} and are now {new}")

@@ -93,6 +93,7 @@ KEYS: tuple[Key, ...] = (
             _CAPTURE,
             _PRINTER,
             _PARTITIONER,
+            "passes/update",
             _ERRORS,
             "spmd/lowering/codegen.py",
             _SCHEDULE,

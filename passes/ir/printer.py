@@ -330,7 +330,9 @@ def _input_comment(declared: Input) -> str:
 
 
 def _output_comment(output: Output) -> str:
-    what = {OutputKind.RESULT: "result", OutputKind.UPDATE: "update of", OutputKind.NEW: "new"}[output.kind]
+    what = "update of" if output.kind is OutputKind.UPDATE else str(output.kind)
+    if output.kind is OutputKind.PENDING:
+        return output.name
     return f"{what} {output.name}{_whole(output.shape, output.dtype, output.placement)}"
 
 

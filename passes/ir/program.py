@@ -31,7 +31,7 @@ class Axis:
     ``backend`` is what moves the data: "gloo", "nccl", "fake", or empty if it is not known. ``shared``: the ranks
     of each group along this axis are connected, and share memory (``local_peers.py``). ``gathers``: the name of a
     second process group of the same ranks, for what is gathered, so that it need not stand in line behind what is
-    reduced; empty if there is none.
+    reduced; empty if there is none. Where reductions are left in flight, it is for all that is waited for.
     """
 
     name: str
@@ -119,11 +119,12 @@ class OutputKind(StrEnum):
     RESULT = "result"  # a leaf of what the step returns
     UPDATE = "update"  # the new value of the input with the same name
     NEW = "new"  # state that did not exist before this call
+    PENDING = "pending"  # what the program that ends the step takes as an input of this name
 
 
 @dataclass(frozen=True)
 class Output:
-    """What one output is: a result, the update of the input called ``name``, or new state called ``name``."""
+    """What one output is: a result, the update of the input ``name``, new state, or what is left to another program."""
 
     kind: OutputKind
     name: str

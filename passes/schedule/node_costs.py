@@ -136,7 +136,7 @@ class NodeCosts:
 
     def _collective(self, node: fx.Node) -> Transfer:
         axis, described = self.axis_of(node), node.meta.get("collective")
-        queue = axis.name if axis else group_of(node)
+        queue = axis.name if axis and not _passes_by(node, axis) else group_of(node)
         if axis is None or axis.size == 1:
             return Transfer(queue, 0.0)
         kind = described.kind if isinstance(described, Collective) else kind_of(node)
@@ -169,6 +169,11 @@ class NodeCosts:
         rate = (link.rate(axis) if link is not None else None) or self.table.rate(axis, backend)
         sent = size * (axis.size - 1) / axis.size * (2 if kind is Kind.ALL_REDUCE else 1)
         return Point(size, rate.seconds(sent), 0.0)
+
+
+def _passes_by(node: fx.Node, axis: Axis) -> bool:
+    """Whether a collective is in a group of its own along ``axis``, so that it need not stand in line."""
+    return axis.backend != "nccl" and group_of(node) == axis.gathers
 
 
 def _measured(link: Link, kind: Kind, algorithm: Algorithm, size: int, node: fx.Node) -> Point | None:

@@ -17,12 +17,13 @@ from enum import StrEnum
 from torch import fx
 
 from ..ir.collectives import Collective, is_collective, is_wait
-from ..ir.program import Program
+from ..ir.program import OutputKind, Program
 from ..memory.peak_memory import live_bytes
 from ..runtime.host_memory import wait_copy
 from .node_costs import Cost, NodeCosts, Transfer
 
 _NAMED = 3  # of what a collective hides behind
+_CALLS = 6  # that are simulated of a program that leaves something in flight
 
 
 class Cause(StrEnum):
@@ -106,18 +107,35 @@ class Timeline:
 def simulate(program: Program, costs: NodeCosts, *, with_memory: bool = True) -> Timeline:
     """The step of ``program`` as one rank runs it, with these costs. Linear in the number of nodes.
 
+    A program that finishes what the call before has started is simulated until a call takes as long as the one before.
     ``with_memory``: also find the bytes in use, which takes longer than all the rest.
     """
-    rank, begins = Rank(costs.rates.is_asynchronous), [0.0]
-    for node in program.graph.nodes:
-        rank.step(node, costs.of(node))
-        begins.append(rank.now())
+    carried, left = _carried(program), dict[fx.Node, float]()
+    for _ in range(_CALLS if carried else 1):
+        rank, begins, before = Rank(costs.rates.is_asynchronous), [0.0], left
+        for placeholder, start in sorted(carried.items(), key=lambda pair: before.get(pair[1], 0.0)):
+            rank.carry(placeholder, start, costs.of(start).transfer, before.get(start, 0.0))
+        for node in program.graph.nodes:
+            rank.step(node, costs.of(node))
+            begins.append(rank.now())
+        left = rank.left()
+        if left == before:
+            break
     in_use = live_bytes(program) if with_memory else {}
     memory = {
         device: tuple((begins[position], size) for position, size in changes if position < len(begins))
         for device, changes in in_use.items()
     }
     return rank.timeline(memory)
+
+
+def _carried(program: Program) -> dict[fx.Node, fx.Node]:
+    """The inputs that are in flight when a call begins, and the collectives that start the like for the next call."""
+    outputs = zip(program.outputs, program.output_values(), strict=True)
+    started = {output.name: value for output, value in outputs if output.kind is OutputKind.PENDING}
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    pairs = [(node, started[declared.name]) for node, declared in inputs if declared.name in started]
+    return {node: value for node, value in pairs if isinstance(value, fx.Node) and is_collective(value)}
 
 
 @dataclass
@@ -156,6 +174,14 @@ class _Flight:
         self.expose(late, Cause.MEMORY if bounded else Cause.ORDER)
         self.expose(seconds - in_line - late, Cause.DEPENDENCY)
 
+    def add(self, carried: _Flight | None) -> None:
+        """Add what exposes and hides the rest of the same transfer of the call before."""
+        if carried is not None:
+            for cause, seconds in carried.exposed_by.items():
+                self.expose(seconds, cause)
+            for label, seconds in carried.behind.items():
+                self.behind[label] = self.behind.get(label, 0.0) + seconds
+
     def time(self) -> TransferTime:
         longest = sorted(self.behind.items(), key=lambda entry: -entry[1])[:_NAMED]
         exposed, name, queue = sum(self.exposed_by.values()), self.node.name, self.transfer.queue
@@ -171,6 +197,7 @@ class Rank:
         self.host = self.device = self.compute = 0.0  # the clocks are one where the host computes
         self.flights: list[_Flight] = []
         self.started: dict[fx.Node, _Flight] = {}  # by the nodes that stand for its result
+        self.carried: dict[fx.Node, _Flight] = {}  # what the call before has started, by the node that starts the like
         self.queues: dict[str, deque[_Flight]] = {}  # those that are not over yet
         self.free: dict[str, float] = {}  # when the last one in a queue ends
         self.done: dict[fx.Node, float] = {}  # when a value is there
@@ -194,6 +221,18 @@ class Rank:
             self.done[node] = self.device
         elif node.target is operator.getitem and node.args[0] in self.started:  # of a coalesced result
             self.started[node] = self.started[node.args[0]]  # type: ignore[index]
+
+    def carry(self, placeholder: fx.Node, start: fx.Node, transfer: Transfer | None, until: float) -> None:
+        """Begin with a transfer in flight, which the like of ``start`` began in the call before."""
+        if transfer is not None and until > 0.0:
+            flight = _Flight(start, transfer, start=self.free.get(transfer.queue, 0.0), end=until)
+            self.started[placeholder] = self.carried[start] = flight
+            self.free[transfer.queue] = until
+            self.queues.setdefault(transfer.queue, deque()).append(flight)
+
+    def left(self) -> dict[fx.Node, float]:
+        """For how long each transfer is in flight after the end of the call, where it is."""
+        return {each.node: each.end - self.now() for each in self.flights if each.end > self.now()}
 
     def idle(self, node: fx.Node) -> float:
         """For how long compute would wait for a transfer if ``node`` was launched now."""
@@ -299,6 +338,8 @@ class Rank:
             )
             for flight in self.flights
         ]
+        for flight in self.flights:
+            flight.add(self.carried.get(flight.node))
         transfers = tuple(flight.time() for flight in self.flights)
         return Timeline(self.now(), self.compute, transfers, tuple(self.spans + moved), memory)
 

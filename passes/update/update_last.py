@@ -44,13 +44,13 @@ def late_nodes(program: Program) -> set[fx.Node]:
     if not any(program.collectives()):
         return set()
     nodes = list(program.graph.nodes)
-    written = _descendants(nodes, _updating(program))
+    written = descendants(nodes, _updating(program))
     results = [value for value, kind in _outputs(program) if kind is not OutputKind.UPDATE]
     first = [node for node in nodes if is_wait(node)] + [value for value in results if isinstance(value, fx.Node)]
-    needed = _ancestors(nodes, {node for node in first if node not in written})
+    needed = ancestors(nodes, {node for node in first if node not in written})
     fixed = ("placeholder", "get_attr")
     update = {node for node in nodes if node.meta.get("phase") is Phase.UPDATE and node.op not in fixed}
-    return _descendants(nodes, (written | update) - needed)
+    return descendants(nodes, (written | update) - needed)
 
 
 def _updating(program: Program) -> set[fx.Node]:
@@ -85,7 +85,7 @@ def _outputs(program: Program) -> Iterable[tuple[Any, OutputKind]]:
     return [(value, output.kind) for value, output in zip(program.output_values(), program.outputs, strict=True)]
 
 
-def _descendants(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
+def descendants(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
     """``found`` and all nodes that depend on one of them; ``nodes`` are in topological order."""
     reached = set(found)
     for node in nodes:
@@ -94,7 +94,7 @@ def _descendants(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
     return reached
 
 
-def _ancestors(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
     """``found`` and all nodes that one of them depends on."""
     reached = set(found)
     for node in reversed(list(nodes)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -221,6 +221,14 @@ class Call:
         groups = self._gloo_groups()
         named = [replace(a, group=groups[k].group_name) if k in groups else a for k, a in enumerate(self.mesh.axes)]
         self.mesh = Mesh(tuple(named))
+
+    def pass_by_in(self, groups: Sequence[Any]) -> None:
+        """Let ``mesh`` name, where ranks send messages by gloo, groups for what passes by reductions left in flight."""
+        names = {k: group.group_name for k, group in zip(self.own_groups, groups, strict=True)}
+        by_messages = [axis.backend == "gloo" and not axis.shared for axis in self.mesh.axes]
+        gloo = {k: name for k, name in names.items() if by_messages[k]}
+        axes = [replace(axis, gathers=gloo.get(k, axis.gathers)) for k, axis in enumerate(self.mesh.axes)]
+        self.mesh = replace(self.mesh, axes=tuple(axes))
 
     def _keep_sizes(self) -> list[int]:
         """How many ranks keep parameters together after forward, ascending; other than one and all of them.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..pending import finish_pending
 from .direct import save_file
 from .folders import INDEX, path_of, write_whole
 from .prepare import Prepared, prepare
@@ -37,6 +38,7 @@ def export(folder: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dty
         raise TypeError(f"expected a torch.nn.Module, got {model!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"expected dtype to be a floating-point torch.dtype or None, got {dtype!r}")
+    finish_pending()
     with together(f"exporting to {path}") as ranks:
         prepared = prepare({"": model}, ranks)
         _check_values(prepared, ranks)

@@ -14,6 +14,7 @@ from .._torch import tree_flatten
 from ..call.refuse_saves import RefusedSaves, readable
 from ..call.rng import set_rng_state
 from ..call.state import Arguments
+from ..pending import finish_pending
 from ..ranks.failures import StateIs
 from .background import wait_for_last
 from .fit import check_fit
@@ -44,6 +45,7 @@ def load(folder: str | os.PathLike[str], *, strict: bool = True, **state: Any) -
     """
     path = path_of(folder)
     wait_for_last()
+    finish_pending()
     with together(f"loading {path}", restores_state=True) as ranks:
         checkpoint = Path(ranks.first(lambda: str(_find(path))))
         return _load(checkpoint, state, strict, ranks)

@@ -20,6 +20,7 @@ from .._torch import local_tensor
 from ..call.rng import rng_state
 from ..interrupts import deferred_signals
 from ..lowering.background_reads import READS, Read, wait_within_hooks
+from ..pending import finish_pending
 from . import background
 from .background import Handle
 from .folders import DATA, MARKER, VALUES, keep_newest, path_of, remove_leftovers, target, write_whole
@@ -57,6 +58,7 @@ def save(
     _check_arguments(step, keep, wait)
     checkpoint = target(path, step)
     handle = Handle(checkpoint)
+    finish_pending()
     with together(f"saving {checkpoint}") as ranks:
         before = background.last()
         ranks.run(lambda: before.end_before_the_next() if before is not None else None)

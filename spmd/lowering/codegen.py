@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import Program, Role
+from passes import Input, Program, Role
 from passes.analysis.aliases import escaping, is_view, storages
 from passes.analysis.out_variants import is_constant
 from passes.ir.collectives import WAIT, is_collective, is_wait
@@ -161,6 +161,14 @@ def is_fixed(node: fx.Node, role: Role) -> bool:
     return (role.is_state or role is Role.CONSTANT) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def is_taken(node: fx.Node, declared: Input) -> bool:
+    """Whether an input is a tensor that the call before has left, and that goes as soon as it has been read.
+
+    It is handed over in a list, from which the code takes it: who calls holds on to arguments until the end.
+    """
+    return declared.role is Role.PENDING and isinstance(node.meta.get("val"), torch.Tensor)
+
+
 class _Writer:
     """Writes the two functions, node by node."""
 
@@ -183,6 +191,8 @@ class _Writer:
         self.prepared: dict[Any, str] = {}  # collectives that are made once and started at each call
         self.arguments = [placeholders[k] for k in fixed], [placeholders[k] for k in given]
         self.fixed = set(self.arguments[0])
+        inputs = zip(placeholders, program.inputs, strict=True)
+        self.taken = [node for node, declared in inputs if is_taken(node, declared)]
         self.done_once: list[str] = []
         self.each_call: list[str] = []
         self.lines: StreamLines | None = None
@@ -201,6 +211,7 @@ class _Writer:
         writes = writes_to_inputs(self.program)
         first = next(iter(writes), None) if self.commit else None
         self._detach()
+        self.each_call += [f"{self.names[node]} = {self.names[node]}.pop()" for node in self.taken]
         for node in self.program.graph.nodes:
             before = len(self.each_call)
             if node is first:

@@ -19,17 +19,22 @@ class Commit:
     def __init__(self) -> None:
         self.state = StateIs.BEFORE
         self._connection: Connection | None = None
+        self._has_barrier = True
 
     def start(self, connection: Connection | None) -> None:
         """A call begins, on the ranks of ``connection``."""
-        self.state, self._connection = StateIs.BEFORE, connection
+        self.state, self._connection, self._has_barrier = StateIs.BEFORE, connection, True
         begin_reads()
+
+    def skip_barrier(self) -> None:
+        """What is written first was complete on all ranks before this call, to which all have come."""
+        self._has_barrier = False
 
     def __call__(self) -> None:
         """Wait for all ranks, and for copies of state that are under way; state may be written from here on."""
         if self.state is StateIs.BEFORE:
             begin_writes()
-            if self._connection is not None:
+            if self._connection is not None and self._has_barrier:
                 self._connection.barrier()
             self.state = StateIs.MIXED
 

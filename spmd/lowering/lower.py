@@ -85,9 +85,12 @@ class Executable:
             ref.of(inputs).copy_(value)
 
 
-def lower(program: Program, backend: Backend, arenas: Arenas | None = None) -> Executable:
-    """Make ``program`` run: ``"aten"`` as Python (``codegen.py``), in ``arenas``; else by the backend's callable."""
-    commit = Commit()
+def lower(program: Program, backend: Backend, arenas: Arenas | None = None, commit: Commit | None = None) -> Executable:
+    """Make ``program`` run: ``"aten"`` as Python (``codegen.py``), in ``arenas``; else by the backend's callable.
+
+    ``commit``: that of another program, which runs in its place.
+    """
+    commit = commit or Commit()
     if backend == "aten":
         function: Callable[..., Any] = Bound(program, arenas, commit)
     else:

@@ -33,6 +33,7 @@ class ParallelMode(ABC):
     - ``reshard_after_forward``: a number, if so many ranks keep gathered parameters together until backward.
     - ``mp_policy``: the dtypes of modules without an annotation. ``offload_policy``: keeps their state in host memory.
     - ``param_init_fn``: initializes a module that is on the meta device.
+    - ``defer_updates``: whether a call leaves its reductions and its update to the next one.
     - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
       that carry annotations.
     """
@@ -49,6 +50,7 @@ class ParallelMode(ABC):
     mp_policy: MixedPrecisionPolicy | None = None
     reshard_after_forward: bool | int | None = None
     offload_policy: OffloadPolicy | None = None
+    defer_updates: bool = False
     follows_annotations: bool = False
 
     @abstractmethod

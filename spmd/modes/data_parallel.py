@@ -84,6 +84,11 @@ class DataParallel(PlannedMode):
     ``reset_parameters``. ``sync``: False leaves what ranks bring along as it is, instead of making it equal to rank
     0's; it must be equal already.
 
+    ``defer_updates``: True lets a call return while its last gradients are still being reduced; the next call waits for
+    them where forward reads their parameters, and updates these there. The numbers are the same. Whatever else looks at
+    state (a state dict, a save, a forward or a step outside of this one) finishes the update first, on all ranks
+    together; before you read or write a parameter itself, call ``flush()`` of the step.
+
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
     treated as theirs asks.
 
@@ -117,6 +122,7 @@ class DataParallel(PlannedMode):
         sync: bool = True,
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
+        defer_updates: bool = False,
     ) -> None:
         _check_one_of("parallel_style", parallel_style, _STYLES)
         _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
@@ -133,6 +139,7 @@ class DataParallel(PlannedMode):
         self.prefetch, self.limit_gathers = _check_prefetch(prefetch), _check_limit(limit_gathers)
         self.units = chosen_units(units)
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
+        self.defer_updates = check_flag("defer_updates", defer_updates)
         self.mp_policy, self.offload_policy = check_policy(mp_policy), check_offload_policy(offload_policy)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
 
@@ -195,6 +202,7 @@ class DataParallel(PlannedMode):
 
     def __repr__(self) -> str:
         usual = {"shard_optimizer": False, "reduce_dtype": None, "gather_dtype": None, "reshard_after_forward": None}
+        usual |= {"defer_updates": False}
         options = {name: getattr(self, name) for name in usual}
         given = "".join(f", {name}={value}" for name, value in options.items() if value is not usual[name])
         return f"DataParallel({self.parallel_style!r}{given})"

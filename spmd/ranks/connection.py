@@ -54,6 +54,7 @@ class Connection:
         self._name, self._store = name, default_store()
         self.board = FailureBoard(self._store, name, members)
         self._subgroups: dict[tuple[int, ...], Any] = {}  # by their ranks
+        self._exchanges: tuple[Any, ...] = ()  # groups in which calls begin, where it is not ``groups``
         self._opened = 0
         self._waits = 0  # equal on all ranks, since they wait for each other in the same order
 
@@ -64,15 +65,25 @@ class Connection:
 
     def all_reduce_max(self, values: Triple, what: str, timeout: float | None = None) -> Triple:
         """The maximum of three integers over all ranks, which wait for each other."""
-        for group in self.groups:
+        for group, exchange in zip(self.groups, self._exchanges or self.groups, strict=True):
             peers = local_peers_of(group.group_name, group)
             if peers is None:
-                first, second, third = self._all_reduce(torch.tensor(values), group, what, timeout).tolist()
+                first, second, third = self._all_reduce(torch.tensor(values), exchange, what, timeout).tolist()
             else:
                 gathered = peers.barrier(values, self._patience(what, timeout).wait)
                 first, second, third = map(max, zip(*gathered, strict=True))
             values = first, second, third
         return values
+
+    def separate_exchange(self) -> tuple[Any, ...]:
+        """Let ranks wait for each other past what a call left in flight: in other groups along each axis, returned.
+
+        A gloo group works on one collective after the other. All ranks call it.
+        """
+        if not self._exchanges:
+            found = [tuple(dist.get_process_group_ranks(group)) for group in self.groups]
+            self._exchanges = tuple(map(self._new_group, found))
+        return self._exchanges
 
     def subgroup(self, group: Any, size: int) -> Any:
         """The group of ``size`` ranks that follow each other in ``group``, this one among them; all ranks call it."""
@@ -84,13 +95,16 @@ class Connection:
             if tuple(dist.get_process_group_ranks(group)) == ranks:
                 return group
         if ranks not in self._subgroups:
-            self._opened += 1  # as on all ranks, also where they failed to open one
-            name = f"{self._name}/{'-'.join(map(str, ranks))}/{self._opened}"
-            with self.watched_store(name) as store:
-                group = new_gloo_group(name, ranks.index(dist.get_rank()), list(ranks), store, CONNECTING)
-            set_timeout(group, self.timeout)
-            self._subgroups[ranks] = group
+            self._subgroups[ranks] = self._new_group(ranks)
         return self._subgroups[ranks]
+
+    def _new_group(self, ranks: tuple[int, ...]) -> Any:
+        self._opened += 1  # as on all ranks, also where they failed to open one
+        name = f"{self._name}/{'-'.join(map(str, ranks))}/{self._opened}"
+        with self.watched_store(name) as store:
+            group = new_gloo_group(name, ranks.index(dist.get_rank()), list(ranks), store, CONNECTING)
+        set_timeout(group, self.timeout)
+        return group
 
     @contextmanager
     def watched_store(self, name: str) -> Iterator[Any]:
@@ -191,7 +205,7 @@ class Connection:
     def close(self) -> None:
         """Close it on all ranks."""
         self.is_closed = True
-        for group in (*self.groups, *self._subgroups.values()):
+        for group in (*self.groups, *self._subgroups.values(), *self._exchanges):
             abort_local_peers(group.group_name)
             with suppress(Exception):  # the user may have destroyed all groups already
                 close_group(group)

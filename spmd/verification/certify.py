@@ -11,7 +11,7 @@ import torch
 from passes import Mesh
 
 from ..call.rng import random_state_kept
-from ..step import calling
+from ..pending import calling, finish_pending
 from .certificate import Certificate, certify_programs
 from .peer import Peer
 from .rank import SimulatedRank
@@ -34,6 +34,7 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     check_mesh(mesh, world)
     if world > _MOST_RANKS:
         raise ValueError(f"expected world to be {_MOST_RANKS} ranks or fewer, got {world}")
+    finish_pending()
     with calling, random_state_kept():
         with simulated_ranks(step, args, kwargs, world, mesh) as (_, first, peer):
             ranks: list[SimulatedRank | Peer] = [first, *(peer(k) for k in represented(first.mesh) if k)]

@@ -17,7 +17,7 @@ from .._torch import tree_flatten_with_path
 from ..call.found import with_found
 from ..call.rng import random_state_kept
 from ..call.state import hyper_parameters_of, slots_of
-from ..step import calling
+from ..pending import calling, finish_pending
 from .copies import Copy, Subject, has_single_precision
 from .lockstep import LockstepError, run_in_lockstep
 from .peer import Peer
@@ -50,6 +50,7 @@ def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh 
         raise ValueError(f"expected steps to be 1 or more, got {steps!r}")
     if world > MOST:
         raise ValueError(f"expected world to be {MOST} ranks or fewer, got {world}: fewer ranks run the same passes")
+    finish_pending()
     with calling, random_state_kept(), simulated_ranks(step, args, kwargs, world, mesh) as (plain, first, peer):
         peers = [peer(number) for number in range(1, world)]
         return Verification(plain.subject, plain, first, peers, steps).run()

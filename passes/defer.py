@@ -1,0 +1,85 @@
+"""Programs that defer the end of a step: from one program, before updates are in place, to three that run in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .base import Pass
+from .errors import PassError
+from .ir.program import Program
+from .memory.update_in_place import UpdateInPlace
+from .pipeline import backend_of, table_of
+from .runner import FIRST_STAGE, OnStage, run
+from .schedule.node_costs import NodeCosts, device_of
+from .schedule.rates import rates_of
+from .schedule.start_in_order import start_last, starts_to_hold
+from .update.deferral import Halves, cut, join
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """``first`` leaves the end of its step pending, ``steady`` does that of the call before first, ``finish`` only it.
+
+    ``steady`` and ``finish`` take what ``first`` and ``steady`` return last, and then the numbers of that call, by
+    their positions among its inputs.
+    """
+
+    first: Program
+    steady: Program
+    finish: Program
+    numbers: tuple[int, ...]
+
+    def programs(self) -> dict[str, Program]:
+        """By name."""
+        return {"first": self.first, "steady": self.steady, "finish": self.finish}
+
+
+def run_and_defer(program: Program, pipeline: Sequence[Pass], on_stage: OnStage) -> tuple[Program, Deferred | str]:
+    """``passes.run``, and the three programs from what it has before ``UpdateInPlace``; else why nothing is deferred.
+
+    Raises ``PassError`` for a pipeline without that pass, or where it comes first, and where the step shows its update.
+    """
+    at = next((k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace)), 0)
+    if at == 0:
+        raise PassError("defer_updates=True takes a pipeline with passes.UpdateInPlace, after passes.UpdateLast")
+    functional: list[Program] = []
+
+    def noting(number: int, each: Pass, after: Program, seconds: float) -> None:
+        if number == FIRST_STAGE + at - 1:
+            functional.append(after.copy())
+        on_stage(number, each, after, seconds)
+
+    done = run(program, pipeline, noting)
+    return done, defer(functional[0], pipeline)
+
+
+def _start_and_steady(halves: Halves, end: Program, in_place: Pass) -> tuple[Program, Program]:
+    start = run(halves.start, [in_place])
+    return start, join(Halves(start, end, halves.numbers))
+
+
+def _costs(program: Program, pipeline: Sequence[Pass]) -> NodeCosts | None:
+    """What the nodes of a program cost by the table of a pipeline; None on a device of which nothing is known."""
+    table, backend = table_of(pipeline), backend_of(pipeline)
+    rates = rates_of(table, device_of(program), program.mesh)
+    return None if rates is None else NodeCosts(program, rates, table, backend=backend)
+
+
+def defer(functional: Program, pipeline: Sequence[Pass]) -> Deferred | str:
+    """The three programs, or a sentence on why nothing is deferred. Raises ``PassError`` where the step forbids it."""
+    halves = cut(functional)
+    if isinstance(halves, str):
+        return halves
+    at = next(k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace))
+    in_place, rest = pipeline[at], pipeline[at + 1 :]
+    end = run(halves.end, [in_place])
+    start, steady = _start_and_steady(halves, end, in_place)
+    costs = _costs(steady, pipeline)
+    held = starts_to_hold(steady, costs) if costs is not None else []
+    if held:
+        start_last(halves.start, held)
+        start, steady = _start_and_steady(halves, end, in_place)
+    made = {"first": start, "steady": steady, "finish": end}
+    done = {name: run(replace(each, name=f"{functional.name}-{name}"), rest) for name, each in made.items()}
+    return Deferred(**done, numbers=halves.numbers)

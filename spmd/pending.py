@@ -1,0 +1,164 @@
+"""Whatever looks at state from outside of compiled steps finishes the updates that these have deferred.
+
+While an update is pending, hooks on its modules and optimizers finish it before a state dict is made or loaded, before
+a forward or an optimizer's step outside of compiled steps, and before a module is copied or pickled. ``spmd.save`` and
+the like call ``finish_pending``, and so does the end of the process. To finish an update takes all its ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .source_lines import warn_user
+
+# One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
+calling = threading.RLock()
+
+_GETSTATE = "__getstate__"
+
+
+class Finisher(Protocol):
+    """What has an update pending."""
+
+    def owners(self) -> list[Any]:
+        """The modules and optimizers whose state it updates."""
+
+    def finish_pending(self) -> None:
+        """Run the update, on all ranks together, if it is still pending."""
+
+
+def add(finisher: Finisher) -> None:
+    """Note that an update is pending."""
+    remove_stale()
+    if id(finisher) not in _pending:
+        _pending[id(finisher)] = Hooks(finisher)
+
+
+def remove(finisher: Finisher) -> None:
+    """Note that no update is pending any more."""
+    hooks = _pending.pop(id(finisher), None)
+    if hooks is not None:
+        hooks.remove()
+
+
+def pending_on(owners: Iterable[Any]) -> list[Finisher]:
+    """What has an update of one of ``owners`` pending, in the order in which they became so."""
+    remove_stale()
+    found = set(map(id, owners))
+    each = [hooks.finisher for hooks in _pending.values()]
+    return [finisher for finisher in each if any(id(owner) in found for owner in finisher.owners())]
+
+
+def finish_pending() -> None:
+    """Finish all updates that are pending in this process. All ranks call it together."""
+    for hooks in list(_pending.values()):
+        hooks.finisher.finish_pending()
+
+
+@contextmanager
+def no_hooks_on_calls() -> Iterator[None]:
+    """Trace a step as if no update of another one was pending: a hook on all optimizers would show in its program."""
+    paused = list(_pending.values())
+    for hooks in paused:
+        hooks.ignore_calls()
+    try:
+        yield
+    finally:
+        for hooks in paused:
+            hooks.watch_calls()
+
+
+class Hooks:
+    """The hooks by which one pending update is finished before anybody else looks at the state that it writes."""
+
+    def __init__(self, finisher: Finisher) -> None:
+        self.finisher = finisher
+        owners = finisher.owners()
+        self._modules = {id(m): m for each in owners if isinstance(each, nn.Module) for m in each.modules()}
+        self._optimizers = [each for each in owners if isinstance(each, Optimizer)]
+        self._handles: dict[str, list[Any]] = {"forward": [], "step": [], "state": []}
+        self._running = ""  # the kind of the hook that torch is in
+        self.watch_calls()
+        watched: list[Any] = [*self._modules.values(), *self._optimizers]
+        for each in watched:
+            self._handles["state"].append(each.register_state_dict_pre_hook(self._before_state))
+            self._handles["state"].append(each.register_load_state_dict_pre_hook(self._before_state))
+        for module in self._modules.values():
+            vars(module)[_GETSTATE] = _CopiedState(module, self)
+
+    def watch_calls(self) -> None:
+        """Finish the update before a forward, and before a step of an optimizer."""
+        self._handles["forward"].append(register_module_forward_pre_hook(self._before_forward))
+        self._handles["step"].append(register_optimizer_step_pre_hook(self._before_step))
+
+    def ignore_calls(self) -> None:
+        """Do not, until ``watch_calls``."""
+        for handle in [*self._handles["forward"], *self._handles["step"]]:
+            handle.remove()
+        self._handles |= {"forward": [], "step": []}
+
+    def remove(self) -> None:
+        """Leave nothing behind, but what torch is just going through: that goes with the next compiled call."""
+        for module in self._modules.values():
+            vars(module).pop(_GETSTATE, None)
+        for kind, handles in self._handles.items():
+            while handles and kind != self._running:
+                handles.pop().remove()
+        if any(self._handles.values()):
+            _stale.append(self)
+
+    def _finish(self, kind: str) -> None:
+        self._running = kind
+        try:
+            self.finisher.finish_pending()
+        finally:
+            self._running = ""
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if id(module) in self._modules:
+            self._finish("forward")
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if any(each is optimizer for each in self._optimizers):
+            self._finish("step")
+
+    def _before_state(self, *_: Any) -> None:
+        self._finish("state")
+
+
+class _CopiedState:
+    """What ``copy`` and ``pickle`` ask a module for, in the place of its class's ``__getstate__``."""
+
+    def __init__(self, module: nn.Module, hooks: Hooks) -> None:
+        self._module, self._hooks = module, hooks
+
+    def __call__(self) -> Any:
+        self._hooks.finisher.finish_pending()
+        vars(self._module).pop(_GETSTATE, None)
+        return self._module.__getstate__()
+
+
+def remove_stale() -> None:
+    """Remove the hooks that had to stay while torch went through them."""
+    while _stale:
+        _stale.pop().remove()
+
+
+def _finish_at_exit() -> None:
+    try:
+        finish_pending()
+    except Exception as error:
+        warn_user(f"the update of the last call was not finished at the end of the process: {error}. Call flush()")
+
+
+_pending: dict[int, Hooks] = {}  # by the id of what has an update pending
+_stale: list[Hooks] = []  # of those that have finished
+atexit.register(_finish_at_exit)
