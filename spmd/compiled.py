@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes import Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, Role, SpmdError, Table
 from passes.ir.program import is_pending, is_sharded
 
-from . import pending
 from .call.call import Call
 from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
 from .capture.reads import ReadSite
 from .capture.sizes.any_size import AnySize
-from .deferred import DeferredUpdate
+from .deferral import pending
+from .deferral.deferred import DeferredUpdate
 from .guards.guards import Guards, Live
 from .lowering.distribute_state import as_dtensor
 from .lowering.flat_storage import FlatInputs

@@ -17,7 +17,6 @@ from typing import Any
 
 from passes import RankMismatchError
 
-from . import pending
 from .annotations.no_sync import check_no_sync_is_inside
 from .call.argument_logs import LogsFound
 from .call.call import Call
@@ -32,6 +31,7 @@ from .capture.effects.carried import Carried
 from .capture.reads import ReadSite
 from .capture.sizes.size_symbols import TracedSizes
 from .compiled import Compiled, Restore
+from .deferral import pending
 from .guards.guards import Live
 from .guards.leaves import Leaves, can_be_live
 from .options import Options

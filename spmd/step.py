@@ -42,7 +42,8 @@ from .capture import Captured
 from .capture.explain_errors import shorten_traceback
 from .capture_call import capture_call
 from .compiled import Compiled, describe_for_agreement
-from .deferred import DeferredUpdate
+from .deferral.deferred import DeferredUpdate
+from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
 from .guards.guards import Guards, torch_settings
@@ -61,7 +62,6 @@ from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
 from .override import Override, transform
-from .pending import calling, no_hooks_on_calls, remove_stale
 from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of

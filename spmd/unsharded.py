@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from passes import SpmdError
 
 from ._torch import get_proxy_mode, local_tensor, own_buffers, own_parameters, storage_id
+from .deferral.pending import finish_pending
 from .lowering.background_reads import READS
 from .lowering.distribute_state import as_dtensor, part_of
-from .pending import finish_pending
 from .ranks.world import describe
 
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that are unsharded now

@@ -49,7 +49,8 @@ ORDER = {
         modes/
         lowering/
         override dump progress stages edited_programs
-        pending deferred options compiled shared_captures unsharded initialized mesh_picture profile recorder
+        deferral/
+        options compiled shared_captures unsharded initialized mesh_picture profile recorder
         checkpoints/
         dispatch
         capture_call

@@ -193,6 +193,7 @@ KEYS: tuple[Key, ...] = (
             "passes/ir",
             _MERGE_EQUAL,
             "passes/communication",
+            "passes/update/deferral.py",
             _MEMORY,
             _SCHEDULE,
             "passes/report.py",

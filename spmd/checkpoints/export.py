@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..pending import finish_pending
+from ..deferral.pending import finish_pending
 from .direct import save_file
 from .folders import INDEX, path_of, write_whole
 from .prepare import Prepared, prepare

@@ -14,7 +14,7 @@ from .._torch import tree_flatten
 from ..call.refuse_saves import RefusedSaves, readable
 from ..call.rng import set_rng_state
 from ..call.state import Arguments
-from ..pending import finish_pending
+from ..deferral.pending import finish_pending
 from ..ranks.failures import StateIs
 from .background import wait_for_last
 from .fit import check_fit

@@ -11,7 +11,7 @@ import torch
 from passes import Mesh
 
 from ..call.rng import random_state_kept
-from ..pending import calling, finish_pending
+from ..deferral.pending import calling, finish_pending
 from .certificate import Certificate, certify_programs
 from .peer import Peer
 from .rank import SimulatedRank

@@ -17,7 +17,7 @@ from .._torch import tree_flatten_with_path
 from ..call.found import with_found
 from ..call.rng import random_state_kept
 from ..call.state import hyper_parameters_of, slots_of
-from ..pending import calling, finish_pending
+from ..deferral.pending import calling, finish_pending
 from .copies import Copy, Subject, has_single_precision
 from .lockstep import LockstepError, run_in_lockstep
 from .peer import Peer

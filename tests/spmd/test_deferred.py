@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
-from spmd import pending
+from spmd.deferral import pending
 from spmd.ranks import local_ranks
 from tests.harness.cases import MLP, make_optimizer
 from tests.harness.oracle import Snapshot, all_unequal, plain_run, snapshot

@@ -15,12 +15,12 @@ import torch
 from passes import OutputKind, Program, Role
 from passes.defer import Deferred
 
-from ._torch import version_of
-from .call.state import Arguments
-from .lowering.arenas import Arenas
-from .lowering.codegen import is_taken
-from .lowering.commit import Commit
-from .lowering.lower import lower
+from .._torch import version_of
+from ..call.state import Arguments
+from ..lowering.arenas import Arenas
+from ..lowering.codegen import is_taken
+from ..lowering.commit import Commit
+from ..lowering.lower import lower
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Updates that a call leaves to the next one: the programs that take turns, and who finishes what is pending."""
