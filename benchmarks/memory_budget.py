@@ -225,6 +225,7 @@ class Training:
         begin = time.perf_counter()
         self.call()
         self.compile_seconds = time.perf_counter() - begin
+        self.call()  # some models change a setting in their first forward, which compiles once more
         self.held = idle_bytes() - idle + self.readable
         self.peak = _largest(peak_bytes(self.call) - idle + self.readable)
         self.drawn = spmd.rng_state()

@@ -14,7 +14,7 @@ from .runner import FIRST_STAGE, OnStage, run
 from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
 from .schedule.start_in_order import start_last, starts_to_hold
-from .update.deferral import Halves, cut, join
+from .update.cut_and_join import Halves, cut, join
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .capture import Captured, FromOutput
 from .capture.reads import ReadSite
 from .capture.sizes.any_size import AnySize
 from .deferral import pending
-from .deferral.deferred import DeferredUpdate
+from .deferral.deferred_update import DeferredUpdate
 from .guards.guards import Guards, Live
 from .lowering.distribute_state import as_dtensor
 from .lowering.flat_storage import FlatInputs

@@ -42,7 +42,7 @@ from .capture import Captured
 from .capture.explain_errors import shorten_traceback
 from .capture_call import capture_call
 from .compiled import Compiled, describe_for_agreement
-from .deferral.deferred import DeferredUpdate
+from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages

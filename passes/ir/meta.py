@@ -193,7 +193,7 @@ KEYS: tuple[Key, ...] = (
             "passes/ir",
             _MERGE_EQUAL,
             "passes/communication",
-            "passes/update/deferral.py",
+            "passes/update/cut_and_join.py",
             _MEMORY,
             _SCHEDULE,
             "passes/report.py",

@@ -13,10 +13,10 @@ from passes.schedule.node_costs import NodeCosts
 from passes.schedule.rates import Rates
 from passes.schedule.simulation import simulate
 from passes.schedule.start_in_order import start_last, starts_to_hold
-from passes.update.deferral import Halves, cut, join
+from passes.update.cut_and_join import Halves, cut, join
 
 from ..programs import all_reduce, f64
-from ..update.test_deferral import made
+from ..update.test_cut_and_join import made
 from .test_simulation import COMPUTE, ROWS
 
 aten = torch.ops.aten

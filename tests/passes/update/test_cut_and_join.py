@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from passes import OutputKind, PassError, Phase, Program, Role, UpdateInPlace, print_program, run
-from passes.update.deferral import Halves, cut, join
+from passes.update.cut_and_join import Halves, cut, join
 
 from ..programs import all_reduce, f64, make_program
 
