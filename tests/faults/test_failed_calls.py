@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,20 @@ STYLES = {"replicate": {}, "fully_shard": {}}
 PROMPT = 10.0  # seconds in which all ranks raise; a loaded machine needs some of them
 
 
-class Trial:
-    """A compiled step on one rank, with fault points; ``transport``: "shared memory" or "messages"."""
-
-    def __init__(self, rank: int, world: int, style: str, transport: str) -> None:
-        self.rank, self.world = rank, world
+@contextmanager
+def communicating(rank: int, transport: str) -> Iterator[None]:
+    """Ranks communicate through "shared memory", or by "messages", as if each had a host of its own."""
+    with pytest.MonkeyPatch.context() as patched:
         if transport == "messages":
-            local_ranks._host = lambda: f"host {rank}"  # the pool replaces processes that were changed, see ``undone``
+            patched.setattr(local_ranks, "_host", lambda: f"host {rank}")
+        yield
+
+
+class Trial:
+    """A compiled step on one rank, with fault points."""
+
+    def __init__(self, rank: int, world: int, style: str) -> None:
+        self.rank, self.world = rank, world
         torch.manual_seed(0)
         self.objects = CASE.build()
         mode = spmd.DataParallel(style)
@@ -70,9 +79,8 @@ def fails_then_goes_on(
     rank: int, world: int, style: str, transport: str, action: Any, at: float
 ) -> tuple[str, float, list[str]]:
     """Rank 1 fails in the third call, before it writes; all raise, and make that call again."""
-    host = local_ranks._host
-    try:
-        trial = Trial(rank, world, style, transport)
+    with communicating(rank, transport):
+        trial = Trial(rank, world, style)
         for k in range(2):
             trial.call(k)
         fault = Fault(action, at) if rank == 1 else None
@@ -83,8 +91,6 @@ def fails_then_goes_on(
             result = trial.call(k)
         assert len(trial.step.programs) == 1, "that of the closed connection can never run again"
         return message, when - max(times), trial.unequal(4, result)
-    finally:
-        local_ranks._host = host
 
 
 ACTIONS = [faults.raises, faults.interrupts, faults.runs_out_of_memory]
@@ -119,7 +125,7 @@ def clone(value: Any) -> Any:
 
 def fails_while_it_updates(rank: int, world: int, style: str) -> tuple[list[str], list[str]]:
     """Rank 1 fails after its first writes. What calls and saves say then, and what differs after the way out."""
-    trial = Trial(rank, world, style, "shared memory")
+    trial = Trial(rank, world, style)
     for k in range(2):
         result = trial.call(k)
     model, optimizer = trial.objects
@@ -158,10 +164,11 @@ def test_state_that_is_partly_updated_is_refused_until_it_is_whole_again(ranks: 
 
 
 def dies(rank: int, world: int, style: str, transport: str, report: Path) -> None:
-    trial = Trial(rank, world, style, transport)
-    for k in range(2):
-        trial.call(k)
-    message, _ = trial.failing(2, Fault(faults.kills, 0.4) if rank == 1 else None)
+    with communicating(rank, transport):
+        trial = Trial(rank, world, style)
+        for k in range(2):
+            trial.call(k)
+        message, _ = trial.failing(2, Fault(faults.kills, 0.4) if rank == 1 else None)
     before = plain_run(CASE, world, 2)[-1:]
     differ = [
         line for line in all_unequal(before, [snapshot(None, trial.objects)], rank, world) if "result" not in line

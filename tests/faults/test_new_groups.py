@@ -20,7 +20,7 @@ from .test_failed_calls import Trial, clone
 
 def in_a_new_group(rank: int, world: int, store: Path, way_out: str) -> tuple[list[str], list[str]]:
     """Rank 1 fails after its first writes; then the group is another. The messages, and what differs at the end."""
-    trial = Trial(rank, world, "replicate", "shared memory")
+    trial = Trial(rank, world, "replicate")
     for k in range(2):
         trial.call(k)
     saved = tree_map(clone, [each.state_dict() for each in trial.objects])
@@ -55,7 +55,7 @@ def test_a_partly_updated_model_is_refused_in_a_new_group(ranks: Ranks, tmp_path
 
 def loads_at_once(rank: int, world: int) -> list[str]:
     """Rank 1 fails after its first writes, and both ranks load a checkpoint as soon as they know."""
-    trial = Trial(rank, world, "fully_shard", "shared memory")
+    trial = Trial(rank, world, "fully_shard")
     for k in range(2):
         trial.call(k)
     saved = tree_map(clone, [each.state_dict() for each in trial.objects])
