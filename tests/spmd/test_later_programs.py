@@ -77,6 +77,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Callable[..., int]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_later_program_is_that_of_a_new_step(name: str) -> None:
     make, changes = CASES[name]

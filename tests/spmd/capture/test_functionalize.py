@@ -91,6 +91,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_copied_programs_are_those_of_torch(name: str, copies: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     copied = compiled_with(*CASES[name])

@@ -95,6 +95,7 @@ def run(use: Use, decorate: Callable[[Any], Any], calls: int) -> tuple[list[Any]
     return found, made
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("use", PROGRAMS)
 def test_the_plain_step_s_numbers_with_few_programs(use: Use) -> None:

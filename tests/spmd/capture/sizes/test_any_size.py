@@ -172,6 +172,7 @@ def prepared() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 def test_named_sizes_are_open_from_the_first_call_on() -> None:
     """The second trace is the witness: the step at another size, which the first has to equal there."""
     compiled = spmd.compile(step, dynamic={"text": {1: "time"}, "labels": {-1: "time"}})
@@ -184,6 +185,7 @@ def test_named_sizes_are_open_from_the_first_call_on() -> None:
     assert (size.name, size.dims) == ("time", (("text", 1), ("labels", 1)))
 
 
+@pytest.mark.slow
 def test_a_length_of_one_and_one_that_was_seen() -> None:
     """What is 1 broadcasts, so it is traced by itself."""
     compiled, objects = spmd.compile(step), prepared()
@@ -309,6 +311,7 @@ def test_programs_of_one_capture_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert len(compiled.programs) == 3 and len(traced) == 2  # that of the first size by itself counts for none
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_model_that_is_gone() -> None:
     compiled, (model, optimizer) = spmd.compile(step), prepared()
     for time in (5, 7, 6):
