@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from ..ir.collectives import input_bytes, output_bytes
+from ..ir.program import Program, is_even, is_sharded
 
 
 def most_bytes(node: fx.Node) -> int:
@@ -28,3 +29,10 @@ def of_all(nodes: Iterable[fx.Node]) -> dict[str, int]:
     nodes = list(nodes)
     known = all("most_bytes" in node.meta for node in nodes)
     return {"most_bytes": sum(node.meta["most_bytes"] for node in nodes)} if known else {}
+
+
+def has_unequal_parts(program: Program) -> bool:
+    """Whether ranks hold unequal parts of some value: its size is not the same on all, nor what is estimated of it."""
+    inputs = [each for declared in program.inputs for each in ([p.input for p in declared.parts] or [declared])]
+    even = all(is_even(each.shape, each.placement, program.mesh) for each in inputs if is_sharded(each.placement))
+    return not even or any(node.meta.get("uneven") for node in program.graph.nodes)

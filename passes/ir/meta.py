@@ -154,7 +154,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the global shapes and placements of which ranks hold unequal parts; empty if all parts are equal",
         (_PARTITIONER,),
-        (_MERGE_EQUAL, "passes/analysis/strides.py", _SCHEDULE),
+        (_MERGE_EQUAL, "passes/analysis"),
     ),
     Key(
         "numbers",

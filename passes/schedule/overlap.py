@@ -8,12 +8,13 @@ from typing import ClassVar
 
 from torch import fx
 
+from ..analysis.agreed_sizes import has_unequal_parts
 from ..analysis.costs import BUILT_IN, Table
 from ..analysis.topological import arrange
 from ..base import Pass
 from ..communication.wait_late import WaitLate
 from ..ir.infer_shapes import fill_vals
-from ..ir.program import Program, is_even, is_sharded
+from ..ir.program import Program
 from ..memory.canonicalize import Canonicalize
 from ..memory.fold_layout_copies import FoldLayoutCopies
 from ..memory.peak_memory import planned_memory
@@ -47,7 +48,7 @@ class Overlap(Pass):
     def rewrite(self, program: Program) -> int:
         """Find another order, and compare; returns how many nodes are held back."""
         rates = rates_of(self.table, device_of(program), program.mesh, knows_gpu=False)
-        if rates is None or not program.collectives() or _has_unequal_parts(program):
+        if rates is None or not program.collectives() or has_unequal_parts(program):
             return 0
         costs = NodeCosts(program, rates, self.table)
         return _hold_back(program, costs, (1 - _WORTH_IT) * _seconds(program, costs))
@@ -87,13 +88,6 @@ def _peaks(program: Program) -> list[int]:
         each.rewrite(planned)
         fill_vals(planned)
     return [memory.peak for _, memory in sorted(planned_memory(planned).items())]
-
-
-def _has_unequal_parts(program: Program) -> bool:
-    """Whether ranks hold unequal parts of some value, so that its size and cost are not the same on all."""
-    inputs = [each for declared in program.inputs for each in ([p.input for p in declared.parts] or [declared])]
-    even = all(is_even(each.shape, each.placement, program.mesh) for each in inputs if is_sharded(each.placement))
-    return not even or any(node.meta.get("uneven") for node in program.graph.nodes)
 
 
 def _held_back(before: Sequence[fx.Node], order: Sequence[fx.Node]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..analysis.agreed_sizes import has_unequal_parts
 from ..ir.collectives import is_collective
 from ..ir.program import OutputKind, Program
 from .node_costs import NodeCosts
@@ -19,8 +20,11 @@ def starts_to_hold(steady: Program, costs: NodeCosts) -> list[str]:
     """The names of the starts that had better stand last, in this order; none where the order is as good as it is.
 
     ``steady`` is the end of one step and the start of the next. Those are tried that stand in line when a call ends,
-    then one more, and so on, as long as the simulated call gets shorter.
+    then one more, and so on, as long as the simulated call gets shorter. Where ranks hold unequal parts, each would
+    estimate something else, and none is held.
     """
+    if has_unequal_parts(steady):
+        return []
     timeline = simulate(steady, costs, with_memory=False)
     read = _first_reads(steady)
     waiting = [each.node for each in timeline.transfers if each.node in read and each.start >= timeline.seconds]

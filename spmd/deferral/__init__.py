@@ -1,1 +1,1 @@
-"""Updates that a call leaves to the next one: the programs that take turns, and who finishes what is pending."""
+"""Updates that a call leaves to the next one: the programs that take turns, and what finishes a pending update."""

@@ -1,4 +1,4 @@
-"""``defer_updates=True``: a call leaves its update to the next one, and whoever looks at state finds it done."""
+"""``defer_updates=True``: a call leaves its update to the next one, and a look at state finds it done."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def looked_at(rank: int, world: int, folder: str) -> tuple[list[str], int]:
         return found + left, training.step._dispatch.compiled
 
 
-def test_whoever_looks_at_state_finds_the_update_done(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_look_at_state_finds_the_update_done(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, looked_at, str(tmp_path)) == [([], 1)] * 2
 
 

@@ -20,7 +20,7 @@ GUARDED_ELSEWHERE: dict[type, set[str]] = {
 }
 
 
-# Attributes by which all others are read at once, those in slots, too: by ``vars``, ``copy`` and ``pickle``.
+# What ``copy`` and ``pickle`` ask an object for. Then C code reads all attributes, past ``__getattribute__``.
 _COPYING = {"__getstate__", "__reduce__", "__reduce_ex__"}
 
 

@@ -49,9 +49,7 @@ class _Specializer:
 
     values: Mapping[Any, int]
     _known: dict[Any, int] = field(default_factory=dict)  # by expression
-    _fakes: dict[Any, torch.Tensor] = field(
-        default_factory=dict
-    )  # by shape, strides, dtype and device: they may be shared
+    _fakes: dict[Any, torch.Tensor] = field(default_factory=dict)  # by shape, strides, dtype and device
     _of: dict[fx.Node, Any] = field(default_factory=dict)  # by node: its copy, or its number
 
     def graph(self, old: fx.Graph) -> fx.Graph:

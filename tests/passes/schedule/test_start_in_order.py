@@ -75,6 +75,13 @@ def test_those_that_stand_in_line_start_in_the_order_in_which_they_are_read() ->
     assert simulated(held, 4.0) < simulated([], 4.0)
 
 
+def test_ranks_with_unequal_parts_keep_the_order() -> None:
+    """They estimate different times, and have to start collectives in one order."""
+    program = steady([])
+    next(iter(program.collectives())).meta["uneven"] = True
+    assert starts_to_hold(program, costs_of(program, 4.0)) == []
+
+
 def test_what_is_hidden_keeps_its_order() -> None:
     program = steady([])
     assert starts_to_hold(program, costs_of(program, 0.5)) == []

@@ -155,7 +155,7 @@ def saved(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [chained, argument, saved])
-def test_renamed_writes_are_read_by_whoever_comes_later(function: Any, copies: list[bool]) -> None:
+def test_renamed_writes_are_read_by_all_that_comes_later(function: Any, copies: list[bool]) -> None:
     mine, theirs = X.clone(), X.clone()
     assert torch.equal(spmd.compile(function)(mine), function(theirs))
     assert torch.equal(mine, theirs)
