@@ -29,12 +29,13 @@ class FormUnits(Pass):
     computed: first those that the step trains, then the others that it communicates. A unit closes once its
     communication reaches ``max_bytes``, the first one at ``first_bytes``, so that it can start early; and where a
     repeated block begins or ends, once it has ``first_bytes``. Of a block that reaches ``max_bytes``, a rest of less
-    than half as much joins the unit before it. Of parameters that are gathered, the last ones visited, some four times
-    ``first_bytes``, are in units of ``first_bytes``, too: forward begins with them and backward ends, so nothing hides
-    them. Where parameters are gathered again (``program.reshard``), memory counts, and units end at blocks and at
-    ``max_bytes`` alone. Parameters of one unit agree in dtype, device, memory, module argument, in whether ranks have
-    equal parts, in whether they are gathered again, then in whether they lie in a block, and in the kinds, axes and
-    roles of their collectives; within it they are in the order of registration. Sizes are bytes, equal on all ranks.
+    than half as much joins the unit before it. The last ones visited, some four times ``first_bytes``, are in units of
+    ``first_bytes``, too, where they are gathered or reduced by messages: forward begins with them and backward ends, so
+    nothing hides them. Where parameters are gathered again (``program.reshard``), memory counts, and units end at
+    blocks and at ``max_bytes`` alone. Parameters of one unit agree in dtype, device, memory, module argument, in
+    whether ranks have equal parts, in whether they are gathered again, then in whether they lie in a block, and in the
+    kinds, axes and roles of their collectives; within it they are in the order of registration. Sizes are bytes, equal
+    on all ranks.
 
     Both limits are at least what the rate of the axes makes worth while, if that was measured: ``first_bytes`` as many
     bytes as are sent in the latency of a collective, ``max_bytes`` twice as many. So latency, which grows with the
@@ -80,9 +81,10 @@ class FormUnits(Pass):
         return closed + [_names(unit) for unit in unfinished.values()]
 
     def _is_exposed(self, parameter: _Parameter, left: int) -> bool:
-        """Whether so little is ``left`` that nothing hides the next gathers."""
+        """Whether so little is ``left`` that nothing hides the next gathers, or reductions by messages."""
         first, _ = self._limits(parameter)
-        return left <= _EXPOSED * first and any(kind is Kind.ALL_GATHER for kind, _, _ in parameter.served)
+        gathered = any(kind is Kind.ALL_GATHER for kind, _, _ in parameter.served)
+        return left <= _EXPOSED * first and (gathered or parameter.is_sent)
 
     def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool, left_in_block: int) -> bool:
         """Whether ``unit`` closes before ``following``, in whose block so many bytes are left."""
@@ -102,7 +104,8 @@ class _Parameter:
     """A parameter as the pass sees it.
 
     ``served``: the kind, axis and role of each collective for it; ``worth``: the bytes that are sent in the latency of
-    the slowest to begin, 0 where that was not measured.
+    the slowest to begin, 0 where that was not measured. ``is_sent``: whether messages do that, past the thread that
+    computes.
     """
 
     name: str
@@ -112,6 +115,7 @@ class _Parameter:
     reshard: bool
     kept_by: int | None
     worth: int
+    is_sent: bool
     kind: Hashable
 
     @classmethod
@@ -136,6 +140,7 @@ class _Parameter:
             declared.name in program.reshard,
             program.kept_by.get(declared.name),
             max((_sent_in_latency(program.mesh, each.axis) for each in described), default=0),
+            any(axis.name == each.axis and not axis.shared for each in described for axis in program.mesh.axes),
             (declared.dtype, val.device, declared.memory, declared.name.rpartition(".")[0].partition(".")[0], even),
         )
 

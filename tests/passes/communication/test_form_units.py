@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes import Collective, FormUnits, Input, Kind, Program, Role, fill_vals, run
+from passes import Collective, FormUnits, Input, Kind, Mesh, Program, Role, fill_vals, run
 from passes.analysis.repeated_blocks import blocks_of
 from passes.ir.rates import Rate
 
@@ -25,8 +25,9 @@ def training(
     dtypes: Mapping[str, torch.dtype] | None = None,
     gathered: Iterable[str] = (),
     frozen: Iterable[str] = (),
+    shared: bool = True,
 ) -> Program:
-    """A program that reduces a gradient for each parameter, and gathers some parameters."""
+    """A program that reduces a gradient for each parameter, and gathers some; through shared memory, or by messages."""
     graph, mode = fx.Graph(), FakeTensorMode()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     inputs, results, described = [], [], []
@@ -43,7 +44,8 @@ def training(
             kind = Kind.ALL_GATHER if role is Role.PARAMETER else Kind.ALL_REDUCE
             described.append(Collective(kind, "dp", None, role, of=(declared.name,)))
     graph.output(tuple(results))
-    program = Program.from_graph(fx.GraphModule(torch.nn.Module(), graph), mesh=MESH)
+    mesh = Mesh((replace(MESH.axes[0], shared=shared),))
+    program = Program.from_graph(fx.GraphModule(torch.nn.Module(), graph), mesh=mesh)
     program.inputs = inputs
     for node, each in zip(program.collectives(), described, strict=True):
         node.meta["collective"] = each
@@ -149,9 +151,11 @@ def test_repeated_blocks() -> None:
     assert not any(found[name] for name in ("m.h.2.a", "m.layers.0.a", "m.layers.1.a"))
 
 
-def test_exposed_gathers_are_in_small_units() -> None:
+def test_what_nothing_hides_is_in_small_units() -> None:
     names = {f"m.{name}": (10,) for name in "abcdefghij"}  # 40 bytes each, 80 gathered
     assert units(training(names), 1000, 80) == ["m.i m.j", "m.a m.b m.c m.d m.e m.f m.g m.h"]
+    sent = units(training(names, shared=False), 1000, 80)
+    assert sent == ["m.i m.j", "m.g m.h", "m.e m.f", "m.c m.d", "m.a m.b"]
     gathered = units(training(names, gathered=names), 1000, 80)
     assert gathered == ["m.j", "m.e m.f m.g m.h m.i", "m.d", "m.c", "m.b", "m.a"]
 
