@@ -20,9 +20,10 @@ _library = torch.library.Library("spmd_benchmark", "DEF")
 def with_stand_ins(module: fx.GraphModule) -> fx.GraphModule:
     """``module``, the final graph of a program, with each collective replaced by a copy of its operand."""
     for node in [node for node in module.graph.nodes if is_collective(node)]:
-        (operand,), out = operands(node), node.kwargs["out"]
-        local = insert_before(node, copy_of_own, operand, like=node, relation=Relation.HELPER, kwargs={"out": out})
-        local.meta["val"] = node.meta["val"]
+        (operand,), val = operands(node), node.meta["val"]
+        given = {"out": node.kwargs["out"]} if "out" in node.kwargs else {"size": list(val.shape)}
+        copy = copy_of_own if "out" in given else new_copy_of_own
+        local = insert_before(node, copy, operand, like=node, relation=Relation.HELPER, kwargs=given, val=val)
         for wait in [user for user in node.users if is_wait(user)]:
             wait.replace_all_uses_with(local)
             module.graph.erase_node(wait)
@@ -39,6 +40,13 @@ def _copy_of_own(x: Tensor, *, out: Tensor) -> Tensor:
     return out
 
 
+def _new_copy_of_own(x: Tensor, *, size: list[int]) -> Tensor:
+    return _copy_of_own(x, out=x.new_empty(size))
+
+
 _library.define("copy_of_own(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
-_library.impl("copy_of_own", _copy_of_own, "CompositeExplicitAutograd")
+_library.define("new_copy_of_own(Tensor x, *, int[] size) -> Tensor")
+for _name, _function in (("copy_of_own", _copy_of_own), ("new_copy_of_own", _new_copy_of_own)):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
 copy_of_own: Any = torch.ops.spmd_benchmark.copy_of_own.default
+new_copy_of_own: Any = torch.ops.spmd_benchmark.new_copy_of_own.default
