@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from .base import Pass
 from .errors import PassError
+from .functional import in_place_at, run_keeping_functional
 from .ir.program import Program
-from .memory.update_in_place import UpdateInPlace
 from .pipeline import backend_of, table_of
-from .runner import FIRST_STAGE, OnStage, run
+from .runner import OnStage, run
 from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
 from .schedule.start_in_order import start_last, starts_to_hold
@@ -40,18 +40,10 @@ def run_and_defer(program: Program, pipeline: Sequence[Pass], on_stage: OnStage)
 
     Raises ``PassError`` for a pipeline without that pass, or where it comes first, and where the step shows its update.
     """
-    at = next((k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace)), 0)
-    if at == 0:
+    done, functional = run_keeping_functional(program, pipeline, on_stage)
+    if functional is None:
         raise PassError("defer_updates=True takes a pipeline with passes.UpdateInPlace, after passes.UpdateLast")
-    functional: list[Program] = []
-
-    def noting(number: int, each: Pass, after: Program, seconds: float) -> None:
-        if number == FIRST_STAGE + at - 1:
-            functional.append(after.copy())
-        on_stage(number, each, after, seconds)
-
-    done = run(program, pipeline, noting)
-    return done, defer(functional[0], pipeline)
+    return done, defer(functional, pipeline)
 
 
 def _start_and_steady(halves: Halves, end: Program, in_place: Pass) -> tuple[Program, Program]:
@@ -71,7 +63,7 @@ def defer(functional: Program, pipeline: Sequence[Pass]) -> Deferred | str:
     halves = cut(functional)
     if isinstance(halves, str):
         return halves
-    at = next(k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace))
+    at = in_place_at(pipeline)
     in_place, rest = pipeline[at], pipeline[at + 1 :]
     end = run(halves.end, [in_place])
     start, steady = _start_and_steady(halves, end, in_place)

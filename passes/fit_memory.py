@@ -53,14 +53,17 @@ class Fitted:
     note: str
 
 
-def fit(program: Program, pipeline: Sequence[Pass], budget: int, all_gather: AllGather) -> Fitted:
+def fit(
+    program: Program, pipeline: Sequence[Pass], budget: int, all_gather: AllGather, kept: Sequence[Program] = ()
+) -> Fitted:
     """Choose how a partitioned ``program`` fits into ``budget`` bytes per rank: all that a step holds on its device.
 
     Collective: all ranks call it. ``pipeline`` has ``FormUnits``, before which values are recomputed, or ``Recompute``
-    where that shall stand. A program that fits as it is stays so. Raises ``MemoryBudgetError``, with the least budget
-    of all candidates, if none fits, and ``PassError`` for a pipeline or a device on which nothing can be chosen.
+    where that shall stand. ``kept``: programs that the step keeps besides. A program that fits as it is stays so.
+    Raises ``MemoryBudgetError``, with the least budget of all candidates, if none fits, and ``PassError`` for a
+    pipeline or a device on which nothing can be chosen.
     """
-    search = _Search(program, tuple(pipeline), all_gather)
+    search = _Search(program, tuple(pipeline), all_gather, sum(len(each.graph.nodes) for each in kept))
     if search.plain.peak <= budget:
         return Fitted(program, tuple(pipeline), search.plain.peak, search.describe(None, budget))
     chosen = search.fastest(budget)
@@ -103,7 +106,8 @@ class _Candidate:
 class _Search:
     """What is known of the candidates for one program."""
 
-    def __init__(self, program: Program, pipeline: tuple[Pass, ...], all_gather: AllGather) -> None:
+    def __init__(self, program: Program, pipeline: tuple[Pass, ...], all_gather: AllGather, kept_nodes: int) -> None:
+        self._kept_nodes = kept_nodes
         self._place, self._all_gather = _place_of(pipeline), all_gather
         self._given, self._passes, self._table = program, pipeline, table_of(pipeline)
         self._program = run(program, pipeline[: self._place], check=False)
@@ -179,7 +183,7 @@ class _Search:
 
     def _run(self, way: _Way, ops: tuple[str, ...]) -> _Made:
         program = run(way.of(self._program), self._with(ops)[self._place :], check=False)
-        nodes = 2 * len(self._given.graph.nodes) + len(program.graph.nodes)  # captured, partitioned, final
+        nodes = 2 * len(self._given.graph.nodes) + len(program.graph.nodes) + self._kept_nodes  # captured, cut, final
         peak = _bytes(program) + self._node_bytes * nodes + _COMPILING * self._is_host
         timeline = estimate(program, self._table, backend=backend_of(self._passes), with_memory=False)
         assert timeline is not None, "the rates of the device are known, or there would be no costs"

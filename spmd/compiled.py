@@ -23,6 +23,7 @@ from .capture.reads import ReadSite
 from .capture.sizes.any_size import AnySize
 from .deferral import pending
 from .deferral.deferred_update import DeferredUpdate
+from .deferral.prefetched_gathers import PrefetchedGathers
 from .guards.guards import Guards, Live
 from .lowering.distribute_state import as_dtensor
 from .lowering.flat_storage import FlatInputs
@@ -55,6 +56,7 @@ class Compiled:
     guards: Guards
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
     deferred: DeferredUpdate | None = None  # the programs that run in place of this one, where its update is deferred
+    prefetched: PrefetchedGathers | None = None  # those that run where the call before has started its first gathers
     _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
     _cleared: list[int] = field(init=False)  # positions of parameters in the live state
@@ -69,6 +71,8 @@ class Compiled:
         self._world = weakref.ref(dist.group.WORLD)
         self._replicated = self._find_replicated()
         self.guards.on_release = self._release
+        if self.prefetched is not None and self.connection is not None:
+            self.connection.separate_exchange()  # which need not wait for what is in flight
 
     def _find_replicated(self) -> list[int]:
         """Which tensor arguments must be equal on all ranks, and lie where a call can look at them without waiting."""
@@ -94,11 +98,20 @@ class Compiled:
     @property
     def programs(self) -> tuple[Program, ...]:
         """What runs: the program, or those that share its work between calls."""
-        return (self.program,) if self.deferred is None else tuple(self.deferred.programs.programs().values())
+        if self.deferred is not None:
+            return tuple(self.deferred.programs.programs().values())
+        return (self.program,) if self.prefetched is None else (self.program, self.prefetched.steady)
+
+    @property
+    def graphs(self) -> tuple[Program, ...]:
+        """The programs that it keeps in memory: as captured, partitioned and run."""
+        return self.captured.program, self.partitioned, *self.programs
 
     @property
     def last_program(self) -> Program:
         """Of these, the one last run."""
+        if self.prefetched is not None and self.prefetched.used_prefetched:
+            return self.prefetched.steady
         return self.program if self.deferred is None or self.deferred.last is None else self.deferred.last
 
     def owners(self) -> list[Any]:
@@ -107,22 +120,24 @@ class Compiled:
 
     def _release(self) -> None:
         """Hold on to nothing: the model is gone, so the program never runs again."""
-        self._drop_deferred()
+        self._drop_between_calls()
         self.captured.release()
         self.executable.close()
         self._flats.release()
 
     def drop(self) -> None:
         """Let go of state and code: no later call runs the program, though its model may be trained by others."""
-        self._drop_deferred()
+        self._drop_between_calls()
         self.captured.release()
         self.executable.close_code()
         self._flats.release()
 
-    def _drop_deferred(self) -> None:
+    def _drop_between_calls(self) -> None:
         if self.deferred is not None:
             self.deferred.close()
             pending.remove(self)
+        if self.prefetched is not None:
+            self.prefetched.close()
 
     @property
     def is_of_one_size(self) -> bool:
@@ -180,11 +195,12 @@ class Compiled:
         live: Live,
         restore: Restore | None = None,
         execute: Callable[[Sequence[Any]], list[Any]] | None = None,
+        is_stale: bool = True,
     ) -> Any:
         """One call: gather the inputs, run, put results and new state where they belong.
 
         ``live`` is as ``guards`` found it; ``restore`` makes the results that the caller expects. ``execute`` runs the
-        program in place of its executable.
+        program in place of its executable. ``is_stale``: what is in flight is not ``is_prefetched`` on all ranks.
         """
         if restore is not None and self._pool.written:
             raise RankMismatchError(
@@ -193,7 +209,9 @@ class Compiled:
             )
         running = self.start(arguments, live)
         if self.deferred is None:
-            return self.finish(running, (execute or self.executable)(running.inputs), restore)
+            execute = execute or self.executable
+            execute = execute if self.prefetched is None else self.prefetched.of_call(execute, is_stale)
+            return self.finish(running, execute(running.inputs), restore)
         try:
             result = self.finish(running, self.deferred.of_call(arguments, live.tensors)(running.inputs), restore)
         except BaseException:
@@ -205,6 +223,15 @@ class Compiled:
             self.deferred.pending.watch(self._written_later(live))
             pending.add(self)
         return result
+
+    def is_prefetched(self, live: Live) -> bool:
+        """Whether the first gathers of a call on this state are in flight."""
+        if self.prefetched is None:
+            return False
+        state = self.guards.layout.locals(live.tensors)
+        found = self.prefetched.is_current(self._pool.state_inputs([*state, *self._flats.enter(state)]))
+        self._flats.leave()
+        return found
 
     def _written_later(self, live: Live) -> dict[str, torch.Tensor]:
         """This rank's state that the pending update writes to, by name."""
@@ -402,7 +429,7 @@ class Pool:
 
 
 def describe_for_agreement(
-    captured: Captured, program: Program, table: Table, call: Call, deferred: DeferredUpdate | None = None
+    captured: Captured, program: Program, table: Table, call: Call, steady: Program | None = None
 ) -> str:
     """What must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
     initial = [f"{slot.input.name} was made for this call" for slot in call.slots if call.initial.holds(slot)]
@@ -417,7 +444,7 @@ def describe_for_agreement(
     numbers += [f"{number.name} = {number.get()}" for number in captured.carried.arguments(call.given)]
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
-    run = (program, deferred.steady) if deferred is not None else (program,)
+    run = (program, steady) if steady is not None else (program,)
     traffic = [f"{node.target} {node.meta['collective']}" for each in run for node in each.collectives()]
     code = captured.program.code
     return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, code, *draws, *traffic])

@@ -15,7 +15,7 @@ from functools import partial, reduce
 from operator import or_
 from typing import Any
 
-from passes import RankMismatchError
+from passes import Program, RankMismatchError
 
 from .annotations.no_sync import check_no_sync_is_inside
 from .call.argument_logs import LogsFound
@@ -62,7 +62,8 @@ class Turn:
     ``compiled`` is the program that fits the call, and ``live`` what it runs on; both None while there is none.
     ``rows``: of the batch, where ranks brought unequal numbers of them.
     ``connection``: of the ranks that make this call together, None where there is one. ``is_distributing``: live state
-    is being made equal and split.
+    is being made equal and split. ``is_watched``: the program itself shall run, whatever the call before has started;
+    ``is_stale``: that holds for some rank.
     """
 
     call: Call | None = None
@@ -71,6 +72,8 @@ class Turn:
     live: Live | None = None
     connection: Connection | None = None
     is_distributing: bool = False
+    is_watched: bool = False
+    is_stale: bool = True
 
     @property
     def state(self) -> StateIs:
@@ -105,6 +108,11 @@ class Dispatch:
         self.rows_of_results = RowsOfResults()
         self.shared = SharedCaptures(name, options.dynamic)
         self._known_splits: dict[tuple[tuple[str, int], ...], dict[str, Split]] = {}
+
+    @property
+    def graphs(self) -> list[Program]:
+        """All that programs keep in memory."""
+        return [graph for each in self.programs for graph in each.graphs]
 
     def begin(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the program for a call. Raises ``RankMismatchError`` on all ranks unless all choose the same.
@@ -164,11 +172,14 @@ class Dispatch:
 
     def _agree(self, turn: Turn) -> None:
         """Wait until all ranks are about to do the same: to run the program that fits, or to compile."""
-        intent = COMPILE
+        intent, is_stale = COMPILE, True
         if turn.compiled is not None:
             assert turn.call is not None and turn.live is not None, "a program fits a call that was read"
             intent = turn.compiled.intent(turn.call.given, turn.live)
-        agree_on_program(turn.connection, self.name, intent, lambda: self._describe(turn), self.options.timeout)
+            is_stale = turn.is_watched or not turn.compiled.is_prefetched(turn.live)
+        connection, timeout = turn.connection, self.options.timeout
+        describe = partial(self._describe, turn)
+        turn.is_stale = agree_on_program(connection, self.name, intent, describe, timeout, is_stale)
 
     def _cut_rows(self, turn: Turn, given: Arguments) -> bool:
         """Compare the rows of all ranks, and cut the batch anew if they are unequal; returns whether they are."""

@@ -17,6 +17,7 @@ import passes
 from passes import Pass, Program
 from passes.defer import Deferred, run_and_defer
 from passes.fit_memory import AllGather, fit
+from passes.prefetch import Prefetched, run_and_prefetch
 from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
@@ -88,21 +89,31 @@ class Options:
             return tuple(self.mode.custom_passes)
         return passes.default()
 
-    def fitted(self, partitioned: Program, all_gather: AllGather) -> tuple[Program, tuple[Pass, ...]]:
-        """The partitioned program and the passes to run on it: where there is a budget, those that fit; collective."""
+    def fitted(
+        self, partitioned: Program, all_gather: AllGather, kept: Sequence[Program]
+    ) -> tuple[Program, tuple[Pass, ...]]:
+        """The partitioned program and the passes to run on it: where there is a budget, those that fit; collective.
+
+        ``kept``: the programs that the step has besides.
+        """
         if self.memory is None:
             return partitioned, self.pipeline
-        fitted = fit(partitioned, self.pipeline, self.memory, all_gather)
+        fitted = fit(partitioned, self.pipeline, self.memory, all_gather, kept)
         fitted.program.notes.append(fitted.note)
         return fitted.program, fitted.pipeline
 
     def run(
-        self, partitioned: Program, pipeline: tuple[Pass, ...], on_stage: OnStage
-    ) -> tuple[Program, Deferred | str | None]:
-        """The final program; where updates are deferred, also those that run in its place, or why there are none."""
-        if not self.mode.defer_updates:
+        self, partitioned: Program, pipeline: tuple[Pass, ...], on_stage: OnStage, is_alone: bool
+    ) -> tuple[Program, Deferred | Prefetched | str | None]:
+        """The final program, and those that run in its place while something is in flight between calls.
+
+        Where updates are to be deferred, and none are, why. A rank that ``is_alone`` communicates with no others.
+        """
+        if self.mode.defer_updates:
+            return run_and_defer(partitioned, pipeline, on_stage)
+        if is_alone or any((self.gm_transformation, self.program, self.memory, self.backend != "aten")):
             return passes.run(partitioned, pipeline, on_stage), None
-        return run_and_defer(partitioned, pipeline, on_stage)
+        return run_and_prefetch(partitioned, pipeline, on_stage)
 
     def final(self, made: Program) -> Program:
         """What runs in place of what the passes ``made``: by ``gm_transformation``, and the text of ``program``."""

@@ -33,7 +33,8 @@ ORDER = {
         page/
         measured
         pipeline runner trace report
-        defer fit_memory
+        functional
+        defer prefetch fit_memory
         __init__
     """,
     "spmd": """

@@ -61,7 +61,13 @@ KEYS: tuple[Key, ...] = (
         "phase",
         Phase,
         "the part of the step: forward, backward, update",
-        (_CAPTURE, _PARTITIONER, "passes/analysis/list_ops.py", "passes/communication"),
+        (
+            _CAPTURE,
+            _PARTITIONER,
+            "passes/analysis/list_ops.py",
+            "passes/communication",
+            "passes/update/first_gathers.py",
+        ),
         (
             _CAPTURE,
             _PRINTER,
@@ -194,6 +200,7 @@ KEYS: tuple[Key, ...] = (
             _MERGE_EQUAL,
             "passes/communication",
             "passes/update/cut_and_join.py",
+            "passes/update/first_gathers.py",
             _MEMORY,
             _SCHEDULE,
             "passes/report.py",

@@ -1,1 +1,1 @@
-"""Updates that a call leaves to the next one: the programs that take turns, and what finishes a pending update."""
+"""What a call leaves to the next one: updates, with what finishes a pending one, and gathers that it has started."""

@@ -90,26 +90,33 @@ class MeshRanks:
 
 
 def agree_on_program(
-    connection: Connection | None, what: str, intent: int, describe: Callable[[], list[str]], timeout: float | None
-) -> None:
+    connection: Connection | None,
+    what: str,
+    intent: int,
+    describe: Callable[[], list[str]],
+    timeout: float | None,
+    is_stale: bool = False,
+) -> bool:
     """Wait until all ranks start this call. Raises ``ProgramsDifferError`` unless all have the same ``intent``.
 
     ``intent``: the identity of the program this rank is about to run, ``COMPILE`` or ``FAILED``. ``describe`` describes
-    the call in lines, of which the message shows the first that differs.
+    the call in lines, of which the message shows the first that differs. Returns whether any rank ``is_stale``.
     """
     if connection is None:
         ALONE.check()
         _count_call(_calls + 1)
-        return
+        return is_stale
     with notifying(connection, what):
-        largest = connection.all_reduce_max((intent, -intent, _calls + 1), what, timeout)
-        _count_call(largest[2])  # whatever calls each rank made before
+        code = intent << 1 | is_stale
+        largest, negated, calls = connection.all_reduce_max((code, -code, _calls + 1), what, timeout)
+        _count_call(calls)  # whatever calls each rank made before
         connection.start_call(_calls)
-        differ = largest[0] != -largest[1]
+        differ = largest >> 1 != -negated >> 1
         texts = connection.all_gather_text(json.dumps([what, intent, describe()]), what) if differ else []
     if texts:
         raise _difference(texts, what, connection.members.ranks)
     connection.is_in_call = intent > FAILED or intent == COMPILE
+    return bool(largest & 1)
 
 
 def _difference(texts: Sequence[str], what: str, members: Sequence[int]) -> ProgramsDifferError:
@@ -192,6 +199,11 @@ class Agreement:
         self.is_reached = False
         self.differing: list[str] = []
         self._is_reported = False  # whether the others have this rank's part of the exchange that comes next
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank takes part."""
+        return self.connection is None
 
     @property
     def members(self) -> tuple[int, ...]:

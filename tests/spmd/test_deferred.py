@@ -7,8 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from torch.nn import functional as F
 
 import spmd
 from spmd.deferral import pending
-from spmd.ranks import local_ranks
 from tests.harness.cases import MLP, make_optimizer
+from tests.harness.messages import messages
 from tests.harness.oracle import Snapshot, all_unequal, plain_run, snapshot
 from tests.harness.pool import Ranks
 
@@ -71,16 +70,6 @@ class Averaged(MLP):
                 mean.copy_(new)
         optimizer.zero_grad()
         return total
-
-
-@contextmanager
-def messages(rank: int) -> Iterator[None]:
-    """Let ranks take each other for ranks of other hosts: through shared memory nothing would be in flight."""
-    host, local_ranks._host = local_ranks._host, lambda: f"host {rank}"
-    try:
-        yield
-    finally:
-        local_ranks._host = host
 
 
 class Training:
