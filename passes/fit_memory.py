@@ -183,7 +183,7 @@ class _Search:
 
     def _run(self, way: _Way, ops: tuple[str, ...]) -> _Made:
         program = run(way.of(self._program), self._with(ops)[self._place :], check=False)
-        nodes = 2 * len(self._given.graph.nodes) + len(program.graph.nodes) + self._kept_nodes  # captured, cut, final
+        nodes = 2 * len(self._given.graph.nodes) + len(program.graph.nodes) + self._kept_nodes
         peak = _bytes(program) + self._node_bytes * nodes + _COMPILING * self._is_host
         timeline = estimate(program, self._table, backend=backend_of(self._passes), with_memory=False)
         assert timeline is not None, "the rates of the device are known, or there would be no costs"

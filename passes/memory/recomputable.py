@@ -1,8 +1,9 @@
 """What forward keeps for backward, and what of it could be computed again instead, out of what.
 
 Forward keeps a value whose memory backward or the update reads. Its op can run again there if what it reads still
-exists then: inputs, gathered parameters, values that are kept, and all that can be computed again of these. Random ops
-are functions of a seed, so that one that runs again draws the same numbers.
+exists then: inputs, gathered parameters, values that are kept, and all that can be computed again of these. What no
+rank can compute alone, such as the mean of a global batch, is kept for it. Random ops are functions of a seed, so that
+one that runs again draws the same numbers.
 """
 
 from __future__ import annotations
@@ -39,18 +40,13 @@ class Recomputable:
             if piece in read_later and piece not in escapes and can_run_again(op):
                 self.kept[op] = self.kept.get(op, 0) + size
 
-    def ops_for(self, op: fx.Node, dropped: Iterable[fx.Node]) -> list[fx.Node] | None:
-        """The ops of forward that run again to have the result of ``op`` if ``dropped`` is not kept, in their order.
-
-        None where that takes a value that is neither kept nor can be computed again.
-        """
+    def ops_for(self, op: fx.Node, dropped: Iterable[fx.Node]) -> list[fx.Node]:
+        """The ops of forward that run again to have the result of ``op`` if ``dropped`` is not kept, in their order."""
         lacking, found, pending = set(dropped), dict[fx.Node, None](), [op]
         while pending:
             node = pending.pop()
             if node in found:
                 continue
-            if not can_run_again(node):
-                return None
             found[node] = None
             pending += [each for operand in node.all_input_nodes for each in self._lacking(operand, lacking)]
         return sorted(found)
@@ -63,10 +59,13 @@ class Recomputable:
         return node.meta.get("phase") in _LATER or not self._lacking(node, dropped)
 
     def is_gone(self, op: fx.Node, dropped: set[fx.Node]) -> bool:
-        """Whether what an op made is not there in backward: forward did not keep it, and backward did not make it."""
-        if op.meta.get("phase") in _LATER:
+        """Whether what an op made is not there in backward: forward did not keep it, and backward did not make it.
+
+        What cannot run again is there as soon as it is read, since it is kept for that then.
+        """
+        if op.meta.get("phase") in _LATER or _lasts(op) or not can_run_again(op):
             return False
-        return op in dropped or not (op in self._kept or _lasts(op))
+        return op in dropped or op not in self._kept
 
     def _lacking(self, node: fx.Node, dropped: set[fx.Node]) -> list[fx.Node]:
         """The ops that made what is gone of the memory that a value lies in."""

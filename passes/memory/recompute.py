@@ -34,7 +34,7 @@ class Recompute(Pass):
         found = Recomputable(program)
         wanted, dropped = set(self.ops), set[fx.Node]()
         for op in found.kept:
-            if op.name in wanted and found.ops_for(op, dropped | {op}) is not None:
+            if op.name in wanted:
                 dropped.add(op)
         again = _Again(found, dropped)
         for node in list(program.graph.nodes):

@@ -64,15 +64,14 @@ class RecomputeLevels:
         again, freed = set(lives.again), 0
         priced = []
         for number, (op, size) in enumerate(lives.idle.items()):
-            ops = self._found.ops_for(op, self._dropped) if size and op not in self._dropped else None
-            if ops is not None:
+            if size and op not in self._dropped:
+                ops = self._found.ops_for(op, self._dropped)
                 priced.append((sum(self._seconds(each) for each in ops if each not in again) / size, number, op, size))
         for _, _, op, size in sorted(priced, key=lambda entry: entry[:2]):
             if freed >= lives.peak / _PARTS:
                 break
-            if self._found.ops_for(op, self._dropped) is not None:
-                self._dropped[op] = None
-                freed += size
+            self._dropped[op] = None
+            freed += size
         return freed > 0
 
     def _level(self, ops: tuple[str, ...], lives: Lives) -> Level:

@@ -59,7 +59,7 @@ def test_what_is_kept_and_can_be_had_again() -> None:
     assert {op.name: size for op, size in found.kept.items()} == {"mul": 64}  # not the sum over ranks
     (kept,) = found.kept
     again = found.ops_for(kept, [kept])
-    assert again is not None and [op.name for op in again] == ["tanh", "exp", "bernoulli", "mul"]
+    assert [op.name for op in again] == ["tanh", "exp", "bernoulli", "mul"]
 
 
 def test_backward_may_read_a_view_of_its_own_of_what_runs_again() -> None:
@@ -80,7 +80,7 @@ def test_backward_may_read_a_view_of_its_own_of_what_runs_again() -> None:
     assert_same_bits(program, after)
 
 
-def test_nothing_is_computed_again_from_what_no_rank_can_have_alone() -> None:
+def test_what_no_rank_can_have_alone_is_kept_for_what_runs_again() -> None:
     def unkept(w: Any, x: Any) -> Any:
         a = aten.tanh.default(all_reduce(aten.mm.default(x, w)))
         return aten.sum.default(a), aten.mul.Tensor(a, 2.0)
@@ -88,5 +88,8 @@ def test_nothing_is_computed_again_from_what_no_rank_can_have_alone() -> None:
     program = program_of_sum(unkept)
     found = Recomputable(program)
     (kept,) = found.kept
-    assert found.ops_for(kept, [kept]) is None
-    assert run(program, [Recompute(("tanh",))]).history == ["02 Recompute(ops=('tanh',)): nothing to do"]
+    assert [op.name for op in found.ops_for(kept, [kept])] == ["tanh"]
+    after = run(program, [Recompute(("tanh",))])
+    assert [node.meta["recompute_of"] for node in after.graph.nodes if "recompute_of" in node.meta] == ["tanh"]
+    assert len(after.collectives()) == 1
+    assert_same_bits(program, after)
