@@ -226,7 +226,7 @@ class Compiled:
 
     def is_prefetched(self, live: Live) -> bool:
         """Whether the first gathers of a call on this state are in flight."""
-        if self.prefetched is None:
+        if self.prefetched is None or not self.prefetched.is_started:
             return False
         state = self.guards.layout.locals(live.tensors)
         found = self.prefetched.is_current(self._pool.state_inputs([*state, *self._flats.enter(state)]))

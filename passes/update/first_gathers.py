@@ -16,7 +16,7 @@ from torch import fx
 
 from ..analysis.aliases import storages
 from ..analysis.topological import arrange
-from ..ir.collectives import Kind, group_of, is_collective, is_shared, operands, waits_of
+from ..ir.collectives import Kind, group_of, is_collective, is_shared, is_wait, operands, waits_of
 from ..ir.edit import insert_before
 from ..ir.effects import is_pure, is_random, mutates, written
 from ..ir.program import Input, Output, OutputKind, Program
@@ -169,22 +169,22 @@ def _take(program: Program, gathers: Sequence[fx.Node]) -> list[Input]:
     unused = list(gathers)
     while unused:
         node = unused.pop()
-        if not node.users and node.op != "placeholder":
+        if not node.users and node.op != "placeholder" and not mutates(node):
             unused += node.all_input_nodes
             program.graph.erase_node(node)
     return inputs
 
 
 def _append(program: Program, start: Program) -> list[fx.Node]:
-    """Start the next gathers right behind the last write to what they send; returns what ``start`` does."""
+    """Start the next gathers behind the last wait, and the last write to what they send; returns what these bring."""
     found, graph = storages(program.graph), program.graph
     env = dict(zip(start.placeholders, program.placeholders, strict=False))
     sent = {piece for node in start.placeholders if node.users for piece in found[env[node]]}
-    written_last = program.placeholders[-1]
+    last = program.placeholders[-1]
     for node in graph.nodes:
-        if mutates(node) and any(found[each] & sent for each in written(node) or node.all_input_nodes):
-            written_last = node
-    with graph.inserting_before(written_last.next):
+        writes = mutates(node) and any(found[each] & sent for each in written(node) or node.all_input_nodes)
+        last = node if writes or is_wait(node) else last
+    with graph.inserting_before(last.next):
         for node in start.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 env[node] = graph.node_copy(node, env.__getitem__)

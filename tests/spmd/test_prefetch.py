@@ -219,6 +219,45 @@ def test_two_updates_in_a_step(ranks: Ranks) -> None:
     assert ranks.run(2, twice) == [([], [False, True, True, True])] * 2
 
 
+def with_another_step(rank: int, world: int) -> list[str]:
+    """Another step of the same model leaves its update to the next call of either. What differs from one that waits."""
+    with messages(rank):
+        training, other = Training(rank), Training(rank, prefetch=(0, 1))
+        for each in (training, other):
+            mode = spmd.DataParallel("fully_shard", defer_updates=True)
+            deferring = spmd.compile(parallel_mode=mode)(each.case.step)
+            for k, which in enumerate("aaddadadda"):
+                (each.step if which == "a" else deferring)(*each.objects, *CASE.part(rank, k))
+            deferring.flush()
+        return [name for name, value in training.state().items() if not torch.equal(value, other.state()[name])]
+
+
+def test_an_update_that_another_step_deferred_comes_first(ranks: Ranks) -> None:
+    assert ranks.run(2, with_another_step) == [[]] * 2
+
+
+def of_two_shapes(rank: int, world: int) -> list[float]:
+    """Two models in turn, whose weights have other shapes and equal bytes."""
+
+    def square(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = (model(x) + 1).pow(2).mean()
+        loss.backward()
+        optimizer.zero_grad()
+        return loss
+
+    with messages(rank):
+        step = spmd.compile(parallel_mode=spmd.DataParallel("fully_shard"))(square)
+        models = [nn.Linear(i, o, bias=False).double() for i, o in ((8, 4), (4, 8))]
+        for model in models:
+            nn.init.zeros_(model.weight)
+        calls = [(m, torch.optim.SGD(m.parameters()), torch.ones(2, m.in_features).double()) for m in models]
+        return [float(step(*call)) for _ in range(3) for call in calls]
+
+
+def test_equal_bytes_of_another_shape_are_not_used(ranks: Ranks) -> None:
+    assert ranks.run(2, of_two_shapes) == [[1.0] * 6] * 2
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("end", ["at once", "without the process group"])
 def test_a_process_may_end_with_prefetched_gathers(tmp_path: Path, end: str) -> None:

@@ -90,6 +90,17 @@ def test_what_is_computed_from_state_is_sent() -> None:
     assert targets.index(aten.sub_.Tensor) < targets.index(aten.mul.Tensor)
 
 
+def test_an_update_that_only_the_gather_read_stays() -> None:
+    def decayed(w: Any, v: Any, x: Any) -> Any:
+        new = aten.mul.Tensor(w, 0.9)
+        out = aten.mm.default(x, all_gather(new))
+        return aten.sum.default(out), aten.sub.Tensor(v, reduce_scatter(aten.exp.default(out))), new
+
+    program = made(decayed)
+    targets = [node.target for node in steady_of(program, divided(program)).graph.nodes]
+    assert aten.mul_.Tensor in targets
+
+
 def test_what_depends_on_the_batch_is_not_gathered_ahead() -> None:
     def weighted(w: Any, v: Any, x: Any) -> Any:
         hidden = aten.mm.default(x, all_gather(aten.mul.Tensor(w, aten.sum.default(x))))
