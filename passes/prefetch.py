@@ -42,10 +42,11 @@ def prefetch(functional: Program, pipeline: Sequence[Pass]) -> Prefetched | None
     at = in_place_at(pipeline)
     update_first(functional, first)
     steady = continued(run(functional, [pipeline[at]]), first)
-    made = {"sent": first.sent, "start": first.start, "steady": steady}
+    made = {"start": first.start, "steady": steady}
     return Prefetched(
+        sent=first.sent,  # views, mostly, and no part of a call
         **{
             name: run(replace(each, name=f"{functional.name}-{name}"), pipeline[at + 1 :])
             for name, each in made.items()
-        }
+        },
     )

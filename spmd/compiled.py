@@ -100,12 +100,13 @@ class Compiled:
         """What runs: the program, or those that share its work between calls."""
         if self.deferred is not None:
             return tuple(self.deferred.programs.programs().values())
-        return (self.program,) if self.prefetched is None else (self.program, self.prefetched.steady)
+        return (self.program,)
 
     @property
     def graphs(self) -> tuple[Program, ...]:
         """The programs that it keeps in memory: as captured, partitioned and run."""
-        return self.captured.program, self.partitioned, *self.programs
+        steady = () if self.prefetched is None else (self.prefetched.steady,)
+        return self.captured.program, self.partitioned, *self.programs, *steady
 
     @property
     def last_program(self) -> Program:

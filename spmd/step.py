@@ -411,7 +411,8 @@ class CompiledStep:
             dump = self._dumps.dump(Path(folder), each.program.name)
             visit_stages(dump.stage, each.captured.program, each.partitioned, each.pipeline, each.program)
             dump.report(partial(getattr, each, "report"))
-            for program in each.programs if each.deferred is not None else each.programs[1:]:
+            others = each.programs if each.deferred is not None else each.graphs[3:]
+            for program in others:
                 self._dumps.dump(Path(folder), program.name).stage(99, "lowered", program)
 
     def diff(self, *stages: str) -> Diff:

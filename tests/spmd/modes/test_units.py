@@ -34,7 +34,7 @@ def test_four_linears_are_three_all_reduces_of_gradients() -> None:
 
 
 @pytest.mark.parametrize("mode, roles, units", [
-    (spmd.DataParallel("replicate"), [Role.GRADIENT], 6),  # the first one is cut early
+    (spmd.DataParallel("replicate"), [Role.GRADIENT], 8),  # the first one is cut early
     # And so are the last ones, where there is little to do.
     (spmd.DataParallel("fully_shard", reshard_after_forward=False), [Role.GRADIENT, Role.PARAMETER], 8),
 ], ids=["replicate", "fully_shard"])  # fmt: skip
