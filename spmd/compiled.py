@@ -71,8 +71,6 @@ class Compiled:
         self._world = weakref.ref(dist.group.WORLD)
         self._replicated = self._find_replicated()
         self.guards.on_release = self._release
-        if self.prefetched is not None and self.connection is not None:
-            self.connection.separate_exchange()  # which need not wait for what is in flight
 
     def _find_replicated(self) -> list[int]:
         """Which tensor arguments must be equal on all ranks, and lie where a call can look at them without waiting."""
@@ -98,15 +96,19 @@ class Compiled:
     @property
     def programs(self) -> tuple[Program, ...]:
         """What runs: the program, or those that share its work between calls."""
+        return (self.program,) if self.deferred is None else self.between_calls
+
+    @property
+    def between_calls(self) -> tuple[Program, ...]:
+        """The programs that run in place of the whole one where something is in flight between calls."""
         if self.deferred is not None:
             return tuple(self.deferred.programs.programs().values())
-        return (self.program,)
+        return () if self.prefetched is None else (self.prefetched.steady,)
 
     @property
     def graphs(self) -> tuple[Program, ...]:
         """The programs that it keeps in memory: as captured, partitioned and run."""
-        steady = () if self.prefetched is None else (self.prefetched.steady,)
-        return self.captured.program, self.partitioned, *self.programs, *steady
+        return self.captured.program, self.partitioned, self.program, *self.between_calls
 
     @property
     def last_program(self) -> Program:

@@ -177,8 +177,8 @@ class Dispatch:
             assert turn.call is not None and turn.live is not None, "a program fits a call that was read"
             with self._reporting_failure():
                 intent = turn.compiled.intent(turn.call.given, turn.live)
-                runs_whole = turn.is_watched or bool(self._pending(turn))  # an update comes before the program
-                is_stale = runs_whole or not turn.compiled.is_prefetched(turn.live)
+                is_stale = turn.is_watched or not turn.compiled.is_prefetched(turn.live)
+                is_stale = is_stale or bool(self._pending(turn))  # an update comes before the program
         connection, timeout = turn.connection, self.options.timeout
         describe = partial(self._describe, turn)
         turn.is_stale = agree_on_program(connection, self.name, intent, describe, timeout, is_stale)

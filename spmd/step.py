@@ -258,16 +258,16 @@ class CompiledStep:
             program, made = options.final(program), program
             executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
             between = self._between_calls(parts, call, executable, captured, program)
-            steady = between.steady if between else None
+        steady = between.steady if between else None
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         make_report = stages.reporting(steady or program, program.notes, costs)
         dump.stage(99, "lowered", program)
         dump.report(make_report)
         description = describe_for_agreement(captured, program, costs, call, steady) + options.describe_edits(made)
-        seeds = [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
-        base, calls, *seeds = agreement.agree(description, seeds)
+        base, calls, *seeds = agreement.agree(description, self._seeds(call))
         adopt([base, calls])
         with stages.explained("distributing state"):
+            agreement.separate_exchange(is_needed=isinstance(between, PrefetchedGathers))
             self._distribute(turn, call, program, captured, state, seeds)
         return Compiled(
             program=program,
@@ -321,6 +321,10 @@ class CompiledStep:
 
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))
+
+    def _seeds(self, call: Call) -> list[int]:
+        """What this rank proposes: the seed of random ops and the number of the call, and a seed to initialize by."""
+        return [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
 
     def _distribute(
         self, turn: Turn, call: Call, program: Program, captured: Captured, state: Prepared, seeds: list[int]
@@ -411,8 +415,7 @@ class CompiledStep:
             dump = self._dumps.dump(Path(folder), each.program.name)
             visit_stages(dump.stage, each.captured.program, each.partitioned, each.pipeline, each.program)
             dump.report(partial(getattr, each, "report"))
-            others = each.programs if each.deferred is not None else each.graphs[3:]
-            for program in others:
+            for program in each.between_calls:
                 self._dumps.dump(Path(folder), program.name).stage(99, "lowered", program)
 
     def diff(self, *stages: str) -> Diff:

@@ -9,7 +9,7 @@ nobody, and is of use only as long as ``sent`` finds what was sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -19,8 +19,9 @@ from ..analysis.topological import arrange
 from ..ir.collectives import Kind, group_of, is_collective, is_shared, is_wait, operands, waits_of
 from ..ir.edit import insert_before
 from ..ir.effects import is_pure, is_random, mutates, written
-from ..ir.program import Input, Output, OutputKind, Program
+from ..ir.program import Input, OutputKind, Program
 from ..ir.roles import Memory, Phase, Role
+from .pending import pending_input, pending_output
 from .update_last import ancestors, late_nodes
 
 aten = torch.ops.aten
@@ -30,8 +31,8 @@ aten = torch.ops.aten
 class FirstGathers:
     """``sent`` computes from state what the first gathers send; ``start`` starts them.
 
-    It returns what is in flight, then copies of what was sent, which nobody writes to. Both take the inputs of the
-    step, and read state only. ``names``: of the gathers, in the order in which the step reads them.
+    ``start`` returns what is in flight, then copies of what was sent, which nobody writes to. Both take the inputs of
+    the step, and read state only. ``names``: of the gathers, in the order in which the step reads them.
     """
 
     sent: Program
@@ -48,9 +49,9 @@ def divide(program: Program) -> FirstGathers | None:
         return None
     sends = list(dict.fromkeys(operand for gather in gathers for operand in operands(gather)))
     sent = _extract(program, sends)
-    sent.set_outputs(sent.output_values(), [_output(OutputKind.RESULT, node) for node in sends])
+    sent.set_outputs(sent.output_values(), [replace(pending_output(node), kind=OutputKind.RESULT) for node in sends])
     start = _extract(program, [*gathers, *sends])
-    start.set_outputs(start.output_values(), [_output(OutputKind.PENDING, node) for node in (*gathers, *sends)])
+    start.set_outputs(start.output_values(), [pending_output(node) for node in (*gathers, *sends)])
     _copy_state(start)
     return FirstGathers(sent, start, tuple(gather.name for gather in gathers))
 
@@ -165,7 +166,7 @@ def _take(program: Program, gathers: Sequence[fx.Node]) -> list[Input]:
             taken = program.graph.placeholder(f"pending_{gather.name}")
         taken.meta = {"val": gather.meta["val"]}
         gather.replace_all_uses_with(taken)
-        inputs.append(Input(Role.PENDING, f"pending.{gather.name}", *_described(gather)))
+        inputs.append(pending_input(gather))
     unused = list(gathers)
     while unused:
         node = unused.pop()
@@ -190,12 +191,3 @@ def _append(program: Program, start: Program) -> list[fx.Node]:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta = env[node].meta | {"phase": Phase.UPDATE}
     return [env[value] for value in start.output_values()]
-
-
-def _output(kind: OutputKind, node: fx.Node) -> Output:
-    return Output(kind, f"pending.{node.name}", Role.PENDING, *_described(node))
-
-
-def _described(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype | None]:
-    val = node.meta["val"]
-    return tuple(val.shape), val.dtype

@@ -100,7 +100,8 @@ def agree_on_program(
     """Wait until all ranks start this call. Raises ``ProgramsDifferError`` unless all have the same ``intent``.
 
     ``intent``: the identity of the program this rank is about to run, ``COMPILE`` or ``FAILED``. ``describe`` describes
-    the call in lines, of which the message shows the first that differs. Returns whether any rank ``is_stale``.
+    the call in lines, of which the message shows the first that differs. ``is_stale``: what this rank has in flight is
+    not of state as it is. Returns whether that holds for any rank.
     """
     if connection is None:
         ALONE.check()
@@ -217,6 +218,11 @@ class Agreement:
         if stands_for is not None:
             return stands_for.rank == 0
         return not dist.is_initialized() or dist.get_rank() == self.members[0]
+
+    def separate_exchange(self, is_needed: bool) -> None:
+        """Let later calls begin while something is in flight, if that ``is_needed``: on all ranks, or on none."""
+        if is_needed and self.connection is not None:
+            self.connection.separate_exchange()
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's ``text``, in the order of the mesh. Raises ``RankMismatchError`` as ``agree`` does."""

@@ -141,15 +141,9 @@ class Lengths(MLP):
         return (x, y) if step % 2 else (x.repeat(2, 1), y.repeat(2, 1))
 
 
-def of_two_lengths(rank: int, world: int) -> tuple[list[str], list[bool]]:
-    with messages(rank):
-        training = Training(rank, Lengths(sizes=(15, 7, 5), rows=3))
-        result = training.call(6)
-        return training.unequal(world, result), training.prefetched
-
-
 def test_programs_of_other_sizes_use_what_each_other_started(ranks: Ranks) -> None:
-    assert ranks.run(2, of_two_lengths) == [([], [False, False, True, True, True, True])] * 2
+    case = Lengths(sizes=(15, 7, 5), rows=3)
+    assert ranks.run(2, trained, case, {}) == [([], True, [False, False, True, True, True])] * 2
 
 
 def always_changed(rank: int, world: int) -> tuple[list[bool], int]:
@@ -208,15 +202,9 @@ class Twice(MLP):
         return loss
 
 
-def twice(rank: int, world: int) -> tuple[list[str], list[bool]]:
-    with messages(rank):
-        training = Training(rank, Twice(sizes=(15, 7, 5), rows=3))
-        result = training.call(4)
-        return training.unequal(world, result), training.prefetched
-
-
 def test_two_updates_in_a_step(ranks: Ranks) -> None:
-    assert ranks.run(2, twice) == [([], [False, True, True, True])] * 2
+    case = Twice(sizes=(15, 7, 5), rows=3)
+    assert ranks.run(2, trained, case, {}) == [([], True, [False, True, True, True, True])] * 2
 
 
 def with_another_step(rank: int, world: int) -> list[str]:
