@@ -62,15 +62,15 @@ def trained(rank: int, world: int, case: MLP, mode: dict[str, Any]) -> tuple[lis
         return training.unequal(world, result), equal, training.prefetched
 
 
-@pytest.mark.parametrize("ranks_of", [2, 3])
 @pytest.mark.parametrize(
-    "optimizer, mode", [("SGD", {}), ("AdamW", {}), ("AdamW", {"reshard_after_forward": False, "limit_gathers": 1})]
+    "world, optimizer, mode",
+    [(2, "SGD", {}), (3, "AdamW", {}), (2, "AdamW", {"reshard_after_forward": False, "limit_gathers": 1})],
 )
 def test_the_numbers_are_those_of_the_plain_step(
-    ranks: Ranks, ranks_of: int, optimizer: str, mode: dict[str, Any]
+    ranks: Ranks, world: int, optimizer: str, mode: dict[str, Any]
 ) -> None:
     case = MLP(sizes=(15, 7, 7, 5), rows=6, optimizer=optimizer)
-    assert ranks.run(ranks_of, trained, case, mode) == [([], True, [False, True, True, True, True])] * ranks_of
+    assert ranks.run(world, trained, case, mode) == [([], True, [False, True, True, True, True])] * world
 
 
 def _write(parameter: Tensor, write: Callable[[Tensor], Any]) -> None:
