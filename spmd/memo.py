@@ -45,7 +45,8 @@ def memo_key(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         flags = value.is_conj(), value.is_neg(), value.layout
-        return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, flags)
+        layout = memo_key(value.shape), memo_key(value.stride()), memo_key(value.storage_offset())
+        return (*layout, value.dtype, value.device, flags)
     if isinstance(value, (tuple, list)):
         return (type(value), *map(memo_key, value))
     if isinstance(value, Mapping):

@@ -76,9 +76,13 @@ def _shorten(node: fx.Node, source: fx.Node, kept: set[fx.Node], layouts: Layout
 
 
 def _above(node: fx.Node, layouts: Layouts) -> Iterator[fx.Node]:
-    """The tensors that ``node`` is a view of, nearest first; strides say nothing across a reshape that copies."""
+    """The tensors that ``node`` is a view of, nearest first; strides say nothing across a reshape that copies.
+
+    Nor does the offset of a view whose place is a number that each call reads.
+    """
     while node.target in _VIEWS and isinstance(node.args[0], fx.Node):
-        if node.target is aten.reshape.default and not layouts.is_contiguous(node.args[0]):
+        copies = node.target is aten.reshape.default and not layouts.is_contiguous(node.args[0])
+        if copies or len(node.all_input_nodes) > 1:
             return
         node = node.args[0]
         yield node

@@ -13,12 +13,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
-from .._torch import FakeTensor, FakeTensorMode, has_meta_kernel
+from .._torch import FakeTensor, FakeTensorMode, get_decompositions, has_meta_kernel, tree_map
 from .sizes.size_symbols import SizeEnv
 
 aten = torch.ops.aten
 _ZERO_TENSOR = aten._efficientzerotensor.default
+_PAD = aten.constant_pad_nd.default
+_PADDED = get_decompositions([_PAD])[_PAD]
 
 # Not batch norms: for them the decomposition knows more, such as that nothing is saved in evaluation.
 _BY_META_KERNEL = frozenset(
@@ -59,6 +62,18 @@ BY_META_KERNEL = frozenset(op for op in _BY_META_KERNEL if has_meta_kernel(op))
 class ShapesOnly(FakeTensorMode):
     """A fake mode that passes ops the present value of each symbolic float."""
 
+    _is_traced = False
+
+    def end_trace(self, graph: fx.Graph) -> None:
+        """Forget, of values in ``graph`` and of all results from now on, where a view begins that a number places.
+
+        A step that asks for it while it is traced is guarded. Later, fakes are there for shapes and strides.
+        """
+        self._is_traced = True
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = tree_map(_placed_anywhere, node.meta["val"])
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _ZERO_TENSOR:
@@ -66,13 +81,17 @@ class ShapesOnly(FakeTensorMode):
             # would depend on what this process has traced before, and differ from rank to rank (torch 2.11 to 2.15).
             self.cache_enabled = False
         values = tuple(map(_present_value, args)), {name: _present_value(value) for name, value in kwargs.items()}
+        if func is _PAD and isinstance(self.shape_env, SizeEnv):
+            # Torch's kernel, which it takes for the shape, too, would fix all sizes (torch 2.13).
+            with self:
+                return _PADDED(*values[0], **values[1])
         result = super().__torch_dispatch__(func, types, *values)
         if any(isinstance(value, torch.SymFloat) for value in (*args, *kwargs.values())):
             # Torch computes the value of an op on constants alone, but it would be that of this call only.
             for tensor in result if isinstance(result, (tuple, list)) else [result]:
                 if isinstance(tensor, FakeTensor):
                     tensor.constant = None
-        return result
+        return tree_map(_placed_anywhere, result) if self._is_traced else result
 
     def cpp_meta_supports_symint(self, func: Any) -> bool:
         """What torch asks before it takes a decomposition."""
@@ -82,3 +101,13 @@ class ShapesOnly(FakeTensorMode):
 
 def _present_value(value: Any) -> Any:
     return value.node.hint if isinstance(value, torch.SymFloat) and value.node.has_hint() else value
+
+
+def _placed_anywhere(value: Any) -> Any:
+    """``value``, or for a tensor of known sizes whose offset in its memory is a symbol, one of offset 0."""
+    if not isinstance(value, FakeTensor) or type(value.storage_offset()) is int:
+        return value
+    if not all(type(size) is int for size in (*value.shape, *value.stride())):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

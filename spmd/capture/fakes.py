@@ -12,7 +12,7 @@ from torch import nn
 
 from passes import Role
 
-from .._torch import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
+from .._torch import ConstantSource, DimDynamic, ShapeEnv
 from ..call.call import Call
 from ..call.inputs import BatchInput
 from ..call.state import HyperParameter, Slot
@@ -26,7 +26,7 @@ from .sizes.size_symbols import SizeSymbols, TracedSizes
 class Fakes:
     """The inputs of one trace, in the order of the graph's placeholders."""
 
-    mode: FakeTensorMode
+    mode: ShapesOnly
     shapes: ShapeEnv
     slots: list[torch.Tensor]
     hyper_parameters: list[Any]  # symbolic floats, or tensors

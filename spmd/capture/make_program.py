@@ -58,6 +58,7 @@ def capture(
     assert trace.final is not None
     fakes, reads, carried = trace.fakes, trace.reads, trace.carried
     second, constants = functionalize(first, fakes)
+    fakes.mode.end_trace(second.graph)
     inputs = with_sizes(inputs_of(call, carried, constants), sizes.sizes, sizes.values)
     program = Program(second, inputs, [], call.mesh, name=name, annotations=call.annotations)
     guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches, fakes.sizes)
