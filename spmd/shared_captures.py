@@ -95,24 +95,28 @@ class SharedCaptures:
         Where the user named a size, a warning says so at once, else when one more program is compiled for it.
         """
         self._fixed |= {dim: line for size, line in fixed.items() for dim in size.dims}
-        for dim in self._named & self._fixed.keys():
-            self._warn(dim)
-        return [self._describe(size.dims[0]) for size in fixed]
+        self._warn([dim for dim in self._fixed if dim in self._named])
+        return [self._describe(size.dims) for size in fixed]
 
     def _warn_of_fixed(self, shapes: Sequence[Shapes]) -> None:
-        for argument, dim in self._fixed:
-            if len({each[argument][dim] for each in shapes if has_dim(each, (argument, dim))}) > 2:
-                self._warn((argument, dim))
+        def sizes(dim: Dim) -> set[int]:
+            return {each[dim[0]][dim[1]] for each in shapes if has_dim(each, dim)}
 
-    def _warn(self, dim: Dim) -> None:
-        if dim not in self._warned:
-            self._warned.add(dim)
+        self._warn([dim for dim in self._fixed if len(sizes(dim)) > 2])
+
+    def _warn(self, dims: Sequence[Dim]) -> None:
+        """One warning for all dims that are fixed at one line."""
+        new = [dim for dim in dims if dim not in self._warned]
+        self._warned |= set(new)
+        for line in dict.fromkeys(self._fixed[dim] for dim in new):
             warn_user(
-                f"{self._describe(dim)}. Pad to one of a few lengths (docs/first-hour.md, Shapes), and let "
-                "max_programs= bound how many programs are kept"
+                f"{self._describe([dim for dim in new if self._fixed[dim] == line])}. Pad to one of a few lengths "
+                "(docs/first-hour.md, Shapes), and let max_programs= bound how many programs are kept"
             )
 
-    def _describe(self, dim: Dim) -> str:
-        line = self._fixed[dim]
+    def _describe(self, dims: Sequence[Dim]) -> str:
+        """Why there is a program for each size of some dims, which are fixed at one line."""
+        line = self._fixed[dims[0]]
         reason = f"it depends on the size at {line}" if line else "it cannot be captured for a size that is not known"
-        return f"{self.name} compiles a program for each size of dim {dim[1]} of {dim[0]}: {reason}"
+        listed = ", ".join(f"dim {dim} of {argument}" for argument, dim in dims)
+        return f"{self.name} compiles a program for each size of {listed}: {reason}"

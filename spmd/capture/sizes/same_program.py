@@ -113,11 +113,16 @@ def _ops(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_left_out(node: fx.Node) -> bool:
-    return node.op == "output" or _is_number(node) or is_whole_slice(node)
+    return node.op == "output" or _is_number(node) or _is_whole(node)
 
 
 def _sliced(node: fx.Node) -> fx.Node:
-    return _sliced(cast(fx.Node, node.args[0])) if is_whole_slice(node) else node
+    return _sliced(cast(fx.Node, node.args[0])) if _is_whole(node) else node
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a node is its operand: what a slice of all there is becomes where torch knows sizes."""
+    return is_whole_slice(node) or (node.target is torch.ops.aten.alias.default and "grad_of" not in node.meta)
 
 
 def _is_number(node: fx.Node) -> bool:

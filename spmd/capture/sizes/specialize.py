@@ -31,8 +31,12 @@ def specialize(program: Program, symbols: SizeSymbols, sizes: Sequence[int], inp
 
 
 def is_whole_slice(node: fx.Node) -> bool:
-    """Whether a node slices nothing off, as ``x[:, None]`` does: torch leaves that out where it knows sizes."""
-    if node.target is not torch.ops.aten.slice.Tensor or "grad_of" in node.meta:
+    """Whether a node slices nothing off, as ``x[:, 0:]`` does, or is the gradient of that.
+
+    Where torch knows sizes it leaves both out.
+    """
+    is_slice = node.target is torch.ops.aten.slice.Tensor and "grad_of" not in node.meta
+    if not is_slice and node.target is not torch.ops.aten.slice_backward.default:
         return False
     val, whole = node.meta["val"], cast(fx.Node, node.args[0]).meta["val"]
     return bool(val.shape == whole.shape and val.stride() == whole.stride())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -229,6 +230,36 @@ def test_a_step_that_needs_a_size_names_its_line_once_it_costs() -> None:
     assert "for k in range(1, x.shape[1]):" in note
     with pytest.warns(UserWarning, match=r"size of dim 1 of x: .* Pad to one of a few lengths"):
         compiled(torch.randn(4, 7, dtype=torch.float64))
+
+
+def test_sizes_that_a_step_needs_at_one_line_are_warned_of_once() -> None:
+    def looping(x: Tensor, y: Tensor) -> Tensor:
+        return sum((x[:, k] * y[:, k] for k in range(len(x[0]))), torch.zeros(4)).sum()
+
+    compiled = spmd.compile(looping)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for time in (3, 5, 7):
+            compiled(torch.randn(4, time), torch.randn(4, time))
+    (warning,) = [str(each.message) for each in caught if "each size" in str(each.message)]
+    assert "each size of dim 1 of x, dim 1 of y: it depends on the size at " in warning
+
+
+def test_padding_and_slices_of_all_there_is_serve_any_size() -> None:
+    def shifted(model: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+        """How transformers computes the loss of a language model."""
+        scores = model(x[..., None])[:, slice(0, None), :]
+        targets = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
+        loss = F.cross_entropy(scores.view(-1, 3), targets.view(-1))
+        return torch.autograd.grad(loss, model.weight)[0]
+
+    compiled = spmd.compile(shifted)
+    model = nn.Linear(1, 3).double()
+    with counted_captures() as traced:
+        for time in (5, 7, 4, 9):
+            x, y = torch.randn(4, time, dtype=torch.float64), torch.randint(3, (4, time))
+            torch.testing.assert_close(compiled(model, x, y), shifted(model, x, y))
+    assert len(traced) == 2
 
 
 def test_what_changes_beside_a_size_is_traced_anew() -> None:
