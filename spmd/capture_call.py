@@ -76,7 +76,7 @@ class _Tracing:
             except LogsFound as logs:
                 self.dispatch.note_logs(call, logs)
                 continue
-            again = call.end_idle_state(found.captured.program)
+            again = call.end_idle_state(found.captured.program, self.dispatch.idle)
             if call.without_gradient - found.captured.cleared_first:
                 again |= call.leave_out_gradients(call.without_gradient & found.captured.cleared_first)
             if not again:

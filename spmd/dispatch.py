@@ -22,6 +22,7 @@ from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.compare_arguments import describe_shapes
 from .call.found import with_found
+from .call.initial_state import Idle
 from .call.refuse_saves import standing_of_refused
 from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
@@ -105,6 +106,7 @@ class Dispatch:
         self._fixed: set[str] = set()  # those that the step cannot be traced with
         self._warned: set[str] = set()
         self._changes: dict[int, str] = {}  # why each program was compiled, by its id
+        self.idle = Idle()  # parameters that the step was found not to update
         self.rows_of_results = RowsOfResults()
         self.shared = SharedCaptures(name, options.dynamic)
         self._known_splits: dict[tuple[tuple[str, int], ...], dict[str, Split]] = {}
@@ -346,6 +348,10 @@ class Dispatch:
         if not self.last.is_connected():
             return "a call failed, and the ranks had to connect anew"
         own = [self.last, *(each for each in self._own(call) if each is not self.last)]
+        own = [each for each in own if each.uneven == call.uneven]
+        if not own:
+            rows = ", ".join(f"{rows} of {name} in all" for name, rows in call.uneven.items())
+            return f"ranks have unequal numbers of rows, {rows}" if rows else "ranks have equally many rows again"
         near = [each for each in own if each.is_of_this_world() and each.guards.leaves.hold(call.given)] or own[:1]
         return min((each.guards.differences(call.given, call.slots) for each in near), key=len)[0]
 

@@ -225,7 +225,8 @@ class CompiledStep:
             call.without_gradient = self._dispatch.cleared_first(call)
             progress = Progress(self._title(change), shown=agreement.is_first_rank)
             stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress)
-            with no_hooks_on_calls(), call.initial_state(), progress.show(), stages.explained("compiling"):
+            begun = call.initial_state(self._dispatch.idle)
+            with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                 compiled = self._compile(turn, call, agreement, stages)
         self._dispatch.add(compiled, change, call)
         warn_of_stale_references(call.replaced)

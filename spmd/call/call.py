@@ -23,7 +23,7 @@ from ..ranks.connection import Connection
 from ..ranks.consensus import AllGatherText
 from ..ranks.local_ranks import connect_local_ranks
 from ..ranks.world import axis_names, describe, joined, subgroup_of, world
-from .initial_state import InitialState
+from .initial_state import Idle, InitialState
 from .inputs import BatchInput, place_inputs
 from .state import (
     Arguments,
@@ -171,9 +171,12 @@ class Call:
         return place_inputs(self.arguments, mode.inputs, mode.input_batch_dim, batch_axes, self.mesh, self.uneven)
 
     @contextmanager
-    def initial_state(self) -> Iterator[None]:
-        """Make the state that optimizers make in their first step (``initial_state.py``); an error takes it back."""
-        self.initial = InitialState.of(self.given)
+    def initial_state(self, idle: Idle) -> Iterator[None]:
+        """Make the state that optimizers make in their first step (``initial_state.py``); an error takes it back.
+
+        None is made for ``idle`` parameters.
+        """
+        self.initial = InitialState.of(self.given, idle)
         self._forget()
         try:
             yield
@@ -183,9 +186,9 @@ class Call:
         finally:
             self.initial = InitialState()
 
-    def end_idle_state(self, program: Program) -> bool:
+    def end_idle_state(self, program: Program, idle: Idle) -> bool:
         """Remove what ``initial_state`` made and the step leaves alone, or all if it looked; whether there was any."""
-        found = self.initial.remove_idle(program, self.slots)
+        found = self.initial.remove_idle(program, self.slots, idle)
         if found:
             self._forget()
             self.resolve()

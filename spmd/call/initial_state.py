@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from passes import OutputKind, Program
 
@@ -31,6 +32,10 @@ _FROM_CONSTANTS = {
 _LARGE = 1 << 20  # bytes from which zeros take no memory until they are written
 
 
+Idle = WeakTensorKeyDictionary
+"""The parameters that a step was found not to update. Were state made for them, each compilation would trace twice."""
+
+
 class InitialState:
     """The state made ahead for one call: of each optimizer, for the parameters that it had none for."""
 
@@ -39,13 +44,17 @@ class InitialState:
         self.is_seen = False  # whether the step, and not the optimizer's own code, may have noticed that it was made
 
     @classmethod
-    def of(cls, arguments: Arguments) -> InitialState:
-        """Make what torch's optimizers lack. With a scaler nothing is made: it may skip the first step."""
+    def of(cls, arguments: Arguments, idle: Idle | None = None) -> InitialState:
+        """Make what torch's optimizers lack, but for ``idle`` parameters.
+
+        With a scaler nothing is made: it may skip the first step.
+        """
         initial = cls()
         for optimizer in () if arguments.scalers else arguments.optimizers.values():
             if any(optimizer_hooks(optimizer)):
                 continue  # they may look at the state, too
             missing = [p for group in optimizer.param_groups for p in group["params"] if _lacks(optimizer, p)]
+            missing = [p for p in missing if idle is None or p not in idle]
             try:
                 _make(optimizer, missing)
             except Exception as error:
@@ -65,13 +74,17 @@ class InitialState:
         """Whether a tensor was made here, and so is equal on all ranks."""
         return id(slot.holder) in self._made
 
-    def remove_idle(self, program: Program, slots: list[Slot]) -> bool:
-        """Remove the state of parameters that the step does not update, or all that it saw; whether there was any."""
-        if self.is_seen:
-            return self._remove(lambda key: True)
+    def remove_idle(self, program: Program, slots: list[Slot], idle: Idle) -> bool:
+        """Remove the state of parameters that the step does not update, or all that it saw; whether there was any.
+
+        Those that an optimizer leaves alone which updates others, as it does without a gradient, become ``idle``.
+        """
         updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
         in_use = {id(slot.holder) for slot in slots if slot.input.name in updated}
-        return self._remove(lambda key: key not in in_use)
+        for key, (optimizer, parameter) in self._made.items():
+            if key not in in_use and any(id(state) in in_use for state in optimizer.state.values()):
+                idle[parameter] = None
+        return self._remove(lambda key: self.is_seen or key not in in_use)
 
     def remove(self) -> None:
         """Remove everything that was made here."""

@@ -20,8 +20,9 @@ from .sizes.size_symbols import SizeEnv
 
 aten = torch.ops.aten
 _ZERO_TENSOR = aten._efficientzerotensor.default
-_PAD = aten.constant_pad_nd.default
-_PADDED = get_decompositions([_PAD])[_PAD]
+
+# Their functions for shapes take numbers only: the first fixes all sizes, the second raises (torch 2.13).
+_BY_DECOMPOSITION = get_decompositions([aten.constant_pad_nd.default, aten.baddbmm.default])
 
 # Not batch norms: for them the decomposition knows more, such as that nothing is saved in evaluation.
 _BY_META_KERNEL = frozenset(
@@ -81,10 +82,9 @@ class ShapesOnly(FakeTensorMode):
             # would depend on what this process has traced before, and differ from rank to rank (torch 2.11 to 2.15).
             self.cache_enabled = False
         values = tuple(map(_present_value, args)), {name: _present_value(value) for name, value in kwargs.items()}
-        if func is _PAD and isinstance(self.shape_env, SizeEnv):
-            # Torch's kernel, which it takes for the shape, too, would fix all sizes (torch 2.13).
+        if func in _BY_DECOMPOSITION and isinstance(self.shape_env, SizeEnv):
             with self:
-                return _PADDED(*values[0], **values[1])
+                return _BY_DECOMPOSITION[func](*values[0], **values[1])
         result = super().__torch_dispatch__(func, types, *values)
         if any(isinstance(value, torch.SymFloat) for value in (*args, *kwargs.values())):
             # Torch computes the value of an op on constants alone, but it would be that of this call only.

@@ -20,7 +20,7 @@ from ..make_program import inputs_of
 from ..reads import Reads
 from .known_outputs import without_known_outputs
 from .same_program import captured_the_same
-from .size_symbols import TracedSizes, without
+from .size_symbols import LEAST, TracedSizes, without
 from .specialize import specialize
 
 _COMPARED = 3  # earlier programs, the newest first: if none of them compares, they are of another state
@@ -103,7 +103,7 @@ def _is_right(found: AnySize, traced: Capture, sizes: TracedSizes, programs: Seq
         made = found.at_sizes(values)
         if made is not None and captured_the_same(made, each):
             return True
-    for values in [*(values for values, _ in earlier), *_larger(sizes.values)]:
+    for values in [*(values for values, _ in earlier), *_others(sizes.values)]:
         made = found.at_sizes(values)
         witness = _witness(traced, replace(sizes, values=values, are_symbolic=False)) if made is not None else None
         if made is not None and witness is not None:
@@ -121,7 +121,8 @@ def _witness(traced: Capture, sizes: TracedSizes) -> Captured | None:
         return None
 
 
-def _larger(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Other sizes to capture a step for: first those near by, then multiples, for steps that divide them."""
+def _others(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Other sizes to capture a step for: those near by, multiples for steps that divide them, then smaller ones."""
     yield from (tuple(size + more for size in sizes) for more in (1, 2, 4, 8))
     yield from (tuple(size * times for size in sizes) for times in (2, 3))
+    yield from (tuple(size - less for size in sizes) for less in (1, 2) if min(sizes) - less >= LEAST)

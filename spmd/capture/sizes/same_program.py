@@ -130,10 +130,14 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _described_val(node: fx.Node) -> Any:
-    """The shapes, strides and dtypes of a result."""
+    """The shapes, strides and dtypes of a result; a dim of one element may have any stride."""
     val = node.meta.get("val")
     tensors = val if isinstance(val, (tuple, list)) else [val]
     return [
-        (tuple(each.shape), each.stride(), each.dtype, each.device) if isinstance(each, torch.Tensor) else type(each)
+        (tuple(each.shape), _strides(each), each.dtype, each.device) if isinstance(each, torch.Tensor) else type(each)
         for each in tensors
     ]
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import spmd
+from spmd import capture_call
 from spmd.call.initial_state import InitialState
 from spmd.call.state import Arguments
 from tests.harness.memory import resident_bytes
@@ -137,6 +138,29 @@ def damped_later(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Ten
     optimizer.step()
     optimizer.zero_grad()
     return loss
+
+
+def test_parameters_without_a_gradient_cost_one_more_trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithUnused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.used(x)
+            return y
+
+    traces: list[Any] = []
+    original = capture_call.capture
+    monkeypatch.setattr(capture_call, "capture", lambda *given: (traces.append(given), original(*given))[1])
+    model = WithUnused()
+    step, optimizer = spmd.compile(train), optim.AdamW(model.parameters())
+    counts = []
+    for shape in ((5, 3), (5, 3), (5, 2, 3)):
+        step(model, optimizer, torch.randn(shape))
+        counts.append(len(traces))
+    assert counts == [2, 2, 3]
+    assert len(optimizer.state) == 2
 
 
 @pytest.mark.parametrize("step", [scaled_at_first, damped_later])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,6 +120,22 @@ def refused(rank: int, world: int, step: Step, rows: Sequence[int], error: type[
     x, y = batch(4, 1)
     compiled(model, optimizer, own(x, (2, 2), rank), own(y, (2, 2), rank))
     return str(caught.value)
+
+
+def reasons(rank: int, world: int) -> str:
+    """What is said while a step compiles for rows that become unequal."""
+    model, said = mlp().double(), io.StringIO()
+    compiled, optimizer = spmd.compile(classify), torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setenv("SPMD_QUIET", "0")
+        for step, rows in enumerate([(2, 2), (2, 1)]):
+            compiled(model, optimizer, *(own(each, rows, rank) for each in batch(sum(rows), step)))
+    return said.getvalue()
+
+
+def test_the_rows_are_named_as_what_is_compiled_for(ranks: Ranks) -> None:
+    said, _ = ranks.run(2, reasons)
+    assert "(program 2: ranks have unequal numbers of rows, 3 of x in all, 3 of y in all)" in said
 
 
 def overwrite(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
