@@ -314,9 +314,9 @@ class Dispatch:
         self._fixed |= failed
         for name in sorted(found - self._warned):
             warn_user(
-                f"{self.name} compiles a program for each value of {name}, which differs from call to call: the step "
-                "needs its value, for a size, an index, text, a function of math, or since it cannot be traced with a "
-                "number that is not known. Pass a 0-dim tensor, or keep it out of the step"
+                f"{self.name} compiles a program for each value of {name}, which has changed: the step needs its "
+                "value, for a size, text, a function of math, or since it cannot be traced with a number that is not "
+                "known. If it changes often, pass a 0-dim tensor, or keep it out of the step"
             )
         self._warned |= found
 

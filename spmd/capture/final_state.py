@@ -105,6 +105,7 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
     """What each call writes to Python state, and to containers among its arguments."""
     if reads.journals.read():
         raise Incomplete(carried, read=reads.journals.read())
+    numbers = Carried(numbers=reads.journals.numbers())
     passed = logs_among(entries) - swap.call.no_logs
     if passed:
         raise LogsFound(passed, are_logs=True)
@@ -119,8 +120,11 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
     changes = [*(change for snapshot in swap.attributes for change in snapshot.changes(reads)), *reads.changes]
     kept = [change for change in changes if not _is_in(change, logs)]
     settled = settle(kept, entries, carried, reads, swap.recorder.source_of)
-    if missing or settled.missing or logs:
-        raise Incomplete(missing | settled.missing, logs)
+    missing |= settled.missing
+    if not numbers.addresses <= carried.addresses:
+        missing |= numbers
+    if missing or logs:
+        raise Incomplete(missing, logs)
     swap.call.initial.is_seen |= bool(groups)
     effects = effects_of(reads.journals.written)
     for effect in effects:
@@ -143,7 +147,8 @@ def _logs(swap: StateSwap, carried: Carried, reads: Reads) -> list[Any]:
             raise CaptureError(
                 f"the step changes the entries of {each.name}{f' at {line}' if line else ''}"
                 f"{f', and reads them at {read}' if read else ''}, which a compiled step would do only once, while it "
-                "is traced. Return the value, and keep it outside of the step"
+                "is traced. Return the value, and keep it outside of the step, or in an attribute "
+                "(self.total += loss.detach())"
             )
     owned = [each.value for snapshot in swap.attributes for each in snapshot.written()]
     inputs = {id(each) for site in carried.sites for each in containers_in(site.get())}

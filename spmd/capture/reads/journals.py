@@ -2,8 +2,8 @@
 
 While a step is traced, a recording subclass stands in for each of them, wherever the step reaches it. It has none of
 the entries that were there before: it records what is written, in order, and each call repeats that on the live
-container. What the step wrote itself it may read again. If it reads anything else, the container is no log, and the
-step is traced again without a journal for it.
+container. What the step wrote itself it may read again, and numbers in a dict, which become inputs of the program. If
+it reads anything else, the container is no log, and the step is traced again without a journal for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..._torch import register_pytree_node, tree_flatten, tree_unflatten, versio
 from ...foreign_code import is_foreign_frame
 from ...source_lines import user_line
 from .logging_calls import LogCall, recorded_logging
-from .read_sites import Reference
+from .read_sites import ReadSite, Reference
 from .refusing import passed_on
 
 
@@ -51,6 +51,9 @@ class Lines(NamedTuple):
     reads: str = ""
 
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
 class _Missing:
     """Stands in a recording list for the entries that were there before: no op takes it for a tensor."""
 
@@ -67,6 +70,7 @@ class Journal:
     read_at: str = ""  # the user's line that reads what was there before; empty if none does
     is_cleared: bool = False
     has_unknown_keys: bool = False  # a number that each call reads is a key
+    numbers: dict[Any, str] = field(default_factory=dict)  # by key, that were there before: the line that reads each
     stand_in: Any = None
 
     def __post_init__(self) -> None:
@@ -85,13 +89,34 @@ class Journal:
         """The first lines that write and read."""
         return Lines(self.written_at, self.read_at)
 
-    def read(self) -> None:
-        """The step reads what was there before: show it, and record nothing any more."""
+    def read(self, line: str = "") -> None:
+        """The step reads what was there before, at ``line``: show it, and record nothing any more."""
         if self.read_at or (self.is_cleared and not self.has_unknown_keys):
             return
-        self.read_at = user_line(sys._getframe(1)) or "a line of torch"
+        self.read_at = line or user_line(sys._getframe(1)) or "a line of torch"
         self.journals.shown(self.live)
         self.stand_in._show(self.live)
+
+    def read_number(self, key: Any) -> bool:
+        """Show one entry of a dict, if it is a number or the symbol of one; returns whether it is."""
+        value = self.live.get(key) if isinstance(key, (str, int)) and not self.is_cleared else None
+        if type(value) not in _NUMBERS:
+            return False
+        self.numbers[key] = user_line(sys._getframe(1)) or "a line of torch"
+        dict.__setitem__(self.stand_in, key, value)
+        return True
+
+    def check_numbers(self) -> None:
+        """Take numbers for read that cannot be inputs: of an argument, or where each call leaves something else."""
+        for key, line in self.numbers.items():
+            stays = type(dict.get(self.stand_in, key)) in _NUMBERS
+            if not stays or self.arguments or len({each.address for each in self.references}) > 1:
+                self.read(line)
+
+    def sites(self) -> list[ReadSite]:
+        """Where the numbers are that the step reads."""
+        found = self.references[0] if self.numbers else None
+        return [ReadSite("item now", found, key, f"{found.name}[{key!r}]") for key in self.numbers if found]
 
 
 class Journals:
@@ -103,8 +128,14 @@ class Journals:
         self.written: list[Written] = []
         self.shown: Callable[[Any], None] = lambda live: None  # called before the step sees what a container holds
 
+    def numbers(self) -> tuple[ReadSite, ...]:
+        """The numbers in dicts that the step reads."""
+        return tuple(site for journal in self.by_id.values() for site in journal.sites())
+
     def read(self) -> dict[int, Lines]:
         """The containers that were read, by id."""
+        for journal in self.by_id.values():
+            journal.check_numbers()
         found = {key: journal.lines for key, journal in self.by_id.items() if journal.read_at}
         # An argument that the step reaches otherwise, too, may be another object in the next call.
         twice = [
@@ -266,7 +297,7 @@ class _Dict(Recording, dict[Any, Any]):
 
     def _look(self, key: Any) -> None:
         """The step asks for an entry: of those that it wrote itself it may have any."""
-        if self._journal.has_unknown_keys or not dict.__contains__(self, key):
+        if self._journal.has_unknown_keys or (not dict.__contains__(self, key) and not self._journal.read_number(key)):
             self._journal.read()
 
 

@@ -28,8 +28,14 @@ def _names(fields: dict[str, Any], _: str, default: Any) -> Any:
     return tuple(fields)
 
 
+def _item_now(reference: Reference, key: Any, default: Any) -> Any:
+    found = reference.get()
+    return found.get(key, default) if isinstance(found, dict) else default
+
+
 READERS: dict[str, Callable[..., Any]] = {  # by kind of site, each called with (source, key, default)
     "item": dict.get,
+    "item now": _item_now,
     "entry": types.MappingProxyType.get,
     "attribute": getattr,
     "cell": _cell_contents,
@@ -41,16 +47,18 @@ READERS: dict[str, Callable[..., Any]] = {  # by kind of site, each called with 
 class ReadSite:
     """One site; ``name`` describes it in the user's words."""
 
-    kind: str  # "item" of a dict, "entry" of a class, "attribute" of an object, "cell", or "names" of all items
+    # "item" of a dict, "item now" of the one that a ``Reference`` has, "entry" of a class, "attribute" of an object,
+    # "cell", or "names" of all items
+    kind: str
     holder: Any
-    key: str
+    key: Any  # a string, but for items
     name: str
     owned: bool = False  # by a module or optimizer, whose changes ``../effects`` finds
 
     @property
-    def address(self) -> tuple[int, str]:
+    def address(self) -> tuple[Any, Any]:
         """Equal for one site only."""
-        return id(self.holder), self.key
+        return self.holder.address if isinstance(self.holder, Reference) else id(self.holder), self.key
 
     @property
     def source(self) -> Any:
@@ -69,10 +77,12 @@ class ReadSite:
             self.holder.cell_contents = value
         elif self.kind in ("attribute", "entry"):
             delattr(self.holder, self.key) if value is MISSING else setattr(self.holder, self.key, value)
-        elif value is MISSING:
-            self.holder.pop(self.key, None)
         else:
-            self.holder[self.key] = value
+            items = self.holder.get() if isinstance(self.holder, Reference) else self.holder
+            if value is MISSING:
+                items.pop(self.key, None)
+            else:
+                items[self.key] = value
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,11 @@ class Reference:
     name: str
     holder: Any  # a ``ReadSite``, a list or a dict
     key: Any = None
+
+    @property
+    def address(self) -> tuple[Any, Any]:
+        """Equal for one reference only."""
+        return self.holder.address if isinstance(self.holder, ReadSite) else id(self.holder), self.key
 
     def get(self) -> Any:
         """What is there now; ``MISSING`` if nothing is."""

@@ -123,19 +123,19 @@ def refused(rank: int, world: int, step: Step, rows: Sequence[int], error: type[
 
 
 def reasons(rank: int, world: int) -> str:
-    """What is said while a step compiles for rows that become unequal."""
-    model, said = mlp().double(), io.StringIO()
+    """The lines of progress of a step that compiles for rows that become unequal."""
+    model, shown = mlp().double(), io.StringIO()
     compiled, optimizer = spmd.compile(classify), torch.optim.SGD(model.parameters(), lr=0.05)
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(shown):
         patch.setenv("SPMD_QUIET", "0")
         for step, rows in enumerate([(2, 2), (2, 1)]):
             compiled(model, optimizer, *(own(each, rows, rank) for each in batch(sum(rows), step)))
-    return said.getvalue()
+    return shown.getvalue()
 
 
 def test_the_rows_are_named_as_what_is_compiled_for(ranks: Ranks) -> None:
-    said, _ = ranks.run(2, reasons)
-    assert "(program 2: ranks have unequal numbers of rows, 3 of x in all, 3 of y in all)" in said
+    shown, _ = ranks.run(2, reasons)
+    assert "(program 2: ranks have unequal numbers of rows, 3 of x in all, 3 of y in all)" in shown
 
 
 def overwrite(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
