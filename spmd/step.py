@@ -59,7 +59,7 @@ from .lowering.initialize_state import check_initializable, initialize, seed_to_
 from .lowering.lower import Backend, Executable, lower
 from .lowering.recover_state import recover
 from .lowering.replace_parameters import rebind_replaced_parameters
-from .lowering.stale_references import warn_of_stale_references
+from .lowering.stale_references import end_stale_references
 from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
@@ -220,7 +220,7 @@ class CompiledStep:
     def _compile_on_all_ranks(self, turn: Turn, call: Call) -> Compiled:
         READS.wait_for_all()  # state may move, and what else refers to it counts
         with held_interrupts(), young_collections(), all_or_none(self._name, turn.connection) as agreement:
-            rebind_replaced_parameters(call.given.optimizers)
+            rebind_replaced_parameters(call.given.optimizers.values())
             change = self._dispatch.change(call)
             call.without_gradient = self._dispatch.cleared_first(call)
             progress = Progress(self._title(change), shown=agreement.is_first_rank)
@@ -229,7 +229,7 @@ class CompiledStep:
             with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                 compiled = self._compile(turn, call, agreement, stages)
         self._dispatch.add(compiled, change, call)
-        warn_of_stale_references(call.replaced)
+        end_stale_references(call.replaced)
         return compiled
 
     def _title(self, change: str) -> str:

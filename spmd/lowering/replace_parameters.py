@@ -58,9 +58,9 @@ def rebind(arguments: Arguments, references: Iterable[Any], renewed: Mapping[int
             reference.put(new)
 
 
-def rebind_replaced_parameters(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+def rebind_replaced_parameters(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Rebind optimizers to the parameters that replaced theirs when another step split the model."""
-    for optimizer in optimizers.values():
+    for optimizer in optimizers:
         old = [p for group in optimizer.param_groups for p in group["params"]]
         renewed = {id(p): _newest(p) for p in old if is_replaced(p)}
         if renewed:

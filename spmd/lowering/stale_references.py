@@ -1,8 +1,8 @@
-"""Stale references: find who still refers to parameters that a step has replaced by their parts, and warn.
+"""Stale references: find who still refers to parameters that a step has replaced by their parts.
 
-Splitting a model puts new Parameters in the place of the user's. Modules and optimizers of the call are rebound; a list
-of parameters, an optimizer or an average that was built before the first call, and that the step does not take, goes on
-with the old ones, which nothing updates any more.
+Splitting a model puts new Parameters in the place of the user's. Modules and optimizers of the call are rebound, and
+here all other optimizers of torch. A list of parameters or an average that was built before the first call, and that
+the step does not take, goes on with the old ones, which nothing updates any more: of those there is a warning.
 """
 
 from __future__ import annotations
@@ -15,35 +15,31 @@ from typing import Any
 import torch
 
 from ..source_lines import warn_user
+from .replace_parameters import rebind_replaced_parameters
 
 Replaced = Mapping[str, "weakref.ref[torch.Tensor]"]  # by the name of the parameter
 
 
-def warn_of_stale_references(replaced: Replaced) -> None:
-    """Warn, once for all, if a list or dict refers to parameters that were replaced.
+def end_stale_references(replaced: Replaced) -> None:
+    """Rebind optimizers that the step does not take, and warn, once for all, of lists and dicts of old parameters.
 
     Nothing else is looked at: a local variable, or a graph of autograd, is used up soon.
     """
     if any(reference() is not None for reference in replaced.values()):
         gc.collect()  # what traced the step refers to them in cycles
+    if any(reference() is not None for reference in replaced.values()):
+        found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+        rebind_replaced_parameters(found)
     alive = {name: tensor for name, reference in replaced.items() if (tensor := reference()) is not None}
     holders = _containers_of(alive)
     if not holders:
         return
     held = [name for name, tensor in alive.items() if any(_holds(holder, tensor) for holder in holders)]
     shown = ", ".join(held[:3]) + (", ..." if len(held) > 3 else "")
-    if all(map(_is_of_optimizer, holders)):  # as where one step accumulates gradients and another one updates
-        why = "Its own step() would update nothing"
-        way_out = "Build it after the first call, or pass it to a compiled step, which finds the new ones"
-    else:
-        why = "Nothing updates those"
-        way_out = (
-            "Build what refers to parameters (a list, an optimizer, a moving average) after the first call, or pass it "
-            "to the step"
-        )
     warn_user(
         f"the first call has split the model: its parameters are DTensors now, but {_described(holders)} that the step "
-        f"does not take still refer{'s' * (len(holders) == 1)} to those from before ({shown}). {why}. {way_out}"
+        f"does not take still refer{'s' * (len(holders) == 1)} to those from before ({shown}). Nothing updates those. "
+        "Build what refers to parameters (a list, a moving average) after the first call, or pass it to the step"
     )
 
 
@@ -60,14 +56,6 @@ def _holds(holder: Any, tensor: torch.Tensor) -> bool:
     return any(each is tensor for each in values)
 
 
-def _is_of_optimizer(holder: Any) -> bool:
-    """Whether a list is that of the parameters in a group of an optimizer."""
-    return any(isinstance(each, dict) and each.get("params") is holder for each in gc.get_referrers(holder))
-
-
 def _described(holders: Sequence[Any]) -> str:
-    kinds = [
-        "an optimizer" if _is_of_optimizer(holder) else f"a {type(holder).__name__} of {len(holder)}"
-        for holder in holders[:3]
-    ]
+    kinds = [f"a {type(holder).__name__} of {len(holder)}" for holder in holders[:3]]
     return " and ".join(dict.fromkeys(kinds)) + (" and others" if len(holders) > 3 else "")

@@ -1,4 +1,4 @@
-"""What was built from parameters before a step split the model is warned of, and nothing else is."""
+"""What was built from parameters before a step split the model: optimizers are rebound, lists are warned of."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import spmd
 from tests.harness.fake import fake_world
+from tests.harness.pool import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -52,20 +53,45 @@ def messages(build: Callable[[nn.Module], Any], style: str = "fully_shard") -> l
     [
         lambda model: list(model.parameters()),
         lambda model: dict(model.named_parameters()),
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         Average,
     ],
-    ids=["list", "dict", "optimizer", "average"],
+    ids=["list", "dict", "average"],
 )
 def test_what_goes_stale_is_warned_of_once(build: Callable[[nn.Module], Any]) -> None:
     (message,) = messages(build)
     assert "after the first call, or pass it" in message and "model.0.weight" in message
 
 
-def test_an_optimizer_of_another_step_is_called_so() -> None:
-    (message,) = messages(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
-    assert "but an optimizer that the step does not take" in message
-    assert "pass it to a compiled step, which finds the new ones" in message and "Nothing updates" not in message
+def gradients(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def update_outside(rank: int, world: int, kind: str, style: str) -> None:
+    """Train with an optimizer that the step does not take, and that is built before the first call; compare."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double())
+    settings = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizers = [getattr(torch.optim, kind)(each.parameters(), lr=0.1, **settings) for each in models]
+    steps = [spmd.compile(parallel_mode=spmd.DataParallel(style))(gradients), gradients]
+    for k in range(4):
+        x = torch.randn(2 * world, 4, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+        losses = [step(model, part) for step, model, part in zip(steps, models, (x[2 * rank :][:2], x), strict=True)]
+        torch.testing.assert_close(losses[0], losses[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with spmd.unshard(models[0]):
+        for ours, theirs in zip(*(each.parameters() for each in models), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind, style", [("SGD", "fully_shard"), ("AdamW", "fully_shard"), ("SGD", "replicate")])
+def test_an_optimizer_outside_of_the_step_updates_the_model(ranks: Ranks, kind: str, style: str) -> None:
+    ranks.run(2, update_outside, kind, style)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +103,10 @@ def test_an_optimizer_of_another_step_is_called_so() -> None:
         lambda model: model.state_dict(),
         lambda model: model(torch.ones(2, 4)).sum(),
         lambda model: list(model.modules()),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         lambda model: [parameter.register_hook(lambda gradient: gradient) for parameter in model.parameters()],
     ],
-    ids=["nothing", "copy", "clones", "state dict", "graph", "modules", "hooks"],
+    ids=["nothing", "copy", "clones", "state dict", "graph", "modules", "optimizer", "hooks"],
 )
 def test_nothing_else_is_warned_of(build: Callable[[nn.Module], Any]) -> None:
     assert messages(build) == []
