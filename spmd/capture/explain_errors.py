@@ -128,7 +128,7 @@ _ALTERNATIVE_OF: dict[Any, str] = {
     aten.masked_select: "Keep all entries and weigh them with the mask: (x * mask).sum() / mask.sum().",
 }
 _AS_NUMBER = (
-    "Keep or log loss.item() rather than float(loss), return the tensor and look at it outside of the step, compute "
+    "Return the tensor and look at it outside of the step, keep or log loss.item() rather than float(loss), compute "
     "with functions of torch in place of those of math, select with torch.where instead of branching, or replace the "
     "submodule through spmd.Override."
 )
