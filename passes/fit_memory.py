@@ -28,6 +28,7 @@ from .ir.program import Program, is_sharded
 from .ir.roles import Role
 from .memory.peak_memory import planned_memory
 from .memory.recompute import Recompute
+from .memory.temporaries import most_with_temporaries
 from .pipeline import backend_of, table_of
 from .runner import run
 from .schedule.estimate import estimate
@@ -213,10 +214,12 @@ class _Search:
 
 
 def _bytes(program: Program) -> int:
-    """The bytes of a final program on its device, by its plan, with what the allocator keeps beside it."""
-    device = str(device_of(program))
-    plans = [plan for space, plan in planned_memory(program).items() if space.partition(",")[0] == device]
-    return sum(plan.peak + int(plan.allocated * _GAPS) for plan in plans)
+    """The bytes of a final program on its device, by its plan, with what ops need and the allocator keeps beside it."""
+    device = device_of(program)
+    plans = [plan for space, plan in planned_memory(program).items() if space.partition(",")[0] == str(device)]
+    planned, allocated = sum(plan.peak for plan in plans), sum(plan.allocated for plan in plans)
+    needed = max(allocated, most_with_temporaries(program, device))
+    return planned - allocated + int(needed * (1 + _GAPS))
 
 
 def _place_of(pipeline: Sequence[Pass]) -> int:

@@ -104,6 +104,7 @@ class Dispatch:
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
         self._live: set[str] = set()  # names of numbers that have changed from call to call
         self._fixed: set[str] = set()  # those that the step cannot be traced with
+        self._depended: dict[str, Any] = {}  # on which value of a number a program depends, by name
         self._warned: set[str] = set()
         self._changes: dict[int, str] = {}  # why each program was compiled, by its id
         self.idle = Idle()  # parameters that the step was found not to update
@@ -304,19 +305,22 @@ class Dispatch:
         call.read_again(with_found(self._function, given))
 
     def note_fixed(self, live: Carried, captured: Captured) -> None:
-        """Warn of numbers that should be live, but whose value the program depends on.
+        """Warn of numbers that should be live, or are state, but whose value the program depends on.
 
-        Where the step cannot be traced with them at all, they stay constants from now on.
+        Of state there is a warning once a second program depends on another value. Where the step cannot be traced
+        with them at all, they stay constants from now on.
         """
         names = {*live.leaves, *(site.name for site in live.numbers)}
         failed = set() if captured.live else names
-        found = (failed | (names & captured.fixed)) - self._fixed
+        again = {name for name, value in captured.fixed.items() if self._depended.get(name, value) != value}
+        self._depended |= captured.fixed
+        found = (failed | again | (names & captured.fixed.keys())) - self._fixed
         self._fixed |= failed
         for name in sorted(found - self._warned):
             warn_user(
                 f"{self.name} compiles a program for each value of {name}, which has changed: the step needs its "
-                "value, for a size, text, a function of math, or since it cannot be traced with a number that is not "
-                "known. If it changes often, pass a 0-dim tensor, or keep it out of the step"
+                "value, for a size, text (print the number itself), a function of math, or since it cannot be traced "
+                "with a number that is not known. If it changes often, pass a 0-dim tensor, or keep it out of the step"
             )
         self._warned |= found
 

@@ -100,7 +100,7 @@ class _Plan:
         roles = {str(kind): 0 for kind in Holds}
         for piece, count in visible.items():
             roles[self.holds[piece.node]] += count
-        allocated = _most_allocated(pieces)
+        allocated = most_allocated(pieces)
         peak = sum(piece.size for piece in pieces if piece.is_state) + size + allocated
         largest = sorted(visible, key=lambda piece: -piece.size)[:_LARGEST]
         values = tuple(self._value(piece) for piece in largest)
@@ -119,10 +119,13 @@ class _Plan:
         return LiveValue(name, role, piece.size, dtype, tuple(val.shape))
 
 
-def _most_allocated(pieces: Iterable[Piece]) -> int:
-    """The most bytes that ops allocate at once."""
+def most_allocated(pieces: Iterable[Piece], temporary: Mapping[int, int] | None = None) -> int:
+    """The most bytes that ops allocate at once; ``temporary``: those that an op needs while it runs, by position."""
+    pieces = list(pieces)
     changes = [(piece.first, piece.size) for piece in pieces if piece.is_allocated]
     changes += [(piece.last + 1, -piece.size) for piece in pieces if piece.is_allocated]
+    for position, size in (temporary or {}).items():
+        changes += [(position, size), (position + 1, -size)]
     return max(accumulate(change for _, change in sorted(changes)), default=0)
 
 

@@ -52,7 +52,7 @@ class Captured:
     carried: Carried  # Python state that the program takes as inputs
     writes: list[Write | Effect]  # to Python state
     live: bool = False  # whether numbers that were to be inputs are
-    fixed: set[str] = field(default_factory=set)  # of these, those whose value the program depends on, by name
+    fixed: dict[str, Any] = field(default_factory=dict)  # numbers whose value the program depends on, by name
     sizes: SizeSymbols = NO_SIZES  # that stand for sizes of arguments in the program
     is_of_one_size: bool = False  # whether it was made from one that has symbols for sizes
     fixed_sizes: dict[DynamicSize, str] = field(default_factory=dict)  # of these, those that it needs, with the lines

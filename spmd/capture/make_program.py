@@ -66,10 +66,11 @@ def capture(
     captured.cleared_first = trace.cleared_first
     captured.live = found is not None
     captured.sizes, captured.fixed_sizes = fakes.sizes, fakes.sizes.fixed(fakes.shapes)
+    numbers = zip(_numbers_of(call, carried), fakes.hyper_parameters, fakes.symbols, strict=True)
     captured.fixed = {
-        name
-        for name, symbol in zip(_numbers_of(call, carried), fakes.symbols, strict=True)
-        if found and symbol is not None and is_fixed(fakes.shapes, symbol)
+        name: number.node.hint
+        for name, number, symbol in numbers
+        if symbol is not None and is_fixed(fakes.shapes, symbol)
     }
     _describe_origins(program)
     _check_memory_is_not_read(program)

@@ -154,3 +154,39 @@ def rank_dependent(rank: int, world: int) -> str:
 
 def test_ranks_with_other_numbers_raise_and_name_them(ranks: Ranks) -> None:
     assert all("weight = " in message for message in ranks.run(2, rank_dependent))
+
+
+class Counting(nn.Module):
+    """Counts its calls, and does with the count what ``use`` does."""
+
+    def __init__(self, use: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.use, self.count = use, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.use(self.count)
+        self.count += 1
+        return x.sum()
+
+
+def warned_of(use: Callable[[int], Any]) -> list[str]:
+    """The warnings of three calls about a program for each value."""
+    step, model = spmd.compile(lambda model, x: model(x)), Counting(use)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(model, torch.ones(2))
+    return [str(each.message) for each in caught if "a program for each value" in str(each.message)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_count_that_is_shown_as_text_is_named_at_the_second_program(capsys: pytest.CaptureFixture[str]) -> None:
+    (warning,) = warned_of(lambda count: print(f"call {count}"))
+    assert "each value of model.count, which has changed" in warning and "print the number itself" in warning
+    assert capsys.readouterr().out == "call 0\ncall 1\ncall 2\n"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("use", [lambda count: print("call", count), lambda count: count == 0])
+def test_a_count_that_is_printed_or_compared_is_not(use: Callable[[int], Any]) -> None:
+    assert warned_of(use) == []
