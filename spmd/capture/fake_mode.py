@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from .._torch import FakeTensor, FakeTensorMode, get_decompositions, has_meta_kernel, tree_map
-from .sizes.size_symbols import SizeEnv
+from .sizes.size_symbols import NumberEnv, SizeEnv
 
 aten = torch.ops.aten
 _ZERO_TENSOR = aten._efficientzerotensor.default
@@ -66,11 +66,13 @@ class ShapesOnly(FakeTensorMode):
     _is_traced = False
 
     def end_trace(self, graph: fx.Graph) -> None:
-        """Forget, of values in ``graph`` and of all results from now on, where a view begins that a number places.
+        """Take no condition on numbers any more, and forget where a view begins that a number places.
 
-        A step that asks for it while it is traced is guarded. Later, fakes are there for shapes and strides.
+        Of values in ``graph`` and of all results from now on: they are there for shapes and strides.
         """
         self._is_traced = True
+        if isinstance(self.shape_env, NumberEnv):
+            self.shape_env.has_ended = True
         for node in graph.nodes:
             if "val" in node.meta:
                 node.meta["val"] = tree_map(_placed_anywhere, node.meta["val"])

@@ -105,7 +105,6 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
     """What each call writes to Python state, and to containers among its arguments."""
     if reads.journals.read():
         raise Incomplete(carried, read=reads.journals.read())
-    numbers = Carried(numbers=reads.journals.numbers())
     passed = logs_among(entries) - swap.call.no_logs
     if passed:
         raise LogsFound(passed, are_logs=True)
@@ -119,20 +118,28 @@ def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -
     groups, missing = group_changes(swap.groups, carried)
     changes = [*(change for snapshot in swap.attributes for change in snapshot.changes(reads)), *reads.changes]
     kept = [change for change in changes if not _is_in(change, logs)]
+    in_dicts = reads.journals.changes()
+    kept += [change for change in in_dicts if change.after is not change.before]
     settled = settle(kept, entries, carried, reads, swap.recorder.source_of)
     missing |= settled.missing
-    if not numbers.addresses <= carried.addresses:
-        missing |= numbers
+    missing |= _carried_in(in_dicts, carried)
     if missing or logs:
         raise Incomplete(missing, logs)
     swap.call.initial.is_seen |= bool(groups)
-    effects = effects_of(reads.journals.written)
+    effects = effects_of(reads.journals.logged())
     for effect in effects:
         check_effect(effect)
     writes: list[Write | Effect] = [*settled.writes, *groups, *effects]
     _refuse_aliases(swap, writes)
     reads.leave_out(carried.addresses | {change.site.address for change in changes if not change.was_read})
     return writes
+
+
+def _carried_in(changes: Sequence[Change], carried: Carried) -> Carried:
+    """The numbers and tensors that the step reads in dicts, as far as they are no inputs yet."""
+    new = [change for change in changes if change.site.address not in carried.addresses]
+    tensors = [change.site for change in new if isinstance(change.before, torch.Tensor)]
+    return Carried(tuple(change.site for change in new if change.site not in tensors), tuple(tensors))
 
 
 def _logs(swap: StateSwap, carried: Carried, reads: Reads) -> list[Any]:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -34,10 +34,10 @@ from .effects.carried import Carried
 from .effects.cleared_gradients import ClearedGradients
 from .effects.containers import ArgumentEntry, Containers
 from .fakes import Fakes
-from .final_state import FinalState
+from .final_state import FinalState, Incomplete
 from .mixed_precision import mixed_precision
 from .provenance import Recorder
-from .reads import Change, Reads
+from .reads import Change, Reads, ReadSite
 from .reads.clocks import refused_clocks
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
@@ -116,6 +116,7 @@ class Trace:
         names = {id(given): leaf.name for leaf, given in zip(leaves, stand_ins, strict=True)}
         containers = Containers.of((args, kwargs), names)
         self.reads.stand_ins = swap.by_id
+        self.reads.journals.carry = _carry
         with (
             self.reads.watch(self.function, *[leaf.value for leaf in leaves]),
             swap.watched_optimizer_state(),
@@ -157,6 +158,10 @@ class Trace:
 
     def _submodules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return submodules_of(self.call.arguments.modules)
+
+
+def _carry(sites: list[ReadSite]) -> NoReturn:
+    raise Incomplete(Carried(sites=tuple(sites)))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Replicate
 
 from ..placements import rows
@@ -54,6 +55,8 @@ def _between(call: OpCall, dim: int, outer: int) -> Option:
 
 def cuts_between(call: OpCall, outer: int) -> bool:
     """Whether a cut of rows in ``outer`` runs divides no run: a split that undoes a concatenation."""
+    if not _is_placed(call):
+        return False
     dim = dim_of(call)
     length, left = divmod(call.arg("self").shape[dim], outer)
     borders = [_start(call), *(info.shape[dim] for info in call.results if info is not None)]
@@ -86,11 +89,16 @@ def own_rows(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shapes
 
 def takes_all(call: OpCall) -> bool:
     """Whether the call is a slice from the first row to the last, which takes all of every rank's part."""
-    if "slice" not in str(call.target):
+    if "slice" not in str(call.target) or not _is_placed(call):
         return False
     start, end = call.arg("start"), call.arg("end")
     size = call.arg("self").shape[dim_of(call)] if call.arg("self") is not None else _rows(call)
     return call.arg("step", 1) == 1 and start in (None, 0) and (end is None or end >= size)
+
+
+def _is_placed(call: OpCall) -> bool:
+    """Whether it is known where a slice starts and ends: not if that is a number that each call reads."""
+    return not any(isinstance(call.arg(name), torch.SymInt) for name in ("start", "end", "length"))
 
 
 def _rows(call: OpCall) -> int:
@@ -161,7 +169,7 @@ def slice_backward(call: OpCall) -> list[Option]:
 
 def _between_runs(call: OpCall, dim: int, size: int, part: int) -> list[int]:
     """The lengths of runs such that ``part`` rows of ``size``, from the call's start on, are whole runs of either."""
-    if takes_all(call) or call.arg("step", 1) != 1 or not part:
+    if not _is_placed(call) or takes_all(call) or call.arg("step", 1) != 1 or not part:
         return []
     outers = _runs_along(call, dim)
     lengths = dict.fromkeys(n // outer for n in (part, size) for outer in outers if n % outer == 0)
@@ -174,8 +182,10 @@ def own_zeros(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shape
     """The sizes of a rank's part, and the slice of it."""
     (shape,), dim = shapes, wrap(call.arg("dim"), len(call.arg("input_sizes")))
     assert shape is not None
-    start, end = _own_slice(call, call.arg("input_sizes")[dim], call.arg("grad_output").shape[dim], shape[dim])
-    return (args[0], list(shape), dim, start, end, call.arg("step"))
+    size, part = call.arg("input_sizes")[dim], call.arg("grad_output").shape[dim]
+    if _is_same_slice(call, size, shape[dim]):
+        return (args[0], list(shape), *args[2:])
+    return (args[0], list(shape), dim, *_own_slice(call, size, part, shape[dim]), call.arg("step"))
 
 
 @localize(*aten("slice_scatter"))
@@ -183,14 +193,19 @@ def own_slice(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any], shape
     """The slice of a rank's part."""
     (shape,), dim = shapes, dim_of(call)
     assert shape is not None
-    start, end = _own_slice(call, call.arg("self").shape[dim], call.arg("src").shape[dim], shape[dim])
-    return (*args[:2], dim, start, end, *args[5:])
+    size, part = call.arg("self").shape[dim], call.arg("src").shape[dim]
+    if _is_same_slice(call, size, shape[dim]):
+        return args
+    return (*args[:2], dim, *_own_slice(call, size, part, shape[dim]), *args[5:])
 
 
-def _own_slice(call: OpCall, size: int, part: int, own: int) -> tuple[Any, Any]:
+def _is_same_slice(call: OpCall, size: int, own: int) -> bool:
+    """Whether the slice of ``size`` rows is also that of a rank's ``own``."""
+    return takes_all(call) or own == size
+
+
+def _own_slice(call: OpCall, size: int, part: int, own: int) -> tuple[int, int]:
     """Start and end of a slice of ``part`` among ``size`` rows, of which a rank has ``own``."""
-    if takes_all(call) or own == size:
-        return call.arg("start"), call.arg("end")
     start = _start(call, size) * own // size
     return start, start + part * own // size
 

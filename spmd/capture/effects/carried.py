@@ -22,7 +22,7 @@ from passes.ir.program import is_sharded
 from ..._torch import tree_flatten, tree_unflatten
 from ...call.state import Arguments, HyperParameter
 from ...ranks.world import extend_placement
-from ..reads import ReadSite
+from ..reads import ReadSite, Reference
 from .lost_graph import has_lost_graph
 
 
@@ -65,9 +65,9 @@ class Carried:
         )
 
     def now(self) -> Carried:
-        """The part of it that is there now: numbers that still are numbers, sites that still hold tensors."""
+        """The part of it that is there now: sites of numbers, and sites that hold tensors, also where numbers were."""
         numbers = [site for site in self.numbers if type(site.get()) in (int, float)]
-        held = [(site, tree_flatten(site.get())[0]) for site in self.sites]
+        held = [(site, tree_flatten(site.get())[0]) for site in (*self.sites, *self.numbers)]
         sites = [site for site, leaves in held if any(isinstance(leaf, torch.Tensor) for leaf in leaves)]
         lost = [site for site, leaves in held if any(map(has_lost_graph, leaves))]
         return replace(self, numbers=tuple(numbers), sites=tuple(site for site in sites if site not in lost))
@@ -88,6 +88,12 @@ class Carried:
     def addresses(self) -> set[tuple[int, str]]:
         """The addresses of all sites."""
         return {site.address for site in (*self.numbers, *self.sites)}
+
+    def dicts(self) -> list[dict[Any, Any]]:
+        """The dicts that have some of the sites now."""
+        sites = (*self.numbers, *self.sites)
+        found = [site.holder.get() for site in sites if isinstance(site.holder, Reference)]
+        return [each for each in found if isinstance(each, dict)]
 
     def arguments(self, given: Arguments) -> list[HyperParameter]:
         """The numbers among the arguments of a call."""

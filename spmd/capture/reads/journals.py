@@ -2,8 +2,9 @@
 
 While a step is traced, a recording subclass stands in for each of them, wherever the step reaches it. It has none of
 the entries that were there before: it records what is written, in order, and each call repeats that on the live
-container. What the step wrote itself it may read again, and numbers in a dict, which become inputs of the program. If
-it reads anything else, the container is no log, and the step is traced again without a journal for it.
+container. What the step wrote itself it may read again. Numbers and tensors in a dict that it reads become inputs of
+the program, and what it leaves there is written as to an attribute. If it reads anything else, the container is no log,
+and the step is traced again without a journal for it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from ..._torch import register_pytree_node, tree_flatten, tree_unflatten, version_of
+from ..._torch import FakeTensor, register_pytree_node, tree_flatten, tree_unflatten, version_of
 from ...foreign_code import is_foreign_frame
 from ...source_lines import user_line
+from .changes import Change
 from .logging_calls import LogCall, recorded_logging
 from .read_sites import ReadSite, Reference
 from .refusing import passed_on
@@ -70,7 +73,7 @@ class Journal:
     read_at: str = ""  # the user's line that reads what was there before; empty if none does
     is_cleared: bool = False
     has_unknown_keys: bool = False  # a number that each call reads is a key
-    numbers: dict[Any, str] = field(default_factory=dict)  # by key, that were there before: the line that reads each
+    entries: dict[Any, Entry] = field(default_factory=dict)  # of a dict, that were there before and are read, by key
     stand_in: Any = None
 
     def __post_init__(self) -> None:
@@ -97,26 +100,52 @@ class Journal:
         self.journals.shown(self.live)
         self.stand_in._show(self.live)
 
-    def read_number(self, key: Any) -> bool:
-        """Show one entry of a dict, if it is a number or the symbol of one; returns whether it is."""
-        value = self.live.get(key) if isinstance(key, (str, int)) and not self.is_cleared else None
-        if type(value) not in _NUMBERS:
+    def read_entry(self, key: Any) -> bool:
+        """Show one entry of a dict, if it may become an input or is one already; returns whether it does."""
+        if not isinstance(key, (str, int)) or self.is_cleared or self._is_elsewhere():
             return False
-        self.numbers[key] = user_line(sys._getframe(1)) or "a line of torch"
+        value = self.live.get(key)
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            if not _may_be_input(value):
+                return False
+            self.journals.carry([self._site(k) for k, each in self.live.items() if _may_be_input(each)])
+        elif not isinstance(value, FakeTensor) and type(value) not in _NUMBERS:
+            return False
+        self.entries[key] = Entry(value, user_line(sys._getframe(1)) or "a line of torch")
         dict.__setitem__(self.stand_in, key, value)
         return True
 
-    def check_numbers(self) -> None:
-        """Take numbers for read that cannot be inputs: of an argument, or where each call leaves something else."""
-        for key, line in self.numbers.items():
-            stays = type(dict.get(self.stand_in, key)) in _NUMBERS
-            if not stays or self.arguments or len({each.address for each in self.references}) > 1:
-                self.read(line)
+    def check_entries(self) -> None:
+        """Take entries for read that cannot be inputs after all: of what is found in two places, or was emptied."""
+        if self.entries and (self.is_cleared or self._is_elsewhere()):
+            self.read(next(iter(self.entries.values())).line)
 
-    def sites(self) -> list[ReadSite]:
-        """Where the numbers are that the step reads."""
-        found = self.references[0] if self.numbers else None
-        return [ReadSite("item now", found, key, f"{found.name}[{key!r}]") for key in self.numbers if found]
+    def changes(self) -> Iterator[Change]:
+        """What the step reads of a dict, with what it leaves there."""
+        for key, each in self.entries.items():
+            after = dict.get(self.stand_in, key)
+            yield Change(self._site(key), each.value, after, True, [each.value])
+
+    def _site(self, key: Any) -> ReadSite:
+        found = self.references[0]
+        return ReadSite("item now", found, key, f"{found.name}[{key!r}]")
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the step comes to the dict in two ways, or as to an argument: they may part later."""
+        return bool(self.arguments) or len({each.address for each in self.references}) != 1
+
+
+class Entry(NamedTuple):
+    """An entry that the step reads: what it gets, and the user's line."""
+
+    value: Any
+    line: str
+
+
+def _may_be_input(value: Any) -> bool:
+    """Whether a tensor in a dict may become an input: no state of a model, and none with a graph, or that had one."""
+    plain = type(value) is torch.Tensor or isinstance(value, DTensor)
+    return plain and not value.requires_grad and not isinstance(value, torch.nn.Parameter) and not vars(value)
 
 
 class Journals:
@@ -127,15 +156,20 @@ class Journals:
         self.refused = refused or {}  # containers that the step reads, too, by id
         self.written: list[Written] = []
         self.shown: Callable[[Any], None] = lambda live: None  # called before the step sees what a container holds
+        self.carry: Callable[[list[ReadSite]], None] = lambda sites: None  # raises, so that these become inputs
 
-    def numbers(self) -> tuple[ReadSite, ...]:
-        """The numbers in dicts that the step reads."""
-        return tuple(site for journal in self.by_id.values() for site in journal.sites())
+    def changes(self) -> list[Change]:
+        """What the step reads of dicts, with what it leaves there."""
+        return [change for journal in self.by_id.values() for change in journal.changes()]
+
+    def logged(self) -> list[Written]:
+        """All writes, in order, but those to entries that the step reads."""
+        return [each for each in self.written if not _is_of_entry(each)]
 
     def read(self) -> dict[int, Lines]:
         """The containers that were read, by id."""
         for journal in self.by_id.values():
-            journal.check_numbers()
+            journal.check_entries()
         found = {key: journal.lines for key, journal in self.by_id.items() if journal.read_at}
         # An argument that the step reaches otherwise, too, may be another object in the next call.
         twice = [
@@ -179,6 +213,11 @@ class Journals:
     def can_have(self, container: Any) -> bool:
         """Whether a container may have a journal, in another trace."""
         return type(container) in _CLASSES and not {id(container)} & {*self.refused, *self.by_id}
+
+
+def _is_of_entry(written: Written) -> bool:
+    journal = written.journal
+    return isinstance(journal, Journal) and written.method == "__setitem__" and written.args[0] in journal.entries
 
 
 class Recording:
@@ -297,7 +336,7 @@ class _Dict(Recording, dict[Any, Any]):
 
     def _look(self, key: Any) -> None:
         """The step asks for an entry: of those that it wrote itself it may have any."""
-        if self._journal.has_unknown_keys or (not dict.__contains__(self, key) and not self._journal.read_number(key)):
+        if self._journal.has_unknown_keys or (not dict.__contains__(self, key) and not self._journal.read_entry(key)):
             self._journal.read()
 
 

@@ -15,8 +15,23 @@ from ...source_lines import user_line
 LEAST = 2  # torch takes a symbolic size for neither 0 nor 1, which broadcast
 
 
-class SizeEnv(ShapeEnv):
-    """A ``ShapeEnv`` with symbols for sizes, that knows the user's line at which it met each condition."""
+class NumberEnv(ShapeEnv):
+    """A ``ShapeEnv`` that takes no condition any more once a trace has ended: no call would check it."""
+
+    has_ended = False
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        """The value of a condition on symbols, which becomes a guard."""
+        known = len(self.guards)
+        result = super().evaluate_expr(*args, **kwargs)
+        if self.has_ended and len(self.guards) > known:
+            condition = self.guards.pop()
+            raise AssertionError(f"the value of a number that each call reads was taken for known: {condition.expr}")
+        return result
+
+
+class SizeEnv(NumberEnv):
+    """One with symbols for sizes, that knows the user's line at which it met each condition."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -43,9 +58,9 @@ class TracedSizes:
     values: tuple[int, ...] = ()
     are_symbolic: bool = True
 
-    def shape_env(self) -> ShapeEnv:
+    def shape_env(self) -> NumberEnv:
         """What holds the symbols of a trace, and the conditions on them."""
-        kind = SizeEnv if self.sizes and self.are_symbolic else ShapeEnv
+        kind = SizeEnv if self.sizes and self.are_symbolic else NumberEnv
         return kind(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
 
     def symbols(self, shapes: ShapeEnv) -> SizeSymbols:
