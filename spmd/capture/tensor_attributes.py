@@ -7,16 +7,17 @@ itself replaces is no constant, but state (``effects/carried.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from passes.ir.ops import Trait, has
+from passes.ir.schemas import schema
 
-from .._torch import BUFFERS, CHILDREN, PARAMETERS, TorchDispatchMode, tree_flatten, tree_map
+from .._torch import BUFFERS, CHILDREN, PARAMETERS, TorchDispatchMode, storage_id, tree_flatten, tree_map
 from .effects.lost_graph import has_lost_graph
 from .reads import CONTAINERS, Reads
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
@@ -79,8 +80,12 @@ class _LiftConstants(TorchDispatchMode):
         self.constants, self.reads = constants, reads
         self.of_modules = frozenset(constants)
         self.lifted: dict[int, Tensor] = {}
+        self.memory: dict[Any, int] = {}  # that of the lifted forms, with the id of the constant
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.memory and has(func, Trait.MUTABLE):
+            self._check_written(func, args, kwargs or {})
+
         def replace(value: Any) -> Any:
             return self._lift(func, value) if _is_real(value) and self._is_one(func, value) else value
 
@@ -105,16 +110,29 @@ class _LiftConstants(TorchDispatchMode):
                 "graph, which a compiled step does not keep. Keep tensor.detach() there."
             )
         if has(func, Trait.MUTABLE):
-            name = self.constants[id(value)][0]
-            if id(value) in self.of_modules:
-                raise Refused(
-                    f"it may write into {name} ({func}), a plain attribute of a module. Make that a buffer, with "
-                    "register_buffer."
-                )
-            raise Refused(
-                f"it may write into {name} ({func}), which is no buffer of a module. Put a new tensor there instead, "
-                "or register a buffer in a module."
-            )
+            self._refuse_write(func, id(value))
         if id(value) not in self.lifted:
             self.lifted[id(value)] = aten.lift_fresh.default(value)
+            self.memory[storage_id(self.lifted[id(value)])] = id(value)
         return self.lifted[id(value)]
+
+    def _check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a write into a view of a constant."""
+        given = {**kwargs, **dict(zip(schema(func).names, args, strict=False))}
+        written = [given.get(each.name) for each in schema(func).arguments if each.written]
+        for value in tree_flatten(written)[0]:
+            constant = self.memory.get(storage_id(value)) if isinstance(value, Tensor) else None
+            if constant is not None:
+                self._refuse_write(func, constant)
+
+    def _refuse_write(self, func: Any, constant: int) -> NoReturn:
+        name = self.constants[constant][0]
+        if constant in self.of_modules:
+            raise Refused(
+                f"it may write into {name} ({func}), a plain attribute of a module. Make that a buffer, with "
+                "register_buffer."
+            )
+        raise Refused(
+            f"it may write into {name} ({func}), which is no buffer of a module. Put a new tensor there instead, "
+            "or register a buffer in a module."
+        )

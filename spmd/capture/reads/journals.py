@@ -217,7 +217,10 @@ class Journals:
 
 def _is_of_entry(written: Written) -> bool:
     journal = written.journal
-    return isinstance(journal, Journal) and written.method == "__setitem__" and written.args[0] in journal.entries
+    if not isinstance(journal, Journal) or written.method != "__setitem__":
+        return False
+    key = written.args[0]
+    return not isinstance(key, torch.SymInt) and key in journal.entries
 
 
 class Recording:
