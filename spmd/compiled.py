@@ -449,5 +449,6 @@ def describe_for_agreement(
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     run = (program, steady) if steady is not None else (program,)
     traffic = [f"{node.target} {node.meta['collective']}" for each in run for node in each.collectives()]
-    code = captured.program.code
-    return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, code, *draws, *traffic])
+    outputs = [f"output {o.name}: {o.dtype}{list(o.shape)}" for o in captured.program.outputs]
+    code = [captured.program.code, *draws, *traffic]
+    return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, *outputs, *code])
