@@ -157,7 +157,7 @@ _NOISY = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOU
 _STAGES = {"hidden_sizes": [32, 64], "depths": [2, 3], "num_stages": 2, "drop_path_rate": DROPOUT}
 
 WORKLOADS = (
-    Workload("GPT", partial(ScoredGPT, Config(width=192, layers=5)), partial(_text, 16, 128)),
+    Workload("GPT", partial(ScoredGPT, Config(width=192, layers=5)), partial(_text, 32, 128)),
     Workload("deep GPT", partial(ScoredGPT, Config(width=64, layers=8)), partial(_text, 32, 128)),
     Workload("GPT2", partial(_transformer, "GPT2LMHeadModel", **_GPT2), partial(_text, 16, 128)),
     Workload(
@@ -176,14 +176,14 @@ WORKLOADS = (
         partial(
             _transformer, "ViTForImageClassification", image_size=64, patch_size=8, num_labels=10, **_VIT, **_NOISY
         ),
-        partial(_rows, (24, 3, 64, 64), "pixel_values", 10),
+        partial(_rows, (96, 3, 64, 64), "pixel_values", 10),
     ),
     Workload("MLP", partial(ResidualMLP, 128, 6), partial(_rows, (4096, 128), "x", 10)),
-    Workload("batch norms", partial(ResidualConvolutions, 24, 5), partial(_rows, (24, 3, 32, 32), "x", 10)),
+    Workload("batch norms", partial(ResidualConvolutions, 24, 5), partial(_rows, (96, 3, 32, 32), "x", 10)),
     Workload(
         "ConvNext",
         partial(_transformer, "ConvNextForImageClassification", num_labels=10, **_STAGES),
-        partial(_rows, (16, 3, 128, 128), "pixel_values", 10),
+        partial(_rows, (48, 3, 128, 128), "pixel_values", 10),
     ),
 )
 SMOKE = Workload("smoke", partial(ResidualMLP, 16, 4), partial(_rows, (12_000, 16), "x", 10))

@@ -39,7 +39,7 @@ from .schedule.recompute_levels import Level, RecomputeLevels
 # Host memory: for a node in each graph that a step keeps (as captured, partitioned and run), 1,700 to 3,700 measured;
 # for what Python keeps of compiling, once; and, of what ops allocate beside the arena, the part that they need while
 # they run and that the allocator keeps.
-_NODE_BYTES, _COMPILING, _GAPS = 4_000, 8_000_000, 0.35
+_NODE_BYTES, _COMPILING, _GAPS = 4_000, 8_000_000, 0.25
 
 AllGather = Callable[[str], list[str]]  # a rank's text to all ranks' texts
 
