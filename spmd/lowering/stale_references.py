@@ -27,9 +27,9 @@ def end_stale_references(replaced: Replaced) -> None:
     """
     if any(reference() is not None for reference in replaced.values()):
         gc.collect()  # what traced the step refers to them in cycles
-    if any(reference() is not None for reference in replaced.values()):
-        found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-        rebind_replaced_parameters(found)
+    old = [tensor for reference in replaced.values() if (tensor := reference()) is not None]
+    rebind_replaced_parameters(_optimizers_of(old))
+    del old  # it would be found below
     alive = {name: tensor for name, reference in replaced.items() if (tensor := reference()) is not None}
     holders = _containers_of(alive)
     if not holders:
@@ -41,6 +41,19 @@ def end_stale_references(replaced: Replaced) -> None:
         f"does not take still refer{'s' * (len(holders) == 1)} to those from before ({shown}). Nothing updates those. "
         "Build what refers to parameters (a list, a moving average) after the first call, or pass it to the step"
     )
+
+
+def _optimizers_of(parameters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch that have some of these parameters."""
+    lists = [each for each in _referrers(parameters) if isinstance(each, list)]
+    groups = [each for each in _referrers(lists) if isinstance(each, dict) and "params" in each]
+    holders = _referrers([each for each in _referrers(groups) if isinstance(each, list)])
+    holders += _referrers([each for each in holders if isinstance(each, dict) and "param_groups" in each])
+    return [each for each in holders if issubclass(type(each), torch.optim.Optimizer)]
+
+
+def _referrers(values: list[Any]) -> list[Any]:
+    return gc.get_referrers(*values) if values else []
 
 
 def _containers_of(known: Mapping[str, torch.Tensor]) -> list[Any]:
