@@ -52,7 +52,7 @@ def _infer(runner: _Runner, node: fx.Node) -> Any:
     for argument in node.all_input_nodes:
         if "val" not in argument.meta:
             raise PassError(f"{node.name} reads {argument.name}, whose shape is not known: it has no meta['val']")
-        runner.env[argument] = _present_value(argument.meta["val"])
+        runner.env[argument] = present_value(argument.meta["val"])
     try:
         with runner.mode, torch.no_grad():
             return runner.run_node(node)
@@ -60,7 +60,7 @@ def _infer(runner: _Runner, node: fx.Node) -> Any:
         raise PassError(f"{node.name} = {node.target}{node.args} does not fit its arguments: {error}") from error
 
 
-def _present_value(val: Any) -> Any:
+def present_value(val: Any) -> Any:
     """``val``, or the present value of a number that each call reads: shapes do not depend on it."""
     return val.node.hint if isinstance(val, torch.SymFloat) and val.node.has_hint() else val
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.ir.infer_shapes import present_value
+
 from .._torch import FakeTensor, FakeTensorMode, get_decompositions, has_meta_kernel, tree_map
 from .sizes.size_symbols import NumberEnv, SizeEnv
 
@@ -83,7 +85,7 @@ class ShapesOnly(FakeTensorMode):
             # Torch's cache takes a zero tensor for any tensor of its shape, so what forward-mode differentiation traces
             # would depend on what this process has traced before, and differ from rank to rank (torch 2.11 to 2.15).
             self.cache_enabled = False
-        values = tuple(map(_present_value, args)), {name: _present_value(value) for name, value in kwargs.items()}
+        values = tuple(map(present_value, args)), {name: present_value(value) for name, value in kwargs.items()}
         if func in _BY_DECOMPOSITION and isinstance(self.shape_env, SizeEnv):
             with self:
                 return _BY_DECOMPOSITION[func](*values[0], **values[1])
@@ -99,10 +101,6 @@ class ShapesOnly(FakeTensorMode):
         """What torch asks before it takes a decomposition."""
         known = not isinstance(self.shape_env, SizeEnv) and func in BY_META_KERNEL
         return known or super().cpp_meta_supports_symint(func)
-
-
-def _present_value(value: Any) -> Any:
-    return value.node.hint if isinstance(value, torch.SymFloat) and value.node.has_hint() else value
 
 
 def _placed_anywhere(value: Any) -> Any:

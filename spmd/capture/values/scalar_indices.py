@@ -44,7 +44,7 @@ class _Row:
 
 
 class ScalarIndices(TorchFunctionMode):
-    """Gathers and writes rows by the value of a 0-dim tensor, for the length of a trace.
+    """Takes and writes rows by the value of a 0-dim tensor, or by a symbol, for the length of a trace.
 
     Raises ``Refused`` where a view would behave otherwise.
     """
