@@ -179,7 +179,7 @@ WORKLOADS = (
         partial(_rows, (96, 3, 64, 64), "pixel_values", 10),
     ),
     Workload("MLP", partial(ResidualMLP, 128, 6), partial(_rows, (4096, 128), "x", 10)),
-    Workload("batch norms", partial(ResidualConvolutions, 24, 5), partial(_rows, (96, 3, 32, 32), "x", 10)),
+    Workload("batch norms", partial(ResidualConvolutions, 16, 12), partial(_rows, (96, 3, 32, 32), "x", 10)),
     Workload(
         "ConvNext",
         partial(_transformer, "ConvNextForImageClassification", num_labels=10, **_STAGES),

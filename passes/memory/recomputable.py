@@ -9,6 +9,7 @@ one that runs again draws the same numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from torch import fx
 
@@ -34,6 +35,7 @@ class Recomputable:
         escapes = escaping(program.graph, self._pieces.found)
         sizes = {piece.node: piece.size for piece in self._pieces.all}
         self._kept = {origin_of(piece) for piece in read_later}
+        self._can_go = cache(lambda op: can_run_again(op) and not _lasts(op))
         self.kept: dict[fx.Node, int] = {}
         for piece, size in sizes.items():
             op = origin_of(piece)
@@ -63,9 +65,7 @@ class Recomputable:
 
         What cannot run again is there as soon as it is read, since it is kept for that then.
         """
-        if op.meta.get("phase") in _LATER or _lasts(op) or not can_run_again(op):
-            return False
-        return op in dropped or op not in self._kept
+        return (op in dropped or op not in self._kept) and self._can_go(op)
 
     def _lacking(self, node: fx.Node, dropped: set[fx.Node]) -> list[fx.Node]:
         """The ops that made what is gone of the memory that a value lies in."""

@@ -7,7 +7,7 @@ stays, and others are allocated beside it: the most of both counts. State is lef
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -54,23 +54,31 @@ class RecomputedLives:
     def __init__(self, program: Program, device: torch.device, found: Recomputable) -> None:
         self.found, self.nodes = found, list(program.graph.nodes)
         pieces = Pieces(program.graph)
-        escapes = escaping(program.graph, pieces.found)
-        self.made: dict[fx.Node, list[tuple[fx.Node, int, bool]]] = {}  # by op: its pieces, bytes, whether planned
+        self.returned = escaping(program.graph, pieces.found)
+        self.made: dict[fx.Node, list[tuple[fx.Node, int]]] = {}  # by op: its pieces, and their bytes
         for piece in pieces.all:
             if not piece.is_state and piece.space.device == device:
-                op = origin_of(piece.node)
-                planned = piece.node not in escapes and out_variant(op) is not None
-                self.made.setdefault(op, []).append((piece.node, piece.size, planned))
-        self.returned = escapes
+                self.made.setdefault(origin_of(piece.node), []).append((piece.node, piece.size))
         self.read = {
             node: tuple({piece: None for operand in node.all_input_nodes for piece in pieces.found[operand]})
             for node in self.nodes
         }
         self.origin = {piece: origin_of(piece) for each in self.read.values() for piece in each}
+        self.later = {node for node in self.nodes if node.meta.get("phase") in (Phase.BACKWARD, Phase.UPDATE)}
+        planned = (each for op, made in self.made.items() if out_variant(op) is not None for each in made)
+        self.planned = {piece: size for piece, size in planned if piece not in self.returned}
+        self.over = {piece: over for node in self.made for piece, over in self._over(node)}
 
     def without(self, dropped: Iterable[fx.Node]) -> Lives:
         """The lives if forward keeps the results of ``dropped`` no longer than it reads them."""
         return _Clock(self, set(dropped)).run()
+
+    def _over(self, node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+        """By piece of a kernel's that may be written over operands: the pieces of those."""
+        if has(node.target, Trait.POINTWISE_KERNEL):
+            for piece, size in self.made[node]:
+                if piece in self.planned:
+                    yield piece, [each for each in self.read[node] if self.planned.get(each) == size]
 
 
 class _Clock:
@@ -88,7 +96,7 @@ class _Clock:
     def run(self) -> Lives:
         """Run all nodes, and look at what lives when."""
         for node in self._lives.nodes:
-            later = node.meta.get("phase") in (Phase.BACKWARD, Phase.UPDATE)
+            later = node in self._lives.later
             if later:
                 self._provide(node)
             self._step(node, self._values, later)
@@ -125,17 +133,18 @@ class _Clock:
     def _step(self, node: fx.Node, made: dict[fx.Node, _Value], later: bool) -> None:
         """One tick: read operands, make results."""
         self._now += 1
-        read = [value for piece in self._lives.read[node] if (value := self._value(piece, later)) is not None]
-        for value in read:
-            value.last = self._now
-            if not later:
-                value.until = self._now
-            elif not value.since:
-                value.since = self._now
-        for piece, size, planned in self._lives.made.get(node, ()):
-            made[piece] = _Value(size, planned, self._now, self._now, self._now)
-            if planned and has(node.target, Trait.POINTWISE_KERNEL):
-                self._pairs += [(made[piece], operand) for operand in read if operand.planned and operand.size == size]
+        for piece in self._lives.read[node]:
+            if (value := self._value(piece, later)) is not None:
+                value.last = self._now
+                if not later:
+                    value.until = self._now
+                elif not value.since:
+                    value.since = self._now
+        for piece, size in self._lives.made.get(node, ()):
+            value = made[piece] = _Value(size, piece in self._lives.planned, self._now, self._now, self._now)
+            for operand in self._lives.over.get(piece, ()):
+                if (read := self._value(operand, later)) is not None:
+                    self._pairs.append((value, read))
 
     def _value(self, piece: fx.Node, later: bool) -> _Value | None:
         """What is read of a piece: what forward made, or what was made again."""
@@ -149,7 +158,7 @@ class _Clock:
         at = {planned: tick for planned, (_, tick) in zip((True, False), most, strict=True)}
         idle: dict[fx.Node, int] = {}
         for op in self._lives.found.kept:
-            waiting = (self._values[piece] for piece, *_ in self._lives.made.get(op, ()))
+            waiting = (self._values[piece] for piece, _ in self._lives.made.get(op, ()))
             idle[op] = sum(value.size for value in waiting if value.until < at[value.planned] < value.since)
         return Lives(sum(size for size, _ in most), tuple(self._again), idle)
 
