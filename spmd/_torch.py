@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributions import Distribution
 
+from passes.runtime.transport_threads import behind_compute
+
 # isort: off
 
 # The type of torch.ops.aten.mm.default; ops are keys of tables here. 2.11 to 2.15.
@@ -433,7 +435,8 @@ class _GlooOfOneWorker(distributed.ProcessGroupGloo):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as torch reads it
         options = self._Options()  # type: ignore[attr-defined]
-        options._devices = [self.create_device(interface=name) for name in named] or [self.create_default_device()]
+        with behind_compute():  # a device starts the thread that moves its data
+            options._devices = [self.create_device(interface=name) for name in named] or [self.create_default_device()]
         options._timeout, options._threads = timeout, 1
         super().__init__(store, rank, size, options)
 
