@@ -53,15 +53,14 @@ class FormUnits(Pass):
         trained = _trained(program)
         groups = [[p for p in parameters if p.name in trained]]
         groups += [[p for p in parameters if p.name not in trained and p.served]]
-        early = not program.reshard
-        formed = [unit for group in groups for unit in self._units(group[::-1], early)]
+        formed = [unit for group in groups for unit in self._units(group[::-1], not program.reshard)]
         program.units += tuple(formed)
         return len(formed)
 
     def _units(self, parameters: Sequence[_Parameter], early: bool) -> list[tuple[str, ...]]:
         """The units of these parameters, given in reverse order of registration; in the order in which they close.
 
-        ``early``: the first one, and those that nothing hides, are small.
+        ``early``: the first one is small.
         """
         closed: list[tuple[str, ...]] = []
         unfinished: dict[Hashable, list[_Parameter]] = {}
@@ -71,7 +70,7 @@ class FormUnits(Pass):
             left_in_block[parameter.key, parameter.blocks] += parameter.size
         for parameter in parameters:
             unit = unfinished.setdefault(parameter.key, [])
-            small = early and (not closed or self._is_exposed(parameter, left))
+            small = (early and not closed) or self._is_exposed(parameter, left)
             if unit and self._ends(unit, parameter, small, left_in_block[parameter.key, parameter.blocks]):
                 closed.append(_names(unit))
                 unit.clear()
@@ -83,7 +82,7 @@ class FormUnits(Pass):
     def _is_exposed(self, parameter: _Parameter, left: int) -> bool:
         """Whether so little is ``left`` that nothing hides the next gathers, or reductions by messages."""
         first, _ = self._limits(parameter)
-        gathered = any(kind is Kind.ALL_GATHER for kind, _, _ in parameter.served)
+        gathered = not parameter.reshard and any(kind is Kind.ALL_GATHER for kind, _, _ in parameter.served)
         return left <= _EXPOSED * first and (gathered or parameter.is_sent)
 
     def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool, left_in_block: int) -> bool:
