@@ -9,16 +9,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Axis, Kind, Table
+from passes import Axis, Kind, Mesh, Table
 from passes.analysis.costs import ALGORITHMS, Algorithm, Link, Point, algorithms_along
 
+from ..ranks.consensus import MeshRanks
 from ..ranks.local_ranks import connect_local_ranks
 from ..ranks.world import describe
 from .measured_collectives import Operands
@@ -39,8 +41,7 @@ def calibrate(
     """
     report = progress or (lambda *_: None)
     machine = _Machine(mesh.device_type, rounds)
-    described = describe(mesh)
-    groups = {k: mesh.get_group(k) for k, axis in enumerate(described.axes) if axis.size > 1 and axis.backend == "gloo"}
+    described, groups = _connected(mesh)
     connected, _ = connect_local_ranks(described, groups, _all_gather_text)
     axes = [axis for axis in connected.axes if axis.size > 1]
     todo = [(axis, kind, size) for axis, kind, size in product(axes, ALGORITHMS, sizes)]
@@ -54,6 +55,17 @@ def calibrate(
     compute = machine.rates()
     report("done", len(todo) + 1, len(todo) + 1)
     return Table("measured", tuple(Link(a.backend, a.name, a.size, curves[a.name]) for a in axes), compute)
+
+
+def _connected(mesh: DeviceMesh) -> tuple[Mesh, dict[int, Any]]:
+    """The axes of ``mesh``, and along which of them gloo moves data, in the groups of our own that steps use."""
+    described = describe(mesh)
+    connection = MeshRanks.of(mesh, None).connect("calibrate")
+    several = [k for k, axis in enumerate(described.axes) if axis.size > 1]
+    own = zip(several, connection.groups if connection else (), strict=True)
+    groups = {k: group for k, group in own if described.axes[k].backend == "gloo"}
+    axes = (replace(a, group=groups[k].group_name) if k in groups else a for k, a in enumerate(described.axes))
+    return replace(described, axes=tuple(axes)), groups
 
 
 def _all_gather_text(text: str) -> list[str]:
