@@ -1,9 +1,10 @@
 """Fit a program into a budget of memory: gather parameters again, prefetch less, and compute values again in backward.
 
 The candidates are all ways to gather parameters (what the program was partitioned for; without prefetch; with all
-gathered parameters resharded; both), each with every level of ``recompute_levels``. They and their order, by estimated
-time, do not depend on the budget, and the first one that fits is taken: more memory is never slower. Estimates decide
-which candidates the passes are run on, so that most never are.
+gathered parameters resharded; both), each with every level of ``recompute_levels``, in which values run again or, on a
+GPU, wait in host memory. They and their order, by estimated time, do not depend on the budget, and the first one that
+fits is taken: more memory is never slower. Estimates decide which candidates the passes are run on, so that most never
+are.
 
 Ranks may hold unequal parts, so every figure that decides is the largest over ranks, and the levels are the first
 rank's: all ranks make the same program.
@@ -35,6 +36,7 @@ from .schedule.estimate import estimate
 from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
 from .schedule.recompute_levels import Level, RecomputeLevels
+from .schedule.streams import runs_on_streams
 
 # Host memory: for a node in each graph that a step keeps (as captured, partitioned and run), 1,700 to 3,700 measured;
 # for what Python keeps of compiling, once; and, of what ops allocate beside the arena, the part that they need while
@@ -88,10 +90,14 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Made:
-    """What the passes made: bytes at the peak, and estimated seconds, on the rank that has the most."""
+    """What the passes made: bytes at the peak, and estimated seconds, on the rank that has the most.
+
+    ``on_streams``: whether copies between host and device have streams of their own.
+    """
 
     peak: int
     seconds: float
+    on_streams: bool
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class _Search:
         self._ways = _ways(self._program)
         self._costs = self._node_costs()
         self._made = cache(self._run)
-        self.plain = self._made(self._ways[0], ())
+        self.plain = self._made(self._ways[0], None)
 
     def fastest(self, budget: int) -> _Candidate | None:
         """The first candidate that fits; None if none does."""
@@ -131,11 +137,11 @@ class _Search:
 
     def peak(self, candidate: _Candidate) -> int:
         """The bytes that a candidate counts as: what the passes make of it, or the estimate if that is more."""
-        return max(candidate.peak, self._made(candidate.way, candidate.level.ops).peak)
+        return max(candidate.peak, self._made(candidate.way, _recompute(candidate.level)).peak)
 
     def pipeline(self, chosen: _Candidate) -> tuple[Pass, ...]:
         """All passes, with its recomputation."""
-        return self._with(chosen.level.ops)
+        return self._with(_recompute(chosen.level))
 
     def describe(self, chosen: _Candidate | None, budget: int) -> str:
         """A sentence for the report."""
@@ -150,6 +156,8 @@ class _Search:
             did.append("no gather starts ahead")
         if count := len(chosen.level.ops):
             did.append(f"{count} values that forward kept are computed again in backward")
+        if count := len(chosen.level.offloaded):
+            did.append(f"{count} values that forward kept wait in host memory")
         slower = f"{chosen.seconds / self.plain.seconds - 1:.0%} more time by the estimate"
         return f"{what}; {', '.join(did)} ({slower}, {_mega(self.plain.peak)} without)"
 
@@ -158,7 +166,7 @@ class _Search:
         """All but the plain one, in the order in which they are tried."""
         levels, found = self._levels(), []
         for way in self._ways:
-            made = self._made(way, ())
+            made = self._made(way, None)
             for level in levels if way != self._ways[0] else levels[1:]:
                 peak = made.peak - levels[0].peak + level.peak + self._node_bytes * level.again
                 found.append(_Candidate(way, level, peak, max(made.seconds, self.plain.seconds) + level.seconds))
@@ -166,30 +174,32 @@ class _Search:
 
     def _levels(self) -> list[Level]:
         """The first rank's levels, with the largest figures of all ranks."""
-        found = RecomputeLevels(self._program, self._costs, device_of(self._program))
+        link = self._costs.rates.host_link if self.plain.on_streams else 0.0
+        found = RecomputeLevels(self._program, self._costs, device_of(self._program), link)
         own = found.all()
-        first = [tuple(ops) for ops in json.loads(self._all_gather(json.dumps([each.ops for each in own]))[0])]
-        if first != [each.ops for each in own]:
-            own = [found.of(ops) for ops in first]
+        chosen = [[each.ops, each.offloaded] for each in own]
+        first = json.loads(self._all_gather(json.dumps(chosen))[0])
+        if first != json.loads(json.dumps(chosen)):
+            own = [found.of(*each) for each in first]
         peaks, seconds = (self._agreed([getattr(each, name) for each in own]) for name in ("peak", "seconds"))
         return [
             replace(each, peak=int(peak), seconds=took) for each, peak, took in zip(own, peaks, seconds, strict=True)
         ]
 
-    def _with(self, ops: tuple[str, ...]) -> tuple[Pass, ...]:
-        if not ops:
+    def _with(self, recompute: Recompute | None) -> tuple[Pass, ...]:
+        if recompute is None:
             return self._passes
         stands = isinstance(self._passes[self._place], Recompute)
-        return (*self._passes[: self._place], Recompute(ops), *self._passes[self._place + stands :])
+        return (*self._passes[: self._place], recompute, *self._passes[self._place + stands :])
 
-    def _run(self, way: _Way, ops: tuple[str, ...]) -> _Made:
-        program = run(way.of(self._program), self._with(ops)[self._place :], check=False)
+    def _run(self, way: _Way, recompute: Recompute | None) -> _Made:
+        program = run(way.of(self._program), self._with(recompute)[self._place :], check=False)
         nodes = 2 * len(self._given.graph.nodes) + len(program.graph.nodes) + self._kept_nodes
         peak = _bytes(program) + self._node_bytes * nodes + _COMPILING * self._is_host
         timeline = estimate(program, self._table, backend=backend_of(self._passes), with_memory=False)
         assert timeline is not None, "the rates of the device are known, or there would be no costs"
         peak, seconds = self._agreed([peak, timeline.seconds])
-        return _Made(int(peak), seconds)
+        return _Made(int(peak), seconds, runs_on_streams(program))
 
     @property
     def _is_host(self) -> bool:
@@ -220,6 +230,10 @@ def _bytes(program: Program) -> int:
     planned, allocated = sum(plan.peak for plan in plans), sum(plan.allocated for plan in plans)
     needed = max(allocated, most_with_temporaries(program, device))
     return planned - allocated + int(needed * (1 + _GAPS))
+
+
+def _recompute(level: Level) -> Recompute | None:
+    return Recompute(level.ops, level.offloaded) if level.ops or level.offloaded else None
 
 
 def _place_of(pipeline: Sequence[Pass]) -> int:

@@ -69,9 +69,12 @@ class RecomputedLives:
         self.planned = {piece: size for piece, size in planned if piece not in self.returned}
         self.over = {piece: over for node in self.made for piece, over in self._over(node)}
 
-    def without(self, dropped: Iterable[fx.Node]) -> Lives:
-        """The lives if forward keeps the results of ``dropped`` no longer than it reads them."""
-        return _Clock(self, set(dropped)).run()
+    def without(self, dropped: Iterable[fx.Node], offloaded: Iterable[fx.Node] = ()) -> Lives:
+        """The lives if forward keeps the results of ``dropped`` no longer than it reads them.
+
+        Those of ``offloaded`` neither: they come back from memory that does not count.
+        """
+        return _Clock(self, {*dropped, *offloaded}, set(offloaded)).run()
 
     def _over(self, node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
         """By piece of a kernel's that may be written over operands: the pieces of those."""
@@ -84,8 +87,8 @@ class RecomputedLives:
 class _Clock:
     """One run of a program, with some results dropped after forward."""
 
-    def __init__(self, lives: RecomputedLives, dropped: set[fx.Node]) -> None:
-        self._lives, self._dropped = lives, dropped
+    def __init__(self, lives: RecomputedLives, dropped: set[fx.Node], offloaded: set[fx.Node]) -> None:
+        self._lives, self._dropped, self._offloaded = lives, dropped, offloaded
         self._now = 0
         self._values: dict[fx.Node, _Value] = {}  # by piece
         self._repeated: dict[fx.Node, _Value] = {}
@@ -112,7 +115,7 @@ class _Clock:
         pending = self._lacking(node)
         while pending:
             op = pending[-1]
-            lacking = self._lacking(op)
+            lacking = [] if op in self._offloaded else self._lacking(op)
             pending += lacking
             if not lacking:
                 pending.pop()
@@ -133,7 +136,8 @@ class _Clock:
     def _step(self, node: fx.Node, made: dict[fx.Node, _Value], later: bool) -> None:
         """One tick: read operands, make results."""
         self._now += 1
-        for piece in self._lives.read[node]:
+        comes_back = made is self._repeated and node in self._offloaded
+        for piece in () if comes_back else self._lives.read[node]:
             if (value := self._value(piece, later)) is not None:
                 value.last = self._now
                 if not later:
@@ -142,7 +146,7 @@ class _Clock:
                     value.since = self._now
         for piece, size in self._lives.made.get(node, ()):
             value = made[piece] = _Value(size, piece in self._lives.planned, self._now, self._now, self._now)
-            for operand in self._lives.over.get(piece, ()):
+            for operand in () if comes_back else self._lives.over.get(piece, ()):
                 if (read := self._value(operand, later)) is not None:
                     self._pairs.append((value, read))
 
@@ -160,7 +164,8 @@ class _Clock:
         for op in self._lives.found.kept:
             waiting = (self._values[piece] for piece, _ in self._lives.made.get(op, ()))
             idle[op] = sum(value.size for value in waiting if value.until < at[value.planned] < value.since)
-        return Lives(sum(size for size, _ in most), tuple(self._again), idle)
+        again = tuple(op for op in self._again if op not in self._offloaded)
+        return Lives(sum(size for size, _ in most), again, idle)
 
 
 def _most(values: list[_Value], end: int) -> tuple[int, int]:

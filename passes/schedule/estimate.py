@@ -9,6 +9,7 @@ from ..ir.program import Program
 from .node_costs import NodeCosts, device_of
 from .rates import rates_of
 from .simulation import Timeline, simulate
+from .streams import runs_on_streams
 
 
 def estimate(
@@ -27,5 +28,6 @@ def estimate(
     rates = rates_of(table, device_of(program), program.mesh)
     if rates is None:
         return None
-    costs = NodeCosts(program, rates, table, backend=backend, measured=measured)
+    overlap = runs_on_streams(program)
+    costs = NodeCosts(program, rates, table, backend=backend, measured=measured, copies_overlap=overlap)
     return simulate(program, costs, with_memory=with_memory)

@@ -173,6 +173,10 @@ class _Assigner:
         self._events: dict[tuple[str, int], int] = {}
         self._users: dict[fx.Node, Segments[_Users]] = defaultdict(lambda: Segments(_Users, _Users.copy))
         self._frees = _frees(program, self.memory)
+        self._ends = {
+            piece for node in program.graph.output_node().all_input_nodes for piece in self.memory.found[node]
+        }
+        self._lasting = _Clock()  # the last copy of each stream whose host memory is there after the call
         self._begin()
 
     def _begin(self) -> None:
@@ -198,6 +202,8 @@ class _Assigner:
         beside = [each for each in accesses if stream == COMPUTE and not is_on(each.space, "cuda")]
         self._access(node, [each for each in beside if not each.writes], writes=False)
         self._do(Launch(stream, node), [each for each in accesses if each not in beside])
+        if stream in (TO_DEVICE, TO_HOST) and any(self.memory.kind_at_end(each.space) == "cpu" for each in accesses):
+            self._lasting[stream] = self._known[stream][stream]
         written = [each for each in beside if each.writes]
         if written:
             self._wait(HOST, {stream: self._known[stream][stream]})
@@ -256,10 +262,10 @@ class _Assigner:
         return self._events[stream, number]
 
     def _join(self) -> None:
-        """At its end a call is as work of the stream that computes; and copies from and to host memory are over."""
+        """At its end a call is as work of the stream that computes; and copies are over of host memory that stays."""
         last = {stream: clock.get(stream, 0) for stream, clock in self._known.items() if clock.get(stream)}
         self._wait(COMPUTE, {stream: number for stream, number in last.items() if stream != HOST})
-        self._wait(HOST, {stream: number for stream, number in last.items() if stream in (TO_DEVICE, TO_HOST)})
+        self._wait(HOST, self._lasting)
 
 
 def arenas(graph: fx.Graph) -> list[Access]:

@@ -58,6 +58,7 @@ class TouchedMemory:
             if is_tensor and (maker.op in ("placeholder", "get_attr") or self.runs(maker)):
                 self._made[maker].append(piece)
         self._real = {piece for pieces in self._made.values() for piece in pieces}
+        self._returned = {piece for node in graph.output_node().all_input_nodes for piece in self.found[node]}
 
     def runs(self, node: fx.Node) -> bool:
         """Whether a node computes or moves data; views, and what only stands for a value, do not."""
@@ -88,6 +89,14 @@ class TouchedMemory:
     def holders(self, piece: fx.Node) -> list[fx.Node]:
         """The nodes whose value may lie in a piece of memory: it is kept as long as one of them is."""
         return [node for node, pieces in self.found.items() if piece in pieces]
+
+    def kind_at_end(self, space: fx.Node) -> str:
+        """Which kind of device must be done with memory when a call ends: "cuda", or "cpu" for that of the host.
+
+        Host memory that a copy made, and that nobody returns, is torch's own, which keeps it until its copies are over.
+        """
+        is_copy = space.target is to_host and space not in self._returned
+        return "cpu" if is_on(space, "cpu") and not is_copy else "cuda"
 
     def _targets(self, node: fx.Node) -> list[fx.Node]:
         """The arguments that a node writes to: all, where it does not declare them."""

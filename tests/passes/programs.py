@@ -334,3 +334,14 @@ def targets(program: Program) -> list[str]:
         else str(node.target).removeprefix("aten.").removeprefix("_c10d_functional.")
         for node in nodes
     ]
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def moved_to_cuda(value: Any) -> Any:
+    """A fake tensor like this one on a GPU."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from passes import MemoryBudgetError, PassError, Phase, Program, Recompute, Role, default, estimate, fit_memory, run
 from passes.fit_memory import Fitted, fit
 from passes.memory.peak_memory import planned_memory
+from passes.schedule.gpus import published
+from passes.schedule.happens_before import check_streams
+from passes.schedule.streams import assign_streams
 
-from .programs import f64, make_program
+from .programs import f64, make_program, moved_to_cuda
 
 aten = torch.ops.aten
 LAYERS, ROWS = 8, 4096
@@ -119,12 +124,34 @@ def test_the_first_rank_says_what_is_computed_again(program: Program) -> None:
         own = json.loads(text)
         if not isinstance(own[0], list):
             return [text, text]
-        others.append([own[-1][k:] for k in range(len(own[-1]), -1, -1)])
+        ops, offloaded = own[-1]
+        others.append([[ops[k:], offloaded] for k in range(len(ops), -1, -1)])
         return [json.dumps(others[0]), text]
 
     fitted = fit(program, default(), most(program) - activations(program) // 10, with_another_first)
     (again,) = [each for each in fitted.pipeline if isinstance(each, Recompute)]
-    assert again.ops and list(again.ops) in others[0]
+    assert again.ops and [list(again.ops), []] in others[0]
+
+
+def test_on_a_gpu_values_wait_in_host_memory_while_copies_are_hidden(program: Program) -> None:
+    """By the published figures of an H100; without such a link they are computed again."""
+    for node in program.graph.nodes:
+        node.meta["val"] = tree_map(moved_to_cuda, node.meta.get("val"))
+    table = published("H100", program.mesh)
+    pipeline = default(table=table)
+    plain = fit(program, pipeline, 1 << 40, alone)
+    least = plain.peak - 3 * 8 * 16 * ROWS
+    fitted = fit(program, pipeline, least, alone)
+    (recompute,) = [each for each in fitted.pipeline if isinstance(each, Recompute)]
+    assert not recompute.ops and len(recompute.offloaded) >= 3
+    assert "wait in host memory (0% more time" in fitted.note
+    final = run(fitted.program, fitted.pipeline)
+    assert planned_memory(final)["cuda:0"].peak <= least
+    check_streams(final, assign_streams(final))
+    without = {name: rate for name, rate in table.compute.items() if name != "host link"}
+    fitted = fit(program, default(table=replace(table, compute=without)), least, alone)
+    (recompute,) = [each for each in fitted.pipeline if isinstance(each, Recompute)]
+    assert recompute.ops and not recompute.offloaded
 
 
 def test_a_pipeline_in_which_nothing_can_be_chosen_is_refused(program: Program) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from passes import MergeEqual, Phase, Program, Recompute, Role, run
 from passes.memory.recomputable import Recomputable
+from passes.runtime.host_memory import to_device, to_host
 from passes.runtime.random import draw
 
 from ..programs import all_reduce, assert_same_bits, before_and_after, f64, make_program
@@ -51,6 +52,25 @@ def test_recompute(golden: Any) -> None:
     golden(text)
     assert_same_bits(program, after)
     assert run(after, [MergeEqual()]).history[-1].endswith("nothing to do")
+
+
+def test_results_wait_in_host_memory() -> None:
+    """Also where what runs again reads one; each comes back when backward reads the one before it."""
+
+    def step(w: Any, x: Any) -> Any:
+        a = aten.tanh.default(aten.mm.default(x, w))
+        b = aten.exp.default(a)
+        c = aten.sin.default(b)
+        y = aten.sum.default(c)
+        return y, aten.mul.Tensor(c, 2.0), aten.mul.Tensor(aten.view.default(b, [8]), 3.0), aten.add.Tensor(a, 1.0)
+
+    program = program_of_sum(step)
+    after = run(program, [Recompute(("sin",), offloaded=("exp", "tanh"))])
+    assert_same_bits(program, after)
+    names = [node.name for node in after.graph.nodes if node.target in (aten.sin.default, to_host, to_device)]
+    assert names == ["to_host", "to_host_1", "sin", "to_device", "to_device_1", "sin_1"]
+    assert [node.args[0].name for node in after.graph.find_nodes(op="call_function", target=to_host)] == ["tanh", "exp"]
+    assert [node.args[0].name for node in after.graph.nodes if node.name == "sin_1"] == ["to_device"]
 
 
 def test_what_is_kept_and_can_be_had_again() -> None:

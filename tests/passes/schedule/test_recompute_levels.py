@@ -135,6 +135,20 @@ def test_blocks_run_again_one_by_one() -> None:
     assert levels[-1].seconds <= 2 * 9 * _BLOCKS + 3 * _BLOCKS  # each op of forward at most once more
 
 
+@pytest.mark.parametrize("hidden", [0, 4, 9])
+def test_what_copies_can_hide_waits_in_host_memory(hidden: int) -> None:
+    """In the 240 + 1 s of forward ``hidden`` values are copied, and a part of the next one."""
+    program = with_phases(make_program(residual, {}, [Role.ACTIVATION], w=f64(64, 64), x=f64(512, 64)))
+    size = 8 * 512 * 64
+    costs = ByName(_COSTS | {"sum": 0, "expand": 0, "mul": 3})
+    forward = 240  # of backward, longer
+    levels = RecomputeLevels(program, costs, CPU, link=hidden * size / forward).all()  # type: ignore[arg-type]
+    free = [each for each in levels if each.seconds == 0]
+    assert free[0].peak - free[-1].peak == hidden * size
+    assert len(free[-1].offloaded) == hidden
+    assert not hidden or free[1].offloaded == ("tanh",)  # which takes a product to run again, and itself
+
+
 def _with(recompute: Recompute) -> list[Pass]:
     """The default passes, with one where ``fit`` has it."""
     place = next(k for k, each in enumerate(default()) if isinstance(each, FormUnits))

@@ -17,10 +17,9 @@ from passes.runtime.host_memory import to_device, to_host, wait_copy
 from passes.schedule.happens_before import check_streams
 from passes.schedule.streams import HOST, StreamProgram, Wait, assign_streams, runs_on_streams
 
-from ..programs import GROUP, all_gather, all_reduce, f64, make_program
+from ..programs import CUDA, GROUP, all_gather, all_reduce, f64, make_program, moved_to_cuda
 
 aten = torch.ops.aten
-CUDA = torch.device("cuda", 0)
 
 
 def on_cuda(function: Callable[..., Any], backend: str = "nccl", **inputs: Tensor) -> Program:
@@ -29,16 +28,9 @@ def on_cuda(function: Callable[..., Any], backend: str = "nccl", **inputs: Tenso
     host = {node for node in made.graph.nodes if node.name.startswith("h")}
     for node in made.graph.nodes:
         if node not in host and node.target not in (to_host, wait_copy):
-            node.meta["val"] = tree_map(_moved, node.meta.get("val"))
+            node.meta["val"] = tree_map(moved_to_cuda, node.meta.get("val"))
     mesh = Mesh((Axis("dp", 2, GROUP, 0, backend),))
     return run(replace(made, mesh=mesh), [ReuseMemory()], check=False)
-
-
-def _moved(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    with value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
 
 
 def hidden(x: Any, y: Any) -> Any:

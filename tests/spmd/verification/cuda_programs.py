@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import passes
 import spmd
 from passes import Program
+from passes.memory.recomputable import Recomputable
 from passes.schedule.streams import StreamProgram, assign_streams
 from spmd.call.rng import random_state_kept
 from spmd.ranks.simulated import Simulated, standing_for
@@ -57,6 +58,7 @@ MODES: dict[str, dict[str, Any]] = {
     "offload": {"parallel_style": "fully_shard", "offload_policy": OFFLOAD},
     "offload replicated": {"offload_policy": OFFLOAD},
     "sharded optimizer": {"shard_optimizer": True},
+    "offloaded activations": {"parallel_style": "fully_shard"},
 }  # fmt: skip
 
 
@@ -92,13 +94,22 @@ def captured() -> tuple[Program, Values]:
 def for_cuda(name: str) -> OnRanks:
     """The programs of a mode, with buckets as small as they get."""
     program, wholes = captured()
-    pipeline = passes.default(bucket_bytes=1)
     with random_state_kept(), simulated_world(WORLD, None, "cpu") as device_mesh:
         mode = OnCuda(**MODES[name], mesh=device_mesh)
         local = [_partitioned(mode, program, rank) for rank in range(WORLD)]
-        final = [passes.run(each, pipeline) for each in local]
+        final = [passes.run(each, _pipeline(name, each)) for each in local]
     values = [_parts(each, wholes) for each in local]
     return OnRanks(final, [assign_streams(each) for each in final], values)
+
+
+def _pipeline(name: str, program: Program) -> tuple[passes.Pass, ...]:
+    """The default passes; also one that lets all that forward keeps wait in host memory."""
+    pipeline = passes.default(bucket_bytes=1)
+    if name != "offloaded activations":
+        return pipeline
+    place = next(k for k, each in enumerate(pipeline) if isinstance(each, passes.FormUnits))
+    kept = Recomputable(passes.run(program, pipeline[:place])).kept
+    return (*pipeline[:place], passes.Recompute(offloaded=tuple(op.name for op in kept)), *pipeline[place:])
 
 
 def _partitioned(mode: OnCuda, program: Program, rank: int) -> Program:

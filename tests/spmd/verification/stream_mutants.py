@@ -96,7 +96,10 @@ def other_event(memory: TouchedMemory, operations: Operations) -> Iterator[tuple
     for k, each in enumerate(operations):
         if isinstance(each, Wait) and order.index(each.event) > 0:
             other = order[order.index(each.event) - 1]
-            yield f"{other} for {each.event}", (*operations[:k], Wait(each.stream, other), *operations[k + 1 :])
+            yield (
+                f"{each.stream} {other} for {each.event}",
+                (*operations[:k], Wait(each.stream, other), *operations[k + 1 :]),
+            )
 
 
 def freed_early(memory: TouchedMemory, operations: Operations) -> Iterator[tuple[str, Operations]]:
