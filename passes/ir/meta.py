@@ -66,6 +66,7 @@ KEYS: tuple[Key, ...] = (
             _PARTITIONER,
             "passes/analysis/list_ops.py",
             "passes/communication",
+            "passes/memory/recompute.py",
             "passes/update/first_gathers.py",
         ),
         (

@@ -68,6 +68,11 @@ class _Again:
             if not self._found.exists_later(node, self._dropped):
                 reader.replace_input_with(node, self._copy(node, reader))
 
+    def copy_back_early(self) -> None:
+        """Let each value from host memory come back when the one before it is read."""
+        for one, other in reversed(list(pairwise(self._back))):
+            one.append(other)
+
     def _copy(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         """``node`` computed again before ``reader``, if it has not been before; without recursion: chains are long."""
         pending = [node]
@@ -86,22 +91,20 @@ class _Again:
     def _lacks(self, node: fx.Node) -> bool:
         return node not in self._copies and not self._found.exists_later(node, self._dropped)
 
-    def copy_back_early(self) -> None:
-        """Let each value from host memory come back when the one before it is read."""
-        for one, other in reversed(list(pairwise(self._back))):
-            one.append(other)
-
     def _repeat(self, node: fx.Node, reader: fx.Node) -> None:
         if node in self._offloaded:
-            device, copied = node.meta["val"].device, self._offloaded[node]
-            copy = insert_before(reader, to_device, copied, device, like=node, relation=Relation.REPLACEMENT)
-            copy.meta["phase"] = reader.meta["phase"]
-            self._copies[node] = copy
-            self._back.append(copy)
-            return
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self._copies.get(each, each))
-        like = Relation.REPLACEMENT
-        copy = insert_before(reader, node.target, *args, like=node, relation=like, kwargs=kwargs, val=node.meta["val"])
-        copy.meta |= {"phase": reader.meta["phase"], "recompute_of": node.name}
+            copy = self._copy_back(node, reader)
+        else:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self._copies.get(each, each))
+            like, val = Relation.REPLACEMENT, node.meta["val"]
+            copy = insert_before(reader, node.target, *args, like=node, relation=like, kwargs=kwargs, val=val)
+            copy.meta["recompute_of"] = node.name
+            self.count += 1
+        copy.meta["phase"] = reader.meta["phase"]
         self._copies[node] = copy
-        self.count += 1
+
+    def _copy_back(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        device, copied = node.meta["val"].device, self._offloaded[node]
+        back = insert_before(reader, to_device, copied, device, like=node, relation=Relation.REPLACEMENT)
+        self._back.append(back)
+        return back
