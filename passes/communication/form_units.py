@@ -31,11 +31,11 @@ class FormUnits(Pass):
     repeated block begins or ends, once it has ``first_bytes``. Of a block that reaches ``max_bytes``, a rest of less
     than half as much joins the unit before it. The last ones visited, some four times ``first_bytes``, are in units of
     ``first_bytes``, too, where they are gathered or reduced by messages: forward begins with them and backward ends, so
-    nothing hides them. Where parameters are gathered again (``program.reshard``), memory counts, and units end at
-    blocks and at ``max_bytes`` alone. Parameters of one unit agree in dtype, device, memory, module argument, in
-    whether ranks have equal parts, in whether they are gathered again, then in whether they lie in a block, and in the
-    kinds, axes and roles of their collectives; within it they are in the order of registration. Sizes are bytes, equal
-    on all ranks.
+    nothing hides them. Where parameters are gathered again (``program.reshard``), memory counts: the first unit is not
+    small, and the last ones are only if ranks send messages; all others end at blocks and at ``max_bytes`` alone.
+    Parameters of one unit agree in dtype, device, memory, module argument, in whether ranks have equal parts, in
+    whether they are gathered again, then in whether they lie in a block, and in the kinds, axes and roles of their
+    collectives; within it they are in the order of registration. Sizes are bytes, equal on all ranks.
 
     Both limits are at least what the rate of the axes makes worth while, if that was measured: ``first_bytes`` as many
     bytes as are sent in the latency of a collective, ``max_bytes`` twice as many. So latency, which grows with the

@@ -35,7 +35,7 @@ class Recompute(Pass):
     after: ClassVar[tuple[type[Pass], ...]] = (MergeEqual,)
 
     def rewrite(self, program: Program) -> int:
-        """Visit what runs later in its order, and provide what each op lacks; returns how many ops run again."""
+        """Visit what runs later in its order, and provide what it lacks; returns how many ops run or come back."""
         found = Recomputable(program)
         wanted, moved = set(self.ops), set(self.offloaded)
         offloaded = {op: _to_host(op) for op in found.kept if op.name in moved and isinstance(op.meta["val"], Tensor)}
@@ -99,9 +99,9 @@ class _Again:
             like, val = Relation.REPLACEMENT, node.meta["val"]
             copy = insert_before(reader, node.target, *args, like=node, relation=like, kwargs=kwargs, val=val)
             copy.meta["recompute_of"] = node.name
-            self.count += 1
         copy.meta["phase"] = reader.meta["phase"]
         self._copies[node] = copy
+        self.count += 1
 
     def _copy_back(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         device, copied = node.meta["val"].device, self._offloaded[node]

@@ -21,7 +21,7 @@ def behind_compute() -> Iterator[None]:
     before = threads()
     yield
     for thread in threads() - before:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended, or this process may not: then it is as without
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 

@@ -238,7 +238,7 @@ class _Checker:
         if missing:
             raise PassError(f"expected every node to run, but nothing launches {missing[0]}{_line(missing[0])}")
         for space, segments in self.bytes.items():
-            waiting = HOST if self.memory.kind_at_end(space) == "cpu" else COMPUTE
+            waiting = HOST if self.memory.stays_on_host(space) else COMPUTE
             known = _later(self.clocks[waiting], self.clocks[HOST])
             for use in (use for held in segments.all() for use in _uses(held)):
                 if known.get(use.stream, 0) < use.number:

@@ -173,9 +173,6 @@ class _Assigner:
         self._events: dict[tuple[str, int], int] = {}
         self._users: dict[fx.Node, Segments[_Users]] = defaultdict(lambda: Segments(_Users, _Users.copy))
         self._frees = _frees(program, self.memory)
-        self._ends = {
-            piece for node in program.graph.output_node().all_input_nodes for piece in self.memory.found[node]
-        }
         self._lasting = _Clock()  # the last copy of each stream whose host memory is there after the call
         self._begin()
 
@@ -202,7 +199,7 @@ class _Assigner:
         beside = [each for each in accesses if stream == COMPUTE and not is_on(each.space, "cuda")]
         self._access(node, [each for each in beside if not each.writes], writes=False)
         self._do(Launch(stream, node), [each for each in accesses if each not in beside])
-        if stream in (TO_DEVICE, TO_HOST) and any(self.memory.kind_at_end(each.space) == "cpu" for each in accesses):
+        if stream in (TO_DEVICE, TO_HOST) and any(self.memory.stays_on_host(each.space) for each in accesses):
             self._lasting[stream] = self._known[stream][stream]
         written = [each for each in beside if each.writes]
         if written:

@@ -90,13 +90,13 @@ class TouchedMemory:
         """The nodes whose value may lie in a piece of memory: it is kept as long as one of them is."""
         return [node for node, pieces in self.found.items() if piece in pieces]
 
-    def kind_at_end(self, space: fx.Node) -> str:
-        """Which kind of device must be done with memory when a call ends: "cuda", or "cpu" for that of the host.
+    def stays_on_host(self, space: fx.Node) -> bool:
+        """Whether memory is the host's, and somebody may use it after the call.
 
-        Host memory that a copy made, and that nobody returns, is torch's own, which keeps it until its copies are over.
+        What a copy to the host made, and nobody returns, is freed: torch keeps it until copies from and to it are over.
         """
-        is_copy = space.target is to_host and space not in self._returned
-        return "cpu" if is_on(space, "cpu") and not is_copy else "cuda"
+        is_freed = space.target is to_host and space not in self._returned
+        return is_on(space, "cpu") and not is_freed
 
     def _targets(self, node: fx.Node) -> list[fx.Node]:
         """The arguments that a node writes to: all, where it does not declare them."""

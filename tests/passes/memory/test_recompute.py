@@ -67,6 +67,7 @@ def test_results_wait_in_host_memory() -> None:
     program = program_of_sum(step)
     after = run(program, [Recompute(("sin",), offloaded=("exp", "tanh"))])
     assert_same_bits(program, after)
+    assert after.history[-1].endswith(": 3 edits")  # also what only comes back is one
     names = [node.name for node in after.graph.nodes if node.target in (aten.sin.default, to_host, to_device)]
     assert names == ["to_host", "to_host_1", "sin", "to_device", "to_device_1", "sin_1"]
     assert [node.args[0].name for node in after.graph.find_nodes(op="call_function", target=to_host)] == ["tanh", "exp"]
