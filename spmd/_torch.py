@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -406,11 +407,8 @@ def new_gloo_group(name: str, rank: int, ranks: list[int], store: Any, timeout: 
     failed to make another; here the caller names the group. 2.11 to 2.15.
     """
     seconds = timedelta(seconds=timeout)
-    distributed_c10d.ProcessGroupGloo = _GlooOfOneWorker  # type: ignore[misc]
-    try:
+    with gloo_of_one_worker():
         group, _ = _new_process_group_helper(len(ranks), rank, ranks, "gloo", store, GroupName(name), timeout=seconds)
-    finally:  # torch's own, not what was there: another thread may open a group, too
-        distributed_c10d.ProcessGroupGloo = distributed.ProcessGroupGloo  # type: ignore[misc]
     _world.pg_group_ranks[group] = {each: k for k, each in enumerate(ranks)}
     return group
 
@@ -422,6 +420,28 @@ def unregistered_gloo_group(name: str, rank: int, size: int, store: Any, timeout
     """
     prefixed = distributed.PrefixStore(name, store)  # type: ignore[attr-defined]
     return _GlooOfOneWorker(prefixed, rank, size, timedelta(seconds=timeout))
+
+
+@contextmanager
+def gloo_of_one_worker() -> Iterator[None]:
+    """Let one thread run the collectives of each gloo group that torch opens in the body, in any thread.
+
+    torch has no public name for it: a global name, which is the class of the group, is another one meanwhile. 2.11 to
+    2.15.
+    """
+    with _bodies_change:
+        _bodies.append(None)
+        distributed_c10d.ProcessGroupGloo = _GlooOfOneWorker  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        with _bodies_change:
+            _bodies.pop()
+            if not _bodies:
+                distributed_c10d.ProcessGroupGloo = distributed.ProcessGroupGloo  # type: ignore[misc]
+
+
+_bodies, _bodies_change = list[None](), threading.Lock()  # of ``gloo_of_one_worker``, which run now
 
 
 class _GlooOfOneWorker(distributed.ProcessGroupGloo):
@@ -540,6 +560,7 @@ __all__ = [
     "get_proxy_mode",
     "get_proxy_slot",
     "global_hooks",
+    "gloo_of_one_worker",
     "gradient_hooks",
     "has_meta_kernel",
     "local_tensor",

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 import passes
 from passes.ir.program import Placements
 
-from .._torch import FakeStore, root_mesh
+from .._torch import FakeStore, gloo_of_one_worker, root_mesh
 from .simulated import simulated
 
 _Meshes = weakref.WeakValueDictionary[str, DeviceMesh]  # by kind of device
@@ -163,7 +163,8 @@ def _init(kind: str) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        _init_from_environment("nccl" if kind == "cuda" else "gloo")
+        with gloo_of_one_worker():  # two of torch's corrupt memory
+            _init_from_environment("nccl" if kind == "cuda" else "gloo")
     else:
         # The fake backend moves no data, and at world size one there is none to move; it opens no port.
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())

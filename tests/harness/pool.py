@@ -34,7 +34,7 @@ class RankError(AssertionError):
 
 @dataclass
 class Worker:
-    """One process and the pipe to it; it writes its stack to ``stacks`` on request."""
+    """One process and the pipe to it; ``stacks`` has what it prints to stderr, and its stack on request."""
 
     process: BaseProcess
     pipe: Connection

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import spmd
+from spmd._torch import gloo_of_one_worker
 
 from .torch_state import torch_state
 
@@ -58,14 +59,20 @@ Outcome = Done | Failed
 
 
 def serve(pipe: Connection, stacks: Path) -> None:
-    """Run jobs until the pipe closes. ``SIGUSR1`` and fatal signals write the stack to ``stacks``."""
+    """Run jobs until the pipe closes. ``stacks`` gets what a job prints to stderr, and its stack on a signal.
+
+    These are ``SIGUSR1``, for Python's stack, and fatal ones, for those of all native threads, too.
+    """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    with stacks.open("w") as file:
+    with stacks.open("a") as file, gloo_of_one_worker():  # two of torch's corrupt memory, once in some thousand jobs
+        os.dup2(file.fileno(), sys.stderr.fileno())
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
         faulthandler.register(signal.SIGUSR1, file=file)
         faulthandler.enable(file)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session; it closes the pipe
         while (received := _next(pipe)) is not None:
+            file.truncate(0)
             pipe.send_bytes(packed(_outcome(received)))
 
 
