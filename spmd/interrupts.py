@@ -1,8 +1,10 @@
 """Signals that a Python handler answers, maybe by raising, where that must not happen.
 
-While a step is compiled, Ctrl-C is held as long as torch's code runs: its C++ code calls Python in places that must not
-raise, for example to ask a symbolic number what it is while it parses the arguments of an op: the process ends with a
-segmentation fault, or is aborted (seen in 2.13). And what ranks count together is not interrupted halfway.
+While a step is compiled, Ctrl-C and others are held until one of these runs: the user's code, a function of ours that
+is marked for it (``interruptible``), or a place that asks for it (``answer_interrupt``). For our code replaces parts of
+the user's objects and puts them back, which must not end halfway. And torch's C++ code calls Python in places that must
+not raise, for example to ask a symbolic number what it is, or a fake tensor for its device: the process ends with a
+segmentation fault, or is aborted (seen in 2.13). Nor is what ranks count together interrupted halfway.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import sys
 import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,27 +34,48 @@ _UNSAFE = (os.path.dirname(torch.__file__) + os.sep, weakref.__file__)  # what a
 _ASKED = ("__getattribute__", "__getattr__")  # by torch's C++ code, which drops what they raise
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+_interruptible = dict[int, Any]()  # code of functions, by id: code that is equal may be of another function
+_held = list[tuple[int, Any]]()  # signals, each with its handler, which who answers takes from here
+
+
+def interruptible(function: Function) -> Function:
+    """Let an interrupt raise in ``function`` and in what of ours it calls: there is nothing to be put back."""
+    code = function.__code__
+    _interruptible[id(code)] = code
+    return function
+
 
 @contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Hold ``SIGINT`` while the body is in torch's code; the user's handler gets it as soon as ours or theirs runs."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    """Hold signals until the user's code runs, or one that is ``interruptible``: their handlers get them then."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handlers = _handlers()
 
     def interrupted(number: int, frame: FrameType | None) -> None:
-        if _is_unsafe(frame):
-            _thread.start_new_thread(_send_again, (number,))  # takes no lock that the interrupted code may have
-        else:
-            handler(number, frame)
+        if not _is_unsafe(frame):
+            handlers[number](number, frame)
+        elif all(number != held for held, _ in _held):
+            _held.append((number, handlers[number]))
+            _thread.start_new_thread(_send_again, ())  # takes no lock that the interrupted code may have
 
-    signal.signal(signal.SIGINT, interrupted)
+    for number in handlers:
+        signal.signal(number, interrupted)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is interrupted:  # the step may have set another
-            signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is interrupted:  # the step may have set another
+                signal.signal(number, handler)
+
+
+def answer_interrupt() -> None:
+    """Let a signal that is held be handled here, in a call that may raise anything."""
+    if _held and threading.current_thread() is threading.main_thread():
+        for number, handler in _taken():
+            handler(number, sys._getframe(1))
 
 
 @contextmanager
@@ -59,8 +84,7 @@ def deferred_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    known = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
-    handlers = {number: handler for number, handler in known.items() if callable(handler)}
+    handlers = _handlers()
     arrived: list[tuple[int, FrameType | None]] = []
     for number in handlers:
         signal.signal(number, lambda *given: arrived.append(given))
@@ -74,27 +98,42 @@ def deferred_signals() -> Iterator[None]:
                 answers.callback(handlers[number], number, frame)
 
 
+def _handlers() -> dict[int, Any]:
+    """The handlers in Python, by signal."""
+    known = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: handler for number, handler in known.items() if callable(handler)}
+
+
 def _is_unsafe(frame: FrameType | None) -> bool:
-    """Whether torch runs, or a library that torch has called, or code whose errors C code may ignore."""
+    """Whether torch runs, or code of ours that is not marked, or a library that they call, or errors may be ignored."""
     if is_in_callback(frame):
         return True
     is_ours = False
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_OURS):
+        code = frame.f_code
+        if code.co_filename.startswith(_OURS):
             is_ours = True
-            if frame.f_code.co_name in _ASKED:
+            if id(code) in _interruptible:
+                return False
+            if code.co_name in _ASKED:
                 return True
-        elif is_ours:
-            return False
-        elif file.startswith(_UNSAFE):
+        elif code.co_filename.startswith(_UNSAFE):
             return True
-        elif not file.startswith((*_LIBRARIES, "<")):  # generated code has names such as <string>
-            return False
+        elif not code.co_filename.startswith((*_LIBRARIES, "<")):  # generated code has names such as <string>
+            break
         frame = frame.f_back
-    return False
+    return is_ours
 
 
-def _send_again(number: int) -> None:
+def _send_again() -> None:
     time.sleep(_AGAIN)
-    os.kill(os.getpid(), number)
+    for number, _ in _taken():
+        os.kill(os.getpid(), number)
+
+
+def _taken() -> list[tuple[int, Any]]:
+    """The signal that was held first, which nobody else takes then; none if another has."""
+    try:
+        return [_held.pop(0)]
+    except IndexError:
+        return []

@@ -21,6 +21,7 @@ from passes.prefetch import Prefetched, run_and_prefetch
 from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
+from .interrupts import interruptible
 from .lowering.lower import Backend
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
@@ -89,6 +90,7 @@ class Options:
             return tuple(self.mode.custom_passes)
         return passes.default()
 
+    @interruptible
     def fitted(
         self, partitioned: Program, all_gather: AllGather, kept: Sequence[Program]
     ) -> tuple[Program, tuple[Pass, ...]]:
@@ -102,6 +104,7 @@ class Options:
         fitted.program.notes.append(fitted.note)
         return fitted.program, fitted.pipeline
 
+    @interruptible
     def run(
         self, partitioned: Program, pipeline: tuple[Pass, ...], on_stage: OnStage, is_alone: bool
     ) -> tuple[Program, Deferred | Prefetched | str | None]:

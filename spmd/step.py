@@ -228,8 +228,8 @@ class CompiledStep:
             begun = call.initial_state(self._dispatch.idle)
             with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                 compiled = self._compile(turn, call, agreement, stages)
-        self._dispatch.add(compiled, change, call)
-        end_stale_references(call.replaced)
+            self._dispatch.add(compiled, change, call)
+            end_stale_references(call.replaced)
         return compiled
 
     def _title(self, change: str) -> str:

@@ -36,6 +36,7 @@ from .._torch import (
 )
 from ..call.rng import Draws
 from ..failed_ops import note_op
+from ..interrupts import answer_interrupt
 from ..source_lines import user_line
 from .checkpointing import Recomputed, recomputing
 from .reads import Reads
@@ -85,6 +86,8 @@ class Recorder(TorchDispatchMode):
         current = current_autograd_node()
         if current is not None:
             self._hook_upstream(current)
+            if func.namespace == "aten" and not torch.is_grad_enabled():  # else, torch asks where it must not raise
+                answer_interrupt()
         if self.constants is not None:
             check_outside(func, args, self.constants)
         drawn = self._number(func, args, kwargs or {})
@@ -121,6 +124,7 @@ class Recorder(TorchDispatchMode):
         def enter(module: nn.Module, args: Any) -> None:
             if self._outside is None and current_autograd_node() is not None:
                 self._outside = len(self._modules)
+            answer_interrupt()
             self._modules.append(self._names.get(id(module), type(module).__name__))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:

@@ -24,6 +24,7 @@ from passes.ir.program import Placements, is_sharded, output_values
 
 from .._torch import LazyGraphModule, OpOverload
 from ..capture.constraint import CONSTRAIN, constrained_to
+from ..interrupts import interruptible
 from ..placements import local_shape
 from ..rules import OpCall, decomposition_of, rule_of
 from . import reasons
@@ -44,6 +45,7 @@ from .steps import cost
 from .values import Value, infos, results
 
 
+@interruptible
 def partition(program: Program, plan: Plan) -> Program:
     """One rank's share of ``program`` under ``plan``; ``program`` is left as it is.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..interrupts import interruptible
 from .members import Members
 
 _SLICE = 1.0  # seconds
@@ -57,6 +58,7 @@ class Patience:
             with suppress(Exception):  # a store that is gone needs no tidying
                 self.store.delete_key(self._key(dist.get_rank()))
 
+    @interruptible
     def _wait_on(self, is_over: Callable[[float], bool], start: float) -> None:
         next_line = _FIRST
         while True:

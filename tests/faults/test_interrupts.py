@@ -6,6 +6,11 @@ import gc
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -67,3 +72,78 @@ def test_an_interrupt_ends_the_call_and_changes_nothing(
     assert own.startswith("KeyboardInterrupt") and "its state is as before the call" in own
     assert "along dp, rank 1 raised KeyboardInterrupt" in other
     assert first == second
+
+
+class AtLine:
+    """Sends an interrupt before the ``k``-th line that a call runs of code below ``folder``; counts these lines."""
+
+    def __init__(self, folder: Path, k: int = 0) -> None:
+        self.folder, self.k, self.count = str(folder), k, 0
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        sys.settrace(self._enter)
+        try:
+            yield
+            time.sleep(0.02 if self.k else 0)  # an interrupt that is held comes
+        finally:
+            sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(self.folder) else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        self.count += event == "line"
+        if self.count == self.k and event == "line":
+            sys.settrace(None)
+            os.kill(os.getpid(), signal.SIGINT)
+        return self._line
+
+    _line.__code__ = _line.__code__.replace(co_filename=spmd.__file__)  # the signal comes in its code
+
+
+def interrupted_at_lines(rank: int, world: int, optimizer: str, folder: Path, places: int) -> tuple[int, list[str]]:
+    """How many compilations an interrupt ended, at one of the lines below ``folder`` each, and what they changed."""
+    case = MLP(sizes=(15, 7), rows=6, optimizer=optimizer)
+    batch, at = case.part(0, 0), AtLine(folder)
+    torch.manual_seed(0)
+    objects, step = case.build(), spmd.compile(case.step)
+    with at.traced():
+        expected = float(step(*objects, *batch))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        lines = [1 + k * at.count // places for k in range(places)]
+        found = [_changed_by(AtLine(folder, line), case, batch, expected) for line in lines]
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the pool has it
+    ended = [changes for changes in found if changes is not None]
+    return len(ended), [change for changes in ended for change in changes]
+
+
+def _changed_by(at: AtLine, case: MLP, batch: Any, expected: float) -> list[str] | None:
+    """What a compilation changed that was interrupted; None if the interrupt came after it."""
+    torch.manual_seed(0)
+    (model, optimizer), step = case.build(), spmd.compile(case.step)
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    with suppress(KeyboardInterrupt), at.traced():
+        step(model, optimizer, *batch)
+    if step._dispatch.programs:
+        return None
+    changed = ["the optimizer has state"] if optimizer.state else []
+    for now, (parameter, value) in zip(model.parameters(), before, strict=True):
+        if now is not parameter or now.grad is not None or not torch.equal(now, value):
+            changed.append("a parameter has changed")
+    loss = float(step(model, optimizer, *batch))
+    return changed if loss == expected else [*changed, f"the loss is {loss} instead of {expected}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["SGD momentum", "AdamW"])
+@pytest.mark.parametrize("folder, places", [("", 10), ("call/initial_state.py", 8)])
+def test_an_interrupt_at_any_line_of_ours_changes_nothing(
+    ranks: Ranks, optimizer: str, folder: str, places: int
+) -> None:
+    """Our code replaces parts of the user's objects while it traces a step, and puts all of them back."""
+    at = Path(spmd.__file__).parent / folder
+    [(ended, changed)] = ranks.run(1, interrupted_at_lines, optimizer, at, places, process_group=False)
+    assert ended > 0.7 * places and changed == []

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..._torch import TorchFunctionMode
+from ...interrupts import answer_interrupt
 
 _gradient: Any = torch.Tensor.grad
 _GET, _SET = _gradient.__get__, _gradient.__set__
@@ -33,6 +34,7 @@ class ClearedGradients(TorchFunctionMode):
             self._clear([args[0]])
         elif func == _GET:
             self._untouched.pop(id(args[0]), None)
+        answer_interrupt()
         return func(*args, **(kwargs or {}))
 
     @contextmanager

@@ -14,6 +14,7 @@ from passes.ir.origin import Origin
 from passes.unexpected_errors import REPORT
 
 from ..._torch import get_proxy_mode
+from ...interrupts import answer_interrupt
 
 
 class SecondTrace(fx.Interpreter):
@@ -42,6 +43,7 @@ class SecondTrace(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Trace what a node computes, and give what was added its origin."""
+        answer_interrupt()
         origin: Origin | None = n.meta.get("origin")
         try:
             result = self._run(n)
