@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Input, Memory, Pass, Program, Role
+from passes import Input, Memory, OutputKind, Pass, Program, Role
 from passes.analysis.repeated_blocks import blocks_of
 from passes.ir.program import replicated
 
@@ -162,7 +162,9 @@ class DataParallel(PlannedMode):
         shares = {i.name: self._share(annotations.marks.get(i.name)) for i in declared}
         free = [i for i in declared if i.name not in kept]
         parameters = given | {i.name: shares[i.name].placement(i, given[i.name], mesh, over) for i in free}
-        whole = [i for i in free if self.shard_optimizer and parameters[i.name] == given[i.name]]
+        updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+        own = updated if self.shard_optimizer else set()  # a step outside of the program finds state as it made it
+        whole = [i for i in free if i.name in own and parameters[i.name] == given[i.name]]
         updates = {i.name: Share("fully_shard").placement(i, given[i.name], mesh, over) for i in whole}
         updates = {name: placement for name, placement in updates.items() if placement != parameters[name]}
         split = [unit for unit in annotations.units if unit.annotation.api == "fully_shard"]

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 
 import spmd
 from tests.harness.cases import MLP, NARROW
@@ -25,6 +26,23 @@ from tests.spmd.capture.test_optimizers import CountsInPython, With, WithOneOfMi
 from tests.spmd.numbers.test_clipping import ByHandOnData, ByNorm, InTwoParts
 from tests.spmd.numbers.test_modules import BatchNorm, TiedWeights, Unused
 
+
+class UpdatedOutside(MLP):
+    """The optimizer is in the step to clear gradients, and updates after it, on whole parameters."""
+
+    sizes = (5, 4, 3)
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    def after(self, objects: tuple[Any, ...], step: int) -> None:
+        objects[1].step()
+
+
 MODE = {"parallel_style": "replicate", "shard_optimizer": True}
 EACH = MODE | {"reduce_gradients": "each"}
 NARROW_ADAMW = replace(NARROW, optimizer="AdamW")
@@ -36,6 +54,7 @@ CASES: list[tuple[Case, int, dict[str, Any]]] = [
     (InTwoParts(), 2, MODE),  # gradients are there after the step
     (EveryThird(), 2, MODE),
     (Listed(), 2, EACH),
+    (UpdatedOutside(optimizer="AdamW"), 2, MODE),
 ]
 OTHERS: list[tuple[Case, int, dict[str, Any]]] = [
     (Clipped(), 2, MODE),
