@@ -219,15 +219,16 @@ class CompiledStep:
 
     def _compile_on_all_ranks(self, turn: Turn, call: Call) -> Compiled:
         READS.wait_for_all()  # state may move, and what else refers to it counts
-        with held_interrupts(), young_collections(), all_or_none(self._name, turn.connection) as agreement:
-            rebind_replaced_parameters(call.given.optimizers.values())
-            change = self._dispatch.change(call)
-            call.without_gradient = self._dispatch.cleared_first(call)
-            progress = Progress(self._title(change), shown=agreement.is_first_rank)
-            stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress)
-            begun = call.initial_state(self._dispatch.idle)
-            with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
-                compiled = self._compile(turn, call, agreement, stages)
+        with held_interrupts():
+            with young_collections(), all_or_none(self._name, turn.connection) as agreement:
+                rebind_replaced_parameters(call.given.optimizers.values())
+                change = self._dispatch.change(call)
+                call.without_gradient = self._dispatch.cleared_first(call)
+                progress = Progress(self._title(change), shown=agreement.is_first_rank)
+                stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress)
+                begun = call.initial_state(self._dispatch.idle)
+                with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
+                    compiled = self._compile(turn, call, agreement, stages)
             self._dispatch.add(compiled, change, call)
             end_stale_references(call.replaced)
         return compiled

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +27,24 @@ def end_stale_references(replaced: Replaced) -> None:
     Nothing else is looked at: a local variable, or a graph of autograd, is used up soon.
     """
     if any(reference() is not None for reference in replaced.values()):
-        gc.collect()  # what traced the step refers to them in cycles
+        with _nothing_frozen():
+            gc.collect()  # what traced the step refers to them in cycles
+            _end(replaced)
+
+
+@contextmanager
+def _nothing_frozen() -> Iterator[None]:
+    """Let the collector, which finds who refers to what, look at what the user has frozen, too."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        if was_frozen:
+            gc.freeze()
+
+
+def _end(replaced: Replaced) -> None:
     old = [tensor for reference in replaced.values() if (tensor := reference()) is not None]
     rebind_replaced_parameters(_optimizers_of(old))
     del old  # it would be found below

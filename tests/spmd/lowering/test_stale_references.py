@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,30 @@ def update_outside(rank: int, world: int, kind: str, style: str) -> None:
 @pytest.mark.parametrize("kind, style", [("SGD", "fully_shard"), ("AdamW", "fully_shard"), ("SGD", "replicate")])
 def test_an_optimizer_outside_of_the_step_updates_the_model(ranks: Ranks, kind: str, style: str) -> None:
     ranks.run(2, update_outside, kind, style)
+
+
+def update_frozen(rank: int, world: int) -> None:
+    """As above, where the user has kept the collector from all there is, which then finds no referrers of it."""
+    optimizer = torch.optim.Optimizer
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizer, "__init__", frozen_after(optimizer.__init__))
+            update_outside(rank, world, "SGD", "fully_shard")
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def frozen_after(init: Any) -> Any:
+    def freezing(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+        gc.freeze()
+
+    return freezing
+
+
+def test_so_does_one_that_is_frozen(ranks: Ranks) -> None:
+    ranks.run(2, update_frozen)
 
 
 @pytest.mark.parametrize(
