@@ -17,8 +17,10 @@ import torch
 from torch import fx
 
 from .._torch import (
+    accumulation_hooks,
     compiling,
     eager_selective_checkpoint,
+    gradient_hooks,
     make_fx,
     no_causal_mask_detection,
     tree_unflatten,
@@ -118,7 +120,7 @@ class Trace:
         self.reads.stand_ins = swap.by_id
         self.reads.journals.carry = _carry
         with (
-            self.reads.watch(self.function, *[leaf.value for leaf in leaves]),
+            self.reads.watch(self.function, *[leaf.value for leaf in leaves], *self._hooks(swap)),
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
             self.reads.journals.recorded_prints(),
@@ -149,6 +151,12 @@ class Trace:
 
         return list(map(stand_in, self.call.arguments.leaves))
 
+    def _hooks(self, swap: StateSwap) -> list[Any]:
+        """The user's hooks on parameters, which backward calls; messages name each after its parameter."""
+        found = [(hook, name) for name, live in swap.live_of.items() for hook in _hooks_on(live)]
+        self.reads.names.update((id(hook), f"a hook on {name}") for hook, name in found)
+        return [hook for hook, _ in found]
+
     def _name_instance(self) -> None:
         """Let messages call the object whose method the step is by the method's own name for it: ``self``."""
         if isinstance(self.function, types.MethodType):
@@ -158,6 +166,10 @@ class Trace:
 
     def _submodules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return submodules_of(self.call.arguments.modules)
+
+
+def _hooks_on(parameter: torch.Tensor) -> list[Any]:
+    return [hook for hooks in (gradient_hooks, accumulation_hooks) for hook in (hooks(parameter) or {}).values()]
 
 
 def _carry(sites: list[ReadSite]) -> NoReturn:

@@ -328,3 +328,36 @@ def test_counters_of_groups_are_found_where_load_state_dict_puts_them() -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         assert (optimizer.param_groups[0]["k"], optimizer.steps) == (k + 1, k + 1)
     assert len(compiled.programs) == 1
+
+
+class Hooked:
+    """A hook on a gradient with state of its own, which no name in the step leads to."""
+
+    def __init__(self) -> None:
+        self.scale, self.calls, self.norm = 1.0, 0, torch.zeros(())
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        self.norm = gradient.norm()
+        return gradient * self.scale
+
+    def later(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = self(parameter.grad)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("later", [False, True], ids=["gradient", "accumulated"])
+def test_what_a_hook_on_a_parameter_reads_and_writes_is_state(later: bool) -> None:
+    case, seen = Keeps("flips"), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        (model, optimizer), hook = case.build(), Hooked()
+        weight = next(model.parameters())
+        weight.register_post_accumulate_grad_hook(hook.later) if later else weight.register_hook(hook)
+        step = spmd.compile(case.step) if compiled else case.step
+        for k in range(4):
+            hook.scale = 1 / (1 + k)
+            step(model, optimizer, *case.part(0, k))
+            seen.append((weight.detach().clone(), hook.calls, hook.norm.item()))
+    torch.testing.assert_close(seen[4:], seen[:4], rtol=0, atol=0)
