@@ -346,6 +346,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+# What a DTensor itself has in its ``__dict__``; all else the user has attached to it. 2.11 to 2.15.
+FIELDS_OF_DTENSORS = frozenset(("_local_tensor", "_spec"))
+
+
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Let ``local`` itself be the storage of a DTensor: of the view of it that ``from_local`` makes, data cannot move.
 
@@ -511,6 +515,7 @@ __all__ = [
     "DCP_OFFSETS",
     "DCP_PARTS",
     "DCP_VERSION",
+    "FIELDS_OF_DTENSORS",
     "GRADIENT_HOOKS",
     "HOOK_DICTS",
     "MODULE_NOTES",

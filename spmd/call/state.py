@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from passes import CaptureError, Input, Role
 
-from .._torch import TreeSpec, own_buffers, own_parameters
+from .._torch import FIELDS_OF_DTENSORS, TreeSpec, own_buffers, own_parameters
 from ..ranks.world import extend_placement
 from .argument_logs import LogPath, with_logs
 from .grad_scaler import start
@@ -37,6 +37,7 @@ NO_INSTANCES = (types.FunctionType, types.MethodType, types.ModuleType, partial)
 SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # The attribute by which a parameter leads to the one in its place: optimizers of other steps may hold it.
 SUCCESSOR = "_spmd_successor"
+_NOT_ATTACHED = {SUCCESSOR, *FIELDS_OF_DTENSORS}
 
 
 @dataclass(frozen=True)
@@ -418,6 +419,11 @@ def is_number(value: Any) -> bool:
 def is_live(value: Any) -> bool:
     """Whether a value of a parameter group is read anew at each call."""
     return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
+
+
+def attached_to(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that the user has attached to a tensor, by name."""
+    return {name: value for name, value in vars(tensor).items() if name not in _NOT_ATTACHED}
 
 
 def is_replaced(parameter: torch.Tensor) -> bool:

@@ -46,6 +46,7 @@ def _traceable_forward(module: nn.Module) -> Any:
 def _cumulative(module: Any, x: Tensor) -> Tensor:
     """A batch norm whose running statistics are the mean over all batches so far."""
     check_batch_norm_input(module, x)
+    assert module.momentum is None  # it is read here, where reads are guarded
     module.num_batches_tracked.add_(1)
     mean, variance = torch.zeros_like(module.running_mean), torch.zeros_like(module.running_var)
     # With a momentum of 1 the "running" statistics are those of this batch.

@@ -31,6 +31,7 @@ from ..call.argument_logs import Log
 from ..call.call import Call
 from ..call.rng import refuse_other_generators
 from ..call.state import Leaf, StateRef, submodules_of
+from .attached import attached_attributes, attached_objects
 from .decompositions import first_trace_table
 from .effects.carried import Carried
 from .effects.cleared_gradients import ClearedGradients
@@ -39,7 +40,7 @@ from .fakes import Fakes
 from .final_state import FinalState, Incomplete
 from .mixed_precision import mixed_precision
 from .provenance import Recorder
-from .reads import Change, Reads, ReadSite
+from .reads import Change, Reads, ReadSite, is_plain
 from .reads.clocks import refused_clocks
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
@@ -67,6 +68,7 @@ class Trace:
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
     _caches_casts: bool = True
     _numbers: dict[str, Any] = field(default_factory=dict)  # symbols of arguments, by name
+    _pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (name, tensor, its fake)
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the traced values of ``final``."""
@@ -85,6 +87,8 @@ class Trace:
             self._numbers = dict(zip(self.carried.leaves, numbers[count:], strict=True))
             stack.enter_context(self.carried.swapped(numbers[:count], fakes.kept))
             stack.enter_context(numbers_as_text())
+            self._pairs = self._tensors(fakes)
+            stack.enter_context(attached_attributes(self._pairs))
             swap = StateSwap(self.call, fakes, recorder)
             stack.enter_context(swap.swapped())
             stack.enter_context(_torch_settings())
@@ -120,7 +124,7 @@ class Trace:
         self.reads.stand_ins = swap.by_id
         self.reads.journals.carry = _carry
         with (
-            self.reads.watch(self.function, *[leaf.value for leaf in leaves], *self._hooks(swap)),
+            self.reads.watch(self.function, *[leaf.value for leaf in leaves], *self._hooks(swap), *self._attached()),
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
             self.reads.journals.recorded_prints(),
@@ -156,6 +160,18 @@ class Trace:
         found = [(hook, name) for name, live in swap.live_of.items() for hook in _hooks_on(live)]
         self.reads.names.update((id(hook), f"a hook on {name}") for hook, name in found)
         return [hook for hook, _ in found]
+
+    def _attached(self) -> list[Any]:
+        """What the user has attached to tensors; messages name each after its tensor."""
+        found = attached_objects(self._pairs)
+        self.reads.names.update((id(value), name) for name, value in found if not is_plain(value))
+        return [value for _, value in found]
+
+    def _tensors(self, fakes: Fakes) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """State and tensor arguments, while no fake is in the place of state."""
+        slots = zip(self.call.slots, fakes.slots, strict=True)
+        given = zip(self.call.inputs, fakes.tensors, strict=True)
+        return [(s.input.name, s.get(), fake) for s, fake in slots] + [(x.name, x.value, fake) for x, fake in given]
 
     def _name_instance(self) -> None:
         """Let messages call the object whose method the step is by the method's own name for it: ``self``."""

@@ -17,7 +17,7 @@ from passes import CaptureError
 from .._torch import TreeSpec
 from ..call.argument_logs import Log
 from ..call.grad_scaler import Settings
-from ..call.state import Arguments, StateRef
+from ..call.state import Arguments, StateRef, attached_to
 from .equality import structurally_equal
 
 _SHOWN = 3  # changes of the structure of the arguments, in a message
@@ -32,6 +32,7 @@ class TensorSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    attached: Any = None  # attributes of the user's, if there are some
 
     def matches(self, value: Any) -> bool:
         """Whether ``value`` is a tensor with these properties."""
@@ -42,6 +43,7 @@ class TensorSpec:
             and value.requires_grad is self.requires_grad
             and type(value) is self.type
             and value.device == self.device
+            and structurally_equal(attached_to(value) or None, self.attached)
         )
 
 
@@ -173,7 +175,8 @@ def can_be_live(before: Any, now: Any) -> bool:
 def expectation(value: Any) -> Any:
     """What a later value is compared with: a tensor's spec, a scaler's settings, or ``value`` itself."""
     if isinstance(value, torch.Tensor):
-        return TensorSpec(type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad)
+        properties = type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad
+        return TensorSpec(*properties, attached_to(value) or None)
     if isinstance(value, Log):
         return Log(type(value.container)(), value.path)  # an empty one, that keeps nothing alive
     return Settings.of(value) if isinstance(value, GradScaler) else value
@@ -183,7 +186,9 @@ def describe(expected: Any) -> str:
     """``expected`` in a message: ``float32[8, 4] on cpu``."""
     if isinstance(expected, TensorSpec):
         grad = ", requires_grad" if expected.requires_grad else ""
-        return f"{str(expected.dtype).removeprefix('torch.')}{list(expected.shape)} on {expected.device}{grad}"
+        attached = f", with {expected.attached}" if expected.attached else ""
+        dtype = str(expected.dtype).removeprefix("torch.")
+        return f"{dtype}{list(expected.shape)} on {expected.device}{grad}{attached}"
     if isinstance(expected, AnyNumber):
         return f"any {expected.kind.__name__}"
     return type(expected).__name__ if isinstance(expected, (nn.Module, torch.optim.Optimizer)) else repr(expected)

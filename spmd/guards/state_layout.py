@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import TensorGuards, accumulation_hooks, gradient_hooks, local_tensor, own_buffers, own_parameters
 from ..call.grad_scaler import state_of
 from ..call.state import Arguments, Slot, submodules_of
+from .attached import Attached
 from .equality import structurally_equal
 from .optimizer_layout import OptimizerLayout, flat_values
 from .tensor_positions import TensorPositions
@@ -38,6 +39,7 @@ class StateLayout:
     gradients: TensorPositions
     placements: list[Any]  # of gradients: a sum may be reduced between calls; empty if none is a DTensor
     hooks: list[Any]  # the user's, on parameters
+    attached: Attached  # to parameters and buffers
     distributed: bool  # whether some state is a DTensor
     names: list[str]  # of the tensors that ``read`` returns, in order
     guards: Any = field(repr=False)
@@ -51,6 +53,8 @@ class StateLayout:
         owned, buffered = list(map(own_parameters, modules)), list(map(own_buffers, modules))
         parameters = TensorPositions(flat_values(owned))
         tensors = parameters.pick(flat_values(owned)) or []
+        buffers = TensorPositions(flat_values(buffered))
+        held = buffers.pick(flat_values(buffered)) or []
         names = {id(slot.get()): slot.input.name for slot in slots}
         with_gradient = [k for k, tensor in enumerate(tensors) if names.get(id(tensor)) not in cleared_first]
         gradients = [tensors[k].grad for k in with_gradient]
@@ -59,12 +63,13 @@ class StateLayout:
             [each for each in buffered if each],
             [each for each in [*owned, *buffered] if not each],
             parameters,
-            TensorPositions(flat_values(buffered)),
+            buffers,
             [OptimizerLayout.of(optimizer, tensors) for optimizer in arguments.optimizers.values()],
             with_gradient if len(with_gradient) < len(tensors) else None,
             TensorPositions(gradients),
             _placements_of([gradient for gradient in gradients if gradient is not None]),
             _hooks_of(tensors),
+            Attached.of([*tensors, *held]),
             any(isinstance(slot.get(), DTensor) for slot in slots),
             [],
             None,
@@ -92,6 +97,8 @@ class StateLayout:
         parameters = self.parameters.pick(flat_values(self.parameter_dicts))
         buffers = self.buffers.pick(flat_values(self.buffer_dicts))
         if parameters is None or buffers is None or not structurally_equal(_hooks_of(parameters), self.hooks):
+            return None
+        if not self.attached.holds([*parameters, *buffers]):
             return None
         observed = parameters if self.with_gradient is None else [parameters[k] for k in self.with_gradient]
         gradients = self.gradients.pick(list(map(_gradient, observed)))

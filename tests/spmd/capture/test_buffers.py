@@ -267,3 +267,17 @@ def test_a_buffer_that_changes_its_shape_or_dtype_is_refused(module: type[nn.Mod
     with pytest.raises(spmd.CaptureError, match=message):
         compile_on_fake_ranks(2, Buffered.step, objects, torch.randn(5, 6, dtype=torch.float64))
     assert model.average is before and "forward" not in vars(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_momentum_after_none_is_not_none() -> None:
+    """As ``update_bn`` sets it, and back."""
+    ours, theirs = (nn.BatchNorm1d(3).double() for _ in range(2))
+    step = spmd.compile(lambda model, x: model(x).sum())
+    for momentum in (None, 0.1, None, 0.5):
+        x = torch.randn(8, 3, dtype=torch.float64)
+        ours.momentum = theirs.momentum = momentum
+        step(ours, x)
+        theirs(x)
+        torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+        torch.testing.assert_close(ours.running_var, theirs.running_var)
