@@ -91,7 +91,8 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 from torch.distributed.checkpoint import _hf_utils
 
 # Modes that see every call of a torch function, above autograd. 2.11 to 2.15.
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 # The store of the default process group, for agreement without collectives. 2.11 to 2.15.
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -279,6 +280,11 @@ def no_causal_mask_detection() -> Iterator[None]:
         yield
     finally:
         _transformer._detect_is_causal_mask = before
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The function modes around a call, but for the default device. The list of them is private. 2.11 to 2.15."""
+    return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext))
 
 
 def global_hooks() -> list[dict[int, Any]]:
@@ -561,6 +567,7 @@ __all__ = [
     "foreach_kernels",
     "forward_hooks",
     "forward_pre_hooks",
+    "function_modes",
     "get_decompositions",
     "get_proxy_mode",
     "get_proxy_slot",

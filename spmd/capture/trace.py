@@ -20,6 +20,7 @@ from .._torch import (
     accumulation_hooks,
     compiling,
     eager_selective_checkpoint,
+    function_modes,
     gradient_hooks,
     make_fx,
     no_causal_mask_detection,
@@ -67,12 +68,14 @@ class Trace:
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient the step clears before it reads it
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
     _caches_casts: bool = True
+    _modes: tuple[Any, ...] = ()  # function modes of the user's around the call
     _numbers: dict[str, Any] = field(default_factory=dict)  # symbols of arguments, by name
     _pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (name, tensor, its fake)
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the traced values of ``final``."""
         self._caches_casts = torch.is_autocast_cache_enabled()  # make_fx turns it off
+        self._modes = function_modes()  # it has some of its own
         with use_lazy_graph_module(True):
             return make_fx(self._run, decomposition_table=first_trace_table(), tracing_mode="fake")(*self.fakes.flat)
 
@@ -124,7 +127,7 @@ class Trace:
         self.reads.stand_ins = swap.by_id
         self.reads.journals.carry = _carry
         with (
-            self.reads.watch(self.function, *[leaf.value for leaf in leaves], *self._hooks(swap), *self._attached()),
+            self.reads.watch(self.function, *[leaf.value for leaf in leaves], *self._around(swap)),
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
             self.reads.journals.recorded_prints(),
@@ -155,17 +158,13 @@ class Trace:
 
         return list(map(stand_in, self.call.arguments.leaves))
 
-    def _hooks(self, swap: StateSwap) -> list[Any]:
-        """The user's hooks on parameters, which backward calls; messages name each after its parameter."""
-        found = [(hook, name) for name, live in swap.live_of.items() for hook in _hooks_on(live)]
-        self.reads.names.update((id(hook), f"a hook on {name}") for hook, name in found)
-        return [hook for hook, _ in found]
-
-    def _attached(self) -> list[Any]:
-        """What the user has attached to tensors; messages name each after its tensor."""
-        found = attached_objects(self._pairs)
-        self.reads.names.update((id(value), name) for name, value in found if not is_plain(value))
-        return [value for _, value in found]
+    def _around(self, swap: StateSwap) -> list[Any]:
+        """What of the user's runs besides the function: hooks on parameters, attributes of tensors, function modes."""
+        hooks = [(f"a hook on {name}", hook) for name, live in swap.live_of.items() for hook in _hooks_on(live)]
+        modes = [("a function mode", mode) for mode in self._modes]
+        found = [(name, each) for name, each in [*hooks, *attached_objects(self._pairs), *modes] if not is_plain(each)]
+        self.reads.names.update((id(each), name) for name, each in found)
+        return [each for _, each in found]
 
     def _tensors(self, fakes: Fakes) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """State and tensor arguments, while no fake is in the place of state."""

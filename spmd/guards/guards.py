@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._torch import global_hooks
+from .._torch import function_modes, global_hooks
 from ..call.state import Arguments, Slot, gradient_name
 from ..capture.captured import Captured
 from ..capture.hyper_conditions import HyperGuards
@@ -201,6 +201,7 @@ def torch_settings() -> tuple[Any, ...]:
         ("default dtype", torch.get_default_dtype()),
         ("default device", torch.get_default_device()),
         ("global hooks", *map(_users, global_hooks())),
+        ("function modes", *function_modes()),
     )
 
 

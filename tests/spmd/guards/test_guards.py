@@ -15,6 +15,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import spmd
 from passes.runtime.segments import allocate_segment
@@ -569,3 +571,22 @@ def test_a_compiled_step_called_by_another_is_a_part_of_it() -> None:
     model, x = nn.Linear(3, 4), torch.ones(2, 3)
     torch.testing.assert_close(outer(model, x), 2 * model(x).sum())
     assert len(outer.programs) == 1 and not inner.programs
+
+
+class Scaling(TorchFunctionMode):
+    """Multiplies what ``linear`` returns."""
+
+    factor = 2.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * self.factor if func is F.linear else result
+
+
+def test_a_function_mode_around_the_call_counts() -> None:
+    step = spmd.compile(lambda model, x: model(x).sum())
+    model, x, mode = nn.Linear(3, 4).double(), torch.ones(2, 3, dtype=torch.float64), Scaling()
+    for factor in (None, 2.0, None, 3.0):
+        mode.factor = factor or 0.0
+        with mode if factor else nullcontext():
+            torch.testing.assert_close(step(model, x), model(x).sum().detach())
