@@ -15,7 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from passes import SpmdError
 
-from ._torch import get_proxy_mode, local_tensor, own_buffers, own_parameters, storage_id
+from ._torch import (
+    BUFFERS,
+    CHILDREN,
+    HOOK_DICTS,
+    PARAMETERS,
+    get_proxy_mode,
+    local_tensor,
+    own_buffers,
+    own_parameters,
+    storage_id,
+)
 from .deferral.pending import finish_pending
 from .lowering.background_reads import READS
 from .lowering.distribute_state import as_dtensor, part_of
@@ -51,6 +61,44 @@ class _Entry:
         return ""
 
 
+@dataclass(frozen=True)
+class _Structure:
+    """What a module consists of: its class, and copies of its dicts of tensors, children and hooks."""
+
+    name: str
+    module: nn.Module
+    kind: type
+    dicts: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> _Structure:
+        """The structure now."""
+        kept = {PARAMETERS, BUFFERS, CHILDREN, *HOOK_DICTS}
+        return cls(name, module, type(module), {key: dict(vars(module)[key]) for key in kept & vars(module).keys()})
+
+    def change(self) -> str:
+        """What has changed of it, if anything; hooks may."""
+        if type(self.module) is not self.kind:
+            return f"{self.name or 'the module'} became a {type(self.module).__name__}"
+        for key in (PARAMETERS, BUFFERS, CHILDREN):
+            before, now = self.dicts[key], vars(self.module)[key]
+            for name in [*before, *now]:
+                path = f"{self.name}.{name}".lstrip(".")
+                if name not in now or name not in before:
+                    return f"{path} was {'added' if name in now else 'removed'}"
+                if key == CHILDREN and now[name] is not before[name]:
+                    return f"{path} was replaced"
+        return ""
+
+    def restore(self) -> None:
+        """Let the module consist of that again."""
+        self.module.__class__ = self.kind
+        for key, before in self.dicts.items():
+            now = vars(self.module)[key]
+            now.clear()
+            now.update(before)
+
+
 @contextmanager
 def unshard(
     module: nn.Module,
@@ -73,15 +121,16 @@ def unshard(
     - ``recurse``: False takes the module's own tensors only, not those of its children.
 
     If the block raises on any rank, nothing is written back, and the other ranks raise ``SpmdError``. So do all if a
-    parameter was replaced by one of another shape or dtype; and, at once, this inside of a step that is being compiled,
-    or for a module of which a part is unsharded already.
+    parameter was replaced by one of another shape or dtype, or if parameters, buffers or children were added, removed
+    or made anew, as ``weight_norm`` does: modules then consist of what they did. And, at once, this inside of a step
+    that is being compiled, or for a module of which a part is unsharded already.
     """
     named = list(module.named_modules()) if recurse else [("", module)]
     modules = [each for _, each in named]
     _check(modules)
     finish_pending()
     READS.wait_for_all()
-    entries = _entries(named)
+    entries, structures = _entries(named), [_Structure.of(*each) for each in named]
     groups = _groups(entries)
     has_whole = not rank0_only or not any(map(dist.get_rank, groups))
     _show(entries, has_whole, offload_to_cpu, with_grads)
@@ -91,7 +140,12 @@ def unshard(
         yield
         done = True
     finally:
-        wrong = next(filter(None, [entry.take() for entry in entries]), "")
+        changed = next(filter(None, [structure.change() for structure in structures]), "")
+        if changed:
+            for structure in structures:
+                structure.restore()
+            changed += ", but a model keeps its parts in there: change them outside, before the first call of a step"
+        wrong = changed or next(filter(None, [entry.take() for entry in entries]), "")
         for entry in entries:
             entry.put(entry.live)
         _whole.difference_update(modules)

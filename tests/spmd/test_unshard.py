@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
 
 import spmd
 from tests.harness.cases import MLP
@@ -191,3 +192,26 @@ def mixed(rank: int, world: int) -> list[list[float]]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_whole_tensors_are_edited_as_sharded_ones_are(ranks: Ranks, world: int) -> None:
     assert all(value == [8.0] for values in ranks.run(world, mixed) for value in values)
+
+
+SURGERY: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "parametrized": (lambda model: weight_norm(model[0]), "0 became a ParametrizedLinear"),
+    "with a child": (lambda model: model.append(nn.Tanh()), "3 was added"),
+    "another layer": (lambda model: model.__setitem__(2, nn.Linear(17, 1)), "2 was replaced"),
+    "without a bias": (lambda model: model[0].__delattr__("bias"), "0.bias was removed"),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", SURGERY)
+def test_modules_keep_their_parts(kind: str) -> None:
+    change, message = SURGERY[kind]
+    model, _ = CASE.build()
+    before, children = list(model.state_dict().items()), list(model.modules())
+    match = f"nothing was written back: {message}, but .* before the first call"
+    with pytest.raises(spmd.SpmdError, match=match), spmd.unshard(model):
+        change(model)
+    now = list(model.state_dict().items())
+    assert [name for name, _ in now] == [name for name, _ in before]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(now, before, strict=True))
+    assert list(model.modules()) == children and type(model[0]) is nn.Linear
