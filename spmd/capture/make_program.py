@@ -34,7 +34,7 @@ from .hyper_conditions import HyperGuards, is_fixed
 from .reads import Journals, Lines, Reads
 from .sizes.size_symbols import AS_CALLED, TracedSizes
 from .trace import Trace
-from .values.live_numbers import computes_the_same
+from .values.live_numbers import computes_the_same, insert_fixed_numbers
 
 
 def capture(
@@ -56,6 +56,7 @@ def capture(
         found = _traced_with_live_numbers(function, call, known, live.now(), sizes) if live else None
         trace, first = found or _traced(function, call, known, sizes)
     assert trace.final is not None
+    insert_fixed_numbers(first.graph)
     fakes, reads, carried = trace.fakes, trace.reads, trace.carried
     second, constants = functionalize(first, fakes)
     fakes.mode.end_trace(second.graph)
@@ -65,7 +66,7 @@ def capture(
     captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried)
     captured.cleared_first = trace.cleared_first
     captured.live = found is not None
-    captured.sizes, captured.fixed_sizes = fakes.sizes, fakes.sizes.fixed(fakes.shapes)
+    captured.sizes, captured.fixed_sizes = fakes.sizes, fakes.sizes.fixed(fakes.shapes, fakes.symbols)
     numbers = zip(_numbers_of(call, carried), fakes.hyper_parameters, fakes.symbols, strict=True)
     captured.fixed = {
         name: number.node.hint

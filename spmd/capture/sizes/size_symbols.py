@@ -97,11 +97,16 @@ class SizeSymbols:
                     shape[dim] = value
         return shape
 
-    def fixed(self, shapes: ShapeEnv) -> dict[DynamicSize, str]:
-        """The sizes of which the trace needed the value, each with the user's line that did."""
+    def fixed(self, shapes: ShapeEnv, numbers: Sequence[Any]) -> dict[DynamicSize, str]:
+        """The sizes of which the trace needed the value, each with the user's line that did.
+
+        A size that has to equal one of the ``numbers`` of the call (their symbols) is one: it follows from the call's.
+        """
         found = {}
+        tied = set().union(*(shapes.replace(number).free_symbols for number in numbers if number is not None))
         for size, symbol in zip(self.traced.sizes, self.symbols, strict=False):
-            if shapes.replace(symbol).is_number:
+            same = shapes.replace(symbol)
+            if same.is_number or not tied.isdisjoint(same.free_symbols):
                 conditions = zip(shapes.guards, getattr(shapes, "lines", ()), strict=False)
                 lines = [line for guard, line in conditions if symbol in guard.expr.free_symbols]
                 found[size] = lines[-1] if lines else ""

@@ -1,4 +1,4 @@
-"""Compare a graph that has numbers as inputs with the graph for their values."""
+"""Graphs that have numbers as inputs: compare one with the graph for their values, insert those that a trace fixed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,26 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._torch import OpOverload
+
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def insert_fixed_numbers(graph: fx.Graph) -> None:
+    """Pass ops the value of each int that conditions of the trace leave no other value, in the place of its node.
+
+    A size of a view becomes one where torch compares it with another size: the result then has a known shape, and what
+    reads the graph takes sizes for numbers. The conditions are guards of the program, so no call runs it on others.
+    """
+    fixed = {node: value for node in graph.nodes if (value := _fixed_value(node)) is not None}
+    for user in dict.fromkeys(user for node in fixed for user in node.users):
+        if isinstance(user.target, OpOverload):
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: fixed.get(node, node))
+
+
+def _fixed_value(node: fx.Node) -> int | None:
+    val = node.meta.get("val")
+    return val.node.maybe_as_int() if isinstance(val, torch.SymInt) else None
 
 
 def computes_the_same(live: fx.Graph, constant: fx.Graph) -> bool:

@@ -190,3 +190,34 @@ def test_a_count_that_is_shown_as_text_is_named_at_the_second_program(capsys: py
 @pytest.mark.parametrize("use", [lambda count: print("call", count), lambda count: count == 0])
 def test_a_count_that_is_printed_or_compared_is_not(use: Callable[[int], Any]) -> None:
     assert warned_of(use) == []
+
+
+def views_heads(x: Tensor, heads: int) -> Tensor:
+    return x.view(4, -1, heads).cumsum(1)
+
+
+def views_heads_and_their_length(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(2, (heads, 4 // heads)).cumsum(2)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("plain", [views_heads, views_heads_and_their_length])
+def test_a_number_that_is_a_size_of_a_view_compiles_a_program_for_each_value(plain: Any) -> None:
+    step, x = spmd.compile(plain), torch.randn(4, 5, 4)
+    with pytest.warns(UserWarning, match="a program for each value of heads"):
+        for heads in (2, 4, 2, 1):
+            torch.testing.assert_close(step(x, heads), plain(x, heads))
+    assert len(step.programs) == 3
+
+
+def views_rows(x: Tensor, rows: int) -> Tensor:
+    return x.view(rows, -1).cumsum(1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_number_that_is_the_size_of_an_argument_changes_with_it() -> None:
+    step = spmd.compile(views_rows)
+    with pytest.warns(UserWarning, match="each value of rows"), pytest.warns(UserWarning, match="each size of dim 0"):
+        for rows in (4, 6, 4, 3):
+            x = torch.randn(rows, 5, 4)
+            torch.testing.assert_close(step(x, rows), views_rows(x, rows))
