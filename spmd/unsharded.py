@@ -140,12 +140,7 @@ def unshard(
         yield
         done = True
     finally:
-        changed = next(filter(None, [structure.change() for structure in structures]), "")
-        if changed:
-            for structure in structures:
-                structure.restore()
-            changed += ", but a model keeps its parts in there: change them outside, before the first call of a step"
-        wrong = changed or next(filter(None, [entry.take() for entry in entries]), "")
+        wrong = _restored(structures) or next(filter(None, [entry.take() for entry in entries]), "")
         for entry in entries:
             entry.put(entry.live)
         _whole.difference_update(modules)
@@ -155,6 +150,16 @@ def unshard(
                 _write_back(entry, groups if rank0_only else (), with_grads)
         if done and not all_done:
             raise SpmdError(f"nothing was written back: {wrong or 'the block failed on another rank'}")
+
+
+def _restored(structures: Sequence[_Structure]) -> str:
+    """Restore modules of which some consist of something else now; returns what was changed, if anything."""
+    changed = next(filter(None, [structure.change() for structure in structures]), "")
+    if not changed:
+        return ""
+    for structure in structures:
+        structure.restore()
+    return f"{changed}, but a model keeps its parts in there: change them outside, before the first call of a step"
 
 
 def check_is_sharded(modules: Iterable[nn.Module]) -> None:

@@ -29,7 +29,8 @@ def iota_dim_of(call: OpCall) -> int | None:
     if result is None:
         return None
     if call.target in _ARANGES:
-        from_zero = call.arg("start", 0) == 0 and call.arg("step", 1) == 1
+        given = call.arg("start", 0), call.arg("step", 1)
+        from_zero = not any(isinstance(each, torch.SymInt) for each in given) and given == (0, 1)  # a number may change
         return 0 if from_zero and _counts(result, 0) else None
     source = call.operands[0] if len(call.operands) == 1 else None
     if source is None or source.iota_dim is None or not _counts(source, source.iota_dim):

@@ -221,3 +221,15 @@ def test_a_number_that_is_the_size_of_an_argument_changes_with_it() -> None:
         for rows in (4, 6, 4, 3):
             x = torch.randn(rows, 5, 4)
             torch.testing.assert_close(step(x, rows), views_rows(x, rows))
+
+
+def counts_from(x: Tensor, first: int) -> Tensor:
+    return x * torch.arange(first, first + 4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_range_may_begin_at_a_number() -> None:
+    step, x = spmd.compile(counts_from), torch.randn(3, 4)
+    for first in (1, 2, 3, 0):
+        torch.testing.assert_close(step(x, first), counts_from(x, first))
+    assert len(step.programs) == 2
