@@ -148,7 +148,7 @@ def _logs(swap: StateSwap, carried: Carried, reads: Reads) -> list[Any]:
     Raises ``CaptureError`` for one that may not, unless a module or optimizer owns it.
     """
     for each, key in reads.changed_containers:
-        if not reads.journals.can_have(each.value):
+        if id(each.value) in reads.held or not reads.journals.can_have(each.value):
             lines = reads.journals.refused.get(id(each.value), Lines())
             line, read = lines.writes or line_naming(reads.code, key), lines.reads
             raise CaptureError(

@@ -19,12 +19,14 @@ from .._torch import accumulation_hooks, gradient_hooks, own_buffers, own_parame
 from ..annotations.no_sync import is_left_pending
 from ..call.call import Call
 from ..call.grad_scaler import SkippedSteps
-from ..call.state import Slot, buffers_of, parameters_of, submodules_of
+from ..call.state import SCHEDULER_NOTES, Slot, buffers_of, parameters_of, submodules_of
 from .batch_norm import traceable_norm
 from .effects.attributes import Snapshot, contain_group_list_effects, restored_attributes
+from .effects.traced import is_traced
 from .fakes import Fakes
 from .optimizers import TracedOptimizer, check_traceable, refuse_other_optimizers, refuse_schedulers
 from .provenance import Recorder
+from .reads import is_plain
 from .watched_state import WatchedState
 
 
@@ -131,6 +133,13 @@ class StateSwap:
         traced.use_plain_form()
         stack.enter_context(traced.watch_steps())
 
+    def objects_in_groups(self) -> Iterator[tuple[str, Any]]:
+        """What can change in place in parameter groups, by name: groups are dicts, whose reads nothing observes."""
+        for path, index, group, _ in self.groups:
+            for key, value in group.items():
+                if key not in ("params", *SCHEDULER_NOTES) and _can_change(value):
+                    yield f"{path}.{index}.{key}", value
+
     def _groups(self) -> list[tuple[str, int, dict[str, Any], dict[str, Any]]]:
         """Each group once, under the name of the first optimizer that has it, with its entries."""
         found: dict[int, tuple[str, int, dict[str, Any], dict[str, Any]]] = {}
@@ -181,6 +190,13 @@ class StateSwap:
             if slot.input.role == "scaler state":
                 slot.holder[slot.key] = fake
         stack.enter_context(self.skipped.watch(scalers, self.optimizers))
+
+
+def _can_change(value: Any) -> bool:
+    """Whether a value of a group is, or has in it, an object that can change in place and is no tensor."""
+    if isinstance(value, tuple):
+        return any(map(_can_change, value))
+    return not is_plain(value) and not is_traced(value)
 
 
 @contextmanager

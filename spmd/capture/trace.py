@@ -41,7 +41,7 @@ from .fakes import Fakes
 from .final_state import FinalState, Incomplete
 from .mixed_precision import mixed_precision
 from .provenance import Recorder
-from .reads import Change, Reads, ReadSite, is_plain
+from .reads import Change, Reads, ReadSite
 from .reads.clocks import refused_clocks
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
@@ -126,8 +126,9 @@ class Trace:
         containers = Containers.of((args, kwargs), names)
         self.reads.stand_ins = swap.by_id
         self.reads.journals.carry = _carry
+        held = [*swap.objects_in_groups(), *attached_objects(self._pairs)]
         with (
-            self.reads.watch(self.function, *[leaf.value for leaf in leaves], *self._around(swap)),
+            self.reads.watch(self.function, *[leaf.value for leaf in leaves], *self._around(swap), held=held),
             swap.watched_optimizer_state(),
             _cached_casts(self._caches_casts),
             self.reads.journals.recorded_prints(),
@@ -159,10 +160,9 @@ class Trace:
         return list(map(stand_in, self.call.arguments.leaves))
 
     def _around(self, swap: StateSwap) -> list[Any]:
-        """What of the user's runs besides the function: hooks on parameters, attributes of tensors, function modes."""
-        hooks = [(f"a hook on {name}", hook) for name, live in swap.live_of.items() for hook in _hooks_on(live)]
-        modes = [("a function mode", mode) for mode in self._modes]
-        found = [(name, each) for name, each in [*hooks, *attached_objects(self._pairs), *modes] if not is_plain(each)]
+        """What of the user's runs besides the function: hooks on parameters, and function modes."""
+        found = [(f"a hook on {name}", hook) for name, live in swap.live_of.items() for hook in _hooks_on(live)]
+        found += [("a function mode", mode) for mode in self._modes]
         self.reads.names.update((id(each), name) for name, each in found)
         return [each for _, each in found]
 

@@ -107,9 +107,13 @@ def _flags(arguments: Arguments, counters: Collection[tuple[str, int, str]]) -> 
 
 
 def _flag(value: Any) -> Any:
-    """``value``, or of a live hyper-parameter its type."""
+    """``value``, or of a live hyper-parameter its type: an item may be one, and what is nested deeper is a constant."""
     if isinstance(value, (tuple, list)):
-        return tuple(map(_flag, value))
+        return tuple(map(_type_if_live, value))
+    return _type_if_live(value)
+
+
+def _type_if_live(value: Any) -> Any:
     if not is_live(value):
         return value
     return "float" if isinstance(value, float) else ("tensor", tuple(value.shape), value.dtype, value.device)

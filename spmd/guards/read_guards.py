@@ -58,7 +58,8 @@ class ReadGuards:
             ([site.source for site in absent], [site.key for site in absent]),
             [c for c, content in contents if not content],
             [(c, content) for c, content in contents if content],
-            {id(value): site.name for site, value in reversed(found)},  # the first of several is the user's
+            {key: each.name for key, each in reads.containers.items()}
+            | {id(value): site.name for site, value in reversed(found)},  # the first of several is the user's
             weak,
             holding,
             [each.references for each in reads.journals.by_id.values() if len(each.references) > 1],

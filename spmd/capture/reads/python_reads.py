@@ -16,7 +16,7 @@ import collections
 import sys
 import threading
 import types
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -78,6 +78,7 @@ class Reads:
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)  # fakes, by the id of live state
     references: list[Reference] = field(default_factory=list)  # to state, that the step read
     journals: Journals = field(default_factory=Journals)  # of containers that the step writes to and does not read
+    held: set[int] = field(default_factory=set)  # ids of containers that lie at no site
     refused: list[str] = field(default_factory=list)  # names of what refers to state and cannot have fakes in it
     refusals: Refusals = field(default_factory=Refusals)  # in the place of iterators, files and queues
     _compared: ComparedObjects = field(default_factory=ComparedObjects)
@@ -95,11 +96,12 @@ class Reads:
         self.journals.shown = self._follow_shown
 
     @contextmanager
-    def watch(self, *roots: Any) -> Iterator[None]:
+    def watch(self, *roots: Any, held: Iterable[tuple[str, Any]] = ()) -> Iterator[None]:
         """Record reads for the length of the context; ``roots`` are the function and its arguments.
 
-        What the step changed is undone at the end, also if it raised. Raises ``CaptureError`` if the step took values
-        that each call would get again, or wrote where no call would write again.
+        ``held``: what the step can read though nothing observes what holds it, by name. What the step changed is undone
+        at the end, also if it raised. Raises ``CaptureError`` if the step took values that each call would get again,
+        or wrote where no call would write again.
         """
         with ExitStack() as stack:
             self._stack = stack
@@ -109,6 +111,7 @@ class Reads:
                 self._attributes.watch(cls)
             for root in roots:
                 self._follow(root, self.names.get(id(root), type(root).__name__))
+            self._follow_held(held)
             stack.enter_context(self._globals.watch())
             try:
                 yield
@@ -244,6 +247,13 @@ class Reads:
         return self.names.get(id(instance), type(instance).__name__)
 
     # Follow values to what the step may read through them
+
+    def _follow_held(self, held: Iterable[tuple[str, Any]]) -> None:
+        """Follow values that lie at no site: no journal can take the place of a container there."""
+        before = set(self.containers)
+        for name, value in held:
+            self._follow(value, name)
+        self.held = self.containers.keys() - before
 
     def _follow_shown(self, container: Any) -> None:
         """Follow what a container with a journal holds: the step sees that after all, and may change it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,3 +66,61 @@ def test_plain_numbers_in_optimizer_state_are_never_stale() -> None:
             step(model, optimizer, *CASE.part(0, k))
         trained.append((weights(model), [state["scale"] for state in optimizer.state.values()]))
     torch.testing.assert_close(*trained, rtol=1e-9, atol=1e-10)
+
+
+class Settings:
+    """An object in a group."""
+
+    scale = 1.0
+
+
+def put_deep(groups: dict[str, Any], scale: float) -> None:
+    groups["deep"] = [((scale,),)]
+
+
+READ_AND_CHANGED: dict[str, tuple[Callable[[dict[str, Any]], float], Callable[[dict[str, Any], float], None]]] = {
+    "dict": (lambda group: group["dict"]["scale"], lambda group, scale: group["dict"].update(scale=scale)),
+    "object": (lambda group: group["object"].scale, lambda group, scale: setattr(group["object"], "scale", scale)),
+    "dict in a tuple": (
+        lambda group: group["pair"][1]["scale"],
+        lambda group, scale: group["pair"][1].update(scale=scale),
+    ),
+    "deep": (lambda group: group["deep"][0][0][0], put_deep),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", READ_AND_CHANGED)
+def test_what_changes_inside_of_a_value_of_a_group_is_never_stale(kind: str) -> None:
+    read, change = READ_AND_CHANGED[kind]
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group, x = optimizer.param_groups[0], torch.ones(2, 4)
+    group |= {"dict": {"scale": 1.0}, "object": Settings(), "pair": (0.5, {"scale": 1.0}), "deep": [((1.0,),)]}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        return model(x).sum() * read(optimizer.param_groups[0])
+
+    compiled = spmd.compile(step)
+    programs = []
+    for scale in (1.0, 1.0, 3.0, 3.0):
+        change(group, scale)
+        torch.testing.assert_close(compiled(model, optimizer, x), step(model, optimizer, x))
+        programs.append(len(compiled.programs))
+    assert programs == [1, 1, 2, 2]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_write_into_a_dict_in_a_group_is_refused_and_undone() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["dict"] = {"count": 0}
+
+    @spmd.compile
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.param_groups[0]["dict"]["count"] += 1
+        return model(x).sum() * optimizer.param_groups[0]["dict"]["count"]
+
+    with pytest.raises(spmd.CaptureError, match=r"changes the entries of optimizer\.0\.dict"):
+        step(model, optimizer, torch.ones(2, 4))
+    assert optimizer.param_groups[0]["dict"] == {"count": 0}
