@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .call.argument_logs import LogsFound
 from .call.call import Call
+from .call.state import submodules_of
 from .capture import Captured, capture, in_rank_zero_order
 from .capture.effects.carried import Carried
-from .capture.reads import Reads
+from .capture.reads import Reads, ReplacementReads
 from .capture.sizes.any_size import AnySize, capture_any_size
 from .capture.sizes.size_symbols import AS_CALLED, TracedSizes
 from .dispatch import Dispatch
@@ -96,5 +98,12 @@ class _Tracing:
         return CapturedCall(captured, reads, found[0] if found else None)
 
     def _once(self, sizes: TracedSizes) -> tuple[Captured, Reads]:
-        with replaced(self.call.given.modules, self.overrides):
-            return capture(self.function, self.call, self.name, self.dispatch.carried(self.call), self.live, sizes)
+        """Trace the step with what the overrides replace; what they read is guarded as what the step reads."""
+        modules = self.call.given.modules
+        chosen = ReplacementReads(names={id(module): name for name, module in submodules_of(modules)})
+        watch = chosen.watch(*self.overrides) if self.overrides else nullcontext()
+        with replaced(modules, self.overrides, watch):
+            carried = self.dispatch.carried(self.call)
+            captured, reads = capture(self.function, self.call, self.name, carried, self.live, sizes)
+        chosen.add_to(reads)
+        return captured, reads

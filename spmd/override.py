@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,12 +40,15 @@ class Override:
 
 
 @contextmanager
-def replaced(modules: dict[str, nn.Module], overrides: Sequence[Override]) -> Iterator[None]:
-    """Replace modules as the overrides say, for the length of a trace."""
+def replaced(
+    modules: dict[str, nn.Module], overrides: Sequence[Override], watch: AbstractContextManager[None]
+) -> Iterator[None]:
+    """Replace modules as the overrides say, for the length of a trace. They are asked inside of ``watch``."""
     undo: list[tuple[dict[str, Any], str, nn.Module]] = []
     try:
-        for module in modules.values():
-            _replace_in(module, "", overrides, undo, set())
+        with watch:
+            for module in modules.values():
+                _replace_in(module, "", overrides, undo, set())
         yield
     finally:
         for holder, key, original in reversed(undo):

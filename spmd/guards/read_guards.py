@@ -30,6 +30,7 @@ class ReadGuards:
     weak: list[tuple[ReadSite, Any]]  # sites that lead to models or logs, each with what ``matches`` compares
     holders: list[tuple[Any, list[Any]]]  # (container that holds a log, what ``matches`` compares its entries with)
     shared: list[list[Reference]]  # the sites and entries that hold one log
+    fixed: set[tuple[int, str]]  # sites whose numbers cannot be inputs
 
     @classmethod
     def of(cls, reads: Reads, holders: Collection[Any]) -> ReadGuards:
@@ -63,6 +64,7 @@ class ReadGuards:
             weak,
             holding,
             [each.references for each in reads.journals.by_id.values() if len(each.references) > 1],
+            reads.fixed,
         )
 
     def hold(self) -> bool:
@@ -82,8 +84,9 @@ class ReadGuards:
         return all(_is_one(references) for references in self.shared)
 
     def changed_numbers(self) -> list[tuple[ReadSite, bool]]:
-        """The sites with numbers, each with whether there is another value now."""
-        found = [(site, value, site.get()) for site, value in zip(self.sites, self.values, strict=True)]
+        """The sites with numbers that can be inputs, each with whether there is another value now."""
+        pairs = zip(self.sites, self.values, strict=True)
+        found = [(site, value, site.get()) for site, value in pairs if site.address not in self.fixed]
         return [(site, now != value) for site, value, now in found if can_be_live(value, now)]
 
     def difference(self) -> str:

@@ -210,6 +210,60 @@ def test_the_first_override_that_returns_another_object_wins() -> None:
     assert torch.equal(spmd.compile(module_override=overrides)(forward)(model, -x), torch.zeros_like(x))
 
 
+class Scaled(nn.Module):
+    """A leaky ReLU of plain ops."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, x * self.slope)
+
+
+class Rescaling(spmd.Override):
+    """Reads the slope of the module, and ``least`` of itself; keeps notes of what it did."""
+
+    def __init__(self) -> None:
+        self.least, self.count, self.slopes = 0.0, 0, list[float]()
+
+    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
+        self.count += 1
+        self.slopes.append(orig_submodule.negative_slope)
+        return Scaled(orig_submodule.negative_slope) if self.slopes[-1] > self.least else orig_submodule
+
+    def transform(self, gm: fx.GraphModule, flat_state: list[Tensor]) -> fx.GraphModule:
+        self.slopes.clear()
+        return gm
+
+
+def rescaled(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_replacement_reads_is_never_stale_and_its_own_notes_are_not_guarded() -> None:
+    override, model, x = Rescaling(), nn.Sequential(nn.LeakyReLU(0.5)), -torch.ones(2, 2)
+    steps = [spmd.compile(module_override=[override])(rescaled) for _ in range(2)]
+    for slope, programs in [(0.5, 1), (0.5, 1), (0.25, 2), (0.25, 2), (0.125, 3)]:
+        model[0].negative_slope = slope
+        for step in steps:
+            assert step(model, x) == -4 * slope
+            assert len(step.programs) == programs
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_replacement_reads_of_its_override_is_guarded() -> None:
+    override, model, x = Rescaling(), nn.Sequential(nn.LeakyReLU(0.5)), -torch.ones(2, 2)
+    step = spmd.compile(module_override=[override])(rescaled)
+    programs = []
+    for least in (0.0, 0.0, 1.0, 1.0):
+        override.least = least
+        step(model, x)
+        programs.append(len(step.programs))
+    assert programs == [1, 1, 2, 2]
+
+
 def test_without_the_override_the_error_names_the_module_s_line(ranks: Ranks) -> None:
     case = TwoUntraceable()
     assert ranks.run(1, untraceable, case, process_group=False) == [True]

@@ -81,6 +81,7 @@ class Reads:
     held: set[int] = field(default_factory=set)  # ids of containers that lie at no site
     refused: list[str] = field(default_factory=list)  # names of what refers to state and cannot have fakes in it
     refusals: Refusals = field(default_factory=Refusals)  # in the place of iterators, files and queues
+    fixed: set[tuple[int, str]] = field(default_factory=set)  # sites whose numbers cannot be inputs
     _compared: ComparedObjects = field(default_factory=ComparedObjects)
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
