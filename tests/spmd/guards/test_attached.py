@@ -79,3 +79,16 @@ def test_what_the_step_attaches_is_refused() -> None:
     with pytest.raises(spmd.CaptureError, match=r"it writes model\.weight\.norm_of_last, .* Keep it in an attribute"):
         spmd.compile(step)(model, torch.ones(1, 2))
     assert vars(model.weight) == {}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_write_into_what_is_attached_is_refused_and_undone() -> None:
+    def step(model: Any, x: Tensor) -> Tensor:
+        model.weight.options["count"] += 1
+        return model(x).sum() * model.weight.options["count"]
+
+    model: Any = nn.Linear(2, 2)
+    model.weight.options = {"count": 0}
+    with pytest.raises(spmd.CaptureError, match=r"changes the entries of model\.weight\.options"):
+        spmd.compile(step)(model, torch.ones(1, 2))
+    assert model.weight.options == {"count": 0}
