@@ -369,7 +369,8 @@ def parameters_of_optimizer(path: str, optimizer: Optimizer, names: dict[int, st
     if strangers:
         raise CaptureError(
             f"{path} updates {len(strangers)} parameter(s) of shape {strangers[:3]} that belong to no module that "
-            "the step has as an argument or reaches by name: pass the module, too"
+            "the step has as an argument or reaches by name: pass the module, too, or take parameters that no module "
+            "has any more out of param_groups"
         )
     return parameters
 

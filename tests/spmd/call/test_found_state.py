@@ -372,7 +372,7 @@ class Odd(Trainer):
 
 ODD = {
     "a_parameter_without_module": r"a parameter that no module holds.*keep parameters in modules.*\.sum\(\)",
-    "an_optimizer_of_one": r"self\.several updates 1 parameter\(s\) of shape \[\(4,\)\] that belong to no module",
+    "an_optimizer_of_one": r"self\.several updates 1 parameter\(s\) of shape \[\(4,\)\] that belong.*param_groups",
     "an_optimizer_without_model": r"an optimizer \(SGD\) that is not among its arguments, nor found with its module",
     "writes_into_a_tensor": r"may write into self\.count .*no buffer.*Put a new tensor there",
     "parameters_in_a_tuple": r"reads self\.fixed, which refers to state of a model from a tuple.*keep them in a list",
