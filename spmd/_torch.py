@@ -352,8 +352,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-# What a DTensor itself has in its ``__dict__``; all else the user has attached to it. 2.11 to 2.15.
-FIELDS_OF_DTENSORS = frozenset(("_local_tensor", "_spec"))
+# What torch itself has in the ``__dict__`` of a DTensor, and of a parameter of another class than Tensor; all else the
+# user has attached. 2.11 to 2.15.
+FIELDS_OF_TENSORS = frozenset(("_local_tensor", "_spec", "_is_param"))
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
@@ -521,7 +522,7 @@ __all__ = [
     "DCP_OFFSETS",
     "DCP_PARTS",
     "DCP_VERSION",
-    "FIELDS_OF_DTENSORS",
+    "FIELDS_OF_TENSORS",
     "GRADIENT_HOOKS",
     "HOOK_DICTS",
     "MODULE_NOTES",

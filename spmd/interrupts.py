@@ -52,20 +52,21 @@ def held_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = _handlers()
+    handlers, is_active = _handlers(), True
 
     def interrupted(number: int, frame: FrameType | None) -> None:
-        if not _is_unsafe(frame):
+        if not is_active or not _is_unsafe(frame):
             handlers[number](number, frame)
         elif all(number != held for held, _ in _held):
             _held.append((number, handlers[number]))
             _thread.start_new_thread(_send_again, ())  # takes no lock that the interrupted code may have
 
-    for number in handlers:
-        signal.signal(number, interrupted)
     try:
+        for number in handlers:
+            signal.signal(number, interrupted)
         yield
     finally:
+        is_active = False  # should a handler raise below, those of the others are called by this one from now on
         for number, handler in handlers.items():
             if signal.getsignal(number) is interrupted:  # the step may have set another
                 signal.signal(number, handler)

@@ -84,8 +84,8 @@ class _Structure:
             before, now = self.dicts[key], vars(self.module)[key]
             for name in [*before, *now]:
                 path = f"{self.name}.{name}".lstrip(".")
-                if name not in now or name not in before:
-                    return f"{path} was {'added' if name in now else 'removed'}"
+                if (now.get(name) is None) != (before.get(name) is None):
+                    return f"{path} was {'removed' if now.get(name) is None else 'added'}"
                 if key == CHILDREN and now[name] is not before[name]:
                     return f"{path} was replaced"
         return ""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from passes import CaptureError, Input, Role
 
-from .._torch import FIELDS_OF_DTENSORS, TreeSpec, own_buffers, own_parameters
+from .._torch import FIELDS_OF_TENSORS, TreeSpec, own_buffers, own_parameters
 from ..ranks.world import extend_placement
 from .argument_logs import LogPath, with_logs
 from .grad_scaler import start
@@ -37,7 +37,7 @@ NO_INSTANCES = (types.FunctionType, types.MethodType, types.ModuleType, partial)
 SCHEDULER_NOTES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # The attribute by which a parameter leads to the one in its place: optimizers of other steps may hold it.
 SUCCESSOR = "_spmd_successor"
-_NOT_ATTACHED = {SUCCESSOR, *FIELDS_OF_DTENSORS}
+_NOT_ATTACHED = {SUCCESSOR, *FIELDS_OF_TENSORS}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from passes import Role
+
 from .._torch import (
     accumulation_hooks,
     compiling,
@@ -167,10 +169,10 @@ class Trace:
         return [each for _, each in found]
 
     def _tensors(self, fakes: Fakes) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """State and tensor arguments, while no fake is in the place of state."""
+        """Parameters, buffers and tensor arguments, while no fake is in the place of state."""
         slots = zip(self.call.slots, fakes.slots, strict=True)
-        given = zip(self.call.inputs, fakes.tensors, strict=True)
-        return [(s.input.name, s.get(), fake) for s, fake in slots] + [(x.name, x.value, fake) for x, fake in given]
+        found = [(slot.input.name, slot.get(), fake) for slot, fake in slots if slot.input.role in _OF_MODULES]
+        return found + [(x.name, x.value, fake) for x, fake in zip(self.call.inputs, fakes.tensors, strict=True)]
 
     def _name_instance(self) -> None:
         """Let messages call the object whose method the step is by the method's own name for it: ``self``."""
@@ -181,6 +183,9 @@ class Trace:
 
     def _submodules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return submodules_of(self.call.arguments.modules)
+
+
+_OF_MODULES = (Role.PARAMETER, Role.BUFFER)
 
 
 def _hooks_on(parameter: torch.Tensor) -> list[Any]:
@@ -195,6 +200,7 @@ def _carry(sites: list[ReadSite]) -> NoReturn:
 def _torch_settings() -> Iterator[None]:
     """Set torch so that the step can be traced."""
     with (
+        torch.set_grad_enabled(torch.is_grad_enabled()),  # restored, also where a step is interrupted
         compiling(),
         eager_selective_checkpoint(),
         unchecked_distributions(),

@@ -19,7 +19,7 @@ from .._torch import function_modes, global_hooks
 from ..call.state import Arguments, Slot, gradient_name
 from ..capture.captured import Captured
 from ..capture.hyper_conditions import HyperGuards
-from ..capture.reads import Reads
+from ..capture.reads import Reads, is_plain
 from .annotation_guards import AnnotationGuards
 from .carried_tensors import CarriedTensors
 from .found_owners import FoundOwners, holders_of
@@ -69,20 +69,22 @@ class Guards:
         settings: tuple[Any, ...],
     ) -> Guards:
         """Guards on the state as it is now. ``settings`` are ``torch_settings()`` when the step was traced."""
-        layout = StateLayout.of(arguments, slots, captured.cleared_first)
-        specs = {slot.input.name: expectation(slot.get()) for slot in slots}
+        read = reads if isinstance(reads, ReadGuards) else ReadGuards.of(reads, holders_of(arguments))
+        layout = StateLayout.of(arguments, slots, captured.cleared_first, read.names_in_code)
+        specs = {slot.input.name: expectation(slot.get(), read.names_in_code) for slot in slots}
+        state = [(name, specs.get(name)) for name in layout.names]
         guards = cls(
-            Leaves.of(arguments, [(name, specs.get(name)) for name in layout.names], captured.carried.leaves),
+            Leaves.of(arguments, state, captured.carried.leaves, read.names_in_code),
             FoundOwners.of(arguments),
             settings,
             ModuleTree.of(arguments),
             AnnotationGuards.of(arguments),
             ParameterGroups.of(arguments, captured.carried),
-            reads if isinstance(reads, ReadGuards) else ReadGuards.of(reads, holders_of(arguments)),
+            read,
             layout,
             CarriedTensors.of(captured.carried),
             captured.guards,
-            _describe_state(slots),
+            _describe_state(slots, read.names_in_code),
             frozenset(map(gradient_name, captured.cleared_first)),
         )
         guards._watch_owners(arguments)
@@ -179,7 +181,7 @@ class Guards:
         return list(filter(None, differences)) or [self._condition(arguments)]
 
     def _state_differences(self, slots: Sequence[Slot]) -> list[str]:
-        before, now = self.described, _describe_state(slots)
+        before, now = self.described, _describe_state(slots, self.reads.names_in_code)
         names = [n for n in {**before, **now} if before.get(n) != now.get(n) and n not in self.any_gradient]
         return [f"{name}: {before.get(name, 'not there')} -> {now.get(name, 'not there')}" for name in names]
 
@@ -201,8 +203,25 @@ def torch_settings() -> tuple[Any, ...]:
         ("default dtype", torch.get_default_dtype()),
         ("default device", torch.get_default_device()),
         ("global hooks", *map(_users, global_hooks())),
-        ("function modes", *function_modes()),
+        ("function modes", *map(_of_mode, function_modes())),
     )
+
+
+def _of_mode(mode: Any) -> tuple[type, dict[str, Any]]:
+    """On what it depends what a function mode does: another object of its class may do the same."""
+    return type(mode), {name: value if is_plain(value) else _Same(value) for name, value in vars(mode).items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """A value that equals itself alone."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _users(hooks: dict[int, Any]) -> int:
@@ -210,10 +229,10 @@ def _users(hooks: dict[int, Any]) -> int:
     return sum(not str(getattr(hook, "__module__", "")).startswith("spmd.") for hook in list(hooks.values()))
 
 
-def _describe_state(slots: Sequence[Slot]) -> dict[str, str]:
-    return {slot.input.name: _describe_tensor(slot.get()) for slot in slots}
+def _describe_state(slots: Sequence[Slot], named: frozenset[str]) -> dict[str, str]:
+    return {slot.input.name: _describe_tensor(slot.get(), named) for slot in slots}
 
 
-def _describe_tensor(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: torch.Tensor, named: frozenset[str]) -> str:
     placed = f", placed as {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    return f"{describe(expectation(tensor))}, strides {tensor.stride()}{placed}"
+    return f"{describe(expectation(tensor, named))}, strides {tensor.stride()}{placed}"

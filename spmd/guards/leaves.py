@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from passes import CaptureError
 from .._torch import TreeSpec
 from ..call.argument_logs import Log
 from ..call.grad_scaler import Settings
-from ..call.state import Arguments, StateRef, attached_to
+from ..call.state import Arguments, StateRef
+from .attached import are_same, described, named_of
 from .equality import structurally_equal
 
 _SHOWN = 3  # changes of the structure of the arguments, in a message
@@ -32,7 +33,8 @@ class TensorSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    attached: Any = None  # attributes of the user's, if there are some
+    attached: Any = field(default=None, compare=False)  # the user's attributes, as ``named_of`` has them, if any
+    named: frozenset[str] = field(default=frozenset(), compare=False)  # names of those that count
 
     def matches(self, value: Any) -> bool:
         """Whether ``value`` is a tensor with these properties."""
@@ -43,7 +45,7 @@ class TensorSpec:
             and value.requires_grad is self.requires_grad
             and type(value) is self.type
             and value.device == self.device
-            and structurally_equal(attached_to(value) or None, self.attached)
+            and are_same(self.attached or {}, value, self.named)
         )
 
 
@@ -62,12 +64,21 @@ class Leaves:
     identified: set[int]
 
     @classmethod
-    def of(cls, arguments: Arguments, state: Sequence[tuple[str, Any]] = (), live: Collection[str] = ()) -> Leaves:
-        """The leaves now. ``state``: (name, spec) of each state tensor; ``live``: names of numbers of any value."""
+    def of(
+        cls,
+        arguments: Arguments,
+        state: Sequence[tuple[str, Any]] = (),
+        live: Collection[str] = (),
+        named: frozenset[str] = frozenset(),
+    ) -> Leaves:
+        """The leaves now. ``state``: (name, spec) of each state tensor; ``live``: names of numbers of any value.
+
+        ``named``: the attributes of tensors that count.
+        """
         position = {name: k for k, (name, _) in enumerate(state)}
         names, values = [leaf.name for leaf in arguments.leaves], [leaf.value for leaf in arguments.leaves]
         expected = [
-            AnyNumber(type(value)) if name in live else expectation(value)
+            AnyNumber(type(value)) if name in live else expectation(value, named)
             for name, value in zip(names, values, strict=True)
         ]
         not_state = [
@@ -154,7 +165,8 @@ class Leaves:
                 continue
             if isinstance(expected, (weakref.ref, _Strong)):
                 return f"{name} is another object"
-            return f"{name}: {describe(expected)} -> {describe(expectation(leaf.value))}"
+            named = expected.named if isinstance(expected, TensorSpec) else frozenset[str]()
+            return f"{name}: {describe(expected)} -> {describe(expectation(leaf.value, named))}"
         return ""
 
 
@@ -172,11 +184,14 @@ def can_be_live(before: Any, now: Any) -> bool:
     return abs(now) < 2**62 if isinstance(now, int) else math.isfinite(now)
 
 
-def expectation(value: Any) -> Any:
-    """What a later value is compared with: a tensor's spec, a scaler's settings, or ``value`` itself."""
+def expectation(value: Any, named: frozenset[str] = frozenset()) -> Any:
+    """What a later value is compared with: a tensor's spec, a scaler's settings, or ``value`` itself.
+
+    ``named``: the attributes of tensors that count.
+    """
     if isinstance(value, torch.Tensor):
         properties = type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad
-        return TensorSpec(*properties, attached_to(value) or None)
+        return TensorSpec(*properties, named_of(value, named) or None, named)
     if isinstance(value, Log):
         return Log(type(value.container)(), value.path)  # an empty one, that keeps nothing alive
     return Settings.of(value) if isinstance(value, GradScaler) else value
@@ -186,7 +201,7 @@ def describe(expected: Any) -> str:
     """``expected`` in a message: ``float32[8, 4] on cpu``."""
     if isinstance(expected, TensorSpec):
         grad = ", requires_grad" if expected.requires_grad else ""
-        attached = f", with {expected.attached}" if expected.attached else ""
+        attached = f", with {described(expected.attached)}" if expected.attached else ""
         dtype = str(expected.dtype).removeprefix("torch.")
         return f"{dtype}{list(expected.shape)} on {expected.device}{grad}{attached}"
     if isinstance(expected, AnyNumber):

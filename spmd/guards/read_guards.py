@@ -31,6 +31,7 @@ class ReadGuards:
     holders: list[tuple[Any, list[Any]]]  # (container that holds a log, what ``matches`` compares its entries with)
     shared: list[list[Reference]]  # the sites and entries that hold one log
     fixed: set[tuple[int, str]]  # sites whose numbers cannot be inputs
+    names_in_code: frozenset[str]  # of attributes and in text, of the user's code that ran
 
     @classmethod
     def of(cls, reads: Reads, holders: Collection[Any]) -> ReadGuards:
@@ -39,6 +40,7 @@ class ReadGuards:
         ``holders``: objects that hold models; neither they nor models are kept alive.
         """
         values = WeakValues(set(map(id, holders)))
+        reads.forget_notes()
         found = [(site, site.get()) for site in reads.sites.values()]
         found = [(s, v) for s, v in found if not isinstance(v, torch.Tensor) or _is_guarded(s, v, reads)]
         logs = {key: AnyOf(type(each.live)) for key, each in reads.journals.by_id.items()}
@@ -65,6 +67,7 @@ class ReadGuards:
             holding,
             [each.references for each in reads.journals.by_id.values() if len(each.references) > 1],
             reads.fixed,
+            frozenset(reads.names_in_code()),
         )
 
     def hold(self) -> bool:

@@ -46,9 +46,16 @@ class StateLayout:
 
     @classmethod
     def of(
-        cls, arguments: Arguments, slots: Sequence[Slot], cleared_first: frozenset[str] = frozenset()
+        cls,
+        arguments: Arguments,
+        slots: Sequence[Slot],
+        cleared_first: frozenset[str] = frozenset(),
+        named: frozenset[str] = frozenset(),
     ) -> StateLayout:
-        """The layout now; ``slots`` are the program's, ``cleared_first`` its parameters with any gradient or none."""
+        """The layout now; ``slots`` are the program's, ``cleared_first`` its parameters with any gradient or none.
+
+        ``named``: names in code that ran, which may read attributes of tensors.
+        """
         modules = [module for _, module in submodules_of(arguments.modules)]
         owned, buffered = list(map(own_parameters, modules)), list(map(own_buffers, modules))
         parameters = TensorPositions(flat_values(owned))
@@ -69,7 +76,7 @@ class StateLayout:
             TensorPositions(gradients),
             _placements_of([gradient for gradient in gradients if gradient is not None]),
             _hooks_of(tensors),
-            Attached.of([*tensors, *held]),
+            Attached.of([*tensors, *held], named),
             any(isinstance(slot.get(), DTensor) for slot in slots),
             [],
             None,

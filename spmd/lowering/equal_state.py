@@ -19,6 +19,7 @@ from .._torch import local_tensor, tree_flatten, tree_unflatten
 from ..call.call import Call
 from ..call.state import Slot
 from ..capture.effects.carried import Carried
+from ..interrupts import interruptible
 
 _LARGE = 1_000_000  # bytes from which a tensor is broadcast by itself, without a copy
 _BUCKET = 25_000_000  # bytes of the broadcast of several
@@ -89,6 +90,7 @@ def make_kept_equal(carried: Carried, call: Call) -> None:
             site.put(tree_unflatten(equal, spec))
 
 
+@interruptible
 def broadcast_along(tensor: torch.Tensor, call: Call, axis: int, source: int = 0) -> None:
     """Broadcast from the ``source``-th rank along an axis of the mesh to the others."""
     whole, group = tensor.contiguous(), call.own_groups.get(axis)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,21 +26,9 @@ def end_stale_references(replaced: Replaced) -> None:
     Nothing else is looked at: a local variable, or a graph of autograd, is used up soon.
     """
     if any(reference() is not None for reference in replaced.values()):
-        with _nothing_frozen():
-            gc.collect()  # what traced the step refers to them in cycles
-            _end(replaced)
-
-
-@contextmanager
-def _nothing_frozen() -> Iterator[None]:
-    """Let the collector, which finds who refers to what, look at what the user has frozen, too."""
-    was_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    try:
-        yield
-    finally:
-        if was_frozen:
-            gc.freeze()
+        gc.unfreeze()  # the collector finds who refers to them, but not in what the user has frozen
+        gc.collect()  # what traced the step refers to them in cycles
+        _end(replaced)
 
 
 def _end(replaced: Replaced) -> None:

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import spmd
+from spmd import interrupts
+from spmd.capture.effects.cleared_gradients import ClearedGradients
 from tests.harness.cases import MLP
 from tests.harness.pool import Ranks
 
@@ -85,7 +87,9 @@ class AtLine:
         sys.settrace(self._enter)
         try:
             yield
-            time.sleep(0.02 if self.k else 0)  # an interrupt that is held comes
+            while interrupts._held:  # it comes
+                time.sleep(0.01)
+            time.sleep(0.02 if self.k else 0)
         finally:
             sys.settrace(None)
 
@@ -130,6 +134,7 @@ def _changed_by(at: AtLine, case: MLP, batch: Any, expected: float) -> list[str]
     if step._dispatch.programs:
         return None
     changed = ["the optimizer has state"] if optimizer.state else []
+    changed += [] if torch.is_grad_enabled() else ["the grad mode"]
     for now, (parameter, value) in zip(model.parameters(), before, strict=True):
         if now is not parameter or now.grad is not None or not torch.equal(now, value):
             changed.append("a parameter has changed")
@@ -147,3 +152,18 @@ def test_an_interrupt_at_any_line_of_ours_changes_nothing(
     at = Path(spmd.__file__).parent / folder
     [(ended, changed)] = ranks.run(1, interrupted_at_lines, optimizer, at, places, process_group=False)
     assert ended > 0.7 * places and changed == []
+
+
+def test_what_restores_a_setting_of_torch_is_not_interrupted() -> None:
+    """``no_grad`` sets the grad mode back by a function that function modes see."""
+
+    def ends(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    with ClearedGradients({}):
+        with torch.no_grad():
+            interrupts._held.append((signal.SIGINT, ends))
+        assert torch.is_grad_enabled()
+        with pytest.raises(KeyboardInterrupt):
+            torch.ones(2).neg()
+    assert not interrupts._held

@@ -34,7 +34,8 @@ class ClearedGradients(TorchFunctionMode):
             self._clear([args[0]])
         elif func == _GET:
             self._untouched.pop(id(args[0]), None)
-        answer_interrupt()
+        if args and isinstance(args[0], torch.Tensor):  # no setting of torch's: what restores one may not raise
+            answer_interrupt()
         return func(*args, **(kwargs or {}))
 
     @contextmanager

@@ -82,6 +82,7 @@ class Reads:
     refused: list[str] = field(default_factory=list)  # names of what refers to state and cannot have fakes in it
     refusals: Refusals = field(default_factory=Refusals)  # in the place of iterators, files and queues
     fixed: set[tuple[int, str]] = field(default_factory=set)  # sites whose numbers cannot be inputs
+    notes: set[Any] = field(default_factory=set)  # keys of sites and containers that overrides alone have read
     _compared: ComparedObjects = field(default_factory=ComparedObjects)
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
     _seen: dict[int, Any] = field(default_factory=dict)  # values followed, kept alive so that ids stay unique
@@ -143,6 +144,19 @@ class Reads:
         self.containers = {
             k: each for k, each in self.containers.items() if k not in apart and not holds_fakes(each.content)
         }
+
+    def names_in_code(self) -> set[str]:
+        """Names of attributes and of all else in the user's code that ran, and its texts, which may be such names."""
+        texts = [each for code in self.code for each in code.co_consts if isinstance(each, str)]
+        return {*texts, *(name for code in self.code for name in code.co_names)}
+
+    def forget_notes(self) -> None:
+        """Forget what overrides alone have read and has changed since: they keep notes."""
+        for note in self.notes:
+            if note in self.sites and self.sites[note].get() is not self.first.get(note, self):
+                del self.sites[note]
+            elif note in self.containers and self.containers[note].changed():
+                del self.containers[note]
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Do not look for functions that start: none of the user's does in here."""

@@ -27,5 +27,7 @@ class ReplacementReads(Reads):
     def add_to(self, reads: Reads) -> None:
         """Let these be compared together with ``reads``, of the step. No number among them can become an input."""
         reads.fixed |= self.sites.keys()
+        reads.notes |= {*(self.sites.keys() - reads.sites.keys()), *(self.containers.keys() - reads.containers.keys())}
+        reads.first = self.first | reads.first
         reads.sites = self.sites | reads.sites
         reads.containers = self.containers | reads.containers

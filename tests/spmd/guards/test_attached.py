@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -92,3 +94,51 @@ def test_a_write_into_what_is_attached_is_refused_and_undone() -> None:
     with pytest.raises(spmd.CaptureError, match=r"changes the entries of model\.weight\.options"):
         spmd.compile(step)(model, torch.ones(1, 2))
     assert model.weight.options == {"count": 0}
+
+
+def scaled(model: Any, x: Any) -> Tensor:
+    out: Tensor = model(x).sum() * getattr(x, "share", 1.0) * getattr(model.weight, "factor", 1.0)
+    return out
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_no_code_names_does_not_count() -> None:
+    model, x, step = nn.Linear(2, 2), torch.ones(1, 2), spmd.compile(scaled)
+    for k in range(3):
+        x.index, model.weight.index, model.weight.before = k, k, model.weight.detach().clone()  # type: ignore[attr-defined, assignment]
+        step(model, x)
+    assert len(step.programs) == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_reason_shows_plain_values_and_runs_nothing_of_the_users(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            raise RuntimeError("the user's own")
+
+    monkeypatch.delenv("SPMD_QUIET", raising=False)
+    model, x, step = nn.Linear(2, 2), torch.ones(1, 2), spmd.compile(scaled)
+    x.share = Odd()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):  # it cannot be multiplied, in the plain step either
+        step(model, x)
+    for share in (2.0, 3.0):
+        x.share = share  # type: ignore[attr-defined]
+        step(model, x)
+    assert "with share=2.0 -> float32[1, 2] on cpu, with share=3.0" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_attached_is_not_kept_alive() -> None:
+    def step(model: nn.Module, x: Any) -> Tensor:
+        return model(x).sum() * (2 if hasattr(x, "last") else 1)
+
+    model, x, compiled = nn.Linear(2, 2), torch.ones(1, 2), spmd.compile(step)
+    x.last = torch.ones(3)  # type: ignore[attr-defined]
+    torch.testing.assert_close(compiled(model, x), step(model, x).detach())
+    alive = weakref.ref(x.last)  # type: ignore[attr-defined]
+    del x
+    gc.collect()
+    assert alive() is None
+    torch.testing.assert_close(compiled(model, torch.ones(1, 2)), step(model, torch.ones(1, 2)).detach())

@@ -102,7 +102,6 @@ def update_frozen(rank: int, world: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(optimizer, "__init__", frozen_after(optimizer.__init__))
             update_outside(rank, world, "SGD", "fully_shard")
-        assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
 
