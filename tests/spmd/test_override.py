@@ -264,6 +264,28 @@ def test_what_a_replacement_reads_of_its_override_is_guarded() -> None:
     assert programs == [1, 1, 2, 2]
 
 
+class Counting(Rescaling):
+    """Looks at notes that it writes once the program is partitioned."""
+
+    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
+        assert self.count >= 0 and len(self.slopes) >= 0
+        return orig_submodule
+
+    def transform(self, gm: fx.GraphModule, flat_state: list[Tensor]) -> fx.GraphModule:
+        self.count += 1
+        self.slopes.append(0.0)
+        return gm
+
+
+@pytest.mark.usefixtures("alone")
+def test_notes_that_two_steps_share_are_not_guarded() -> None:
+    override, model, x = Counting(), nn.Sequential(nn.LeakyReLU(0.5)), -torch.ones(2, 2)
+    steps = [spmd.compile(module_override=[override])(rescaled) for _ in range(2)]
+    for step in steps * 3:
+        step(model, x)
+    assert [len(step.programs) for step in steps] == [1, 1] and override.count == 2
+
+
 def test_without_the_override_the_error_names_the_module_s_line(ranks: Ranks) -> None:
     case = TwoUntraceable()
     assert ranks.run(1, untraceable, case, process_group=False) == [True]

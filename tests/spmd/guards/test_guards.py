@@ -590,3 +590,8 @@ def test_a_function_mode_around_the_call_counts() -> None:
         mode.factor = factor or 0.0
         with mode if factor else nullcontext():
             torch.testing.assert_close(step(model, x), model(x).sum().detach())
+    assert len(step.programs) == 3
+    with (other := Scaling()):
+        other.factor = 3.0
+        torch.testing.assert_close(step(model, x), model(x).sum().detach())
+    assert len(step.programs) == 3  # another object of the class, with the same attributes
