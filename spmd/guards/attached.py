@@ -30,8 +30,8 @@ class Attached:
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all have the same attributes still."""
-        if not self.values and not any(map(vars, tensors)):
-            return True
+        if not self.values:  # in bulk: split parameters have an attribute of torch's each
+            return self.names.isdisjoint(set().union(*map(vars, tensors)))
         none: Attributes = {}
         return all(are_same(self.values.get(k, none), tensor, self.names) for k, tensor in enumerate(tensors))
 
