@@ -156,6 +156,7 @@ def restarted_late(rank: int, world: int, port: int) -> int:
         for name, value in (torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
             patched.setenv(name, value)
         spmd.world()
+        dist.barrier()  # a rank that is done at once must not close connections that the other still opens
         dist.destroy_process_group()
         patched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         time.sleep(1 - rank)
