@@ -91,7 +91,10 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 from torch.distributed.checkpoint import _hf_utils
 
 # Modes that see every call of a torch function, above autograd. 2.11 to 2.15.
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
+
+# Those around a call, for guards, without the one that sets the default device. 2.11 to 2.15.
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 # The store of the default process group, for agreement without collectives. 2.11 to 2.15.
@@ -283,7 +286,7 @@ def no_causal_mask_detection() -> Iterator[None]:
 
 
 def function_modes() -> tuple[Any, ...]:
-    """The function modes around a call, but for the default device. The list of them is private. 2.11 to 2.15."""
+    """The function modes around a call, but for the default device."""
     return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext))
 
 

@@ -86,7 +86,7 @@ class _Structure:
                 path = f"{self.name}.{name}".lstrip(".")
                 if (now.get(name) is None) != (before.get(name) is None):
                     return f"{path} was {'removed' if now.get(name) is None else 'added'}"
-                if key == CHILDREN and now[name] is not before[name]:
+                if key == CHILDREN and now.get(name) is not before.get(name):
                     return f"{path} was replaced"
         return ""
 

@@ -24,7 +24,7 @@ def attached_attributes(pairs: Pairs) -> Iterator[None]:
     yield
     for (name, live, fake), own in zip(pairs, torchs, strict=True):
         before = attached_to(live)
-        for key in vars(fake).keys() - own | before.keys():
+        for key in sorted((vars(fake).keys() - own) | before.keys()):
             if vars(fake).get(key, _GONE) is not before.get(key, _GONE):
                 raise Refused(
                     f"it writes {name}.{key}, and a call does not write attributes of tensors. Keep it in an attribute "

@@ -51,7 +51,7 @@ def are_same(before: Attributes, tensor: torch.Tensor, names: frozenset[str]) ->
 
 def described(attributes: Attributes) -> str:
     """``"scale=0.1, owner"``: values are shown that print as nothing of the user's runs."""
-    return ", ".join(f"{name}={value!r}" if isinstance(value, _PLAIN) else name for name, value in attributes.items())
+    return ", ".join(f"{name}={value!r}" if type(value) in _PLAIN else name for name, value in attributes.items())
 
 
 _PLAIN = (str, int, float, complex, bytes, type(None))

@@ -18,7 +18,7 @@ from .._torch import TreeSpec
 from ..call.argument_logs import Log
 from ..call.grad_scaler import Settings
 from ..call.state import Arguments, StateRef
-from .attached import are_same, described, named_of
+from .attached import Attributes, are_same, described, named_of
 from .equality import structurally_equal
 
 _SHOWN = 3  # changes of the structure of the arguments, in a message
@@ -33,7 +33,7 @@ class TensorSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    attached: Any = field(default=None, compare=False)  # the user's attributes, as ``named_of`` has them, if any
+    attached: Attributes = field(default_factory=dict, compare=False)  # the user's, as ``named_of`` has them
     named: frozenset[str] = field(default=frozenset(), compare=False)  # names of those that count
 
     def matches(self, value: Any) -> bool:
@@ -45,7 +45,7 @@ class TensorSpec:
             and value.requires_grad is self.requires_grad
             and type(value) is self.type
             and value.device == self.device
-            and are_same(self.attached or {}, value, self.named)
+            and are_same(self.attached, value, self.named)
         )
 
 
@@ -191,7 +191,7 @@ def expectation(value: Any, named: frozenset[str] = frozenset()) -> Any:
     """
     if isinstance(value, torch.Tensor):
         properties = type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad
-        return TensorSpec(*properties, named_of(value, named) or None, named)
+        return TensorSpec(*properties, named_of(value, named), named)
     if isinstance(value, Log):
         return Log(type(value.container)(), value.path)  # an empty one, that keeps nothing alive
     return Settings.of(value) if isinstance(value, GradScaler) else value

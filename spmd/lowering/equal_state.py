@@ -90,7 +90,7 @@ def make_kept_equal(carried: Carried, call: Call) -> None:
             site.put(tree_unflatten(equal, spec))
 
 
-@interruptible
+@interruptible  # it waits for other ranks; a call that ends here reports its state as mixed
 def broadcast_along(tensor: torch.Tensor, call: Call, axis: int, source: int = 0) -> None:
     """Broadcast from the ``source``-th rank along an axis of the mesh to the others."""
     whole, group = tensor.contiguous(), call.own_groups.get(axis)

@@ -25,13 +25,10 @@ def end_stale_references(replaced: Replaced) -> None:
 
     Nothing else is looked at: a local variable, or a graph of autograd, is used up soon.
     """
-    if any(reference() is not None for reference in replaced.values()):
-        gc.unfreeze()  # the collector finds who refers to them, but not in what the user has frozen
-        gc.collect()  # what traced the step refers to them in cycles
-        _end(replaced)
-
-
-def _end(replaced: Replaced) -> None:
+    if all(reference() is None for reference in replaced.values()):
+        return
+    gc.unfreeze()  # the collector finds who refers to them, but not in what the user has frozen
+    gc.collect()  # what traced the step refers to them in cycles
     old = [tensor for reference in replaced.values() if (tensor := reference()) is not None]
     rebind_replaced_parameters(_optimizers_of(old))
     del old  # it would be found below

@@ -163,7 +163,7 @@ def _init(kind: str) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        with gloo_of_one_worker():  # two of torch's corrupt memory
+        with gloo_of_one_worker():  # with two, torch corrupts memory
             _init_from_environment("nccl" if kind == "cuda" else "gloo")
     else:
         # The fake backend moves no data, and at world size one there is none to move; it opens no port.

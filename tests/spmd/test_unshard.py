@@ -215,3 +215,11 @@ def test_modules_keep_their_parts(kind: str) -> None:
     assert [name for name, _ in now] == [name for name, _ in before]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(now, before, strict=True))
     assert list(model.modules()) == children and type(model[0]) is nn.Linear
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_place_for_a_child_that_is_empty_may_go() -> None:
+    model, _ = CASE.build()
+    model[0].register_module("later", None)
+    with spmd.unshard(model):
+        del model[0].later
