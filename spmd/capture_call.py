@@ -11,14 +11,14 @@ from .call.argument_logs import LogsFound
 from .call.call import Call
 from .call.state import submodules_of
 from .capture import Captured, capture, in_rank_zero_order
-from .capture.effects.carried import Carried
-from .capture.reads import Reads, ReplacementReads
 from .capture.sizes.any_size import AnySize, capture_any_size
 from .capture.sizes.size_symbols import AS_CALLED, TracedSizes
 from .dispatch import Dispatch
 from .guards.read_guards import ReadGuards
 from .options import Options
 from .override import Override, replaced
+from .python_state.effects.carried import Carried
+from .python_state.reads import Reads, ReplacementReads
 from .ranks.consensus import Agreement
 
 

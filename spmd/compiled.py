@@ -19,18 +19,18 @@ from .call.call import Call
 from .call.rng import describe_seed, next_call
 from .call.state import Arguments
 from .capture import Captured, FromOutput
-from .capture.reads import ReadSite
 from .capture.sizes.any_size import AnySize
 from .deferral import pending
 from .deferral.deferred_update import DeferredUpdate
 from .deferral.prefetched_gathers import PrefetchedGathers
 from .guards.guards import Guards, Live
-from .lowering.distribute_state import as_dtensor
-from .lowering.flat_storage import FlatInputs
 from .lowering.lower import Executable
+from .python_state.reads import ReadSite
 from .ranks.connection import Connection
 from .ranks.consensus import agree_on_program, identity_of, notify
 from .ranks.equal_values import Digests, contents, digest, number
+from .state.distribute import as_dtensor
+from .state.flat_storage import FlatInputs
 
 _INTENT_BITS = (1 << 60) - 1
 _IS_PENDING = 1 << 59

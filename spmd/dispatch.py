@@ -28,14 +28,14 @@ from .call.rng import describe_seed
 from .call.state import ArgumentReader, Arguments
 from .call.unequal_rows import RowsOfResults, Split, UnequalRows, find_unequal_rows, inputs_of, restore, splits_of
 from .capture import Captured
-from .capture.effects.carried import Carried
-from .capture.reads import ReadSite
 from .capture.sizes.size_symbols import TracedSizes
 from .compiled import Compiled, Restore
 from .deferral import pending
 from .guards.guards import Live
 from .guards.leaves import Leaves, can_be_live
 from .options import Options
+from .python_state.effects.carried import Carried
+from .python_state.reads import ReadSite
 from .ranks.connection import Connection
 from .ranks.consensus import (
     COMPILE,

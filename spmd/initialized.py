@@ -16,10 +16,10 @@ from passes.ir.program import replicated
 from ._torch import get_proxy_mode, tree_flatten
 from .call.call import Call
 from .call.state import Arguments, Leaf
-from .lowering.distribute_state import prepare
-from .lowering.initialize_state import check_initializable, initialize, seed_to_initialize
 from .modes.base import ParallelMode, PlannedMode
 from .options import check_mode
+from .state.distribute import prepare
+from .state.initialize import check_initializable, initialize, seed_to_initialize
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -52,15 +52,7 @@ from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
-from .lowering.background_reads import READS
-from .lowering.distribute_state import Prepared, check_memory, commit, prepare
-from .lowering.equal_state import make_kept_equal
-from .lowering.initialize_state import check_initializable, initialize, seed_to_initialize
 from .lowering.lower import Backend, Executable, lower
-from .lowering.recover_state import recover
-from .lowering.replace_parameters import rebind_replaced_parameters
-from .lowering.stale_references import end_stale_references
-from .lowering.storage_facts import with_storage_facts
 from .modes.base import ParallelMode
 from .options import Options
 from .override import Override, transform
@@ -71,6 +63,14 @@ from .ranks.standing import StateError
 from .recorder import Recorder
 from .source_lines import defined_at, warn_user
 from .stages import Stages
+from .state.background_reads import READS
+from .state.distribute import Prepared, check_memory, commit, prepare
+from .state.equal_on_ranks import make_kept_equal
+from .state.initialize import check_initializable, initialize, seed_to_initialize
+from .state.recover import recover
+from .state.replace_parameters import rebind_replaced_parameters
+from .state.stale_references import end_stale_references
+from .state.storage_facts import with_storage_facts
 from .unexpected_errors import unexpected_errors
 from .young_collections import young_collections
 

@@ -27,9 +27,9 @@ from ._torch import (
     storage_id,
 )
 from .deferral.pending import finish_pending
-from .lowering.background_reads import READS
-from .lowering.distribute_state import as_dtensor, part_of
 from .ranks.world import describe
+from .state.background_reads import READS
+from .state.distribute import as_dtensor, part_of
 
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that are unsharded now
 

@@ -43,11 +43,13 @@ ORDER = {
         failed_ops
         annotations/ ranks/
         call/
+        python_state/
         rules/
         capture/
         guards/
         partitioner/
         modes/
+        state/
         lowering/
         override dump progress stages edited_programs
         deferral/

@@ -4,9 +4,9 @@
 which ``swap_state.py`` puts in the place of live state; ``final_state.py`` reads what the step left behind. While it
 runs, ``optimizers.py``, ``batch_norm.py``, ``symbolic_minmax.py``, ``set_data.py``, ``tensor_attributes.py`` and
 ``state_branches.py``, ``scalar_indices.py``, ``known_masks.py`` and ``value_checks.py`` replace what no graph can hold;
-``provenance.py`` and ``recompute.py`` record where each op comes from; ``reads/`` and ``hyper_conditions.py`` record
-what guards must check; ``effects/`` makes what the step does to Python state a part of the program; ``unsupported.py``
-refuses what a graph cannot do, and ``explain_errors.py`` explains why.
+``provenance.py`` and ``recompute.py`` record where each op comes from; ``hyper_conditions.py`` and ``../python_state/``
+record what guards must check and what the step does to Python state; ``unsupported.py`` refuses what a graph cannot do,
+and ``explain_errors.py`` explains why.
 
 ``functional/`` makes the graph functional and decomposes ops (``decompositions.py``, ``random_decompositions.py``,
 ``embedding_bag.py``, ``fused_optimizers.py``, with ``known_values.py``). ``bind_outputs.py`` declares its outputs.

@@ -13,10 +13,10 @@ from passes import Output, OutputKind, Program, Role
 from passes.ir.program import is_pending
 
 from ..call.state import Slot, gradient_name, state_name
+from ..python_state.effects.carried import Carried
+from ..python_state.effects.writes import bound
+from ..python_state.traced import is_traced
 from .captured import Captured, FromOutput, NewState
-from .effects.carried import Carried
-from .effects.traced import is_traced
-from .effects.writes import bound
 from .final_state import FinalState
 from .functional import take_write_backs
 from .hyper_conditions import HyperGuards

@@ -12,11 +12,11 @@ from passes import Program
 
 from .._torch import TreeSpec, tree_unflatten
 from ..call.dynamic_dims import DynamicSize
-from .effects.carried import Carried
-from .effects.repeated import Effect
-from .effects.writes import Write
+from ..python_state.effects.carried import Carried
+from ..python_state.effects.repeated import Effect
+from ..python_state.effects.writes import Write
+from ..python_state.reads import ReadSite
 from .hyper_conditions import HyperGuards
-from .reads import ReadSite
 from .sizes.size_symbols import NO_SIZES, SizeSymbols
 
 

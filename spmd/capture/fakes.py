@@ -16,9 +16,9 @@ from .._torch import ConstantSource, DimDynamic, ShapeEnv
 from ..call.call import Call
 from ..call.inputs import BatchInput
 from ..call.state import HyperParameter, Slot
-from .effects.carried import Carried
+from ..python_state.effects.carried import Carried
+from ..python_state.reads import ReadSite
 from .fake_mode import ShapesOnly
-from .reads import ReadSite
 from .sizes.size_symbols import SizeSymbols, TracedSizes
 
 

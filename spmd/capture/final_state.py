@@ -17,14 +17,14 @@ from .._torch import own_buffers, own_parameters, storage_id
 from ..call.argument_logs import LogsFound
 from ..call.state import Slot, state_name, submodules_of
 from ..call.tree import flatten
-from .effects.carried import Carried
-from .effects.containers import ArgumentEntry, logs_among
-from .effects.groups import group_changes
-from .effects.lines import line_naming
-from .effects.repeated import Effect, effects_of
-from .effects.traced import holds_traced, is_traced
-from .effects.writes import Write, check_effect, is_output, settle
-from .reads import Change, Lines, Reads, containers_in
+from ..python_state.effects.carried import Carried
+from ..python_state.effects.containers import ArgumentEntry, logs_among
+from ..python_state.effects.groups import group_changes
+from ..python_state.effects.repeated import Effect, effects_of
+from ..python_state.effects.writes import Write, check_effect, is_output, settle
+from ..python_state.lines import line_naming
+from ..python_state.reads import Change, Lines, Reads, containers_in
+from ..python_state.traced import holds_traced, is_traced
 from .swap_state import StateSwap
 from .unsupported import check_results
 

@@ -22,16 +22,16 @@ from .._torch import rename_placeholder
 from ..call.argument_logs import Log, LogsFound
 from ..call.call import Call
 from ..call.dynamic_dims import with_sizes
+from ..python_state.effects.carried import Carried
+from ..python_state.reads import Journals, Lines, Reads
 from .bind_outputs import bind_outputs
 from .captured import Captured
 from .constraint import constraints_on
-from .effects.carried import Carried
 from .explain_errors import explained_errors, is_from_outside
 from .fakes import Fakes
 from .final_state import Incomplete
 from .functional import functionalize
 from .hyper_conditions import HyperGuards, is_fixed
-from .reads import Journals, Lines, Reads
 from .sizes.size_symbols import AS_CALLED, TracedSizes
 from .trace import Trace
 from .values.live_numbers import computes_the_same, insert_fixed_numbers

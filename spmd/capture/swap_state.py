@@ -20,13 +20,13 @@ from ..annotations.no_sync import is_left_pending
 from ..call.call import Call
 from ..call.grad_scaler import SkippedSteps
 from ..call.state import SCHEDULER_NOTES, Slot, buffers_of, parameters_of, submodules_of
+from ..python_state.effects.attributes import Snapshot, contain_group_list_effects, restored_attributes
+from ..python_state.reads import is_plain
+from ..python_state.traced import is_traced
 from .batch_norm import traceable_norm
-from .effects.attributes import Snapshot, contain_group_list_effects, restored_attributes
-from .effects.traced import is_traced
 from .fakes import Fakes
 from .optimizers import TracedOptimizer, check_traceable, refuse_other_optimizers, refuse_schedulers
 from .provenance import Recorder
-from .reads import is_plain
 from .watched_state import WatchedState
 
 

@@ -18,8 +18,8 @@ from passes.ir.ops import Trait, has
 from passes.ir.schemas import schema
 
 from .._torch import BUFFERS, CHILDREN, PARAMETERS, TorchDispatchMode, storage_id, tree_flatten, tree_map
-from .effects.lost_graph import has_lost_graph
-from .reads import CONTAINERS, Reads
+from ..python_state.effects.lost_graph import has_lost_graph
+from ..python_state.reads import CONTAINERS, Reads
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
 aten = torch.ops.aten

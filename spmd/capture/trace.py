@@ -34,17 +34,17 @@ from ..call.argument_logs import Log
 from ..call.call import Call
 from ..call.rng import refuse_other_generators
 from ..call.state import Leaf, StateRef, submodules_of
+from ..python_state.effects.carried import Carried
+from ..python_state.effects.cleared_gradients import ClearedGradients
+from ..python_state.effects.containers import ArgumentEntry, Containers
+from ..python_state.reads import Change, Reads, ReadSite
+from ..python_state.reads.clocks import refused_clocks
 from .attached import attached_attributes, attached_objects
 from .decompositions import first_trace_table
-from .effects.carried import Carried
-from .effects.cleared_gradients import ClearedGradients
-from .effects.containers import ArgumentEntry, Containers
 from .fakes import Fakes
 from .final_state import FinalState, Incomplete
 from .mixed_precision import mixed_precision
 from .provenance import Recorder
-from .reads import Change, Reads, ReadSite
-from .reads.clocks import refused_clocks
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
 from .swap_state import StateSwap

@@ -17,7 +17,7 @@ from .._torch import (
     COLLECTIVE_NAMESPACES,
     tree_flatten,
 )
-from .effects.traced import holds_traced
+from ..python_state.traced import holds_traced
 from .sizes.size_symbols import is_known
 
 _OF_ONE_DTYPE = {

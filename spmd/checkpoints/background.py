@@ -21,8 +21,8 @@ from passes.runtime.gloo import is_done
 from passes.runtime.peer_connection import PeerLostError
 
 from .._torch import set_timeout, unregistered_gloo_group
-from ..lowering.background_reads import READS
 from ..ranks.connection import CONNECTING
+from ..state.background_reads import READS
 from .together import Together
 
 _log = logging.getLogger("spmd")

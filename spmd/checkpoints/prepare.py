@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from passes.ir.program import is_sharded
 
 from .._torch import local_tensor
-from ..lowering.background_reads import span_of
-from ..lowering.codegen import bound_spans
-from ..lowering.distribute_state import as_dtensor, part_of
 from ..ranks.world import describe as describe_mesh
+from ..state.background_reads import span_of
+from ..state.bound_programs import bound_spans
+from ..state.distribute import as_dtensor, part_of
 from .objects import Objects
 from .together import Together
 from .trees import describe_leaf, divide, leaves

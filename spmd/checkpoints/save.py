@@ -20,7 +20,7 @@ from .._torch import local_tensor
 from ..call.rng import rng_state
 from ..deferral.pending import finish_pending
 from ..interrupts import deferred_signals
-from ..lowering.background_reads import READS, Read, wait_within_hooks
+from ..state.background_reads import READS, Read, wait_within_hooks
 from . import background
 from .background import Handle
 from .folders import DATA, MARKER, VALUES, keep_newest, path_of, remove_leftovers, target, write_whole

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..lowering.distribute_state import as_dtensor
 from ..placements import local_shape
 from ..ranks.world import describe as describe_mesh
+from ..state.distribute import as_dtensor
 from .objects import Objects
 from .trees import map_leaves
 

@@ -19,8 +19,8 @@ from .._torch import version_of
 from ..call.state import Arguments
 from ..lowering.arenas import Arenas
 from ..lowering.codegen import is_taken
-from ..lowering.commit import Commit
 from ..lowering.lower import lower
+from ..state.commit import Commit
 
 
 @dataclass

@@ -20,8 +20,8 @@ from passes.ir.collectives import WAIT
 from passes.prefetch import Prefetched
 
 from ..lowering.arenas import Arenas
-from ..lowering.commit import Commit
 from ..lowering.lower import lower
+from ..state.commit import Commit
 
 _IN_VAIN = 8  # calls in a row, on which no more is started for the next one
 

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch import local_tensor, tree_flatten
-from ..capture.effects.carried import Carried
-from ..capture.reads import ReadSite
+from ..python_state.effects.carried import Carried
+from ..python_state.reads import ReadSite
 from .equality import structurally_equal
 from .leaves import describe, expectation
 

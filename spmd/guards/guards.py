@@ -19,7 +19,7 @@ from .._torch import function_modes, global_hooks
 from ..call.state import Arguments, Slot, gradient_name
 from ..capture.captured import Captured
 from ..capture.hyper_conditions import HyperGuards
-from ..capture.reads import Reads, is_plain
+from ..python_state.reads import Reads, is_plain
 from .annotation_guards import AnnotationGuards
 from .carried_tensors import CarriedTensors
 from .found_owners import FoundOwners, holders_of

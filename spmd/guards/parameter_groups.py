@@ -8,8 +8,8 @@ from operator import is_
 from typing import Any
 
 from ..call.state import SCHEDULER_NOTES, Arguments, HyperParameter, hyper_parameters_of, is_live
-from ..capture.effects.carried import Carried
-from ..capture.reads import is_plain
+from ..python_state.effects.carried import Carried
+from ..python_state.reads import is_plain
 from .equality import structurally_equal
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..capture.reads import MISSING, READERS, Reads, ReadSite, Reference, content_of
 from ..capture.tensor_attributes import is_constant
+from ..python_state.reads import MISSING, READERS, Reads, ReadSite, Reference, content_of
 from .leaves import can_be_live
 from .weak_values import AnyOf, WeakValues, described, matches, unchanged
 

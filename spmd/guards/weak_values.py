@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..call.found import OWNERS
-from ..capture.reads import is_plain
+from ..python_state.reads import is_plain
 from .equality import structurally_equal
 
 _CONTAINERS = (list, tuple, dict)

@@ -47,8 +47,9 @@ from passes.schedule.node_costs import device_of
 from passes.schedule.streams import assign_streams, runs_on_streams
 from passes.schedule.touched_memory import TouchedMemory
 
+from ..state.background_reads import READS
+from ..state.bound_programs import track
 from .arenas import Arenas
-from .background_reads import READS, Span, span_of
 from .bindings import direct
 from .clock import Clock
 from .stream_lines import StreamLines, allocation, writer
@@ -56,7 +57,6 @@ from .stream_lines import StreamLines, allocation, writer
 aten = torch.ops.aten
 
 _number = count()
-_all: weakref.WeakSet[Bound] = weakref.WeakSet()
 _pointer = torch.Tensor.data_ptr
 
 
@@ -95,7 +95,7 @@ class Bound:
         self._forget_source = weakref.finalize(self, linecache.cache.pop, source, None)
         self._forget_source.atexit = False
         self.release()
-        _all.add(self)
+        track(self)
 
     def close(self) -> None:
         """Let go of the code, too: no later call can run it."""
@@ -138,22 +138,6 @@ class Bound:
 
 def _closed(*state: torch.Tensor) -> Callable[..., Any]:
     raise AssertionError("a program whose model is gone was called")
-
-
-def release_all() -> None:
-    """Let every program bind anew at its next call: the views that they hold keep storages alive."""
-    for each in _all:
-        each.release()
-
-
-def bound_spans() -> list[Span]:
-    """The memory of the state that programs are bound to, in order, none within another."""
-    found = sorted({span_of(tensor) for each in _all for tensor in each.state() if tensor.numel()})
-    spans: list[Span] = []
-    for start, end in found:
-        if not spans or end > spans[-1][1]:
-            spans.append((start, end))
-    return spans
 
 
 def is_fixed(node: fx.Node, role: Role) -> bool:

@@ -11,11 +11,11 @@ import torch
 from passes import OutputKind, Part, PassError, Program
 
 from .._torch import DisableAutocast
+from ..state.background_reads import READS
+from ..state.commit import Commit
 from .arenas import Arenas
-from .background_reads import READS
 from .clock import Clock
 from .codegen import Bound
-from .commit import Commit
 
 Backend = Literal["aten"] | Callable[..., Any]
 

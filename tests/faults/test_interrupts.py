@@ -18,7 +18,7 @@ import torch
 
 import spmd
 from spmd import interrupts
-from spmd.capture.effects.cleared_gradients import ClearedGradients
+from spmd.python_state.effects.cleared_gradients import ClearedGradients
 from tests.harness.cases import MLP
 from tests.harness.pool import Ranks
 

@@ -15,9 +15,9 @@ from passes import Input
 from ...call.argument_logs import LogsFound
 from ...call.call import Call
 from ...call.dynamic_dims import DynamicSize, argument_shapes, shapes_of, sizes_in, with_sizes
+from ...python_state.reads import Reads
 from ..captured import Captured
 from ..make_program import inputs_of
-from ..reads import Reads
 from .known_outputs import without_known_outputs
 from .same_program import captured_the_same
 from .size_symbols import LEAST, TracedSizes, without

@@ -10,9 +10,9 @@ from torch import fx
 
 from passes import Input, Output, Program
 
+from ...python_state.effects.repeated import Effect
+from ...python_state.effects.writes import Write
 from ..captured import Captured, FromOutput
-from ..effects.repeated import Effect
-from ..effects.writes import Write
 from .specialize import is_whole_slice
 
 _PLAIN = (FromOutput, bool, int, float, complex, str, bytes, torch.dtype, torch.device)

@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 import spmd
 from spmd.checkpoints import background, storage
-from spmd.lowering.background_reads import READS
+from spmd.state.background_reads import READS
 from tests.harness.pool import RankError, Ranks
 
 from .runs import PLAIN, USUAL, Run, unequal

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._torch import FakeTensor, tree_flatten
+from .._torch import FakeTensor, tree_flatten
 
 
 def is_traced(value: Any) -> bool:

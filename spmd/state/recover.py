@@ -15,7 +15,7 @@ from ..call.refuse_saves import standing_of_refused
 from ..ranks.connection import Connection, connect
 from ..ranks.consensus import MeshRanks, standing_of
 from ..ranks.standing import Standing, StateError
-from .equal_state import broadcast_along
+from .equal_on_ranks import broadcast_along
 
 
 def recover(call: Call, ranks: MeshRanks, what: str) -> None:

@@ -18,10 +18,10 @@ from passes import CaptureError
 
 from ..._torch import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
 from ...call.state import Arguments
+from ..lines import line_naming
 from ..reads import Change, Lines, Reads, ReadSite, containers_in, passed_on
 from .carried import Carried, leaf_name
 from .containers import ArgumentEntry
-from .lines import line_naming
 from .lost_graph import has_lost_graph, mark
 from .repeated import Effect
 

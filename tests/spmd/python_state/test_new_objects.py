@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spmd.capture.reads.new_objects import NewObjects
+from spmd.python_state.reads.new_objects import NewObjects
 
 
 class Settings:

@@ -16,7 +16,7 @@ from passes import Program
 from .._torch import local_tensor
 from ..call.state import Slot
 from ..ranks.consensus import AllGatherText
-from .codegen import release_all
+from .bound_programs import release_all
 from .flat_storage import address_of, containing_flat, flat_tensor_of, is_movable
 
 

@@ -23,7 +23,7 @@ from passes.ir.program import Placements, is_sharded
 from .._torch import own_buffers, own_parameters, version_of
 from ..call.call import Call
 from ..call.state import Slot, submodules_of
-from .distribute_state import Prepared, as_dtensor, part_of
+from .distribute import Prepared, as_dtensor, part_of
 from .replace_parameters import forget_successor, rebind, replace_parameter
 
 _STATE = (Role.PARAMETER, Role.BUFFER)

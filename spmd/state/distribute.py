@@ -23,10 +23,10 @@ from passes.ir.program import Placements, is_sharded
 from .._torch import dtensor_over, local_tensor, set_local_tensor
 from ..call.call import Call
 from ..call.state import Slot, StateRef, local_of
-from ..capture.effects.carried import Carried
 from ..placements import chunk, local_shape
+from ..python_state.effects.carried import Carried
 from ..ranks.world import extend_placement
-from .equal_state import EqualState
+from .equal_on_ranks import EqualState
 from .replace_parameters import rebind, replace_parameter
 
 

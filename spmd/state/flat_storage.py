@@ -23,7 +23,7 @@ from passes import Input
 from .._torch import storage_use_count
 from ..call.initial_state import is_zeros_on_demand
 from .background_reads import READS
-from .codegen import release_all
+from .bound_programs import release_all
 
 _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}

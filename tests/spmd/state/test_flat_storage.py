@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import spmd
 from passes import print_program
-from spmd.lowering.flat_storage import _flat_tensors, flat_tensor_of, is_movable, parts_of
+from spmd.state.flat_storage import _flat_tensors, flat_tensor_of, is_movable, parts_of
 from tests.harness.cases import MLP, make_optimizer, mlp
 from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, all_unequal, assert_agrees, compiled_run, plain_run, snapshot

@@ -14,7 +14,7 @@ from typing import Any
 
 from passes import CaptureError
 
-from ..effects.lines import line_naming
+from ..lines import line_naming
 
 _DRAWS = (
     "the step draws from {name}, and each call of its program would get the same numbers again: draw with torch "
