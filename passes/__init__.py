@@ -36,7 +36,7 @@ from .ir.interpret import interpret
 from .ir.ops import PURE_FUNCTIONS
 from .ir.printer import print_program
 from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
-from .ir.roles import Memory, Phase, Role
+from .ir.roles import AxisRole, Memory, Phase, Role
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
@@ -60,6 +60,7 @@ from .update.update_last import UpdateLast
 __all__ = [
     "PURE_FUNCTIONS",
     "Axis",
+    "AxisRole",
     "BucketAllGather",
     "BucketAllReduce",
     "BucketReduceScatter",

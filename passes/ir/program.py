@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from .._torch import LazyGraphModule, Placement
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
-from .roles import Memory, Role
+from .roles import AxisRole, Memory, Role
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 
@@ -32,6 +32,7 @@ class Axis:
     of each group along this axis are connected, and share memory (``local_peers.py``). ``gathers``: the name of a
     second process group of the same ranks, for what is gathered, so that it need not stand in line behind what is
     reduced; empty if there is none. Where reductions are left in flight, it is for all that is waited for.
+    ``roles``: what the parallel mode uses the axis for, in the order of ``AxisRole``.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Axis:
     shared: bool = False
     rate: Rate = UNMEASURED
     gathers: str = ""
+    roles: tuple[AxisRole, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class Mesh:
         for axis in self.axes:
             size *= axis.size
         return size
+
+    def axes_with(self, *roles: AxisRole) -> tuple[int, ...]:
+        """The positions of the axes that have one of these roles, in order."""
+        return tuple(k for k, axis in enumerate(self.axes) if any(role in axis.roles for role in roles))
 
     def axis_of_group(self, group: str) -> Axis | None:
         """The axis, or part of one, whose process group has this name."""

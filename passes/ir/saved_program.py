@@ -19,7 +19,7 @@ from .collectives import Collective, kind_of
 from .printer import axis_names, print_program, printed_names
 from .program import Axis, Input, Mesh, Output, OutputKind, Part, Program
 from .rates import UNMEASURED
-from .roles import Role
+from .roles import AxisRole, Role
 from .text_graph import TextGraph
 
 _WHERE = ("phase", "module", "source")
@@ -48,7 +48,7 @@ def load_program(saved: Mapping[str, Any]) -> Program:
 
     Its text is code, which runs. Raises ``PassError`` where it is none.
     """
-    mesh = Mesh(*(tuple(Axis(**each) for each in saved["mesh"][key]) for key in ("axes", "subgroups")))
+    mesh = Mesh(*(tuple(map(_read_axis, saved["mesh"][key])) for key in ("axes", "subgroups")))
     found = TextGraph(saved["text"], {name: group for group, name in axis_names(mesh).items()})
     for name, node in found.values.items():
         node.meta = {key: value for key, value in zip(_WHERE, saved["where"].get(name, ()), strict=False) if value}
@@ -64,6 +64,10 @@ def load_program(saved: Mapping[str, Any]) -> Program:
 
 def _axis(axis: Axis) -> dict[str, Any]:
     return {key: value for key, value in asdict(replace(axis, rate=UNMEASURED)).items() if key != "rate"}
+
+
+def _read_axis(saved: Mapping[str, Any]) -> Axis:
+    return Axis(**{**saved, "roles": tuple(map(AxisRole, saved.get("roles", ())))})
 
 
 def _input(declared: Input) -> dict[str, Any]:

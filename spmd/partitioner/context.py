@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import Input, Mesh, PartitionError, Program, Role
+from passes import AxisRole, Input, Mesh, PartitionError, Program, Role
 from passes.ir.program import Placements, is_even, is_sharded, replicated
 
 from .plan import Plan
@@ -85,11 +85,15 @@ class Context:
 
     @cached_property
     def model_axes(self) -> frozenset[int]:
-        """The axes that split the model: those over which no argument is split. In data parallel, never the first."""
+        """The axes that split the model: those over which no argument is split.
+
+        Nor, where parameters are gathered, does an axis whose role is to split arguments, or parameters to be gathered.
+        """
         arguments = [i for i in self.program.inputs if i.role is Role.BATCH]
         split = {k for i in arguments for k, p in enumerate(self.placements[i.name]) if isinstance(p, Shard)}
-        first = {0} if self.gathers_parameters else set()
-        return frozenset(range(len(self.mesh.axes))) - split - first
+        if self.gathers_parameters:
+            split.update(self.mesh.axes_with(AxisRole.BATCH, AxisRole.SHARD, AxisRole.SEQUENCE))
+        return frozenset(range(len(self.mesh.axes))) - split
 
     @cached_property
     def uneven_rows(self) -> frozenset[int]:

@@ -20,7 +20,8 @@ class Plan:
     ``placements``: by input name, one placement per mesh axis; inputs left out are replicated. ``updates``: the
     placements in which parameters are updated, where these are not their own (each rank updates a part of a replicated
     parameter): gradients are reduced to them, optimizer state is created in them, and the updated parameter is brought
-    back. ``units``: groups of parameter names that are communicated together; of the others, passes form more.
+    back. ``cuts``: the placements in which arguments are read, where these are split over more axes than what ranks
+    pass: each rank goes on with a part of what it has. ``units``: groups of parameter names that are communicated together; of the others, passes form more.
 
     ``options``:
 
@@ -46,6 +47,7 @@ class Plan:
     units: tuple[tuple[str, ...], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     updates: Mapping[str, Placements] = field(default_factory=dict)
+    cuts: Mapping[str, Placements] = field(default_factory=dict)
     reduce_dtypes: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     reshard: frozenset[str] = frozenset()
     kept_by: Mapping[str, int] = field(default_factory=dict)

@@ -73,6 +73,7 @@ class _Walk:
 
     def run(self) -> Program:
         inputs = [self._input(node, declared) for node, declared in self.context.inputs.items()]
+        self._cut_arguments()
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._visit(node)
@@ -113,6 +114,13 @@ class _Walk:
         batch = frozenset(range(len(placement))) if declared.role is Role.BATCH else frozenset[int]()
         self.values[node] = Value.of(node, val, placement, new, batch, is_weight=declared.role is Role.PARAMETER)
         return replace(declared, placement=placement)
+
+    def _cut_arguments(self) -> None:
+        """Hold each argument that the plan cuts as this rank's part only, from here on."""
+        for node, declared in self.context.inputs.items():
+            if declared.name in self.context.plan.cuts:
+                value, placement = self.values[node], self.context.plan.cuts[declared.name]
+                value.move(placement, self.materializer.materialize(value, placement, Reason(declared.role, "is cut")))
 
     # Ops
 

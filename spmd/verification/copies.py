@@ -20,7 +20,6 @@ from ..annotations.resolve import Ignored
 from ..call.found import with_found
 from ..call.state import ArgumentReader, Arguments, buffers_of, parameters_of
 from ..modes.base import ParallelMode
-from ..modes.data_parallel import DataParallel
 from ..options import Options
 from ..step import CompiledStep
 
@@ -136,8 +135,6 @@ class Copy:
         """``mode`` on another mesh, for these copies."""
         made = copy.copy(mode)
         made.mesh, made.ignored = mesh, self.ignored
-        if isinstance(made, DataParallel):
-            made.batch_axes = made.batch_axes_on(mesh)
         return made
 
 
