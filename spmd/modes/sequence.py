@@ -19,7 +19,7 @@ def sequence_cuts(program: Program, named: Collection[str] | None) -> dict[str, 
     Not of arguments that are ``named``, nor where the dim is shorter than there are ranks: those stay as they are
     passed, and every rank computes with them as a whole.
     """
-    axes = program.mesh.axes_with(AxisRole.SEQUENCE)
+    axes = [k for k in program.mesh.axes_with(AxisRole.SEQUENCE) if program.mesh.axes[k].size > 1]
     ranks = prod(program.mesh.axes[k].size for k in axes)
     arguments = [i for i in program.inputs if i.role in (Role.BATCH, Role.ARGUMENT)] if axes else []
     found = {}

@@ -41,6 +41,7 @@ from .parameters import Parameters
 from .pending_sums import PendingSums
 from .plan import Plan
 from .recut_rows import cut_rows, gather_rows, split_rows_again
+from .redistribute import Reason
 from .steps import cost
 from .values import Value, infos, results
 
