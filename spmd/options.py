@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -164,10 +164,29 @@ def _kind_of_other(overrides: Sequence[Any]) -> str:
     return next(type(each).__name__ for each in overrides if not isinstance(each, Override))
 
 
+ModeName = Literal["replicate", "fully_shard", "ddp", "fsdp", "zero1"]
+_MODES: Mapping[str, Mapping[str, Any]] = {
+    "replicate": {"parallel_style": "replicate"},
+    "fully_shard": {"parallel_style": "fully_shard"},
+    "ddp": {"parallel_style": "replicate"},
+    "fsdp": {"parallel_style": "fully_shard"},
+    "zero1": {"parallel_style": "replicate", "shard_optimizer": True},
+}
+"""The arguments of ``DataParallel`` for the modes that have a name."""
+
+
 def check_mode(given: Any) -> ParallelMode:
-    """The parallel mode, ``DataParallel("replicate")`` for None. Raises ``TypeError`` for anything else."""
+    """The parallel mode: one by name, and ``DataParallel("replicate")`` for None.
+
+    Raises ``ValueError`` for another name, and ``TypeError`` for anything else.
+    """
     if given is None:
         return DataParallel("replicate")
+    if isinstance(given, str) and given not in _MODES:
+        listed = ", ".join(f'"{each}"' for each in _MODES)
+        raise ValueError(f"expected parallel_mode to be one of {listed}, or a spmd.ParallelMode, got {given!r}")
+    if isinstance(given, str):
+        return DataParallel(**_MODES[given])
     if not isinstance(given, ParallelMode):
         raise TypeError(
             f'expected parallel_mode to be a spmd.ParallelMode, such as DataParallel("replicate"), got {given!r}'

@@ -54,7 +54,7 @@ from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
 from .lowering.lower import Backend, Executable, lower
 from .modes.base import ParallelMode
-from .options import Options
+from .options import ModeName, Options
 from .override import Override, transform
 from .profile import Profile
 from .progress import Progress
@@ -485,7 +485,7 @@ class CompiledStep:
 def compile(
     module_override: Any = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-    parallel_mode: ParallelMode | None = None,
+    parallel_mode: ParallelMode | ModeName | None = None,
     *,
     passes: Sequence[Pass] | None = None,
     backend: Backend = "aten",
@@ -505,7 +505,8 @@ def compile(
 
     - ``module_override``: a list of ``Override``.
     - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
-    - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``.
+    - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``. By name: ``"replicate"`` or
+      ``"ddp"``; ``"fully_shard"`` or ``"fsdp"``; ``"zero1"``, which is ``"replicate"`` with ``shard_optimizer=True``.
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
     - ``backend``: ``"aten"``, or ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
@@ -518,13 +519,24 @@ def compile(
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
     - ``dynamic``: names of sizes that change, as ``{"tokens": {1: "time"}}``; None: a second size shows which do.
 
-    Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
+    Raises ``TypeError`` or ``ValueError`` for other arguments. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.
     """
     bare = callable(module_override) and not isinstance(module_override, (nn.Module, type, Override))
-    graphs = gm_transformation, parallel_mode, passes, backend
-    others = dump, timeout, keep_freed_memory, max_programs, program, memory, dynamic
-    options = Options.check(None if bare else module_override, *graphs, *others)
+    options = Options.check(
+        module_override=None if bare else module_override,
+        gm_transformation=gm_transformation,
+        parallel_mode=parallel_mode,
+        passes=passes,
+        backend=backend,
+        dump=dump,
+        timeout=timeout,
+        keep_freed_memory=keep_freed_memory,
+        max_programs=max_programs,
+        program=program,
+        memory=memory,
+        dynamic=dynamic,
+    )
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:
         if not callable(function):

@@ -64,7 +64,7 @@ ORDER = {
         __init__ __main__
     """,
 }
-MOST_FILES, MOST_LINES = 30, 50
+MOST_FILES = 30
 
 # Private words that standard terms have replaced, with what to write.
 REPLACED = {
@@ -197,16 +197,6 @@ def test_folders_are_small() -> None:
     written = [folder for folder in folders if folder.name != "__pycache__"]
     crowded = [folder for folder in written if len([p for p in folder.glob("*.*") if p.is_file()]) > MOST_FILES]
     assert crowded == []
-
-
-def test_functions_fit_the_eye() -> None:
-    long = [
-        f"{module}.{node.name}: {length} lines"
-        for module, path in FILES.items()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef) and (length := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
-    ]
-    assert long == []
 
 
 @pytest.mark.parametrize("word", REPLACED)

@@ -141,7 +141,7 @@ class Call:
         return with_roles(describe(self.device_mesh), self._axis_roles())
 
     def _axis_roles(self) -> Roles:
-        """As the mesh of the annotations says, else as the mode does."""
+        """As the user names them, else as the mesh of the annotations says, else as the mode does."""
         annotated, own = self.annotations.axis_roles, self._mode.mesh
         names = axis_names(self.device_mesh if own is None else own)
         of_mode = self._mode.axis_roles(names)
@@ -149,7 +149,7 @@ class Call:
             return of_mode
         if own is not None or self._mode.names_axes:
             check_agreement(annotated, of_mode, self._mode.names_axes)
-        return annotated
+        return of_mode if self._mode.names_axes else annotated
 
     @cached_property
     def slots(self) -> list[Slot]:

@@ -20,7 +20,7 @@ from ..annotations.chosen_units import Choice, chosen_units
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
 from ..partitioner.plan import Plan
-from ..ranks.axis_roles import HYBRID, Axes, Roles, check_axes, roles_by_position, unknown_axes
+from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
 from ..ranks.world import axis_names
 from .base import PlannedMode, check_callable, check_flag
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
@@ -151,20 +151,21 @@ class DataParallel(PlannedMode):
         return self._roles
 
     def _check_roles(self) -> None:
-        """Raise ``ValueError`` for roles of axes that the mesh does not have, or if none is there to split over."""
-        if self._roles is None:
+        """Raise ``ValueError`` for roles that fit neither the mesh nor the other options."""
+        roles = self._roles
+        if roles is None:
             return
-        if any(AxisRole.SEQUENCE in roles for roles in self._roles.values()) and self.input_batch_dim != 0:
-            raise ValueError(
-                f'expected input_batch_dim=0 with axes["sequence"], which splits dim {SEQUENCE_DIM} of the arguments, got '
-                f"{self.input_batch_dim}"
-            )
-        if self.mesh is not None and (unknown := unknown_axes(self._roles, axis_names(self.mesh))):
+        if self.mesh is not None and (unknown := unknown_axes(roles, axis_names(self.mesh))):
             raise ValueError(unknown)
-        if self.split.needs_axis and not any(AxisRole.SHARD in roles for roles in self._roles.values()):
+        if self.split.needs_axis and not axes_having(AxisRole.SHARD, roles):
             raise ValueError(
                 f'expected axes to give an axis the role "shard", over which {self.split} splits: without that entry '
                 'it is the role of the axes of "batch" and "sequence", and axes names none of these'
+            )
+        if axes_having(AxisRole.SEQUENCE, roles) and self.input_batch_dim != 0:
+            raise ValueError(
+                f'expected input_batch_dim=0 with axes["sequence"], which splits dim {SEQUENCE_DIM} of the arguments, '
+                f"got {self.input_batch_dim}"
             )
 
     def plan(self, program: Program) -> Plan:

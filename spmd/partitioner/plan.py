@@ -20,8 +20,9 @@ class Plan:
     ``placements``: by input name, one placement per mesh axis; inputs left out are replicated. ``updates``: the
     placements in which parameters are updated, where these are not their own (each rank updates a part of a replicated
     parameter): gradients are reduced to them, optimizer state is created in them, and the updated parameter is brought
-    back. ``cuts``: the placements in which arguments are read, where these are split over more axes than what ranks
-    pass: each rank goes on with a part of what it has. ``units``: groups of parameter names that are communicated together; of the others, passes form more.
+    back. ``cuts``: the placements in which arguments are read, where these split them over more axes than ranks do:
+    each rank goes on with a part of what it was passed. ``units``: groups of parameter names that are communicated
+    together; of the others, passes form more.
 
     ``options``:
 

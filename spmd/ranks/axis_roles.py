@@ -76,7 +76,7 @@ def check_agreement(annotated: Roles, of_mode: Roles, is_given: bool) -> None:
     """
     asked = (AxisRole.BATCH, AxisRole.SHARD) if is_given else (AxisRole.BATCH,)
     for role in asked:
-        theirs, own = _having(role, annotated), _having(role, of_mode)
+        theirs, own = axes_having(role, annotated), axes_having(role, of_mode)
         if theirs != own if is_given else not own <= theirs:
             raise PlacementError(
                 f'annotations are over {", ".join(annotated)}, so that {_listed(theirs)} has the role "{role}", but '
@@ -84,7 +84,8 @@ def check_agreement(annotated: Roles, of_mode: Roles, is_given: bool) -> None:
             )
 
 
-def _having(role: AxisRole, roles: Roles) -> set[str]:
+def axes_having(role: AxisRole, roles: Roles) -> set[str]:
+    """The names of the axes that have this role."""
     return {name for name, has in roles.items() if role in has}
 
 
