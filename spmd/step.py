@@ -361,7 +361,7 @@ class CompiledStep:
     def _compare_arguments(self, call: Call, agreement: Agreement) -> list[str]:
         """Compare what the ranks pass; warns, once, of each argument that may be a table, and returns the sentences."""
         ranks, exchange = agreement.members, agreement.all_gather_text
-        compared = compare_arguments(call.arguments, call.inputs, ranks, exchange, self._rows)
+        compared = compare_arguments(call.arguments, call.inputs, call.mesh, ranks, exchange, self._rows)
         agreement.differing = compared.differing
         self._rows.update(compared.rows)
         for name in sorted(compared.tables.keys() - self._warned):

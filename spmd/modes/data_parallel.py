@@ -30,16 +30,22 @@ from .shares import Share, Style, check_untrained
 
 
 class DataParallel(PlannedMode):
-    """Split the batch over the first axis of the mesh, and parameters over the same axis by ``parallel_style``.
+    """Split the batch over the axes of its role, by default the first of the mesh, and parameters by ``parallel_style``.
 
     - ``"replicate"``: every rank has all parameters; gradients are all-reduced (as in DDP).
     - ``"fully_shard"``: every rank has a part of each parameter, split on dim 0, unevenly if necessary; parameters are
       gathered before their first use and gradients are reduce-scattered (as in FSDP). 0-dim parameters are replicated.
     - ``"default"``: split what divides evenly on dim 0, replicate the rest.
 
-    On a mesh whose axes are called ``("replicate", "shard", ...)`` the batch is split over both of these, and
-    parameters over ``"shard"`` alone: gradients are reduce-scattered there, and their parts all-reduced over
-    ``"replicate"``.
+    ``axes`` gives roles to axes by name, ``{"batch": "dp", "tensor": "tp"}``; a role may name several axes, and an axis
+    have several roles. ``"batch"``: ranks pass other rows. ``"shard"``: styles split parameters, by default over the
+    axes of ``"batch"`` and ``"sequence"`` together. ``"tensor"``: ``params`` splits them. ``"sequence"``: the program
+    splits dim 1 of each argument that ``inputs`` does not name, if it is as long as there are ranks. Along an axis
+    without the role ``"batch"`` ranks pass equal tensors, each whole, and results are whole.
+
+    Without ``axes`` the first axis splits the batch and parameters. On a mesh whose axes are called ``("replicate",
+    "shard", ...)`` the batch is split over both of these, and parameters over ``"shard"`` alone: gradients are
+    reduce-scattered there, and their parts all-reduced over ``"replicate"``.
 
     ``reduce_gradients`` is for the gradients of micro-batches, where parameters are split: ``"once"`` accumulates them
     whole and reduces the sum, one reduce_scatter per parameter and step; ``"each"`` reduces each one and accumulates
@@ -94,8 +100,8 @@ class DataParallel(PlannedMode):
     treated as theirs asks.
 
     ``input_batch_dim``: the batch dim of every tensor argument that ``inputs`` does not name. ``inputs``: placements of
-    the other arguments, by name. Raises ``ValueError`` for an unknown style, reduction or dtype, and for options that
-    exclude each other.
+    the other arguments, by name. Raises ``ValueError`` for an unknown style, reduction, role, axis or dtype, and for
+    options that exclude each other.
     """
 
     follows_annotations = True
