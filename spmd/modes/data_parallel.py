@@ -30,7 +30,7 @@ from .shares import Share, Style, check_untrained
 
 
 class DataParallel(PlannedMode):
-    """Split the batch over the axes of its role, by default the first of the mesh, and parameters by ``parallel_style``.
+    """Split the batch over the axes of its role, by default the first one, and parameters by ``parallel_style``.
 
     - ``"replicate"``: every rank has all parameters; gradients are all-reduced (as in DDP).
     - ``"fully_shard"``: every rank has a part of each parameter, split on dim 0, unevenly if necessary; parameters are
