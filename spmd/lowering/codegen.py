@@ -93,7 +93,7 @@ class Bound:
         """
         self.arenas = arenas or Arenas()
         self.arenas.users.add(self)
-        stays = [is_fixed(node, declared.role) for node, declared in zip(program.placeholders, program.inputs, strict=True)]
+        stays = [is_fixed(node, declared) for node, declared in zip(program.placeholders, program.inputs, strict=True)]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
         self.clock, text = clock, _Writer(program, self._fixed, self._given, self.arenas, clock)
@@ -171,9 +171,10 @@ def _closed(*state: torch.Tensor) -> Halves:
     raise AssertionError("a program whose model is gone was called")
 
 
-def is_fixed(node: fx.Node, role: Role) -> bool:
+def is_fixed(node: fx.Node, declared: Input) -> bool:
     """Whether an input is a tensor that outlives a call."""
-    return (role.is_state or role is Role.CONSTANT) and isinstance(node.meta.get("val"), torch.Tensor)
+    outlives = declared.role.is_state or declared.role is Role.CONSTANT or bool(declared.numbers)
+    return outlives and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_taken(node: fx.Node, declared: Input) -> bool:
@@ -225,13 +226,14 @@ class _Writer:
         """``bind(*fixed inputs)``, which returns the halves; and the name of its file in ``linecache``."""
         dying = _last_uses(self.program.graph, self.lines.freed if self.lines is not None else set())
         writes = writes_to_inputs(self.program)
-        first, to = next(iter(writes), None), set(chain.from_iterable(writes.values()))
+        first: Any = next(iter(writes), None)
+        to = set(chain.from_iterable(writes.values()))
         self.written = [k for k, node in enumerate(self.program.placeholders) if node in to & self.fixed]
         self._detach()
         self.each_call += [f"{self.names[node]} = {self.names[node]}.pop()" for node in self.taken]
         for node in self.program.graph.nodes:
             if node is first:
-                self._begin_update(node)
+                self._begin_update(first)
             before = len(self.each_call)
             if self.lines is not None:
                 self.each_call += self.lines.before(node, self.names, self.fixed)
