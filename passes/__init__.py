@@ -45,13 +45,14 @@ from .memory.recompute import Recompute
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
-from .pipeline import default
+from .pipeline import default, with_numbers_on_device
 from .report import EstimatedTime, OneCollective, PassEffect, Report
 from .runner import run
 from .schedule.estimate import estimate
 from .schedule.gpus import published
 from .schedule.overlap import Overlap
 from .schedule.simulation import Timeline
+from .update.device_numbers import DeviceNumbers
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
 from .update.split_update import SplitUpdate
@@ -68,6 +69,7 @@ __all__ = [
     "CaptureError",
     "Collective",
     "DeadCode",
+    "DeviceNumbers",
     "Diff",
     "DropDetach",
     "DropProfiler",
@@ -125,4 +127,5 @@ __all__ = [
     "print_program",
     "published",
     "run",
+    "with_numbers_on_device",
 ]

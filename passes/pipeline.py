@@ -28,6 +28,7 @@ from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
 from .schedule.overlap import Overlap
+from .update.device_numbers import DeviceNumbers
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
 from .update.update_last import UpdateLast
@@ -79,6 +80,16 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         FoldLayoutCopies(),
         ReuseMemory(),
     )
+
+
+def with_numbers_on_device(pipeline: Iterable[Pass], names: tuple[str, ...] = ("*",)) -> tuple[Pass, ...]:
+    """``pipeline`` for programs that are captured and replayed: ``names`` are read from the device (``DeviceNumbers``).
+
+    The pass stands before those that fuse updates, which take tensors where a kernel does.
+    """
+    pipeline = tuple(pipeline)
+    at = next((k for k, each in enumerate(pipeline) if isinstance(each, (FuseUpdate, FuseForeach))), 0)
+    return (*pipeline[:at], DeviceNumbers(names), *pipeline[at:])
 
 
 def table_of(pipeline: Iterable[Pass]) -> Table:

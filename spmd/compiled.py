@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, Role, SpmdError, Table
+from passes import Input, Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, SpmdError, Table
+from passes.ir.numbers import pack
 from passes.ir.program import is_pending, is_sharded
 
 from .call.call import Call
@@ -388,7 +389,7 @@ class Pool:
         self.compiled = compiled
         names = [*compiled.guards.leaves.tensor_names(), *compiled.guards.carried.names]
         constants = [f"constant.{k}" for k in range(len(compiled.captured.constants))]
-        self.draws = any(declared.role is Role.SEED for declared in compiled.program.inputs)
+        self.draws = compiled.program.draws
         order = [
             *compiled.guards.layout.names,
             *flats,
@@ -399,6 +400,9 @@ class Pool:
             "seed",
         ]
         at = {name: k for k, name in enumerate(order)}
+        packed = [(declared, node) for declared, node in compiled.program.values().values() if declared.numbers]
+        self._packed = [DeviceBuffer(declared, node.meta["val"].device, at) for declared, node in packed]
+        at |= {declared.name: len(order) + k for k, (declared, _) in enumerate(packed)}
         self._positions = [at[declared.name] for declared in compiled.program.inputs]
         outputs = compiled.captured.program.outputs
         writes = {o.name for o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_state}
@@ -415,13 +419,14 @@ class Pool:
             *compiled.captured.constants,
             self._seed(),
         ]
+        values += [each.filled(values) for each in self._packed]
         return [values[k] for k in self._positions]
 
     def state_inputs(self, state: Sequence[torch.Tensor]) -> list[Any]:
         """The program's inputs as far as they are state, and None for all others."""
         compiled = self.compiled
         values: list[Any] = [*state, *[None] * (len(compiled.guards.groups.names) + len(self.names))]
-        values += [*compiled.added.values(), *compiled.captured.constants, None]
+        values += [*compiled.added.values(), *compiled.captured.constants, None, *[None] * len(self._packed)]
         return [values[k] for k in self._positions]
 
     def _seed(self) -> int | None:
@@ -429,6 +434,19 @@ class Pool:
             return None
         torch.empty((), dtype=torch.int64).random_()  # as eager, a call with random ops moves the generator on
         return next_call()
+
+
+class DeviceBuffer:
+    """The memory of the numbers that calls bring to the device, the same at every call."""
+
+    def __init__(self, declared: Input, device: torch.device, at: Mapping[str, int]) -> None:
+        """``at``: the position of each number among the values of a call."""
+        self._declared, self._positions = declared, {name: at[name] for name in declared.numbers}
+        self._buffer = torch.empty(declared.shape, dtype=declared.dtype, device=device)
+
+    def filled(self, values: Sequence[Any]) -> torch.Tensor:
+        """The buffer, with the numbers of a call."""
+        return self._buffer.copy_(pack(self._declared, {name: values[k] for name, k in self._positions.items()}))
 
 
 def describe_for_agreement(

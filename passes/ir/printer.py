@@ -326,7 +326,8 @@ def _input_comment(declared: Input) -> str:
     if declared.parts:
         parts = ", ".join(f"{part.input.name} from {part.offset}" for part in declared.parts)
         return f"{declared.role} of {declared.name}: {parts}{written}"
-    return f"{declared.role} {declared.name}{whole}{written}"
+    numbers = ": " + ", ".join(declared.numbers) if declared.numbers else ""
+    return f"{declared.role} {declared.name}{whole}{written}{numbers}"
 
 
 def _output_comment(output: Output) -> str:

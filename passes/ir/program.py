@@ -88,7 +88,8 @@ class Input:
     ``shape`` is the global shape; a hyper-parameter is a plain float and has no ``dtype``. ``of`` names the parameter
     that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
     ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several. ``memory``:
-    where it lives; the update of what lives on the host is computed there.
+    where it lives; the update of what lives on the host is computed there. ``numbers``: the names of those of a call
+    that it brings to the device, if it does; its memory is then the same at every call.
     """
 
     role: Role
@@ -100,6 +101,7 @@ class Input:
     in_place: bool = False
     parts: tuple[Part, ...] = ()
     memory: Memory = Memory.DEVICE
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,11 @@ class Program:
     def code(self) -> str:
         """The graph as torch.fx writes it, from which nothing is compiled."""
         return self.graph.python_code("self").src
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call brings it a seed."""
+        return any(declared.role is Role.SEED for declared in self.inputs)
 
     def collectives(self) -> list[fx.Node]:
         """The nodes that start a collective, in order."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial
 
-from passes import Mesh, Output, Program, Role
+from passes import Mesh, Output, Program
 from passes.ir.collectives import is_collective
 from passes.ir.ops import draws
 from passes.ir.schemas import schema
@@ -63,7 +63,7 @@ class Tracer:
     @property
     def draws(self) -> bool:
         """Whether the program has random ops."""
-        return any(declared.role is Role.SEED for declared in self.partitioned[0].inputs)
+        return self.partitioned[0].draws
 
     @cached_property
     def expected(self) -> Values:

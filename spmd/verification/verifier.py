@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes import OutputKind, Program, Role
+from passes import OutputKind, Program
 from passes.ir.collectives import is_collective
 
 from .._torch import tree_flatten_with_path
@@ -166,7 +166,7 @@ class Verification:
         assert rank.turn is not None and rank.turn.call is not None
         call = rank.turn.call
         policies = [call.mp_policy, *(unit.mp_policy for unit in call.annotations.units)]
-        draws = any(declared.role is Role.SEED for declared in rank.program.inputs)
+        draws = rank.program.draws
         return not draws and all(policy is None for policy in policies)
 
     def _blame(
