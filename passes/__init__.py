@@ -36,6 +36,7 @@ from .ir.interpret import interpret
 from .ir.ops import PURE_FUNCTIONS
 from .ir.printer import print_program
 from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
+from .ir.region import Region
 from .ir.roles import AxisRole, Memory, Phase, Role
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
@@ -45,7 +46,8 @@ from .memory.recompute import Recompute
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
-from .pipeline import default, with_numbers_on_device
+from .pipeline import default, with_numbers_on_device, with_regions
+from .regions.form_regions import FormRegions
 from .report import EstimatedTime, OneCollective, PassEffect, Report
 from .runner import run
 from .schedule.estimate import estimate
@@ -77,6 +79,7 @@ __all__ = [
     "Fact",
     "FoldLayoutCopies",
     "FoldViews",
+    "FormRegions",
     "FormUnits",
     "FuseForeach",
     "FuseUpdate",
@@ -106,6 +109,7 @@ __all__ = [
     "Realise",
     "Recompute",
     "ReduceInPlace",
+    "Region",
     "Report",
     "Reshard",
     "ReuseMemory",
@@ -128,4 +132,5 @@ __all__ = [
     "published",
     "run",
     "with_numbers_on_device",
+    "with_regions",
 ]

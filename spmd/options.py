@@ -22,7 +22,7 @@ from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
 from .interrupts import interruptible
-from .lowering.lower import Backend
+from .lowering.regions import Backend, CompiledRegions, takes_examples
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
 from .override import Override, transform_graph_module
@@ -63,9 +63,7 @@ class Options:
         dynamic: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
-        _check_deferring(
-            parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory, backend=backend
-        )
+        _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=check_callable("gm_transformation", gm_transformation),
@@ -83,12 +81,14 @@ class Options:
 
     @property
     def pipeline(self) -> tuple[Pass, ...]:
-        """The passes to run: the user's, else the mode's, else the default ones."""
-        if self.passes is not None:
-            return self.passes
-        if self.mode.custom_passes is not None:
-            return tuple(self.mode.custom_passes)
-        return passes.default()
+        """The passes to run: the user's, else the mode's, else the default ones; which form regions for a backend."""
+        given = self.mode.custom_passes if self.passes is None else self.passes
+        chosen = passes.default() if given is None else tuple(given)
+        return chosen if self.backend == "aten" else passes.with_regions(chosen)
+
+    def compiled_regions(self) -> CompiledRegions | None:
+        """Compiles the regions of programs; None where these run op by op: by "aten", and on simulated ranks."""
+        return None if self.backend == "aten" or simulated() else CompiledRegions(self.backend)
 
     @interruptible
     def fitted(
@@ -114,7 +114,7 @@ class Options:
         """
         if self.mode.defer_updates:
             return run_and_defer(partitioned, pipeline, on_stage)
-        if is_alone or any((self.gm_transformation, self.program, self.memory, self.backend != "aten")):
+        if is_alone or any((self.gm_transformation, self.program, self.memory)):
             return passes.run(partitioned, pipeline, on_stage), None
         return run_and_prefetch(partitioned, pipeline, on_stage)
 
@@ -139,7 +139,7 @@ class Options:
 
 def _check_deferring(mode: Any, **options: Any) -> None:
     """Raise ``ValueError`` for options that know of one program a call, where updates are deferred."""
-    given = [name for name, value in options.items() if value is not None and value != "aten"]
+    given = [name for name, value in options.items() if value is not None]
     if given and isinstance(mode, ParallelMode) and mode.defer_updates:
         raise ValueError(f"expected no {given[0]} with defer_updates=True, which divides a step into several programs")
 
@@ -197,6 +197,8 @@ def check_mode(given: Any) -> ParallelMode:
 def _check_backend(given: Any) -> Any:
     if given != "aten" and not callable(given):
         raise TypeError(f'expected backend to be "aten" or a callable, got {given!r}')
+    if given != "aten":
+        takes_examples(given)
     return given
 
 

@@ -52,7 +52,8 @@ from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
-from .lowering.lower import Backend, Executable, lower
+from .lowering.lower import Executable, lower
+from .lowering.regions import Backend
 from .modes.base import ParallelMode
 from .options import ModeName, Options
 from .override import Override, transform
@@ -101,6 +102,7 @@ class CompiledStep:
         self._refused: RefusedSaves | None = None
         self._profile, self._calls = Profile(), 0
         self._recorder: Recorder | None = None
+        self._regions = options.compiled_regions()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
@@ -258,7 +260,7 @@ class CompiledStep:
             stages.program = program
         with stages.stage("lower"), DisableAutocast():
             program, made = options.final(program), program
-            executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
+            executable = lower(program, self._arenas_on(call.device_mesh), regions=self._regions)
             between = self._between_calls(parts, call, executable, captured, program)
         steady = between.steady if between else None
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
@@ -301,7 +303,8 @@ class CompiledStep:
         arenas, mesh = self._arenas_on(call.device_mesh), call.device_mesh
         if isinstance(apart, Prefetched):
             self._dumps.dump(self._options.dump_folder, apart.steady.name).stage(99, "lowered", apart.steady)
-            return PrefetchedGathers(apart, self._in_flight.setdefault(mesh, InFlight()), arenas, executable.commit)
+            flight = self._in_flight.setdefault(mesh, InFlight())
+            return PrefetchedGathers(apart, flight, arenas, executable.commit, self._regions)
         branches = captured.guards.branches
         if isinstance(apart, Deferred) and branches:
             apart = "the step branches on the value of state, which must be up to date before a call"
@@ -311,7 +314,7 @@ class CompiledStep:
             return None
         for each in apart.programs().values():
             self._dumps.dump(self._options.dump_folder, each.name).stage(99, "lowered", each)
-        return DeferredUpdate(apart, arenas, executable.commit)
+        return DeferredUpdate(apart, arenas, executable.commit, self._regions)
 
     def _partition(self, call: Call, captured: Captured, agreement: Agreement) -> tuple[Program, Any, Prepared]:
         """One rank's program, after the transforms of overrides, with the state that they added; and its live state."""
@@ -382,15 +385,10 @@ class CompiledStep:
         """Measure each node of the program in the next ``steps`` calls; ``report()`` shows it beside the estimate.
 
         The calls train as ever. What is measured is this rank's: other ranks need not measure. A call takes about
-        0.1 us longer for each node; on an accelerator the nodes are measured by events in its stream. Raises
-        ``SpmdError`` for a step with another backend than ``"aten"``.
+        0.1 us longer for each node; on an accelerator the nodes are measured by events in its stream. What a backend
+        of yours computes in one call is measured as one.
         """
         self._check_whole("measured")
-        if self._options.backend != "aten":
-            raise SpmdError(
-                f"the ops of {self._name} cannot be measured one by one, since a backend of its own runs them: compile "
-                'it with backend="aten", or use torch.profiler'
-            )
         self._profile = Profile(steps)
 
     def record(self, folder: str | Path | None, last: int = 20) -> None:

@@ -30,6 +30,7 @@ ORDER = {
         update/
         memory/
         schedule/
+        regions/
         page/
         measured
         pipeline runner trace report

@@ -19,6 +19,7 @@ from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_compos
 from ..runtime import ctc_loss, host_memory
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
+from .region import Region
 from .schemas import position_of, schema
 
 
@@ -189,6 +190,8 @@ def traits(target: Any) -> frozenset[Trait]:
     known = _TRAITS.get(id(target))
     if known is not None:
         return known[1]
+    if isinstance(target, Region):
+        return _OF_REGIONS
     if not isinstance(target, OpOverload):
         return _listed_by_op().get(target, _NONE)
     found = _listed_by_op().get(target, _NONE).union(_read(target))
@@ -207,6 +210,7 @@ def listed(*any_of: Trait) -> frozenset[Any]:
 
 
 _NONE: frozenset[Trait] = frozenset()
+_OF_REGIONS = frozenset({Trait.DECLARED, Trait.PURE})
 _TRAITS: dict[int, tuple[OpOverload, frozenset[Trait]]] = {}  # by the id of the op, whose own hash is slow
 
 

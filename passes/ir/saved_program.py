@@ -19,6 +19,7 @@ from .collectives import Collective, kind_of
 from .printer import axis_names, print_program, printed_names
 from .program import Axis, Input, Mesh, Output, OutputKind, Part, Program
 from .rates import UNMEASURED
+from .region import regions
 from .roles import AxisRole, Role
 from .text_graph import TextGraph
 
@@ -32,6 +33,7 @@ def save_program(program: Program) -> dict[str, Any]:
         raise PassError(f"{program.name} has tensors or modules of its own ({', '.join(own[:3])}), which no text holds")
     outputs = [{"kind": str(each.kind), "name": each.name} for each in program.outputs]
     names = printed_names(program)
+    names |= {node: node.name for region in regions(program.graph).values() for node in region.nodes}
     return {
         "name": program.name,
         "text": print_program(program),
@@ -57,6 +59,8 @@ def load_program(saved: Mapping[str, Any]) -> Program:
             node.meta["collective"] = Collective(kind_of(node), described["axis"], why=described["why"])
             with FakeTensorMode():
                 node.meta["val"] = _memory(described["val"])
+    for node in (inside for region in found.regions.values() for inside in region.nodes):
+        node.meta = {key: value for key, value in zip(_WHERE, saved["where"].get(node.name, ()), strict=False) if value}
     inputs = [_read_input(each) for each in saved["inputs"]]
     outputs = [Output(OutputKind(each["kind"]), each["name"]) for each in saved["outputs"]]
     return Program(fx.GraphModule(torch.nn.Module(), found.graph), inputs, outputs, mesh, name=saved["name"])

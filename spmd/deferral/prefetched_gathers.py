@@ -21,6 +21,7 @@ from passes.prefetch import Prefetched
 
 from ..lowering.arenas import Arenas
 from ..lowering.lower import lower
+from ..lowering.regions import CompiledRegions
 from ..state.commit import Commit
 
 _IN_VAIN = 8  # calls in a row, on which no more is started for the next one
@@ -57,11 +58,18 @@ class InFlight:
 class PrefetchedGathers:
     """The programs that use what the call before has started, lowered, beside the whole program of the same step."""
 
-    def __init__(self, programs: Prefetched, in_flight: InFlight, arenas: Arenas, commit: Commit) -> None:
+    def __init__(
+        self,
+        programs: Prefetched,
+        in_flight: InFlight,
+        arenas: Arenas,
+        commit: Commit,
+        regions: CompiledRegions | None = None,
+    ) -> None:
         self.programs, self.in_flight = programs, in_flight
         in_flight.in_vain = 0
         self._sent, self._start, self._steady = (
-            lower(each, "aten", arenas, commit) for each in (programs.sent, programs.start, programs.steady)
+            lower(each, arenas, commit, regions) for each in (programs.sent, programs.start, programs.steady)
         )
         state = [(each.name, each.shape, each.dtype) for each in programs.start.inputs if each.role.is_state]
         moved = [(each.shape, each.dtype) for each in programs.start.outputs]

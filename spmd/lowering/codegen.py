@@ -46,6 +46,8 @@ from passes.analysis.aliases import escaping, is_view, storages
 from passes.analysis.out_variants import is_constant
 from passes.ir.collectives import WAIT, is_collective, is_wait
 from passes.ir.effects import mutates, written
+from passes.ir.region import Region, region_of
+from passes.ir.region import regions as find_regions
 from passes.ir.schemas import schema
 from passes.runtime.arena import reserve, view_at, whole
 from passes.runtime.host_memory import wait_copy
@@ -62,6 +64,7 @@ from ..state.bound_programs import track
 from .arenas import Arenas
 from .bindings import direct
 from .clock import Clock
+from .regions import CompiledRegion, CompiledRegions
 from .stream_lines import StreamLines, allocation, writer
 
 aten = torch.ops.aten
@@ -85,18 +88,23 @@ class Bound:
         arenas: Arenas | None = None,
         commit: Callable[[], None] | None = None,
         clock: Clock | None = None,
+        regions: CompiledRegions | None = None,
         device: DeviceStreams | None = None,
     ) -> None:
         """``commit`` is called between the halves, before the first write; ``clock`` ticks after each node.
 
-        ``device``: has the streams, for a program that runs on several. Raises ``PassError`` if it has a race there.
+        ``regions``: what a backend made of the program's regions, which it makes now. ``device``: has the streams, for
+        a program that runs on several. Raises ``PassError`` if it has a race there.
         """
+        self.regions = regions
         self.arenas = arenas or Arenas()
         self.arenas.users.add(self)
         stays = [is_fixed(node, declared) for node, declared in zip(program.placeholders, program.inputs, strict=True)]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
         self.clock, text = clock, _Writer(program, self._fixed, self._given, self.arenas, clock)
+        if regions is not None:
+            text.regions = {region: regions.compiled(region) for region in find_regions(program.graph).values()}
         self.device = None
         if runs_on_streams(program):
             self.device = device or DeviceStreams(device_of(program))
@@ -213,6 +221,7 @@ class _Writer:
         self.gradients: list[str] | None = None  # those of the first half, once the second has begun
         self.written: list[int] = []
         self.lines: StreamLines | None = None
+        self.regions: dict[Region, CompiledRegion] = {}
 
     def run_on(self, device: DeviceStreams) -> None:
         """Write code that runs on the streams of ``device``."""
@@ -349,6 +358,8 @@ class _Writer:
 
     def _function(self, node: fx.Node) -> Callable[..., Any]:
         """The function that computes a node; a functional collective of torch through ours, which says who is lost."""
+        if (region := region_of(node)) is not None:
+            return self.regions.get(region, region)
         out_variant = OUT_VARIANTS.get(node.target)
         return direct(node) if out_variant is None else partial(_into_new, out_variant, node.meta["val"])
 

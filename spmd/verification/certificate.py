@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from passes import Input, OutputKind, Program
 from passes.ir.collectives import is_collective, is_wait
+from passes.ir.inline import inlined
 from passes.ir.program import Placements
 
 from . import symbols
@@ -64,8 +65,11 @@ class Certificate:
 
 
 def certify_programs(captured: Program, final: Sequence[Program]) -> Certificate:
-    """Certify the final programs of all ranks, or of the first two and the last along each axis."""
-    return _Certification(captured, final).run()
+    """Certify the final programs of all ranks, or of the first two and the last along each axis.
+
+    Of a region, all that is inside is derived.
+    """
+    return _Certification(captured, [inlined(program) for program in final]).run()
 
 
 @dataclass
