@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.ir.schemas import schema
+
 from .._torch import (
     COLLECTIVE_NAMESPACES,
     tree_flatten,
@@ -73,6 +75,8 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
             f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
             "batch, and spmd adds the communication. Leave it out."
         )
+    if func.overloadpacket is torch.ops.aten._fused_moving_avg_obs_fq_helper:
+        _check_observer(func, args)
     for tensor in tree_flatten(result)[0]:
         if isinstance(tensor, torch.Tensor) and not all(map(is_known, tensor.shape)):
             raise Refused(
@@ -85,6 +89,19 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
                 f"{func} makes a {kind} tensor, which cannot be split over ranks. Use a dense one (of an "
                 "nn.Embedding, sparse=False), or replace the submodule through spmd.Override."
             )
+
+
+def _check_observer(func: Any, args: Sequence[Any]) -> None:
+    """Refuse an observer per channel whose statistics have no entry per channel yet: its kernel alone resizes them."""
+    given = dict(zip(schema(func).names, args, strict=False))
+    if not given.get("per_row_fake_quant"):
+        return
+    channels = given["self"].shape[given["ch_axis"]]
+    if any(given[name].numel() != channels for name in ("running_min", "running_max", "scale", "zero_point")):
+        raise Refused(
+            f"{func} resizes its statistics to one entry for each of {channels} channels, and state keeps its shape "
+            "from call to call. Run the model once before the first step, under torch.no_grad()."
+        )
 
 
 def _shape(tensor: torch.Tensor) -> str:
