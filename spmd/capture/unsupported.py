@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -57,6 +57,33 @@ def check_results(leaves: Sequence[Any]) -> None:
                 f"it returns a {type(leaf).__name__} that holds tensors. Return tensors in tuples, lists, dicts or "
                 "dataclasses."
             )
+
+
+def refuse_regions(func: Any) -> NoReturn:
+    """Raise ``Refused`` for an operator that takes functions of the step, such as ``torch.cond``."""
+    name = func.name()
+    raise Refused(
+        f"it calls {_REGIONS.get(name, name)}, which takes a function that runs by itself, and a program has no regions. "
+        + _INSTEAD.get(name, "Write the function's body in the step, or replace the submodule through spmd.Override.")
+    )
+
+
+_REGIONS = {
+    "cond": "torch.cond",
+    "map_impl": "torch's map",
+    "while_loop": "torch's while_loop",
+    "scan": "torch's scan",
+    "associative_scan": "torch's associative_scan",
+    "flex_attention": "flex_attention",
+}
+_INSTEAD = {
+    "cond": "Compute both branches and select with torch.where, or decide in Python, outside of the step.",
+    "map_impl": "Use torch.vmap, or a loop in Python over x.unbind(0).",
+    "while_loop": "Loop in Python, as often as a number or a shape says.",
+    "scan": "Loop in Python over xs.unbind(0), or use torch.cumsum or torch.cumprod.",
+    "associative_scan": "Loop in Python over xs.unbind(0), or use torch.cumsum or torch.cumprod.",
+    "flex_attention": "Use F.scaled_dot_product_attention with an attn_mask.",
+}
 
 
 def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
