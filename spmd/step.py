@@ -59,7 +59,7 @@ from .options import ModeName, Options
 from .override import Override, transform
 from .profile import Profile
 from .progress import Progress
-from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
+from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of, standing_of_state
 from .ranks.standing import StateError
 from .recorder import Recorder
 from .source_lines import defined_at, warn_user
@@ -455,12 +455,14 @@ class CompiledStep:
 
     def _refuse_saves(self, turn: Turn, error: BaseException) -> None:
         """Let state dicts raise while state is not whole, or not that of the other ranks."""
-        standing, why = standing_of(turn.connection), ""
+        if turn.call is None:
+            return
+        standing, why = standing_of_state(turn.connection), ""
         if isinstance(error, StateError):
             standing, why = error.standing, str(error)
         why = standing.partly or why
         has_failed = turn.connection is not None and turn.connection.is_closed
-        if turn.call is None or not (why or (has_failed and self._refused is None)):
+        if not (why or (has_failed and self._refused is None)):
             return
         self._allow_saves()
         self._refused = RefusedSaves(turn.call.given, why, standing)

@@ -192,6 +192,23 @@ def test_passes_ask_for_strides_in_one_file() -> None:
     assert asking - no_decision == {"strides.py"}
 
 
+def test_what_refers_to_live_objects_is_compared_by_identity() -> None:
+    """Equality by fields would compare the tensors that they hold; it is meant where only structures are."""
+    by_value = {"_Structure", "Record"}
+    live = re.compile(r"\b(Any|Tensor|ReadSite|Reference)\b")
+    found = [
+        f"{module}.{node.name}"
+        for module, path in FILES.items()
+        if module.startswith(("spmd.call.", "spmd.python_state."))
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef) and node.name not in by_value
+        for decorator in map(ast.unparse, node.decorator_list)
+        if decorator.startswith("dataclass") and "eq=False" not in decorator
+        if any(isinstance(field, ast.AnnAssign) and live.search(ast.unparse(field.annotation)) for field in node.body)
+    ]
+    assert found == []
+
+
 def test_folders_are_small() -> None:
     parts = [ROOT / part for part in (*PACKAGES, "tests", "docs")]
     folders = [*parts, *(path for part in parts for path in part.rglob("*") if path.is_dir())]

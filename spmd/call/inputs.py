@@ -18,7 +18,7 @@ from .state import Arguments
 _LISTED = 8  # tensors that an error lists
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchInput:
     """One tensor argument with its placement; ``shape`` is the global one.
 

@@ -20,6 +20,7 @@ from passes import Mesh, Output, OutputKind, PlacementError, Program, SpmdError
 from passes.ir.program import is_sharded
 
 from ..placements import chunk
+from ..ranks.equal_values import bytes_of
 from .call import Call
 from .inputs import BatchInput
 from .state import Arguments
@@ -114,8 +115,7 @@ class UnequalRows:
         width = prod(rows.shape[1:]) * rows.element_size()
         sent = [width * each for each in _overlaps(before, after, self.index)]
         received = [width * each for each in _overlaps(after, before, self.index)]
-        flat = rows.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-        moved = exchange(flat, sent, received, self.ranks)
+        moved = exchange(bytes_of(rows), sent, received, self.ranks)
         return moved.view(rows.dtype).view(after[self.index], *rows.shape[1:]).movedim(0, dim).contiguous()
 
 

@@ -96,12 +96,16 @@ def _traced_with_live_numbers(
         raise
     except Exception:
         return None  # if it is the user's own error, the step raises it again
-    _, constant = _traced(function, call, known, sizes)
+    _, constant = _traced(function, call, known, sizes, trace.number_arguments)
     return (trace, first) if computes_the_same(first.graph, constant.graph) else None
 
 
 def _traced(
-    function: Callable[..., Any], call: Call, carried: Carried, sizes: TracedSizes
+    function: Callable[..., Any],
+    call: Call,
+    carried: Carried,
+    sizes: TracedSizes,
+    number_arguments: Collection[int] = (),
 ) -> tuple[Trace, fx.GraphModule]:
     """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet.
 
@@ -114,7 +118,7 @@ def _traced(
     while True:
         call.count(carried.counters)
         reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
-        trace = Trace(function, call, Fakes.of(call, carried, sizes), reads, carried, lifts_anywhere=lifts_anywhere)
+        trace = Trace(function, call, Fakes.of(call, carried, sizes), reads, carried, number_arguments, lifts_anywhere)
         try:
             return trace, trace.graph_module()
         except LogsFound:

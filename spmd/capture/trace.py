@@ -8,7 +8,7 @@ parameter groups, torch's compiling flag) is restored, also when tracing raises.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -48,9 +48,10 @@ from .provenance import Recorder
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
 from .swap_state import StateSwap
-from .symbolic_minmax import symbolic_min_and_max
+from .symbolic_math import symbolic_math
 from .tensor_attributes import constant_attributes
 from .values.ctc_loss import LengthsAsTensors
+from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
 
@@ -64,9 +65,10 @@ class Trace:
     fakes: Fakes
     reads: Reads
     carried: Carried
+    number_arguments: Collection[int] = ()  # which calls take numbers as they are; see ``NumberArguments``
+    lifts_anywhere: bool = False  # whether tensors that are no arguments, wherever the step reads them, are constants
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
-    lifts_anywhere: bool = False  # whether tensors that are no arguments, wherever the step reads them, are constants
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient the step clears before it reads it
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
     _caches_casts: bool = True
@@ -102,6 +104,7 @@ class Trace:
             stack.enter_context(refuse_other_generators())
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(LengthsAsTensors())
+            self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())
             cleared = stack.enter_context(ClearedGradients(swap.fake_of))
             stack.enter_context(cleared.watch_zero_grad())
@@ -205,7 +208,7 @@ def _torch_settings() -> Iterator[None]:
         eager_selective_checkpoint(),
         unchecked_distributions(),
         no_causal_mask_detection(),
-        symbolic_min_and_max(),
+        symbolic_math(),
         _without_mkldnn(),
         torch.autograd.set_multithreading_enabled(False),
     ):

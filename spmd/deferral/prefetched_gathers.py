@@ -22,6 +22,7 @@ from passes.prefetch import Prefetched
 from ..lowering.arenas import Arenas
 from ..lowering.lower import lower
 from ..lowering.regions import CompiledRegions
+from ..ranks.equal_values import bytes_of
 from ..state.commit import Commit
 
 _IN_VAIN = 8  # calls in a row, on which no more is started for the next one
@@ -137,7 +138,7 @@ def _drop_all() -> None:
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same bits: a NaN equals itself, and -0.0 is not 0.0."""
-    flat = [each.contiguous().flatten().view(torch.uint8) for each in (one, other)]
+    flat = [bytes_of(each) for each in (one, other)]
     if all(each.numel() % 8 == 0 and each.storage_offset() % 8 == 0 for each in flat):
         flat = [each.view(torch.int64) for each in flat]  # seven times as fast
     return one.shape == other.shape and torch.equal(*flat)

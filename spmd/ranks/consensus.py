@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -170,6 +170,18 @@ def notify(connection: Connection | None, what: str, error: BaseException, state
 def standing_of(connection: Connection | None) -> Standing:
     """How the state of this rank stands among those of ``connection``."""
     return ALONE if connection is None else connection.standing
+
+
+def standing_of_state(connection: Connection | None) -> Standing:
+    """The standing of the state of a call that failed, to be kept with that state.
+
+    On a rank that runs by itself no other state is concerned: steps of other models go on.
+    """
+    if connection is not None:
+        return connection.standing
+    own = replace(ALONE)
+    ALONE.restore(own.updates)
+    return own
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ..reads import ReadSite, Reference
 from .lost_graph import has_lost_graph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CarriedTensor:
     """A tensor at a site, or in a container there: the ``index``-th leaf."""
 
@@ -40,7 +40,7 @@ class CarriedTensor:
         return tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Carried:
     """Sites with numbers, and sites with tensors or containers of them. ``counters`` are entries of parameter groups.
 
@@ -69,8 +69,8 @@ class Carried:
         numbers = [site for site in self.numbers if type(site.get()) in (int, float)]
         held = [(site, tree_flatten(site.get())[0]) for site in (*self.sites, *self.numbers)]
         sites = [site for site, leaves in held if any(isinstance(leaf, torch.Tensor) for leaf in leaves)]
-        lost = [site for site, leaves in held if any(map(has_lost_graph, leaves))]
-        return replace(self, numbers=tuple(numbers), sites=tuple(site for site in sites if site not in lost))
+        lost = {site.address for site, leaves in held if any(map(has_lost_graph, leaves))}
+        return replace(self, numbers=tuple(numbers), sites=tuple(site for site in sites if site.address not in lost))
 
     def with_names_unlike(self, taken: set[str]) -> Carried:
         """The same, with a number after each name that another input has."""

@@ -58,7 +58,7 @@ _WRAPPERS = {  # of the user's functions, each with the attributes that hold wha
 _CACHED = type(lru_cache(len))
 
 
-@dataclass
+@dataclass(eq=False)
 class Reads:
     """The read sites of one trace, each once, with the value that it had before the step.
 
