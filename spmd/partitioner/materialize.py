@@ -123,6 +123,8 @@ class Materializer:
         return self.calls.call(node, operands, self.values)
 
     def _operand(self, op: LocalOp, position: int, value: Value, placement: Placements) -> Any:
+        if placement in value.nodes and position not in op.from_zero:
+            return value.nodes[placement]
         reason = reasons.for_operand(value.source, op.node, self.context)
         return (self._count_from_zero if position in op.from_zero else self.materialize)(value, placement, reason)
 

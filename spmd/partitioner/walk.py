@@ -52,6 +52,7 @@ class Walk:
     def __init__(self, calls: Calls, emitter: OpEmitter | Tally, diagnostics: Diagnostics | None = None) -> None:
         self.calls, self.context, self.diagnostics = calls, calls.context, diagnostics
         self.emitter, self.values = emitter, dict[fx.Node, Any]()
+        self.ruled = set[Any]()  # ops that have a rule
         self.parameters = Parameters(self.context, self.values)
         self.materializer = Materializer(calls, self.parameters, emitter, diagnostics, self.values)
 
@@ -144,9 +145,11 @@ class Walk:
 
     def _note(self, diagnostics: Diagnostics, node: fx.Node, operands: Sequence[Value], choice: Choice) -> None:
         whole = self.context.replicated
-        if rule_of(node.target) is None:
+        if node.target not in self.ruled and rule_of(node.target) is None:
             diagnostics.no_rule(node, operands)
-        elif node.meta.get("phase") is Phase.UPDATE and all(p in (whole, None) for p in choice.placements):
+            return
+        self.ruled.add(node.target)
+        if node.meta.get("phase") is Phase.UPDATE and all(p in (whole, None) for p in choice.placements):
             diagnostics.whole_matrices(node, [self.materializer.base(value) for value in operands])
 
     def _move(self, node: fx.Node, move: Move) -> None:
