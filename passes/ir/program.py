@@ -171,6 +171,7 @@ class Program:
     stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
     annotations: Any = None  # what users asked for modules, for the parallel mode to read
+    assignment: Any = None  # how each captured node is computed on the ranks, if a partitioner noted it
 
     @classmethod
     def from_graph(

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Input, Memory, Output, Role
 from passes.ir.program import Placements
+
+from .assignment import Assignment
+
+
+class Solver(Protocol):
+    """Decides how the nodes of a program are computed."""
+
+    def solve(self, problem: Any, given: Assignment) -> Assignment:
+        """An assignment of all nodes of a ``spmd.Problem`` or of some, with all of ``given``; equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,9 @@ class Plan:
     gathered at once, with the one that is read next; also of those that are kept whole then.
 
     ``memory``: of parameters that are not on the device, by name; their gradients and optimizer state go with them.
+
+    ``assignment``: how nodes are computed, all of them or some. ``solver`` decides the others, and the greedy solver
+    those that are left.
     """
 
     mesh: DeviceMesh | None
@@ -55,6 +67,8 @@ class Plan:
     prefetch: tuple[int, int] = (1, 1)
     limit_gathers: int | None = None
     memory: Mapping[str, Memory] = field(default_factory=dict)
+    assignment: Assignment | None = None
+    solver: Solver | None = None
 
     def memory_of(self, declared: Input | Output) -> Memory:
         """Where an input lives, or the state that an output updates or makes. Only parameters are pinned."""
