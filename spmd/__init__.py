@@ -29,7 +29,9 @@ from .modes.data_parallel import DataParallel
 from .modes.dtensor_expand import DTensorExpand
 from .override import Override
 from .partitioner import partition
-from .partitioner.plan import Plan
+from .partitioner.assignment import Assignment, Choice
+from .partitioner.plan import Plan, Solver
+from .partitioner.problem import Problem
 from .ranks.world import world
 from .rules import register_rule
 from .step import CompiledStep, compile
@@ -40,8 +42,10 @@ from .verification.verdict import Verdict
 from .verification.verifier import verify
 
 __all__ = [
+    "Assignment",
     "CaptureError",
     "Certificate",
+    "Choice",
     "CompiledStep",
     "DTensorExpand",
     "DataParallel",
@@ -55,10 +59,12 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PlannedMode",
+    "Problem",
     "Program",
     "RankFailedError",
     "RankMismatchError",
     "Report",
+    "Solver",
     "SpmdError",
     "Verdict",
     "certify",
