@@ -148,6 +148,16 @@ class DataParallel(PlannedMode):
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.defer_updates = check_flag("defer_updates", defer_updates)
 
+    @property
+    def parallel_style(self) -> Style:
+        """How parameters are split."""
+        return self.split.style
+
+    @property
+    def shard_optimizer(self) -> bool:
+        """Whether each rank updates a part of replicated parameters."""
+        return self.split.shards_optimizer
+
     def axis_roles(self, names: Sequence[str]) -> Roles:
         """The roles that ``axes`` gives; without it those by position, of two axes on a hybrid mesh."""
         if self._roles is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from ..annotations.apply import check_reshard
 from ..annotations.policies import OffloadPolicy
+from .base import check_flag
 from .shares import Style
 
 Reduce = Literal["once", "each"]
@@ -27,14 +28,15 @@ class Split:
 
     @classmethod
     def check(cls, style: Any, shards_optimizer: Any) -> Split:
-        """Raises ``ValueError`` for another style, or where the style splits optimizer state already."""
+        """Raises ``TypeError`` or ``ValueError`` for another style, or one that splits optimizer state already."""
         _check_one_of("parallel_style", style, _STYLES)
+        check_flag("shard_optimizer", shards_optimizer)
         if shards_optimizer and style != "replicate":
             raise ValueError(
                 f'expected shard_optimizer=True with parallel_style="replicate", got "{style}", which '
                 "splits the optimizer's state together with its parameters"
             )
-        return cls(style, bool(shards_optimizer))
+        return cls(style, shards_optimizer)
 
     @property
     def needs_axis(self) -> bool:
@@ -68,7 +70,11 @@ class Wire:
 
     def options(self) -> dict[str, Any]:
         """The options of a plan, by name."""
-        return asdict(self)
+        return {
+            "reduce_gradients": self.reduce_gradients,
+            "reduce_dtype": self.reduce_dtype,
+            "gather_dtype": self.gather_dtype,
+        }
 
 
 @dataclass(frozen=True)
