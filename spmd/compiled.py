@@ -419,7 +419,8 @@ class Pool:
             *compiled.captured.constants,
             self._seed(),
         ]
-        values += [each.filled(values) for each in self._packed]
+        if self._packed:
+            values += [each.filled(values) for each in self._packed]
         return [values[k] for k in self._positions]
 
     def state_inputs(self, state: Sequence[torch.Tensor]) -> list[Any]:
