@@ -419,14 +419,16 @@ class Pool:
             *compiled.captured.constants,
             self._seed(),
         ]
-        values += [each.filled(values) for each in self._packed]
+        if self._packed:
+            values += [each.filled(values) for each in self._packed]
         return [values[k] for k in self._positions]
 
     def state_inputs(self, state: Sequence[torch.Tensor]) -> list[Any]:
-        """The program's inputs as far as they are state, and None for all others."""
+        """The program's inputs as far as they are at the same place at each call, and None for all others."""
         compiled = self.compiled
         values: list[Any] = [*state, *[None] * (len(compiled.guards.groups.names) + len(self.names))]
-        values += [*compiled.added.values(), *compiled.captured.constants, None, *[None] * len(self._packed)]
+        values += [*compiled.added.values(), *compiled.captured.constants, None]
+        values += [each.tensor for each in self._packed]
         return [values[k] for k in self._positions]
 
     def _seed(self) -> int | None:
@@ -442,11 +444,11 @@ class DeviceBuffer:
     def __init__(self, declared: Input, device: torch.device, at: Mapping[str, int]) -> None:
         """``at``: the position of each number among the values of a call."""
         self._declared, self._positions = declared, {name: at[name] for name in declared.numbers}
-        self._buffer = torch.empty(declared.shape, dtype=declared.dtype, device=device)
+        self.tensor = torch.empty(declared.shape, dtype=declared.dtype, device=device)
 
     def filled(self, values: Sequence[Any]) -> torch.Tensor:
         """The buffer, with the numbers of a call."""
-        return self._buffer.copy_(pack(self._declared, {name: values[k] for name, k in self._positions.items()}))
+        return self.tensor.copy_(pack(self._declared, {name: values[k] for name, k in self._positions.items()}))
 
 
 def describe_for_agreement(

@@ -32,10 +32,11 @@ class DeviceNumbers(Pass):
     """The floats of a call become one small input on the device, its ints another; ops read 0-dim views of them.
 
     ``names``: of hyper-parameters, other live numbers and the seed, as patterns. Floats are fp64 there, as in Python.
-    Arithmetic on them follows to the device, and so does a value that the step reads from a tensor. An op with a number becomes one with a tensor, or several that compute the
-    same; in low precision these compute in fp32, as the kernel of one op does, and round once. A number stays as it was
-    where a tensor cannot stand for it: where the program returns it, as a size or an index, and in ops that are not in
-    the table below. ``host_numbers`` names those: code that has their values in it is valid for these values only.
+    Arithmetic on them follows to the device, and so does a value that the step reads from a tensor. An op with a number
+    becomes one with a tensor, or several that compute the same; in low precision these compute in fp32 and round once.
+    A number stays as it was where a tensor cannot stand for it: where the program returns it, as a size or an index,
+    and in ops that are not in the table below. ``host_numbers`` names those: a program that was captured with their
+    values is valid for these values only.
     """
 
     names: tuple[str, ...] = ("*",)

@@ -148,9 +148,8 @@ def _admits(kernel: Kernel, name: str, value: Any, parameter: fx.Node, own: set[
     if name == "g":
         return _same_type(val, parameter.meta["val"])
     if name == "lr" and isinstance(val, torch.Tensor):
-        return (
-            kernel.op_with_tensor is not None and _is_number_on_device(value) and _is_rate(val, parameter.meta["val"])
-        )
+        known = kernel.op_with_tensor is not None and _is_number_on_device(value)
+        return known and _is_rate(val, parameter.meta["val"])
     return isinstance(val, (float, int, torch.SymFloat)) and not isinstance(val, bool)
 
 

@@ -117,7 +117,8 @@ class _Certification:
             return torch.cat([self._input(each.input, wholes, program).reshape(-1) for each in parts])
         if declared.numbers:
             each = [self._input(Input(declared.role, name), wholes, program) for name in declared.numbers]
-            return symbols.elements(torch.stack(list(map(symbols.symbol, each))), 0)
+            assert declared.dtype is not None, "numbers on the device have a dtype"
+            return symbols.elements(torch.stack(list(map(symbols.symbol, each))), symbols.mark_of(declared.dtype))
         whole = wholes.get(declared.name, torch.tensor(symbols.key("input", declared.name)))
         is_number = not isinstance(whole, Tensor) or whole.dtype != torch.complex128
         return whole if is_number else part_of(whole, declared.placement, program.mesh).clone()
