@@ -29,7 +29,10 @@ Backend = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Normed(MLP):
-    """A norm and a GELU between two layers, clipped; the rate changes in each step, and the fourth batch is short."""
+    """A norm and a GELU between two layers, clipped. The rate changes in each step, and the fourth batch is short.
+
+    Ranks have unequal numbers of rows.
+    """
 
     sizes: tuple[int, ...] = (6, 8, 3)
     rows: int = 5
@@ -39,7 +42,7 @@ class Normed(MLP):
         return model, make_optimizer(self.optimizer, model.parameters())
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
-        return tuple(x[: 3 if step == 3 else None] for x in super().part(rank, step))
+        return tuple(x[: (3 if step == 3 else self.rows) - rank] for x in super().part(rank, step))
 
     def after(self, objects: tuple[Any, ...], step: int) -> None:
         objects[1].param_groups[0]["lr"] *= 0.5
