@@ -22,7 +22,7 @@ from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
 from .interrupts import interruptible
-from .lowering.regions import Backend, CompiledRegions, takes_examples
+from .lowering.regions import Backend, takes_examples
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
 from .override import Override, transform_graph_module
@@ -85,10 +85,6 @@ class Options:
         given = self.mode.custom_passes if self.passes is None else self.passes
         chosen = passes.default() if given is None else tuple(given)
         return chosen if self.backend == "aten" else passes.with_regions(chosen)
-
-    def compiled_regions(self) -> CompiledRegions | None:
-        """Compiles the regions of programs; None where these run op by op: by "aten", and on simulated ranks."""
-        return None if self.backend == "aten" or simulated() else CompiledRegions(self.backend)
 
     @interruptible
     def fitted(

@@ -53,13 +53,14 @@ from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
 from .lowering.lower import Executable, lower
-from .lowering.regions import Backend
+from .lowering.regions import Backend, CompiledRegions
 from .modes.base import ParallelMode
 from .options import ModeName, Options
 from .override import Override, transform
 from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of, standing_of_state
+from .ranks.simulated import simulated
 from .ranks.standing import StateError
 from .recorder import Recorder
 from .source_lines import defined_at, warn_user
@@ -102,7 +103,7 @@ class CompiledStep:
         self._refused: RefusedSaves | None = None
         self._profile, self._calls = Profile(), 0
         self._recorder: Recorder | None = None
-        self._regions = options.compiled_regions()
+        self._regions = None if options.backend == "aten" else CompiledRegions(options.backend)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
@@ -260,7 +261,7 @@ class CompiledStep:
             stages.program = program
         with stages.stage("lower"), DisableAutocast():
             program, made = options.final(program), program
-            executable = lower(program, self._arenas_on(call.device_mesh), regions=self._regions)
+            executable = lower(program, self._arenas_on(call.device_mesh), regions=self._backend_regions)
             between = self._between_calls(parts, call, executable, captured, program)
         steady = between.steady if between else None
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
@@ -304,7 +305,7 @@ class CompiledStep:
         if isinstance(apart, Prefetched):
             self._dumps.dump(self._options.dump_folder, apart.steady.name).stage(99, "lowered", apart.steady)
             flight = self._in_flight.setdefault(mesh, InFlight())
-            return PrefetchedGathers(apart, flight, arenas, executable.commit, self._regions)
+            return PrefetchedGathers(apart, flight, arenas, executable.commit, self._backend_regions)
         branches = captured.guards.branches
         if isinstance(apart, Deferred) and branches:
             apart = "the step branches on the value of state, which must be up to date before a call"
@@ -314,7 +315,7 @@ class CompiledStep:
             return None
         for each in apart.programs().values():
             self._dumps.dump(self._options.dump_folder, each.name).stage(99, "lowered", each)
-        return DeferredUpdate(apart, arenas, executable.commit, self._regions)
+        return DeferredUpdate(apart, arenas, executable.commit, self._backend_regions)
 
     def _partition(self, call: Call, captured: Captured, agreement: Agreement) -> tuple[Program, Any, Prepared]:
         """One rank's program, after the transforms of overrides, with the state that they added; and its live state."""
@@ -323,6 +324,11 @@ class CompiledStep:
             local = with_storage_facts(local, call.slots, agreement.all_gather_text)
         state = prepare(call, local.inputs)
         return *transform(local, self._options.overrides, state.locals), state
+
+    @property
+    def _backend_regions(self) -> CompiledRegions | None:
+        """Compiles regions; None where these run op by op: by "aten", and on simulated ranks, which run no code."""
+        return None if simulated() else self._regions
 
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))
@@ -508,7 +514,8 @@ def compile(
     - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``. By name: ``"replicate"`` or
       ``"ddp"``; ``"fully_shard"`` or ``"fsdp"``; ``"zero1"``, which is ``"replicate"`` with ``shard_optimizer=True``.
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
-    - ``backend``: ``"aten"``, or ``callable(gm, example_inputs) -> callable``.
+    - ``backend``: ``"aten"``, or what compiles regions of functional aten ops: ``torch.compile``, or
+      ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
     - ``timeout``: how many seconds a rank waits for the others to come to a call; then all raise. None: as long as the
       process group waits for a collective.

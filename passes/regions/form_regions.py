@@ -59,7 +59,7 @@ class FormRegions(Pass):
         chosen = [group for group in groups.all() if sum(map(groups.computes, group)) >= self.min_ops]
         names = _Names(program.graph)
         for group in chosen:
-            _Call(program, group, groups.found).replace(names.next(group[0]))
+            _Call(program, group, groups.found).replace(names.next(group))
         return len(chosen)
 
 
@@ -159,8 +159,8 @@ class _Names:
     def __init__(self, graph: fx.Graph) -> None:
         self._count = len(regions(graph))
 
-    def next(self, first: fx.Node) -> str:
-        name = f"{first.meta.get('phase', 'region')}_{self._count}"
+    def next(self, group: list[fx.Node]) -> str:
+        name = f"{_first(group, 'phase') or 'region'}_{self._count}"
         self._count += 1
         return name
 
@@ -182,7 +182,7 @@ class _Call:
         region = Region(name, self._graph(operands, returned))
         vals = tuple(node.meta["val"] for node in returned)
         call = insert_before(self.after, region, *operands, like=None, name=f"{name}_out", val=vals)
-        call.meta |= {key: self.group[0].meta[key] for key in ("phase", "source") if key in self.group[0].meta}
+        call.meta |= {key: found for key in ("phase", "source") if (found := _first(self.group, key))}
         results = {node: self._result(call, k, node) for k, node in enumerate(returned)}
         for node in outside:
             self._show(node, results)
@@ -234,6 +234,11 @@ class _Call:
             with node.graph.inserting_before(self.after):
                 results[node] = node.graph.node_copy(node, sources.__getitem__)
         return results[node]
+
+
+def _first(group: list[fx.Node], key: str) -> Any:
+    """What the first node of a group that says something by ``key`` says."""
+    return next((node.meta[key] for node in group if node.meta.get(key)), None)
 
 
 def _separates(node: fx.Node) -> bool:

@@ -60,7 +60,7 @@ class CompiledRegions:
             with torch.no_grad():
                 made = self._backend(module, examples) if self._takes_examples else self._backend(module)
         except Exception as error:
-            error.add_note(f"while the backend compiled {describe(region)}")
+            error.add_note(f"while the backend compiled this: {describe(region)}")
             raise
         if not callable(made):
             raise PassError(f"expected the backend to return a callable, got {made!r}")
@@ -73,7 +73,6 @@ class CompiledRegion:
 
     def __init__(self, region: Region, function: Callable[..., Any]) -> None:
         self.region, self._function = region, function
-        self._is_boxed = getattr(function, "_boxed_call", False)  # it takes its operands in a list, and empties that
         self._copied: dict[int, Tensor] | None = None  # the results to copy at each call; None before the first one
 
     def __call__(self, *operands: Tensor) -> Sequence[Tensor]:
@@ -87,9 +86,9 @@ class CompiledRegion:
 
     def _run(self, operands: tuple[Tensor, ...]) -> Any:
         try:
-            return self._function(list(operands)) if self._is_boxed else self._function(*operands)
+            return self._function(*operands)
         except Exception as error:
-            error.add_note(f"while {describe(self.region)} ran as the backend had compiled it")
+            error.add_note(f"while this ran, as the backend had compiled it: {describe(self.region)}")
             raise
 
     def _call_first(self, operands: tuple[Tensor, ...]) -> Sequence[Tensor]:
