@@ -98,13 +98,13 @@ def lower(program: Program, backend: Backend, arenas: Arenas | None = None, comm
         function = backend(program.graph_module, examples)
         if not callable(function):
             raise PassError(f"expected the backend to return a callable, got {function!r}")
-    refs = _input_refs(program)
+    refs = input_refs(program)
     updates = [(k, refs[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
     returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
     return Executable(function, updates, returned, commit)
 
 
-def _input_refs(program: Program) -> dict[str, InputRef]:
+def input_refs(program: Program) -> dict[str, InputRef]:
     """Where each input is among those of a call, by name."""
     refs = {declared.name: InputRef(k) for k, declared in enumerate(program.inputs)}
     return refs | {p.input.name: InputRef(k, p) for k, i in enumerate(program.inputs) for p in i.parts}

@@ -18,6 +18,7 @@ from ..call.found import with_found
 from ..call.rng import random_state_kept
 from ..call.state import hyper_parameters_of, slots_of
 from ..deferral.pending import calling, finish_pending
+from ..differences import Difference, difference, rounding_of
 from .copies import Copy, Subject, has_single_precision
 from .lockstep import LockstepError, run_in_lockstep
 from .peer import Peer
@@ -25,7 +26,7 @@ from .rank import SimulatedRank
 from .stages import Values, by_name, kept, stages_of
 from .tracer import Guilty, Tracer
 from .verdict import Verdict
-from .wholes import Difference, UnequalReplicasError, difference, put_together, rounding_of
+from .wholes import UnequalReplicasError, put_together
 from .world import AnyMesh, check_mesh, simulated_world
 
 MOST = 16  # ranks
