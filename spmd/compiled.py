@@ -300,6 +300,12 @@ class Compiled:
         pending.remove(self)
         return f"the update that the call before had left pending ({self.program.name}) is lost, or done in part only"
 
+    def values(self, arguments: Arguments, live: Live) -> dict[str, Any]:
+        """The inputs of a call by name, each by itself, as the call finds them; one seed for all calls."""
+        given = [*self.guards.leaves.tensors(arguments), *self.guards.carried.tensors()]
+        state = self.guards.layout.locals(live.tensors)
+        return self._pool.by_name(live.numbers, state, given)
+
     def start(self, arguments: Arguments, live: Live) -> Running:
         """Gather the inputs of a call; ``run`` has the rest."""
         given = [*self.guards.leaves.tensors(arguments), *self.guards.carried.tensors()]
@@ -422,6 +428,18 @@ class Pool:
         if self._packed:
             values += [each.filled(values) for each in self._packed]
         return [values[k] for k in self._positions]
+
+    def by_name(
+        self, numbers: list[Any], state: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> dict[str, Any]:
+        """The same by name, but for flat inputs; no draw is made."""
+        compiled = self.compiled
+        constants = {f"constant.{k}": each for k, each in enumerate(compiled.captured.constants)}
+        named = dict(zip(compiled.guards.layout.names, state, strict=True))
+        named |= dict(zip(compiled.guards.groups.names, numbers, strict=True)) | dict(
+            zip(self.names, given, strict=True)
+        )
+        return named | compiled.added | constants | {"seed": 1}
 
     def state_inputs(self, state: Sequence[torch.Tensor]) -> list[Any]:
         """The program's inputs as far as they are at the same place at each call, and None for all others."""

@@ -45,6 +45,7 @@ class Options:
     program: EditedPrograms | None = None
     memory: int | None = None  # bytes per rank
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # names of sizes, by argument and dim
+    check_first: bool = False  # compare the first call of each program with the program that no pass has changed
 
     @classmethod
     def check(
@@ -61,6 +62,7 @@ class Options:
         program: Any = None,
         memory: Any = None,
         dynamic: Any = None,
+        check: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
@@ -77,6 +79,7 @@ class Options:
             program=_check_program(program, dump or os.environ.get("SPMD_DUMP")),
             memory=_check_memory(memory),
             dynamic=_check_dynamic(dynamic),
+            check_first=_check_check(check),
         )
 
     @property
@@ -245,6 +248,13 @@ def _check_dynamic(given: Any) -> Mapping[str, Mapping[int, str]]:
             f"expected dynamic to name sizes by argument and dim, as {{'tokens': {{1: 'time'}}}} does, got {given!r}"
         )
     return {name: dict(dims) for name, dims in given.items()}
+
+
+def _check_check(given: Any) -> bool:
+    given = os.environ.get("SPMD_CHECK") or None if given is None else given
+    if given not in (None, "first"):
+        raise ValueError(f'expected check (or SPMD_CHECK) to be "first" or None, got {given!r}')
+    return given is not None
 
 
 def _check_timeout(given: Any) -> float | None:

@@ -48,6 +48,7 @@ from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .deferral.prefetched_gathers import InFlight, PrefetchedGathers
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
+from .first_call import check_first_call
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
@@ -232,6 +233,8 @@ class CompiledStep:
                 begun = call.initial_state(self._dispatch.idle)
                 with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                     compiled = self._compile(turn, call, agreement, stages)
+            if self._options.check_first:
+                check_first_call(compiled, call.given, self._name)
             self._dispatch.add(compiled, change, call)
             end_stale_references(call.replaced)
         return compiled
@@ -502,6 +505,7 @@ def compile(
     program: str | Path | None = None,
     memory: int | str | None = None,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    check: str | None = None,
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
@@ -525,6 +529,8 @@ def compile(
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
     - ``dynamic``: names of sizes that change, as ``{"tokens": {1: "time"}}``; None: a second size shows which do.
+    - ``check``: ``"first"`` compares what a program computes at its first call, on copies, with what it computes before
+      any pass; where they differ all ranks raise, and state is as before. It takes a step more and twice the memory.
 
     Raises ``TypeError`` or ``ValueError`` for other arguments. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.
@@ -543,6 +549,7 @@ def compile(
         program=program,
         memory=memory,
         dynamic=dynamic,
+        check=check,
     )
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:

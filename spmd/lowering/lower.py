@@ -92,13 +92,13 @@ def lower(
     """
     commit = commit or Commit()
     function = Bound(program, arenas, commit, regions=regions)
-    refs = _input_refs(program)
+    refs = input_refs(program)
     updates = [(k, refs[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
     returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
     return Executable(function, updates, returned, commit)
 
 
-def _input_refs(program: Program) -> dict[str, InputRef]:
+def input_refs(program: Program) -> dict[str, InputRef]:
     """Where each input is among those of a call, by name."""
     refs = {declared.name: InputRef(k) for k, declared in enumerate(program.inputs)}
     return refs | {p.input.name: InputRef(k, p) for k, i in enumerate(program.inputs) for p in i.parts}

@@ -164,4 +164,4 @@ def has_single_precision(subject: Subject) -> bool:
 def on_copies(options: Options, mode: ParallelMode, in_double: bool) -> Options:
     """The options of a step that computes on copies: no files are written, and float64 takes twice the memory."""
     memory = 2 * options.memory if options.memory is not None and in_double else options.memory
-    return replace(options, mode=mode, dump=None, timeout=None, memory=memory)
+    return replace(options, mode=mode, dump=None, timeout=None, memory=memory, check_first=False)

@@ -24,9 +24,10 @@ from passes.ir.schemas import schema
 from passes.runtime.random import draw
 
 from .._torch import DisableAutocast, OpOverload
+from ..differences import Difference, difference
 from .lockstep import LockstepError
 from .stages import Stage, Values, kept, run_stage
-from .wholes import Difference, UnequalReplicasError, difference, put_together
+from .wholes import UnequalReplicasError, put_together
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
