@@ -13,6 +13,7 @@ from passes import (
     SpmdError,
 )
 
+from .agreed import pad_to_longest, shared_rng
 from .annotations import contract
 from .annotations.apply import fully_shard, replicate
 from .annotations.no_sync import no_sync
@@ -76,6 +77,7 @@ __all__ = [
     "load",
     "materialize",
     "no_sync",
+    "pad_to_longest",
     "partition",
     "register_rule",
     "replicate",
@@ -83,6 +85,7 @@ __all__ = [
     "save",
     "seed",
     "set_rng_state",
+    "shared_rng",
     "show",
     "unshard",
     "verify",

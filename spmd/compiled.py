@@ -481,8 +481,7 @@ def describe_for_agreement(
     inputs += [f"{x.name} = {contents(x.value)}" for x in call.inputs if all(p.is_replicate() for p in x.placement)]
     inputs += [f"{i.name} in {i.memory} memory" for i in program.inputs if i.memory is not Memory.DEVICE]
     constants = [str(constant.tolist()) for constant in captured.constants]
-    numbers = [f"{number.name} = {number.get()}" for number in captured.carried.numbers]
-    numbers += [f"{number.name} = {number.get()}" for number in captured.carried.arguments(call.given)]
+    numbers = _numbers(captured, call)
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     run = (program, steady) if steady is not None else (program,)
@@ -490,3 +489,13 @@ def describe_for_agreement(
     outputs = [f"output {o.name}: {o.dtype}{list(o.shape)}" for o in captured.program.outputs]
     code = [captured.program.code, *draws, *traffic]
     return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, *outputs, *code])
+
+
+def text_of(captured: Captured, call: Call) -> str:
+    """The captured program and the numbers that it reads: what Python values among the arguments make of it."""
+    return "\n".join([*_numbers(captured, call), captured.program.code])
+
+
+def _numbers(captured: Captured, call: Call) -> list[str]:
+    numbers: list[Any] = [*captured.carried.numbers, *captured.carried.arguments(call.given)]
+    return [f"{number.name} = {number.get()}" for number in numbers]

@@ -59,6 +59,8 @@ class _Forward:
 class Recorder(TorchDispatchMode):
     """Writes an ``Origin`` to every node that ``make_fx`` adds while this mode is on."""
 
+    supports_higher_order_operators = True  # they come here to be refused in a sentence
+
     def __init__(self, module_names: dict[int, str], reads: Reads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads = reads
@@ -76,11 +78,6 @@ class Recorder(TorchDispatchMode):
         self._recomputed = Recomputed()
         self._alive: list[Any] = []  # hooked autograd nodes, so that their ids stay unique
         self._hooks: list[Any] = []  # our hooks on them
-
-    @classmethod
-    def supports_higher_order_operators(cls) -> bool:
-        """They come here to be refused in a sentence."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):

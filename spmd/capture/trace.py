@@ -8,6 +8,7 @@ parameter groups, torch's compiling flag) is restored, also when tracing raises.
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ from .values.ctc_loss import LengthsAsTensors
 from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
+from .values.unread import Unread
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Trace:
     _caches_casts: bool = True
     _modes: tuple[Any, ...] = ()  # function modes of the user's around the call
     _numbers: dict[str, Any] = field(default_factory=dict)  # symbols of arguments, by name
+    _unread: list[weakref.ref[Unread]] = field(default_factory=list)
     _pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (name, tensor, its fake)
 
     def graph_module(self) -> fx.GraphModule:
@@ -81,7 +84,10 @@ class Trace:
         self._caches_casts = torch.is_autocast_cache_enabled()  # make_fx turns it off
         self._modes = function_modes()  # it has some of its own
         with use_lazy_graph_module(True):
-            return make_fx(self._run, decomposition_table=first_trace_table(), tracing_mode="fake")(*self.fakes.flat)
+            made = make_fx(self._run, decomposition_table=first_trace_table(), tracing_mode="fake")(*self.fakes.flat)
+        if any(reference() is not None for reference in self._unread):
+            raise TypeError("the step keeps or returns a text among its arguments")
+        return made
 
     def _run(self, *flat: Any) -> list[Any]:
         names = {id(module): name for name, module in self._submodules()}
@@ -160,6 +166,9 @@ class Trace:
                 journal = self.reads.journals.by_id[id(leaf.value.container)]
                 journal.arguments.append((leaf.name, leaf.value.path))
                 return journal.stand_in
+            if leaf.name in self.carried.unread:
+                self._unread.append(weakref.ref(unread := Unread(leaf.name)))
+                return unread
             return self._numbers.get(leaf.name, self.reads.refusals.stand_in(leaf.value, leaf.name) or leaf.value)
 
         return list(map(stand_in, self.call.arguments.leaves))

@@ -63,7 +63,7 @@ def refuse_regions(func: Any) -> NoReturn:
     """Raise ``Refused`` for an operator that takes functions of the step, such as ``torch.cond``."""
     name = func.name()
     raise Refused(
-        f"it calls {_REGIONS.get(name, name)}, which takes a function that runs by itself, and a program has no regions. "
+        f"it calls {_REGIONS.get(name, name)}, which takes a function to call: a program has no regions. "
         + _INSTEAD.get(name, "Write the function's body in the step, or replace the submodule through spmd.Override.")
     )
 

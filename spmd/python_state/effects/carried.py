@@ -6,7 +6,7 @@ numbers and fakes in the place of their tensors. A tensor is whole on every rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -44,16 +44,18 @@ class CarriedTensor:
 class Carried:
     """Sites with numbers, and sites with tensors or containers of them. ``counters`` are entries of parameter groups.
 
-    A counter is (path of the optimizer, index of the group, key). ``leaves`` are numbers among the arguments, by name.
+    A counter is (path of the optimizer, index of the group, key). ``leaves`` are numbers among the arguments, by name,
+    and ``unread`` the numbers and texts among them that the step does not read.
     """
 
     numbers: tuple[ReadSite, ...] = ()
     sites: tuple[ReadSite, ...] = ()
     counters: frozenset[tuple[str, int, str]] = frozenset()
     leaves: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.sites or self.counters or self.leaves)
+        return bool(self.numbers or self.sites or self.counters or self.leaves or self.unread)
 
     def __or__(self, other: Carried) -> Carried:
         known = self.addresses
@@ -62,6 +64,7 @@ class Carried:
             (*self.sites, *(site for site in other.sites if site.address not in known)),
             self.counters | other.counters,
             tuple(dict.fromkeys((*self.leaves, *other.leaves))),
+            tuple(dict.fromkeys((*self.unread, *other.unread))),
         )
 
     def now(self) -> Carried:
@@ -83,6 +86,11 @@ class Carried:
             return replace(site, name=name)
 
         return replace(self, numbers=tuple(map(renamed, self.numbers)), sites=tuple(map(renamed, self.sites)))
+
+    def without(self, unread: Collection[str]) -> Carried:
+        """The same, where these leaves are none that the program reads."""
+        leaves = tuple(name for name in self.leaves if name not in unread)
+        return replace(self, leaves=leaves, unread=(*self.unread, *sorted(unread)))
 
     @property
     def addresses(self) -> set[tuple[int, str]]:
