@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import passes
 from passes import Pass, Program, Report
+from passes.ir.bundle import Bundle, print_bundle
 from passes.page.node_details import NodeDetails
 
 from .source_lines import warn_user
@@ -75,6 +76,10 @@ class Dump:
         self._write(f"{stage}.py", lambda: passes.print_program(program))
         if self.folder is not None:
             self.nodes.note(stage, program)
+
+    def bundle(self, bundle: Bundle) -> None:
+        """``bundle.txt``: channels, calls, and all programs."""
+        self._write("bundle.txt", lambda: print_bundle(bundle))
 
     def on_pass(self, number: int, each: Pass, program: Program, seconds: float) -> None:
         """A stage named after its pass."""

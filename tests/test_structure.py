@@ -33,8 +33,7 @@ ORDER = {
         page/
         measured
         pipeline runner trace report
-        functional
-        defer prefetch fit_memory
+        defer fit_memory
         __init__
     """,
     "spmd": """

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..errors import PassError
 from ..runtime.arena import has_arena
-from .collectives import Collective, group_of, is_collective, is_wait
+from .collectives import Collective, group_of, is_collective, is_message, is_wait
 from .effects import is_profiling, mutates
 from .meta import DECLARED, is_declared
 from .ops import Trait, has
@@ -142,6 +142,8 @@ def _communicates_properly(program: Program, node: fx.Node) -> None:
     if is_collective(node):
         _collective_is_described(program, node)
         _result_is_waited_for(program, node, node)
+        if is_message(node) and not node.users:
+            raise PassError(f"nobody waits for {node.name}: a message ends with a wait, or is handed on")
 
 
 def _is_pending(program: Program, value: Any) -> bool:
