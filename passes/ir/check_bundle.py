@@ -336,7 +336,9 @@ def _text(node: fx.Node) -> str:
 
 
 def _described(node: fx.Node) -> tuple[Any, ...]:
-    return node.target, reduction_of(node), input_bytes(node), *(each.meta["val"].dtype for each in moved(node))
+    known = node.meta["collective"]
+    dtypes = [each.meta["val"].dtype for each in moved(node)]
+    return node.target, reduction_of(node), input_bytes(node), dtypes, known.role, known.of
 
 
 def _line(node: fx.Node) -> str:

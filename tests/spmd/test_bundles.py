@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from passes import DeadCode, Kind, MergeEqual, PassError, Report, Role, run
+from passes import DeadCode, Kind, MergeEqual, PassError, Report, Role, default, run
 from passes.analysis.costs import BUILT_IN, Algorithm, Link, Point
 from passes.ir.bundle import Bundle, print_bundle, read_bundle
 from passes.ir.check_bundle import check_bundle
-from passes.ir.collectives import WAIT, kind_of
+from passes.ir.collectives import WAIT, c10d, kind_of
 from passes.runtime.message_collectives import recv, send
 from passes.schedule.bundle_simulation import simulate_bundle
 from passes.schedule.happens_before import check_streams
@@ -63,6 +63,45 @@ def test_it_computes_what_the_plain_step_does() -> None:
     bundle = pipeline()
     check_bundle(bundle)
     assert differs(bundle) == []
+
+
+def test_passes_keep_what_it_computes_and_the_order_of_messages() -> None:
+    bundle = pipeline((forward_sending, loss, backward_ending))
+    programs = {role: run(program, default()) for role, program in bundle.programs.items()}
+    assert any(each.in_place for each in programs["backward"].inputs)
+    after = Bundle.of(bundle.name, programs, bundle.calls, bundle.axis)
+    check_bundle(after)
+    assert differs(after) == []
+
+
+def both_sum(reduction: str) -> Callable[..., Any]:
+    """A program that sums over both ranks, after work of its own."""
+
+    def function(x: Any) -> Any:
+        return (WAIT(c10d.all_reduce.default(aten.mul.Tensor(x, 3.0 if reduction == "sum" else 2.0), reduction, "0")),)
+
+    return function
+
+
+def alone(x: Any) -> Any:
+    return (aten.mul.Tensor(x, 2.0),)
+
+
+def test_ranks_of_several_programs_start_one_collective() -> None:
+    def doubled(x: Any) -> Any:
+        return (WAIT(c10d.all_reduce.default(aten.add.Tensor(x, x), "sum", "0")),)
+
+    bundle = _two([both_sum("sum"), doubled], "gloo")
+    check_bundle(bundle)
+    results = BundleRun([BundleRank(bundle, k, {}) for k in range(2)]).call("step", [batch(0), batch(1)])
+    expected = 3 * batch(0)["x"] + 2 * batch(1)["x"]
+    assert all(torch.equal(each["loss"], expected) for each in results)
+    for other, message in ((both_sum("max"), "start the same collective"), (alone, "pp=0 waits for all_reduce in a")):
+        wrong = _two([both_sum("sum"), other], "gloo")
+        with pytest.raises(PassError, match=message):
+            check_bundle(wrong)
+    with pytest.raises(LockstepError, match="wait for each other for ever"):
+        BundleRun([BundleRank(wrong, k, {}) for k in range(2)]).call("step", [batch(0)] * 2)
 
 
 def test_its_text_is_read_back(golden: Any) -> None:
