@@ -1,7 +1,7 @@
 """A loop of accelerate, with the step compiled: its data loader, tracker-like prints, and checkpoints.
 
-    torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
-    python examples/accelerate_loop.py
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
+python examples/accelerate_loop.py
 """
 
 from __future__ import annotations

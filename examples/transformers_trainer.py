@@ -63,6 +63,6 @@ if __name__ == "__main__":
     first.train()
     second = make(options.folder, options.mode, num_train_epochs=8)
     second.train(resume_from_checkpoint=True)  # goes on behind the two epochs
-    metrics, counts = second.evaluate(), continues(second)
+    metrics, right = second.evaluate(), continues(second)
     if spmd.world().get_rank() == 0:
-        print(f"loss {metrics['eval_loss']:.3f} on held-out text; 3, 4, 5, 6 is continued {'right' if counts else 'wrong'}")
+        print(f"loss {metrics['eval_loss']:.3f}; 3, 4, 5, 6 is continued {'right' if right else 'wrong'}")

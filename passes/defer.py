@@ -1,4 +1,7 @@
-"""Programs that defer the end of a step: from one program, before updates are in place, to three that run in turn."""
+"""Defer the end of a step: from one program, before updates are in place, to a bundle of three, one for each call.
+
+``first`` leaves the end of its step pending, ``steady`` does that of the call before first, ``finish`` only it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ from dataclasses import dataclass, replace
 
 from .base import Pass
 from .errors import PassError
-from .functional import Parts, run_keeping_functional
+from .ir.bundle import Bundle
+from .ir.check_bundle import check_bundle
 from .ir.program import Program
+from .memory.update_in_place import UpdateInPlace
 from .pipeline import backend_of, table_of
-from .runner import OnStage, run
+from .regions.form_regions import FormRegions
+from .runner import FIRST_STAGE, OnStage, run
 from .schedule.node_costs import NodeCosts, device_of
 from .schedule.rates import rates_of
 from .schedule.start_in_order import start_last, starts_to_hold
@@ -18,32 +24,40 @@ from .update.cut_and_join import Halves, cut, join
 
 
 @dataclass(frozen=True)
-class Deferred:
-    """``first`` leaves the end of its step pending, ``steady`` does that of the call before first, ``finish`` only it.
+class _Parts:
+    """A pipeline in parts: ``functional`` leaves updates as outputs, ``in_place`` writes them, and ``rest`` follows.
 
-    ``steady`` and ``finish`` take what ``first`` and ``steady`` return last, and then the numbers of that call, by
-    their positions among its inputs.
+    Regions are formed at the beginning of ``in_place``, once a step is cut: those of two halves are not one.
     """
 
-    first: Program
-    steady: Program
-    finish: Program
-    numbers: tuple[int, ...]
+    functional: tuple[Pass, ...]
+    in_place: tuple[Pass, ...]
+    rest: tuple[Pass, ...]
 
-    def programs(self) -> dict[str, Program]:
-        """By name."""
-        return {"first": self.first, "steady": self.steady, "finish": self.finish}
+    @classmethod
+    def of(cls, pipeline: Sequence[Pass]) -> _Parts:
+        """The parts. Raises ``PassError`` for a pipeline that writes nothing in place, or has nothing before that."""
+        write = next((k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace)), 0)
+        at = next((k for k, each in enumerate(pipeline[:write]) if isinstance(each, FormRegions)), write)
+        if not at:
+            raise PassError("defer_updates=True takes a pipeline with passes.UpdateInPlace, after passes.UpdateLast")
+        return cls(tuple(pipeline[:at]), tuple(pipeline[at : write + 1]), tuple(pipeline[write + 1 :]))
 
 
-def run_and_defer(program: Program, pipeline: Sequence[Pass], on_stage: OnStage) -> tuple[Program, Deferred | str]:
-    """``passes.run``, and the three programs from what it has before ``UpdateInPlace``; else why nothing is deferred.
+def run_and_defer(program: Program, pipeline: Sequence[Pass], on_stage: OnStage) -> tuple[Program, Bundle | str]:
+    """``passes.run``, and the bundle of what it has before updates are in place; else why nothing is deferred.
 
     Raises ``PassError`` for a pipeline without that pass, or where it comes first, and where the step shows its update.
     """
-    done, functional = run_keeping_functional(program, pipeline, on_stage)
-    if functional is None:
-        raise PassError("defer_updates=True takes a pipeline with passes.UpdateInPlace, after passes.UpdateLast")
-    return done, defer(functional, pipeline)
+    last, functional = FIRST_STAGE + len(_Parts.of(pipeline).functional) - 1, list[Program]()
+
+    def keeping(number: int, each: Pass, after: Program, seconds: float) -> None:
+        if number == last:
+            functional.append(after.copy())
+        on_stage(number, each, after, seconds)
+
+    done = run(program, pipeline, keeping)
+    return done, defer(functional[0], pipeline)
 
 
 def _start_and_steady(halves: Halves, end: Program, in_place: Sequence[Pass]) -> tuple[Program, Program]:
@@ -58,13 +72,12 @@ def _costs(program: Program, pipeline: Sequence[Pass]) -> NodeCosts | None:
     return None if rates is None else NodeCosts(program, rates, table, backend=backend)
 
 
-def defer(functional: Program, pipeline: Sequence[Pass]) -> Deferred | str:
-    """The three programs, or a sentence on why nothing is deferred. Raises ``PassError`` where the step forbids it."""
+def defer(functional: Program, pipeline: Sequence[Pass]) -> Bundle | str:
+    """The bundle, or a sentence on why nothing is deferred. Raises ``PassError`` where the step forbids it."""
     halves = cut(functional)
     if isinstance(halves, str):
         return halves
-    parts = Parts.of(pipeline)
-    assert parts is not None, "a program without updates in place has no functional stage"
+    parts = _Parts.of(pipeline)
     in_place, rest = parts.in_place, parts.rest
     end = run(halves.end, in_place)
     start, steady = _start_and_steady(halves, end, in_place)
@@ -74,5 +87,9 @@ def defer(functional: Program, pipeline: Sequence[Pass]) -> Deferred | str:
         start_last(halves.start, held)
         start, steady = _start_and_steady(halves, end, in_place)
     made = {"first": start, "steady": steady, "finish": end}
-    done = {name: run(replace(each, name=f"{functional.name}-{name}"), rest) for name, each in made.items()}
-    return Deferred(**done, numbers=halves.numbers)
+    done = {role: run(replace(each, name=f"{functional.name}-{role}"), rest) for role, each in made.items()}
+    handed_on = halves.end.inputs[len(halves.end.inputs) - len(halves.numbers) :]
+    given = {each.name: functional.inputs[k].name for each, k in zip(handed_on, halves.numbers, strict=True)}
+    bundle = Bundle.of(functional.name, done, {role: [[role]] for role in done}, given=given)
+    check_bundle(bundle)
+    return bundle

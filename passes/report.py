@@ -20,7 +20,7 @@ from torch import fx
 
 from .analysis.costs import BUILT_IN
 from .analysis.costs import Table as Costs
-from .ir.collectives import Collective, Kind, input_bytes, operands
+from .ir.collectives import Collective, Kind, input_bytes, moved
 from .ir.printer import short_dtype
 from .ir.program import Program
 from .measured import MeasuredTime, OpTime, collective_of
@@ -388,7 +388,7 @@ def _one(node: fx.Node, time: TransferTime | None) -> OneCollective:
         kind=str(described.kind),
         axis=described.axis,
         role=str(described.role),
-        dtype=_dtype(operands(node)[0].meta["val"]),
+        dtype=_dtype(moved(node)[0].meta["val"]),
         count=1,
         bytes=input_bytes(node),
         why=described.why,

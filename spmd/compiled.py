@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Input, Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, SpmdError, Table
+from passes.ir.bundle import Bundle
 from passes.ir.numbers import pack
 from passes.ir.program import is_pending, is_sharded
 
@@ -23,7 +24,6 @@ from .capture import Captured, FromOutput
 from .capture.sizes.any_size import AnySize
 from .deferral import pending
 from .deferral.deferred_update import DeferredUpdate
-from .deferral.prefetched_gathers import PrefetchedGathers
 from .guards.guards import Guards, Live
 from .lowering.lower import Executable
 from .python_state.reads import ReadSite
@@ -57,7 +57,6 @@ class Compiled:
     guards: Guards
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
     deferred: DeferredUpdate | None = None  # the programs that run in place of this one, where its update is deferred
-    prefetched: PrefetchedGathers | None = None  # those that run where the call before has started its first gathers
     _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
     _cleared: list[int] = field(init=False)  # positions of parameters in the live state
@@ -97,14 +96,12 @@ class Compiled:
     @property
     def programs(self) -> tuple[Program, ...]:
         """What runs: the program, or those that share its work between calls."""
-        return (self.program,) if self.deferred is None else self.between_calls
+        return self.between_calls or (self.program,)
 
     @property
     def between_calls(self) -> tuple[Program, ...]:
-        """The programs that run in place of the whole one where something is in flight between calls."""
-        if self.deferred is not None:
-            return tuple(self.deferred.programs.programs().values())
-        return () if self.prefetched is None else (self.prefetched.steady,)
+        """The programs that run in place of the whole one where updates are deferred."""
+        return () if self.deferred is None else tuple(self.deferred.bundle.programs.values())
 
     @property
     def graphs(self) -> tuple[Program, ...]:
@@ -114,8 +111,6 @@ class Compiled:
     @property
     def last_program(self) -> Program:
         """Of these, the one last run."""
-        if self.prefetched is not None and self.prefetched.used_prefetched:
-            return self.prefetched.steady
         return self.program if self.deferred is None or self.deferred.last is None else self.deferred.last
 
     def owners(self) -> list[Any]:
@@ -140,8 +135,6 @@ class Compiled:
         if self.deferred is not None:
             self.deferred.close()
             pending.remove(self)
-        if self.prefetched is not None:
-            self.prefetched.close()
 
     @property
     def is_of_one_size(self) -> bool:
@@ -199,12 +192,11 @@ class Compiled:
         live: Live,
         restore: Restore | None = None,
         execute: Callable[[Sequence[Any]], list[Any]] | None = None,
-        is_stale: bool = True,
     ) -> Any:
         """One call: gather the inputs, run, put results and new state where they belong.
 
         ``live`` is as ``guards`` found it; ``restore`` makes the results that the caller expects. ``execute`` runs the
-        program in place of its executable. ``is_stale``: what is in flight is not ``is_prefetched`` on all ranks.
+        program in place of its executable.
         """
         if restore is not None and self._pool.written:
             raise RankMismatchError(
@@ -213,29 +205,18 @@ class Compiled:
             )
         running = self.start(arguments, live)
         if self.deferred is None:
-            execute = execute or self.executable
-            execute = execute if self.prefetched is None else self.prefetched.of_call(execute, is_stale)
-            return self.finish(running, execute(running.inputs), restore)
+            return self.finish(running, (execute or self.executable)(running.inputs), restore)
         try:
             result = self.finish(running, self.deferred.of_call(arguments, live.tensors)(running.inputs), restore)
         except BaseException:
             self.deferred.is_lost = self.deferred.pending is not None or self.deferred.is_lost
-            self.deferred.pending = None
+            self.deferred.lose()
             pending.remove(self)
             raise
         if self.deferred.pending is not None:
             self.deferred.pending.watch(self._written_later(live))
             pending.add(self)
         return result
-
-    def is_prefetched(self, live: Live) -> bool:
-        """Whether the first gathers of a call on this state are in flight."""
-        if self.prefetched is None or not self.prefetched.is_started:
-            return False
-        state = self.guards.layout.locals(live.tensors)
-        found = self.prefetched.is_current(self._pool.state_inputs([*state, *self._flats.enter(state)]))
-        self._flats.leave()
-        return found
 
     def _written_later(self, live: Live) -> dict[str, torch.Tensor]:
         """This rank's state that the pending update writes to, by name."""
@@ -296,7 +277,8 @@ class Compiled:
         """Drop what is pending, if its connection is closed; returns a sentence, empty if nothing was."""
         if self.deferred is None or self.is_connected() or not (self.has_pending or self.deferred.is_lost):
             return ""
-        self.deferred.pending, self.deferred.is_lost = None, False
+        self.deferred.lose()
+        self.deferred.is_lost = False
         pending.remove(self)
         return f"the update that the call before had left pending ({self.program.name}) is lost, or done in part only"
 
@@ -470,7 +452,7 @@ class DeviceBuffer:
 
 
 def describe_for_agreement(
-    captured: Captured, program: Program, table: Table, call: Call, steady: Program | None = None
+    captured: Captured, program: Program, table: Table, call: Call, bundle: Bundle | None = None
 ) -> str:
     """What must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
     initial = [f"{slot.input.name} was made for this call" for slot in call.slots if call.initial.holds(slot)]
@@ -484,8 +466,8 @@ def describe_for_agreement(
     numbers = _numbers(captured, call)
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
-    run = (program, steady) if steady is not None else (program,)
-    traffic = [f"{node.target} {node.meta['collective']}" for each in run for node in each.collectives()]
+    traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
+    traffic += [f"the bundle {bundle.name}: {bundle.digest()}"] if bundle is not None else []
     outputs = [f"output {o.name}: {o.dtype}{list(o.shape)}" for o in captured.program.outputs]
     code = [captured.program.code, *draws, *traffic]
     return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, *outputs, *code])

@@ -63,8 +63,7 @@ class Turn:
     ``compiled`` is the program that fits the call, and ``live`` what it runs on; both None while there is none.
     ``rows``: of the batch, where ranks brought unequal numbers of them.
     ``connection``: of the ranks that make this call together, None where there is one. ``is_distributing``: live state
-    is being made equal and split. ``is_watched``: the program itself shall run, whatever the call before has started;
-    ``is_stale``: that holds for some rank.
+    is being made equal and split.
     """
 
     call: Call | None = None
@@ -73,8 +72,6 @@ class Turn:
     live: Live | None = None
     connection: Connection | None = None
     is_distributing: bool = False
-    is_watched: bool = False
-    is_stale: bool = True
 
     @property
     def state(self) -> StateIs:
@@ -176,16 +173,14 @@ class Dispatch:
 
     def _agree(self, turn: Turn) -> None:
         """Wait until all ranks are about to do the same: to run the program that fits, or to compile."""
-        intent, is_stale = COMPILE, True
+        intent = COMPILE
         if turn.compiled is not None:
             assert turn.call is not None and turn.live is not None, "a program fits a call that was read"
             with self._reporting_failure():
                 intent = turn.compiled.intent(turn.call.given, turn.live)
-                is_stale = turn.is_watched or not turn.compiled.is_prefetched(turn.live)
-                is_stale = is_stale or bool(self._pending(turn))  # an update comes before the program
         connection, timeout = turn.connection, self.options.timeout
         describe = partial(self._describe, turn)
-        turn.is_stale = agree_on_program(connection, self.name, intent, describe, timeout, is_stale)
+        agree_on_program(connection, self.name, intent, describe, timeout)
 
     def _cut_rows(self, turn: Turn, given: Arguments) -> bool:
         """Compare the rows of all ranks, and cut the batch anew if they are unequal; returns whether they are."""

@@ -22,6 +22,7 @@ from torch import fx
 
 import passes
 from passes import Pass, Program, Report
+from passes.ir.bundle import Bundle, print_bundle
 from passes.page.node_details import NodeDetails
 
 from .source_lines import warn_user
@@ -87,6 +88,10 @@ class Dump:
             for name, text in assignment_of(self.captured, program).items():
                 self._write(name, lambda text=text: text)  # type: ignore[misc]
             self.captured = None
+
+    def bundle(self, bundle: Bundle) -> None:
+        """``bundle.txt``: channels, calls, and all programs."""
+        self._write("bundle.txt", lambda: print_bundle(bundle))
 
     def on_pass(self, number: int, each: Pass, program: Program, seconds: float) -> None:
         """A stage named after its pass."""

@@ -15,9 +15,9 @@ from torch import fx, nn
 
 import passes
 from passes import Pass, Program
-from passes.defer import Deferred, run_and_defer
+from passes.defer import run_and_defer
 from passes.fit_memory import AllGather, fit
-from passes.prefetch import Prefetched, run_and_prefetch
+from passes.ir.bundle import Bundle
 from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
@@ -105,17 +105,12 @@ class Options:
 
     @interruptible
     def run(
-        self, partitioned: Program, pipeline: tuple[Pass, ...], on_stage: OnStage, is_alone: bool
-    ) -> tuple[Program, Deferred | Prefetched | str | None]:
-        """The final program, and those that run in its place while something is in flight between calls.
-
-        Where updates are to be deferred, and none are, why. A rank that ``is_alone`` communicates with no others.
-        """
+        self, partitioned: Program, pipeline: tuple[Pass, ...], on_stage: OnStage
+    ) -> tuple[Program, Bundle | str | None]:
+        """The final program, and those that run in its place where updates are deferred; if none are, why."""
         if self.mode.defer_updates:
             return run_and_defer(partitioned, pipeline, on_stage)
-        if is_alone or any((self.gm_transformation, self.program, self.memory)):
-            return passes.run(partitioned, pipeline, on_stage), None
-        return run_and_prefetch(partitioned, pipeline, on_stage)
+        return passes.run(partitioned, pipeline, on_stage), None
 
     def final(self, made: Program) -> Program:
         """What runs in place of what the passes ``made``: by ``gm_transformation``, and the text of ``program``."""

@@ -21,11 +21,6 @@ class Profile:
         self._timed: Executable | None = None  # which runs it
         self._calls: dict[int, list[dict[str, float]]] = {}  # by the identity of the program
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the next call is measured."""
-        return self._left > 0
-
     def begin(self, compiled: Compiled) -> Callable[[Sequence[Any]], list[Any]] | None:
         """What runs the program and measures it; None if no call is left."""
         if not self._left:

@@ -27,9 +27,8 @@ from passes import (
     facts_of,
     print_program,
 )
-from passes.defer import Deferred
+from passes.ir.bundle import Bundle
 from passes.pipeline import table_of, with_rates
-from passes.prefetch import Prefetched
 
 from ._torch import DisableAutocast, get_proxy_mode
 from .call.call import Call
@@ -45,7 +44,6 @@ from .capture_call import capture_call
 from .compiled import Compiled, describe_for_agreement, text_of
 from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
-from .deferral.prefetched_gathers import InFlight, PrefetchedGathers
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
 from .first_call import check_first_call
@@ -96,7 +94,6 @@ class CompiledStep:
             raise TypeError(f"{self._name} has an argument last_train_step, which compiled steps take themselves")
         self._dispatch = Dispatch(self._name, function, options, self._where)
         self._arenas: dict[DeviceMesh, Arenas] = {}  # ranks of two meshes need not wait for each other
-        self._in_flight: dict[DeviceMesh, InFlight] = {}
         self._dumps = StepFolders(self._name)
         self._failed: Call | None = None  # the call that failed last
         self._warned: set[str] = set()  # arguments that may be tables
@@ -161,7 +158,7 @@ class CompiledStep:
         return result
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        turn = Turn(is_watched=self._profile.is_on or self._recorder is not None)
+        turn = Turn()
         try:
             return self._run(turn, args, kwargs)
         except BaseException as error:  # an interrupt, too
@@ -185,7 +182,7 @@ class CompiledStep:
             if self._recorder is not None:
                 execute = self._recorder.begin(compiled, state, self._calls, execute)
             restore = self._dispatch.restore(turn)
-            result = compiled.run(turn.call.given, turn.live, restore, execute, turn.is_stale)
+            result = compiled.run(turn.call.given, turn.live, restore, execute)
         if self._recorder is not None:
             self._recorder.end(state)
         self._profile.end(compiled)
@@ -261,22 +258,23 @@ class CompiledStep:
             local, pipeline = options.fitted(local, agreement.all_gather_text, self._dispatch.graphs)
             dump.stage(1, "partition", local)
         with stages.stage("passes"), DisableAutocast():
-            program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass), agreement.is_alone)
+            program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
             stages.program = program
         with stages.stage("lower"), DisableAutocast():
             program, made = options.final(program), program
             executable = lower(program, self._arenas_on(call.device_mesh), regions=self._backend_regions)
-            between = self._between_calls(parts, call, executable, captured, program)
-        steady = between.steady if between else None
+            deferred = self._deferred(parts, call, executable, captured, program)
+        if deferred is not None:
+            dump.bundle(deferred.bundle)
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
-        make_report = stages.reporting(steady or program, program.notes, costs)
+        make_report = stages.reporting(deferred.steady if deferred else program, program.notes, costs)
         dump.stage(99, "lowered", program)
         dump.report(make_report)
-        description = describe_for_agreement(captured, program, costs, call, steady) + options.describe_edits(made)
+        description = describe_for_agreement(captured, program, costs, call, deferred.bundle if deferred else None)
+        description += options.describe_edits(made)
         base, calls, *seeds = agreement.agree(description, self._seeds(call))
         adopt([base, calls])
         with stages.explained("distributing state"):
-            agreement.separate_exchange(is_needed=isinstance(between, PrefetchedGathers))
             self._distribute(turn, call, program, captured, state, seeds)
         return Compiled(
             program=program,
@@ -292,34 +290,28 @@ class CompiledStep:
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
             any_size=any_size,
-            deferred=between if isinstance(between, DeferredUpdate) else None,
-            prefetched=between if isinstance(between, PrefetchedGathers) else None,
+            deferred=deferred,
         )
 
-    def _between_calls(
+    def _deferred(
         self,
-        apart: Deferred | Prefetched | str | None,
+        apart: Bundle | str | None,
         call: Call,
         executable: Executable,
         captured: Captured,
         whole: Program,
-    ) -> DeferredUpdate | PrefetchedGathers | None:
-        """The programs of a step that leave something in flight, lowered; a note says why no update is deferred."""
-        arenas, mesh = self._arenas_on(call.device_mesh), call.device_mesh
-        if isinstance(apart, Prefetched):
-            self._dumps.dump(self._options.dump_folder, apart.steady.name).stage(99, "lowered", apart.steady)
-            flight = self._in_flight.setdefault(mesh, InFlight())
-            return PrefetchedGathers(apart, flight, arenas, executable.commit, self._backend_regions)
+    ) -> DeferredUpdate | None:
+        """The programs of a step that leave an update pending, lowered; a note says why no update is deferred."""
         branches = captured.guards.branches
-        if isinstance(apart, Deferred) and branches:
+        if isinstance(apart, Bundle) and branches:
             apart = "the step branches on the value of state, which must be up to date before a call"
         if isinstance(apart, str):
             whole.notes.append(f"defer_updates=True defers nothing in this program: {apart}")
-        if not isinstance(apart, Deferred):
+        if not isinstance(apart, Bundle):
             return None
-        for each in apart.programs().values():
+        for each in apart.programs.values():
             self._dumps.dump(self._options.dump_folder, each.name).stage(99, "lowered", each)
-        return DeferredUpdate(apart, arenas, executable.commit, self._backend_regions)
+        return DeferredUpdate(apart, self._arenas_on(call.device_mesh), executable.commit, self._backend_regions)
 
     def _partition(self, call: Call, captured: Captured, agreement: Agreement) -> tuple[Program, Any, Prepared]:
         """One rank's program, after the transforms of overrides, with the state that they added; and its live state."""
@@ -425,6 +417,8 @@ class CompiledStep:
             dump = self._dumps.dump(Path(folder), each.program.name)
             visit_stages(dump.stage, each.captured.program, each.partitioned, each.pipeline, each.program)
             dump.report(partial(getattr, each, "report"))
+            if each.deferred is not None:
+                dump.bundle(each.deferred.bundle)
             for program in each.between_calls:
                 self._dumps.dump(Path(folder), program.name).stage(99, "lowered", program)
 

@@ -34,8 +34,7 @@ ORDER = {
         page/
         measured
         pipeline runner trace report
-        functional
-        defer prefetch fit_memory
+        defer fit_memory
         __init__
     """,
     "spmd": """
@@ -60,7 +59,7 @@ ORDER = {
         capture_call
         step
         verification/
-        fuzzing/
+        fuzzing/ integrations/
         cli/
         __init__ __main__
     """,

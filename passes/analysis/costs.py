@@ -37,6 +37,7 @@ ALGORITHMS: dict[Kind, tuple[Algorithm, ...]] = {
     Kind.ALL_REDUCE: (Algorithm.NATIVE, Algorithm.SHARED),
     Kind.REDUCE_SCATTER: (Algorithm.NATIVE, Algorithm.EXCHANGE, Algorithm.SHARED, Algorithm.COALESCED),
     Kind.ALL_GATHER: (Algorithm.NATIVE, Algorithm.BROADCAST, Algorithm.SENDING, Algorithm.SHARED, Algorithm.COALESCED),
+    Kind.ALL_TO_ALL: (Algorithm.NATIVE,),
 }
 """By kind, the algorithms to measure and to choose from; of equal costs the first is taken."""
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from ..analysis.topological import arrange, positions
 from ..base import Pass
-from ..ir.collectives import Kind, is_collective, is_wait, waits_of
+from ..ir.collectives import Kind, is_collective, is_message, is_wait, waits_of
 from ..ir.effects import is_pure, is_random
 from ..ir.ops import Trait, has
 from ..ir.program import Program
@@ -20,9 +20,10 @@ class StartEarly(Pass):
     """Each collective, with the nodes that only pack its operand, moves to right after the nodes that it needs.
 
     An operand that is computed from the call's arguments alone (the number of labels, say) moves along: it is known
-    when the call begins. All other nodes keep their order, and so do collectives that become ready together. The new
-    order depends on the graph alone, so it is the same on all ranks. Memory: results of collectives live longer; those
-    with ``Collective.ahead`` start when the result of the one so many before them, in the order of readers, is read.
+    when the call begins. All other nodes keep their order, and so do messages, and collectives that become ready
+    together. The new order depends on the graph alone, so it is the same on all ranks. Memory: results of collectives
+    live longer; those with ``Collective.ahead`` start when the result of the one so many before them, in the order of
+    readers, is read.
     """
 
     def rewrite(self, program: Program) -> int:
@@ -36,11 +37,13 @@ class StartEarly(Pass):
 
 def _by_readiness(program: Program, moving: set[fx.Node]) -> list[fx.Node]:
     """The nodes by the position after which each can stand; of a node that does not move, its own."""
-    first = len(program.placeholders) - 1
+    first = last_message = len(program.placeholders) - 1
     earliest, ready = _bounds(program), dict[fx.Node, int]()
     for position, node in enumerate(program.graph.nodes):
         needed = (ready[argument] for argument in node.all_input_nodes)
         ready[node] = max((first, earliest.get(node, first), *needed)) if node in moving else position
+        if is_message(node):  # another rank's program has the other ends, in this order
+            last_message = ready[node] = max(last_message, ready[node])
     for node in reversed(program.graph.nodes):  # an operand is packed when it is sent
         packs = node in moving and not is_collective(node) and all(user in moving for user in node.users)
         if packs and any(user in earliest for user in node.users):

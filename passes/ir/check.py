@@ -10,7 +10,7 @@ from torch import fx
 
 from ..errors import PassError
 from ..runtime.arena import has_arena
-from .collectives import Collective, group_of, is_collective, is_wait
+from .collectives import Collective, channel_of, group_of, is_collective, is_message, is_wait, kind_of, peer_of
 from .effects import is_functional, is_profiling, mutates
 from .meta import DECLARED, is_declared
 from .ops import Trait, has
@@ -171,6 +171,8 @@ def _communicates_properly(program: Program, node: fx.Node) -> None:
     if is_collective(node):
         _collective_is_described(program, node)
         _result_is_waited_for(program, node, node)
+        if is_message(node) and not node.users:
+            raise PassError(f"nobody waits for {node.name}: a message ends with a wait, or is handed on")
 
 
 def _is_pending(program: Program, value: Any) -> bool:
@@ -211,14 +213,24 @@ def _is_handed_on(program: Program, result: fx.Node) -> bool:
 
 
 def _same_promise(before: Program, after: Program) -> None:
-    """The same results, new state, pending values and updates, whether by an output or in place."""
+    """The same results, new state, pending values, messages and updates, whether by an output or in place."""
     for kind in (OutputKind.RESULT, OutputKind.NEW, OutputKind.PENDING):
         old, new = _returned(before, kind), _returned(after, kind)
         if old != new:
             raise PassError(f"the {kind} outputs were {old} and are now {new}")
+    if _messages(before) != _messages(after):
+        raise PassError(
+            f"messages were {_messages(before)} and are now {_messages(after)}: other ranks have their ends"
+        )
     lost = _updated(before) ^ _updated(after)
     if lost:
         raise PassError(f"what a program updates must stay the same, but it does not for {sorted(lost)}")
+
+
+def _messages(program: Program) -> list[str]:
+    """The sends and recvs, in order."""
+    found = [node for node in program.graph.nodes if is_message(node)]
+    return [f"{kind_of(node)} of {channel_of(node)}, peer {peer_of(node)}" for node in found]
 
 
 def _returned(program: Program, kind: OutputKind) -> list[tuple[str, str]]:

@@ -29,6 +29,8 @@ class Kind(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     BROADCAST = "broadcast"
+    SEND = "send"  # to one rank, which receives it
+    RECV = "recv"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ _KINDS: dict[Any, Kind] = {
     message_collectives.swap.default: Kind.ALL_TO_ALL,
     message_collectives.gather_by_broadcast.default: Kind.ALL_GATHER,
     message_collectives.gather_by_sending.default: Kind.ALL_GATHER,
+    message_collectives.send.default: Kind.SEND,
+    message_collectives.recv.default: Kind.RECV,
     shared_memory_collectives.shared_all_reduce.default: Kind.ALL_REDUCE,
     shared_memory_collectives.shared_all_gather.default: Kind.ALL_GATHER,
     shared_memory_collectives.shared_reduce_scatter.default: Kind.REDUCE_SCATTER,
@@ -97,6 +101,23 @@ def is_collective(node: fx.Node) -> bool:
 def is_wait(node: fx.Node) -> bool:
     """Whether ``node`` waits for a collective."""
     return node.op == "call_function" and node.target is WAIT
+
+
+def is_message(node: fx.Node) -> bool:
+    """Whether ``node`` starts a send or a recv: what one rank does alone, and another one matches."""
+    return is_collective(node) and _KINDS[node.target] in (Kind.SEND, Kind.RECV)
+
+
+def peer_of(node: fx.Node) -> int:
+    """The rank of its group that a message goes to, or comes from."""
+    peer = argument(node, "peer")
+    assert isinstance(peer, int), f"{node} names its peer by {peer!r}"
+    return peer
+
+
+def channel_of(node: fx.Node) -> str:
+    """The name of what a message carries."""
+    return str(argument(node, "channel"))
 
 
 def kind_of(node: fx.Node) -> Kind:
@@ -137,7 +158,7 @@ def is_shared(node: fx.Node) -> bool:
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a collective sends: one, or several for a coalesced one."""
+    """The tensors that a collective sends: one, or several for a coalesced one; none for a recv."""
     sent = node.args[0] if node.args else next(iter(node.kwargs.values()))
     return [
         operand for operand in (sent if isinstance(sent, (list, tuple)) else [sent]) if isinstance(operand, fx.Node)
@@ -153,9 +174,17 @@ def waits_of(node: fx.Node) -> Iterator[fx.Node]:
             yield from waits_of(user)
 
 
+def moved(node: fx.Node) -> list[fx.Node]:
+    """The values that count as what a collective moves: its operands; of a recv, the result."""
+    return [node] if kind_of(node) is Kind.RECV else operands(node)
+
+
 def input_bytes(node: fx.Node) -> int:
-    """Bytes of one rank's local input, padding included. Equal on all ranks of its group: uneven shards are padded."""
-    return sum(_bytes(operand.meta["val"]) for operand in operands(node))
+    """Bytes of one rank's local input, padding included; of a recv, those that arrive.
+
+    Equal on all ranks of a collective's group: uneven shards are padded.
+    """
+    return sum(_bytes(each.meta["val"]) for each in moved(node))
 
 
 def output_bytes(node: fx.Node) -> int:

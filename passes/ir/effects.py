@@ -12,6 +12,7 @@ from torch import fx
 
 from .._torch import OpOverload
 from ..runtime.random import draw
+from .collectives import is_message, is_wait
 from .ops import PURE_FUNCTIONS, Trait, draws, has, traits
 from .schemas import argument, schema
 
@@ -26,6 +27,8 @@ def is_pure(node: fx.Node) -> bool:
         return False  # a method or module of the user's may do anything else
     if mutates(node):
         return False
+    if is_wait(node) and is_message(node.args[0]):  # type: ignore[arg-type]
+        return False  # a message that nobody reads arrives, too
     return has(node.target, Trait.PURE) or node.target in PURE_FUNCTIONS
 
 

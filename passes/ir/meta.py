@@ -68,7 +68,6 @@ KEYS: tuple[Key, ...] = (
             "passes/analysis/list_ops.py",
             "passes/communication",
             "passes/memory/recompute.py",
-            "passes/update/first_gathers.py",
         ),
         (
             _CAPTURE,
@@ -101,6 +100,7 @@ KEYS: tuple[Key, ...] = (
         (
             _CAPTURE,
             _PRINTER,
+            "passes/ir/check_bundle.py",
             _PARTITIONER,
             "passes/update",
             _ERRORS,
@@ -150,7 +150,7 @@ KEYS: tuple[Key, ...] = (
         tuple,
         "how the ranks hold the global value: a torch ``Placement`` for each axis of the mesh",
         (_PARTITIONER,),
-        (_MERGE_EQUAL, "passes/cleanup/fold_views.py", _PARTITIONER, _PAGE, "spmd/verification"),
+        (_MERGE_EQUAL, "passes/cleanup/fold_views.py", "passes/ir/bundle.py", _PARTITIONER, _PAGE, "spmd/verification"),
     ),
     Key(
         "captured",
@@ -204,7 +204,6 @@ KEYS: tuple[Key, ...] = (
             _MERGE_EQUAL,
             "passes/communication",
             "passes/update/cut_and_join.py",
-            "passes/update/first_gathers.py",
             _MEMORY,
             _SCHEDULE,
             "passes/report.py",

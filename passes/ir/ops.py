@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_composite
-from ..runtime import ctc_loss, host_memory
+from ..runtime import ctc_loss, host_memory, message_collectives
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
 from .region import Region
@@ -243,6 +243,10 @@ def _listed_by_op() -> dict[Any, frozenset[Trait]]:
     return {op: frozenset(trait for trait, ops in _LISTED.items() if op in ops) for op in everything}
 
 
+# Another rank's program has the other half, so neither may be removed nor merged.
+_MESSAGES = {message_collectives.send.default, message_collectives.recv.default}
+
+
 def _read(op: OpOverload) -> Iterator[Trait]:
     """The traits that schema and tags of an op say."""
     declared, undeclared = schema(op), _listed_by_op().get(op, _NONE)
@@ -251,7 +255,7 @@ def _read(op: OpOverload) -> Iterator[Trait]:
         Trait.DECLARED: op.namespace in _DECLARING and Trait.UNDECLARED_VIEW not in undeclared and not composite,
         Trait.COMPOSITE: composite,
         # An op without a result is there for what else it does: an assertion.
-        Trait.PURE: op.namespace in _DECLARING and not random and bool(declared.results),
+        Trait.PURE: op.namespace in _DECLARING and not random and bool(declared.results) and op not in _MESSAGES,
         Trait.MUTABLE: declared.is_mutable,
         Trait.VIEW: not declared.written and any(argument.shared for argument in declared.arguments),
         # A composite reshape is a view where it can be, and else a copy.

@@ -8,6 +8,9 @@
 - ``gather_by_broadcast(x, total, ranks, group)``: x (length of this rank's part,) to the whole (total,); each rank
   broadcasts its part, all at once. Where x is stored in its part of ``out`` already, it is not copied.
 - ``gather_by_sending(x, total, ranks, group)``: the same; each rank sends its part to each other.
+- ``send(x, peer, channel, group)``: x to the rank ``peer`` of the group; the result is an empty tensor to wait for.
+- ``recv(shape, dtype, device, peer, channel, group)``: what ``peer`` sends. Messages from one rank to another arrive in
+  the order in which they are sent; ``channel`` names what they carry, for checks and dumps (``ir/bundle.py``).
 
 ``OUT_VARIANTS`` has the out variant of these and of torch's functional collectives, which allocates nothing.
 """
@@ -27,6 +30,7 @@ from .collective_ops import REDUCE_OPS, as_bytes, bounds, define, ops
 from .gloo import is_gloo, register
 
 _TAG = 20_261  # of these point-to-point messages, so that they are not taken for those of the user
+_CHANNEL_TAG = 20_263  # of those that programs send and receive by themselves, past those of a collective
 
 
 def _exchange(x: Tensor, ranks: int, size: int, group_name: str, *, out: Tensor) -> Tensor:
@@ -72,6 +76,31 @@ def _gather_by_sending(x: Tensor, total: int, ranks: int, group_name: str, *, ou
         if mine.numel():
             register(out, dist.isend(mine, group_dst=target, group=group, tag=_TAG), group, in_slices=False)
     _fill(parts[rank], mine)
+    return out
+
+
+def _send(x: Tensor, peer: int, channel: str, group_name: str, *, out: Tensor) -> Tensor:
+    if x.numel():
+        group = group_named(group_name)
+        work = dist.isend(as_bytes(x.contiguous()), group_dst=peer, group=group, tag=_CHANNEL_TAG)
+        register(out, work, group, in_slices=False)
+    return out
+
+
+def _recv(
+    shape: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    peer: int,
+    channel: str,
+    group_name: str,
+    *,
+    out: Tensor,
+) -> Tensor:
+    if out.numel():
+        group = group_named(group_name)
+        work = dist.irecv(as_bytes(out), group_src=peer, group=group, tag=_CHANNEL_TAG)
+        register(out, work, group, in_slices=False)
     return out
 
 
@@ -149,10 +178,22 @@ def _make_whole(x: Tensor, total: int, ranks: int, group_name: str) -> Tensor:
     return x.new_empty([total])
 
 
+def _make_token(x: Tensor, peer: int, channel: str, group_name: str) -> Tensor:
+    return x.new_empty([0])
+
+
+def _make_received(
+    shape: list[int], dtype: torch.dtype, device: torch.device, peer: int, channel: str, group_name: str
+) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 define("Tensor x, int ranks, int size, str group_name", _exchange, _make_rows)
 define("Tensor x, int size, str group_name", _swap, _make_row)
 define("Tensor x, int total, int ranks, str group_name", _gather_by_broadcast, _make_whole)
 define("Tensor x, int total, int ranks, str group_name", _gather_by_sending, _make_whole)
+define("Tensor x, int peer, str channel, str group_name", _send, _make_token)
+define("int[] shape, ScalarType dtype, Device device, int peer, str channel, str group_name", _recv, _make_received)
 define("Tensor x, str reduce_op, str group_name", _all_reduce, None)
 define("Tensor x, int group_size, str group_name", _all_gather_into_tensor, None)
 define("Tensor x, str reduce_op, int group_size, str group_name", _reduce_scatter_tensor, None)
@@ -160,6 +201,7 @@ define("Tensor x, int[] output_split_sizes, int[] input_split_sizes, str group_n
 
 exchange, swap = ops.exchange, ops.swap
 gather_by_broadcast, gather_by_sending = ops.gather_by_broadcast, ops.gather_by_sending
+send, recv = ops.send, ops.recv
 
 OUT_VARIANTS: dict[Any, Any] = {
     c10d.all_reduce.default: ops.all_reduce.out,  # in place where out is the operand
@@ -170,5 +212,7 @@ OUT_VARIANTS: dict[Any, Any] = {
     swap.default: swap.out,
     gather_by_broadcast.default: gather_by_broadcast.out,
     gather_by_sending.default: gather_by_sending.out,
+    send.default: send.out,
+    recv.default: recv.out,
 }
 """For each functional collective, the op with the same arguments and ``out=``."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from ..errors import PassError
-from ..ir.collectives import group_of, input_bytes, is_collective, operands, reduction_of
+from ..ir.collectives import group_of, input_bytes, is_collective, moved, reduction_of
 from ..ir.program import Program
 from ..memory.pieces import tensors
 from ..runtime.arena import reserve
@@ -81,7 +81,7 @@ def _collectives(program: Program, streams: StreamProgram) -> list[_Started]:
 
 def _described(program: Program, node: fx.Node) -> tuple[object, ...]:
     axis = program.mesh.axis_of_group(group_of(node))
-    dtypes = tuple(tensor.dtype for operand in operands(node) for tensor in tensors(operand.meta["val"]))
+    dtypes = tuple(tensor.dtype for each in moved(node) for tensor in tensors(each.meta["val"]))
     return axis.name if axis is not None else "", node.target, reduction_of(node), dtypes, input_bytes(node)
 
 

@@ -21,7 +21,17 @@ from ..analysis.aliases import is_view
 from ..analysis.costs import BUILT_IN, MEASURED_MEMBERS, Algorithm, Link, Point, Table
 from ..analysis.out_variants import is_constant
 from ..analysis.strides import Layouts
-from ..ir.collectives import Collective, Kind, group_of, is_collective, is_shared, is_wait, kind_of
+from ..ir.collectives import (
+    Collective,
+    Kind,
+    group_of,
+    is_collective,
+    is_message,
+    is_shared,
+    is_wait,
+    kind_of,
+    peer_of,
+)
 from ..ir.effects import mutates, written
 from ..ir.ops import Trait, has
 from ..ir.program import Axis, Program
@@ -151,6 +161,8 @@ class NodeCosts:
         queue = axis.name if axis and not _passes_by(node, axis) else group_of(node)
         if axis is None or axis.size == 1:
             return Transfer(queue, 0.0)
+        if is_message(node):  # those to and from another rank pass by collectives, and those of other pairs
+            queue = f"{axis.name} {'to' if kind_of(node) is Kind.SEND else 'from'} {peer_of(node)}"
         kind = described.kind if isinstance(described, Collective) else kind_of(node)
         point = self._point(node, axis, kind)
         return Transfer(queue, point.seconds, min(point.cpu, point.seconds), is_shared(node))
@@ -180,7 +192,7 @@ class NodeCosts:
             return point
         rate = (link.rate(axis) if link is not None else None) or self.table.rate(axis, backend)
         sent = size * (axis.size - 1) / axis.size * (2 if kind is Kind.ALL_REDUCE else 1)
-        return Point(size, rate.seconds(sent), 0.0)
+        return Point(size, rate.seconds(size if is_message(node) else sent), 0.0)
 
 
 def _passes_by(node: fx.Node, axis: Axis) -> bool:

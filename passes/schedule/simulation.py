@@ -33,6 +33,7 @@ class Cause(StrEnum):
     ORDER = "order"  # others of its queue, or ops that it does not need, run before it; or it holds up one behind it
     MEMORY = "memory"  # it starts late, so that no more is whole at once than ``Collective.ahead`` allows
     CORE = "core"  # the core that computes moves the data
+    PEER = "peer"  # the rank that sends it comes to that later
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _carried(program: Program) -> dict[fx.Node, fx.Node]:
 
 
 @dataclass
-class _Flight:
+class Flight:
     """A transfer that was started.
 
     What it sends was there when it was ``ready``; it stands in line since it was ``issued``.
@@ -174,7 +175,7 @@ class _Flight:
         self.expose(late, Cause.MEMORY if bounded else Cause.ORDER)
         self.expose(seconds - in_line - late, Cause.DEPENDENCY)
 
-    def add(self, carried: _Flight | None) -> None:
+    def add(self, carried: Flight | None) -> None:
         """Add what exposes and hides the rest of the same transfer of the call before."""
         if carried is not None:
             for cause, seconds in carried.exposed_by.items():
@@ -183,6 +184,7 @@ class _Flight:
                 self.behind[label] = self.behind.get(label, 0.0) + seconds
 
     def time(self) -> TransferTime:
+        """What reports show of it."""
         longest = sorted(self.behind.items(), key=lambda entry: -entry[1])[:_NAMED]
         exposed, name, queue = sum(self.exposed_by.values()), self.node.name, self.transfer.queue
         cause = max(self.exposed_by, key=self.exposed_by.__getitem__, default=None)
@@ -195,10 +197,10 @@ class Rank:
     def __init__(self, is_asynchronous: bool) -> None:
         self.is_asynchronous = is_asynchronous
         self.host = self.device = self.compute = 0.0  # the clocks are one where the host computes
-        self.flights: list[_Flight] = []
-        self.started: dict[fx.Node, _Flight] = {}  # by the nodes that stand for its result
-        self.carried: dict[fx.Node, _Flight] = {}  # what the call before has started, by the node that starts the like
-        self.queues: dict[str, deque[_Flight]] = {}  # those that are not over yet
+        self.flights: list[Flight] = []
+        self.started: dict[fx.Node, Flight] = {}  # by the nodes that stand for its result
+        self.carried: dict[fx.Node, Flight] = {}  # what the call before has started, by the node that starts the like
+        self.queues: dict[str, deque[Flight]] = {}  # those that are not over yet
         self.free: dict[str, float] = {}  # when the last one in a queue ends
         self.done: dict[fx.Node, float] = {}  # when a value is there
         self.spans: list[Span] = []
@@ -225,7 +227,7 @@ class Rank:
     def carry(self, placeholder: fx.Node, start: fx.Node, transfer: Transfer | None, until: float) -> None:
         """Begin with a transfer in flight, which the like of ``start`` began in the call before."""
         if transfer is not None and until > 0.0:
-            flight = _Flight(start, transfer, start=self.free.get(transfer.queue, 0.0), end=until)
+            flight = Flight(start, transfer, start=self.free.get(transfer.queue, 0.0), end=until)
             self.started[placeholder] = self.carried[start] = flight
             self.free[transfer.queue] = until
             self.queues.setdefault(transfer.queue, deque()).append(flight)
@@ -244,7 +246,7 @@ class Rank:
         return max((self.done[operand] for operand in node.all_input_nodes), default=0.0)
 
     def _start(self, node: fx.Node, transfer: Transfer) -> None:
-        flight = _Flight(node, transfer, self._ready(node), self.now())
+        flight = Flight(node, transfer, self._ready(node), self.now())
         self.flights.append(flight)
         self.started[node] = flight
         if transfer.at_wait:
@@ -267,7 +269,7 @@ class Rank:
             return
         self._block(flight)
 
-    def _block(self, flight: _Flight) -> None:
+    def _block(self, flight: Flight) -> None:
         """Compute idles until a transfer is done, and those are exposed that its queue does until then."""
         now = self.now()
         if flight.end <= now:
@@ -314,7 +316,7 @@ class Rank:
             self.device = self.device + passed if ends else until
             seconds = 0.0 if ends else seconds - passed * speed
 
-    def _in_flight(self) -> tuple[list[_Flight], float]:
+    def _in_flight(self) -> tuple[list[Flight], float]:
         """The transfers that move data now, and until when it is those."""
         flying, until = [], float("inf")
         for queue in self.queues.values():

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.collectives import OUT_VARIANTS, group_of, is_collective, waits_of
+from ..ir.collectives import OUT_VARIANTS, group_of, is_collective, is_message, peer_of, waits_of
 from ..ir.program import Program
 from ..runtime.arena import reserve
 from ..runtime.host_memory import to_host
@@ -141,6 +141,8 @@ def stream_of(program: Program, node: fx.Node) -> str:
         axis = program.mesh.axis_of_group(group)
         if axis is None:
             return group
+        if is_message(node):  # NCCL has a line for each two ranks
+            return f"{axis.name} with {peer_of(node)}"
         return axis.name if group == axis.group else f"{axis.name} gathers"
     types = {device.type for device in devices_of(node)}
     if node.target in COPIES and types >= {"cpu", "cuda"}:

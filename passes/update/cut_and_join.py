@@ -25,7 +25,6 @@ from ..ir.collectives import Collective, communicate_in, group_of, is_collective
 from ..ir.effects import mutates, written
 from ..ir.program import Input, Output, OutputKind, Part, Program
 from ..ir.roles import Phase, Role
-from .pending import pending_input, pending_output
 from .update_last import descendants, late_nodes
 
 aten = torch.ops.aten
@@ -205,7 +204,7 @@ class _Cutter:
         pairs = zip(self.program.output_values(), self.program.outputs, strict=True)
         kept = [(value, output) for value, output in pairs if value not in self.end]
         returned = [(fx.map_arg(value, env.__getitem__), output) for value, output in kept]
-        pending = [pending_output(node) for node in values]
+        pending = [_pending_output(node) for node in values]
         returned += [(self._own(graph, node, env[node]), o) for node, o in zip(values, pending, strict=True)]
         graph.output(tuple(value for value, _ in returned))
         outputs = [output for _, output in returned]
@@ -237,7 +236,7 @@ class _Cutter:
         for node in carried:
             env[node] = graph.placeholder(f"pending_{node.name}")
             env[node].meta = {"val": node.meta.get("val")}
-            inputs.append(pending_input(node))
+            inputs.append(_pending_input(node))
         for node in self.program.graph.nodes:
             shows = node in self.state and node not in env and self._is_read(node)
             if (node in self.end or shows) and node not in env:
@@ -246,6 +245,23 @@ class _Cutter:
         late = [(env[value], output) for value, output in pairs if value in self.end]
         graph.output(tuple(value for value, _ in late))
         return self.program.with_graph(graph, inputs, [output for _, output in late])
+
+
+def _pending_output(node: fx.Node) -> Output:
+    """The value of ``node``, left to the program that takes the input of the same name."""
+    shape, dtype = _described(node)
+    return Output(OutputKind.PENDING, f"pending.{node.name}", Role.PENDING, shape, dtype)
+
+
+def _pending_input(node: fx.Node) -> Input:
+    """What another program has left as the value of ``node``."""
+    shape, dtype = _described(node)
+    return Input(Role.PENDING, f"pending.{node.name}", shape, dtype)
+
+
+def _described(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype | None]:
+    val = node.meta.get("val")
+    return (tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) else ((), None)
 
 
 def _started(node: fx.Node) -> fx.Node:

@@ -59,6 +59,9 @@ class Operands:
         if kind is Kind.REDUCE_SCATTER:
             scatter = OUT_VARIANTS[c10d.reduce_scatter_tensor.default]
             return lambda: WAIT(scatter(self.whole, "sum", ranks, group, out=self.part))
+        if kind is Kind.ALL_TO_ALL:
+            swap_all, lengths = OUT_VARIANTS[c10d.all_to_all_single.default], [len(self.part)] * ranks
+            return lambda: WAIT(swap_all(self.whole, lengths, lengths, group, out=self.other))
         reduce = OUT_VARIANTS[c10d.all_reduce.default]
         return lambda: WAIT(reduce(self.whole, "sum", group, out=self.whole))
 

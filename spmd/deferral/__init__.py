@@ -1,1 +1,1 @@
-"""What a call leaves to the next one: updates, with what finishes a pending one, and gathers that it has started."""
+"""Deferred updates: what a call leaves to the next one, and what finishes it before anybody else looks at state."""

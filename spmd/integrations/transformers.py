@@ -75,7 +75,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         count = torch.as_tensor(count, device=self.args.device)
         if not self.args.average_tokens_across_devices:
             return self.accelerator.reduce(count)  # type: ignore[no-any-return]
-        return count * self.accelerator.num_processes  # ``compute_loss`` scales by it, for the averages of DDP
+        scale: int = self.accelerator.num_processes
+        return count * scale  # ``compute_loss`` scales by it, for the averages of DDP
 
     def _accumulate(self, model: nn.Module, inputs: dict[str, Any], count: Tensor | None) -> Tensor:
         loss = self.compute_loss(model, inputs, num_items_in_batch=count)

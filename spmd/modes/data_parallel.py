@@ -72,8 +72,7 @@ class DataParallel(PlannedMode):
     blocks (a transformer's layers), and keeps the rest. A number, which divides that of the ranks: after forward so
     many ranks that follow each other, such as those of one host, keep each parameter together, and gather it for
     backward among themselves.
-    ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward. Unless the first
-    number is 0, ranks of several hosts start those that forward reads first at the end of the call before.
+    ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward.
     ``limit_gathers``: how many units may be gathered at once, the one that is read next included; it caps ``prefetch``,
     and None, the default, lets the gathers of what stays whole start when they can.
 

@@ -95,29 +95,25 @@ def agree_on_program(
     intent: int,
     describe: Callable[[], list[str]],
     timeout: float | None,
-    is_stale: bool = False,
-) -> bool:
+) -> None:
     """Wait until all ranks start this call. Raises ``ProgramsDifferError`` unless all have the same ``intent``.
 
     ``intent``: the identity of the program this rank is about to run, ``COMPILE`` or ``FAILED``. ``describe`` describes
-    the call in lines, of which the message shows the first that differs. ``is_stale``: what this rank has in flight is
-    not of state as it is. Returns whether that holds for any rank.
+    the call in lines, of which the message shows the first that differs.
     """
     if connection is None:
         ALONE.check()
         _count_call(_calls + 1)
-        return is_stale
+        return
     with notifying(connection, what):
-        code = intent << 1 | is_stale
-        largest, negated, calls = connection.all_reduce_max((code, -code, _calls + 1), what, timeout)
+        largest, negated, calls = connection.all_reduce_max((intent, -intent, _calls + 1), what, timeout)
         _count_call(calls)  # whatever calls each rank made before
         connection.start_call(_calls)
-        differ = largest >> 1 != -negated >> 1
+        differ = largest != -negated
         texts = connection.all_gather_text(json.dumps([what, intent, describe()]), what) if differ else []
     if texts:
         raise _difference(texts, what, connection.members.ranks)
     connection.is_in_call = intent > FAILED or intent == COMPILE
-    return bool(largest & 1)
 
 
 def _difference(texts: Sequence[str], what: str, members: Sequence[int]) -> ProgramsDifferError:
@@ -230,11 +226,6 @@ class Agreement:
         if stands_for is not None:
             return stands_for.rank == 0
         return not dist.is_initialized() or dist.get_rank() == self.members[0]
-
-    def separate_exchange(self, is_needed: bool) -> None:
-        """Let later calls begin while something is in flight, if that ``is_needed``: on all ranks, or on none."""
-        if is_needed and self.connection is not None:
-            self.connection.separate_exchange()
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's ``text``, in the order of the mesh. Raises ``RankMismatchError`` as ``agree`` does."""

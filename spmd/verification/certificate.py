@@ -10,7 +10,7 @@ captured one's part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from passes import Input, OutputKind, Program
-from passes.ir.collectives import is_collective, is_wait
+from passes.ir.bundle import Bundle, InFlight
+from passes.ir.collectives import is_collective, is_message, is_wait
 from passes.ir.inline import inlined
 from passes.ir.program import Placements
 
@@ -27,7 +28,7 @@ from .lockstep import LockstepError
 from .machine import CapturedMachine, Machine
 from .parts_by_rule import PartsByRule, is_part, part
 from .stages import values_after
-from .symbolic_collectives import Collectives
+from .symbolic_collectives import Collectives, Messages
 from .symbolic_ops import Unknown
 from .wholes import part_of
 
@@ -72,51 +73,69 @@ def certify_programs(captured: Program, final: Sequence[Program]) -> Certificate
     return _Certification(captured, [inlined(program) for program in final]).run()
 
 
+def certify_bundle(captured: Program, ranks: Sequence[tuple[Bundle, int]], call: str) -> Certificate:
+    """Certify one call of a bundle that begins with empty channels. ``ranks``: the bundle of each, and its coordinate.
+
+    Each output of the captured program has to be one of some rank's, and right on all that have it.
+    """
+    return _BundleCertification(captured, ranks, call).run()
+
+
 @dataclass
 class _Certification:
     captured: Program
     final: Sequence[Program]
+    whole: CapturedMachine = field(init=False)
     unshown: dict[fx.Node, Unknown] = field(default_factory=dict)  # of values that are known, something that is not
 
     def run(self) -> Certificate:
         """The outcome."""
         self.whole = CapturedMachine(self.captured)
-        self.ranks = [Machine(program, self.whole) for program in self.final]
-        self.parts = PartsByRule(self.whole, self.ranks)
-        self.collectives = Collectives(self.whole, self.ranks)
-        self.inputs = [self._inputs_of(program) for program in self.final]
-        for machine, given in zip(self.ranks, self.inputs, strict=True):
-            machine.start(given)
         try:
-            self._steps()
+            for node in self.steps([self._inputs_of(program) for program in self.final]):
+                raise LockstepError(f"{node} waits for ranks of another program, and all of them run this one", node)
         except LockstepError as error:
-            return self._not_shown("wrong", "", error.node, str(error))
+            return self.not_shown("wrong", "", error.node, str(error))
         return self._outputs()
 
-    def _steps(self) -> None:
+    def steps(self, inputs: list[list[Any]], messages: Messages | None = None, flying: Any = None) -> Iterator[fx.Node]:
+        """Run all nodes; yields those that wait for ranks of other programs."""
+        self.ranks = [Machine(program, self.whole) for program in self.final]
+        self.parts = PartsByRule(self.whole, self.ranks)
+        self.collectives, self.inputs = Collectives(self.whole, self.ranks, messages, flying), inputs
+        for machine, given in zip(self.ranks, inputs, strict=True):
+            machine.start(given)
         end = self.final[0].output_node
         if len({len(program.graph.nodes) for program in self.final}) > 1:
             raise LockstepError("expected all ranks to run the same ops", end)
         for nodes in zip(*(program.graph.nodes for program in self.final), strict=True):
             if len({(each.op, str(each.target)) for each in nodes if each.op == "call_function"}) > 1:
                 raise LockstepError("expected all ranks to run the same ops", nodes[0])
+            if is_message(nodes[0]):
+                self.collectives.start_message(nodes)
+                continue
+            if is_wait(nodes[0]):
+                yield from self.collectives.end_messages(nodes)
             self._step(nodes)
         self.collectives.end(end)
 
     # Inputs.
 
     def _inputs_of(self, program: Program) -> list[Any]:
-        pairs = zip(self.captured.inputs, self.captured.placeholders, strict=True)
-        wholes = {declared.name: self.whole.env[node] for declared, node in pairs}
-        return [self._input(declared, wholes, program) for declared in program.inputs]
+        return [self.input_of(declared, self.wholes(), program) for declared in program.inputs]
 
-    def _input(self, declared: Input, wholes: dict[str, Any], program: Program) -> Any:
+    def wholes(self) -> dict[str, Any]:
+        """The inputs of the captured program, by name."""
+        pairs = zip(self.captured.inputs, self.captured.placeholders, strict=True)
+        return {declared.name: self.whole.env[node] for declared, node in pairs}
+
+    def input_of(self, declared: Input, wholes: dict[str, Any], program: Program) -> Any:
         """A rank's part of an input; of what the captured program does not have, a seed, the symbol of a number."""
         if declared.parts:
             parts = sorted(declared.parts, key=lambda each: each.offset)
-            return torch.cat([self._input(each.input, wholes, program).reshape(-1) for each in parts])
+            return torch.cat([self.input_of(each.input, wholes, program).reshape(-1) for each in parts])
         if declared.numbers:
-            each = [self._input(Input(declared.role, name), wholes, program) for name in declared.numbers]
+            each = [self.input_of(Input(declared.role, name), wholes, program) for name in declared.numbers]
             assert declared.dtype is not None, "numbers on the device have a dtype"
             return symbols.elements(torch.stack(list(map(symbols.symbol, each))), symbols.mark_of(declared.dtype))
         whole = wholes.get(declared.name, torch.tensor(symbols.key("input", declared.name)))
@@ -163,28 +182,37 @@ class _Certification:
     # Outputs.
 
     def _outputs(self) -> Certificate:
-        given = [self.whole.env[node] for node in self.captured.placeholders]
-        expected = values_after(self.captured, given, self.whole.returned)
+        expected = self.expected()
         found = [
             each
             for machine, own in zip(self.ranks, self.inputs, strict=True)
             for each in self._of(machine, own, expected)
         ]
-        if found:
-            return min(found, key=lambda each: each.outcome != "wrong")  # the first of those that are wrong, if any is
-        return Certificate("shown", len(self.final), len(self.final[0].graph.nodes), len(expected))
+        shown = Certificate("shown", len(self.final), len(self.final[0].graph.nodes), len(expected))
+        return _first([*found, shown])
+
+    def expected(self) -> dict[str, Any]:
+        """What the captured program returns and leaves in its inputs, by name."""
+        given = [self.whole.env[node] for node in self.captured.placeholders]
+        return values_after(self.captured, given, self.whole.returned)
 
     def _of(self, machine: Machine, inputs: list[Any], expected: dict[str, Any]) -> Iterator[Certificate]:
         """What is wrong with the outputs of a rank, and what is not shown."""
         program = machine.program
-        after, placed = values_after(program, inputs, machine.returned), _placements(program)
+        after = values_after(program, inputs, machine.returned)
         if _returned(self.captured) != _returned(program):
-            yield self._not_shown("wrong", "", program.output_node, "it returns other values than the step does")
+            yield self.not_shown("wrong", "", program.output_node, "it returns other values than the step does")
         for name, value in expected.items():
             if name not in after:
-                yield self._not_shown("wrong", name, program.output_node, "it is no output of the program")
-            elif not self._is_output(value, after[name], placed.get(name, ()), program):
-                yield self._mismatch(name, after[name], placed.get(name, ()), machine)
+                yield self.not_shown("wrong", name, program.output_node, "it is no output of the program")
+            else:
+                yield from self.compared(name, value, after[name], machine)
+
+    def compared(self, name: str, value: Any, own: Any, machine: Machine) -> Iterator[Certificate]:
+        """What is wrong with one output of a rank, or not shown."""
+        placed = _placements(machine.program).get(name, ())
+        if not self._is_output(value, own, placed, machine.program):
+            yield self._mismatch(name, own, placed, machine)
 
     def _is_output(self, value: Any, own: Any, placed: Placements, program: Program) -> bool:
         pair = symbols.tensors_of([value, own])
@@ -199,10 +227,10 @@ class _Certification:
             doubt = self._culprit(machine), Unknown("it computes a function that the captured program does not have")
             node, error = next(iter(self.unshown.items()), doubt)
             certain = bool(self.unshown) and all(each.wrong for each in self.unshown.values())
-            return self._not_shown("wrong" if certain else "cannot show", name, node, str(error))
+            return self.not_shown("wrong" if certain else "cannot show", name, node, str(error))
         expected = f"{name} under {' '.join(map(str, placed)) or 'no placement'}"
         why = f"expected {expected}, derived {self._derived(own, machine)}"
-        return self._not_shown("wrong", name, self._culprit(machine), why)
+        return self.not_shown("wrong", name, self._culprit(machine), why)
 
     def _derived(self, own: Any, machine: Machine) -> str:
         for x in symbols.tensors_of(own):
@@ -227,9 +255,82 @@ class _Certification:
                     return node  # type: ignore[no-any-return]
         return machine.program.output_node
 
-    def _not_shown(self, outcome: str, what: str, node: fx.Node, why: str) -> Certificate:
+    def not_shown(self, outcome: str, what: str, node: fx.Node, why: str) -> Certificate:
         count, line = len(self.final[0].graph.nodes), str(node.meta.get("source", ""))
         return Certificate(outcome, len(self.final), count, len(self.captured.outputs), what, str(node), line, why)
+
+
+class _BundleCertification:
+    """The ranks at one coordinate go through their programs together, as ``_Certification`` has it."""
+
+    def __init__(self, captured: Program, ranks: Sequence[tuple[Bundle, int]], call: str) -> None:
+        self.captured, self.ranks, self.call = captured, ranks, call
+        self.whole, self.messages = CapturedMachine(captured), Messages(axis=ranks[0][0].axis)
+        self.after: list[dict[str, tuple[_Certification, Machine, Any]]] = [{} for _ in ranks]
+
+    def run(self) -> Certificate:
+        together: dict[int, list[int]] = {}
+        for number, (_, coordinate) in enumerate(self.ranks):
+            together.setdefault(coordinate, []).append(number)
+        going = [self._programs(coordinate, numbers) for coordinate, numbers in together.items()]
+        try:
+            while going:
+                before = len(going), self.messages.moves
+                blocked = [(steps, at) for steps in going if (at := next(steps, None)) is not None]
+                going = [steps for steps, _ in blocked]
+                if going and before == (len(going), self.messages.moves):
+                    raise LockstepError("the ranks wait for each other for ever", blocked[0][1])
+        except LockstepError as error:
+            nodes, line = self._nodes(), str(error.node.meta.get("source", ""))
+            return Certificate("wrong", len(self.ranks), nodes, 0, "", str(error.node), line, str(error))
+        return self._outputs()
+
+    def _programs(self, coordinate: int, numbers: list[int]) -> Iterator[fx.Node]:
+        bundles = [self.ranks[number][0] for number in numbers]
+        order, flying, channels = bundles[0].order(self.call, coordinate), list[Any](), [InFlight(b) for b in bundles]
+        for role in order:
+            programs = [bundle.programs[role] for bundle in bundles]
+            certification = _Certification(self.captured, programs)
+            certification.whole = self.whole
+            inputs = [
+                self._inputs(certification, number, program, held.take(role, order))
+                for number, program, held in zip(numbers, programs, channels, strict=True)
+            ]
+            yield from certification.steps(inputs, self.messages, flying)
+            for k, machine in enumerate(certification.ranks):
+                after = values_after(programs[k], inputs[k], machine.returned)
+                given = {each.name: after[each.given] for each in bundles[k].channels if each.given in after}
+                channels[k].put(role, after | given)
+                self.after[numbers[k]] |= {name: (certification, machine, value) for name, value in after.items()}
+
+    def _inputs(
+        self, certification: _Certification, number: int, program: Program, taken: Mapping[str, Any]
+    ) -> list[Any]:
+        before = {name: value for name, (_, _, value) in self.after[number].items()} | dict(taken)
+        wholes = certification.wholes()
+        return [
+            before[each.name] if each.name in before else certification.input_of(each, wholes, program)
+            for each in program.inputs
+        ]
+
+    def _outputs(self) -> Certificate:
+        certification = next(iter(self.after[0].values()))[0]
+        expected, found = certification.expected(), list[Certificate]()
+        for name, value in expected.items():
+            own = [after[name] for after in self.after if name in after]
+            if not own:
+                end = certification.final[0].output_node
+                found.append(certification.not_shown("wrong", name, end, "it is no output of any rank"))
+            found += [each for of, machine, held in own for each in of.compared(name, value, held, machine)]
+        return _first([*found, Certificate("shown", len(self.ranks), self._nodes(), len(expected))])
+
+    def _nodes(self) -> int:
+        return sum(len(each.graph.nodes) for each in self.ranks[0][0].programs.values())
+
+
+def _first(found: Sequence[Certificate]) -> Certificate:
+    """The first of those that are wrong, if any is; else the first."""
+    return min(found, key=lambda each: each.outcome != "wrong")
 
 
 def _placements(program: Program) -> dict[str, Placements]:

@@ -125,7 +125,8 @@ SEMANTICS: dict[Any, Callable[[Any, Arguments], Results]] = {
     _coalesced.coalesced_all_gather.default: _gather_members,
     _coalesced.coalesced_reduce_scatter.default: _scatter_members,
 }
-SEMANTICS |= {out: SEMANTICS[op] for op, out in OUT_VARIANTS.items()}
+_OF_TWO_RANKS = (_messages.send.default, _messages.recv.default)
+SEMANTICS |= {out: SEMANTICS[op] for op, out in OUT_VARIANTS.items() if op not in _OF_TWO_RANKS}
 
 COPIES_FIRST = {
     c10d.all_reduce.default,

@@ -3,11 +3,15 @@
 A result is not there before it is waited for, and operands are read as late as a backend may read them, so that a
 missing wait and memory that is written too early show in the numbers. Memory that ranks publish to each other has to
 keep its values until all ranks are known to have read it.
+
+Ranks that run one program step together. Those of another program of a bundle do so by themselves, and what crosses
+from one to the other, a message or a collective of both, is in ``Crossing``; a wait yields until it is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -17,7 +21,18 @@ from torch import Tensor, fx
 
 from passes import Mesh, Program, SpmdError
 from passes.communication.published import reduces_in_place
-from passes.ir.collectives import c10d, group_of, is_collective, is_shared, is_wait
+from passes.ir.collectives import (
+    Kind,
+    c10d,
+    channel_of,
+    group_of,
+    is_collective,
+    is_message,
+    is_shared,
+    is_wait,
+    kind_of,
+    peer_of,
+)
 from passes.ir.inline import inlined
 from passes.ir.schemas import argument, schema
 from passes.runtime.collective_ops import bounds
@@ -44,24 +59,143 @@ def run_in_lockstep(
 
     ``watch`` is called after every node, in a region too. Raises ``LockstepError``.
     """
+    crossing = Crossing()
+    steps = steps_of(programs, inputs, crossing, watch)
+    with torch.no_grad(), DisableAutocast():
+        try:
+            blocked = next(steps)
+        except StopIteration as end:
+            crossing.check_received()
+            return end.value  # type: ignore[no-any-return]
+    raise LockstepError(f"{blocked} waits for ranks of another program, and all of them run this one", blocked)
+
+
+Steps = Generator[fx.Node, None, list[tuple[Any, ...]]]  # yields the node that waits for others; returns outputs
+
+
+def steps_of(
+    programs: Sequence[Program],
+    inputs: Sequence[Sequence[Any]],
+    crossing: Crossing,
+    watch: Watch | None = None,
+    pending: list[Pending] | None = None,
+) -> Steps:
+    """``run_in_lockstep`` of the ranks that run one program, while others run others.
+
+    ``pending``: what these ranks have in flight from programs before this one, and leave in flight behind it.
+    """
     programs = [inlined(program) for program in programs]
     lengths = [len(program.graph.nodes) for program in programs]
     if len(set(lengths)) != 1:
         raise LockstepError(
             f"expected all ranks to run the same ops, but their programs have {lengths} nodes", programs[0].output_node
         )
-    with torch.no_grad(), DisableAutocast():
-        return _Lockstep(programs, inputs, watch).run()
+    return _Lockstep(programs, inputs, watch, crossing, [] if pending is None else pending).run()
 
 
-@dataclass
-class _Pending:
-    """A collective that was started: the operands of all ranks, their arguments, and where the results go."""
+@dataclass(eq=False)
+class Pending:
+    """A collective that was started: the operands of all ranks, their arguments, and where the results go.
 
-    node: fx.Node
+    ``nodes``: of each rank. ``letters``: of a send. ``meetings``: of a collective that ranks of other programs start,
+    too; each with this rank's coordinate.
+    """
+
+    nodes: Sequence[fx.Node]
     operands: list[Any]
     arguments: list[dict[str, Any]]
     results: list[list[Tensor]]
+    letters: list[_Letter] = field(default_factory=list)
+    meetings: list[tuple[_Rendezvous, int]] = field(default_factory=list)
+
+    @property
+    def node(self) -> fx.Node:
+        """That of the first rank."""
+        return self.nodes[0]
+
+
+@dataclass(eq=False)
+class _Letter:
+    """A message on its way: ``operand`` as it lies, and as it was ``sent``."""
+
+    node: fx.Node
+    operand: Tensor
+    sent: Tensor
+
+
+@dataclass(eq=False)
+class _Rendezvous:
+    """A collective of ranks that run several programs: what each has brought, by coordinate, and the results."""
+
+    size: int
+    nodes: dict[int, fx.Node] = field(default_factory=dict)
+    brought: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    results: list[Any] | None = None
+
+    def result(self, coordinate: int) -> Any:
+        """What a rank gets; operands are read when the first one waits."""
+        if self.results is None:
+            operands, arguments = zip(*(self.brought[k] for k in range(self.size)), strict=True)
+            self.results = SEMANTICS[self.nodes[0].target](operands, arguments)
+        return self.results[coordinate]
+
+
+class Crossing:
+    """What crosses from ranks of one program to those of another: messages, and collectives of both."""
+
+    def __init__(self) -> None:
+        self._letters: dict[Any, deque[_Letter]] = defaultdict(deque)
+        self._meetings: dict[Any, _Rendezvous] = {}
+        self._started: dict[Any, int] = defaultdict(int)
+        self.moves = 0  # how often something has crossed, or was brought to do so
+
+    def send(self, program: Program, node: fx.Node, x: Tensor) -> _Letter:
+        """A rank sends ``x``."""
+        self.moves += 1
+        letter = _Letter(node, x, x.clone())
+        self._letters[ends_of(program, node)].append(letter)
+        return letter
+
+    def arrived(self, program: Program, node: fx.Node, is_taken: bool) -> Tensor | None:
+        """What a rank receives next from the peer of ``node``; None while nothing was sent."""
+        letters = self._letters[ends_of(program, node)]
+        if not letters:
+            return None
+        letter = letters[0]
+        if channel_of(letter.node) != channel_of(node):
+            comes = channel_of(letter.node)
+            raise LockstepError(f"{node} receives {channel_of(node)}, but what comes is {comes}", node)
+        self.moves += is_taken
+        return letters.popleft().operand if is_taken else letter.operand
+
+    def check_received(self) -> None:
+        """Raise ``LockstepError`` for a message that nobody has received."""
+        left = [letter for letters in self._letters.values() for letter in letters]
+        if left:
+            raise LockstepError(f"nobody receives what {left[0].node} sends ({channel_of(left[0].node)})", left[0].node)
+
+    def join(self, program: Program, node: fx.Node, operand: Any, given: dict[str, Any]) -> tuple[_Rendezvous, int]:
+        """A rank starts a collective that those of other programs start, too; returns it, and the rank's coordinate."""
+        others, coordinate = _position(program.mesh, group_of(node), node)
+        axis = program.mesh.axis_of_group(group_of(node))
+        assert axis is not None
+        self.moves += 1
+        key = axis.name, others, coordinate
+        number, self._started[key] = self._started[key], self._started[key] + 1
+        meeting = self._meetings.setdefault((axis.name, others, number), _Rendezvous(axis.size))
+        first = next(iter(meeting.nodes.values()), node)
+        if first.target != node.target:
+            raise LockstepError(f"expected all ranks to start {first.format_node()}, got {node.format_node()}", node)
+        meeting.nodes[coordinate], meeting.brought[coordinate] = node, (operand, given)
+        return meeting, coordinate
+
+
+def ends_of(program: Program, node: fx.Node) -> tuple[Any, ...]:
+    """What the two ends of a message have in common: the axis, and the coordinates of sender and receiver."""
+    axis = program.mesh.axis_of_group(group_of(node))
+    others, coordinate = _position(program.mesh, group_of(node), node)
+    ends = (coordinate, peer_of(node)) if kind_of(node) is Kind.SEND else (peer_of(node), coordinate)
+    return axis.name if axis else "", others, ends
 
 
 @dataclass
@@ -69,15 +203,16 @@ class _Lockstep:
     programs: Sequence[Program]
     inputs: Sequence[Sequence[Any]]
     watch: Watch | None
-    pending: list[_Pending] = field(default_factory=list)
+    crossing: Crossing
+    pending: list[Pending]
 
-    def run(self) -> list[tuple[Any, ...]]:
+    def run(self) -> Steps:
         ranks = [_Rank(program, given) for program, given in zip(self.programs, self.inputs, strict=True)]
         self.published = Published()
         for nodes in zip(*(program.graph.nodes for program in self.programs), strict=True):
             self._check_equal(nodes)
             try:
-                values = self._step(ranks, nodes)
+                values = yield from self._step(ranks, nodes)
             except LockstepError:
                 raise
             except Exception as error:
@@ -100,13 +235,28 @@ class _Lockstep:
                     nodes[0],
                 )
 
-    def _step(self, ranks: Sequence[_Rank], nodes: Sequence[fx.Node]) -> list[Any]:
+    def _step(self, ranks: Sequence[_Rank], nodes: Sequence[fx.Node]) -> Generator[fx.Node, None, list[Any]]:
+        if is_message(nodes[0]):
+            return self._start_message(ranks, nodes)
         if is_collective(nodes[0]):
             return self._start(ranks, nodes)
         values = [rank.value(node) for rank, node in zip(ranks, nodes, strict=True)]
         if is_wait(nodes[0]):
-            self._wait(values)
+            yield from self._wait(nodes[0], values)
         return values
+
+    def _start_message(self, ranks: Sequence[_Rank], nodes: Sequence[fx.Node]) -> list[Any]:
+        arguments = [rank.arguments(each) for rank, each in zip(ranks, nodes, strict=True)]
+        outs = [_target(each) for each in arguments]
+        results = [x if x is not None else poisoned(each.meta["val"]) for x, each in zip(outs, nodes, strict=True)]
+        pending = Pending(nodes, [], arguments, [tensors_of(each) for each in results])
+        for program, node, given, into in zip(self.programs, nodes, arguments, pending.results, strict=True):
+            if kind_of(node) is Kind.SEND:
+                pending.letters.append(self.crossing.send(program, node, given["x"]))
+            else:
+                poison(into)
+        self.pending.append(pending)
+        return results
 
     def _start(self, ranks: Sequence[_Rank], nodes: Sequence[fx.Node]) -> list[Any]:
         node = nodes[0]
@@ -126,20 +276,54 @@ class _Lockstep:
         for written, read in zip(flat, operands, strict=True):
             if not reads_late and (node.target in COPIES_FIRST or not share_memory(written, tensors_of(read))):
                 poison(written)
-        self.pending.append(_Pending(node, operands, arguments, flat))
+        pending = Pending(nodes, operands, arguments, flat)
+        axis = self.programs[0].mesh.axis_of_group(group_of(node))
+        if axis is not None and any(len(g) < axis.size for g in groups_of(self.programs, group_of(node), node)):
+            each_rank = zip(self.programs, nodes, operands, arguments, strict=True)
+            pending.meetings = [self.crossing.join(*of_rank) for of_rank in each_rank]
+        self.pending.append(pending)
         return results
 
-    def _wait(self, values: Sequence[Any]) -> None:
+    def _wait(self, wait: fx.Node, values: Sequence[Any]) -> Iterator[fx.Node]:
         """Finish what writes into the storage of ``values``; nothing, if that was waited for."""
         storages = [{storage_id(x) for x in tensors_of(value)} for value in values]
         for each in [p for p in self.pending if _writes_to(p, storages)]:
+            while not self._is_there(each):
+                yield wait
             self.pending.remove(each)
-            self._finish(each)
+            if is_message(each.node):
+                self._finish_message(each)
+            else:
+                self._finish(each)
 
-    def _finish(self, pending: _Pending) -> None:
+    def _is_there(self, pending: Pending) -> bool:
+        """Whether ranks of other programs have come as far as this needs."""
+        if kind_of(pending.node) is Kind.RECV:
+            ends = zip(self.programs, pending.nodes, strict=True)
+            return all(self.crossing.arrived(*end, is_taken=False) is not None for end in ends)
+        return all(len(meeting.brought) == meeting.size for meeting, _ in pending.meetings)
+
+    def _finish_message(self, pending: Pending) -> None:
+        for letter in pending.letters:
+            if not same_bits(letter.operand, letter.sent):
+                raise LockstepError(f"the operand of {letter.node} is overwritten before it is waited for", letter.node)
+            letter.operand = letter.sent  # from here on the sender may write to it
+        for program, node, into in zip(self.programs, pending.nodes, pending.results, strict=True):
+            if kind_of(node) is Kind.RECV:
+                received = self.crossing.arrived(program, node, is_taken=True)
+                assert received is not None, "it has arrived"
+                (tensor,) = into
+                if (received.shape, received.dtype) != (tensor.shape, tensor.dtype):
+                    what = f"{received.dtype}{list(received.shape)}"
+                    raise LockstepError(f"{node} expects {tensor.dtype}{list(tensor.shape)}, but {what} comes", node)
+                tensor.copy_(received)
+
+    def _finish(self, pending: Pending) -> None:
         group = group_of(pending.node)
         computed: dict[int, Any] = {}
-        for members in groups_of(self.programs, group, pending.node):
+        for rank, (meeting, coordinate) in enumerate(pending.meetings):
+            computed[rank] = meeting.result(coordinate)
+        for members in groups_of(self.programs, group, pending.node) if not pending.meetings else ():
             operands = [pending.operands[rank] for rank in members]
             arguments = [pending.arguments[rank] for rank in members]
             results = SEMANTICS[pending.node.target](operands, arguments)
@@ -151,7 +335,7 @@ class _Lockstep:
             self._overwrite_operands(pending, computed)
         self.published.wait(pending.node)
 
-    def _overwrite_operands(self, pending: _Pending, computed: Mapping[int, Any]) -> None:
+    def _overwrite_operands(self, pending: Pending, computed: Mapping[int, Any]) -> None:
         """Let each rank have reduced its part in its operand, where the others read it from then on."""
         for members in groups_of(self.programs, group_of(pending.node), pending.node):
             for k, rank in enumerate(members):
@@ -255,7 +439,7 @@ def _cloned(value: Any) -> Any:
     return [x.clone() for x in value] if isinstance(value, (list, tuple)) else value.clone()
 
 
-def _writes_to(pending: _Pending, storages: Sequence[set[int]]) -> bool:
+def _writes_to(pending: Pending, storages: Sequence[set[int]]) -> bool:
     """By storage, as torch does it, and not by address: results of two collectives may lie in the same memory."""
     written = zip(pending.results, storages, strict=True)
     return any(storage_id(x) in waited for results, waited in written for x in results)

@@ -6,8 +6,9 @@ until all have read it.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -16,13 +17,13 @@ from torch import Tensor, fx
 
 from passes import Kind, Mesh
 from passes.communication.published import reduces_in_place
-from passes.ir.collectives import c10d, group_of, is_shared, kind_of
+from passes.ir.collectives import c10d, channel_of, group_of, is_shared, kind_of
 from passes.ir.schemas import argument, schema
 
 from . import symbols
 from .collectives import COPIES_FIRST, SEMANTICS
 from .families import Family
-from .lockstep import LockstepError, Published
+from .lockstep import LockstepError, Published, ends_of
 from .machine import CapturedMachine, Machine
 from .symbolic_ops import Unknown
 from .symbols import tensors_of
@@ -40,6 +41,24 @@ class _InFlight:
     results: list[Any]
 
 
+@dataclass(eq=False)
+class _Message:
+    """A send or a recv of each rank that is looked at, on the machines that started it."""
+
+    machines: Sequence[Machine]
+    nodes: Sequence[fx.Node]
+    results: list[Any]
+
+
+@dataclass
+class Messages:
+    """What ranks of several programs send to each other: by the two ends, symbols and the node that sent them."""
+
+    letters: dict[Any, deque[tuple[fx.Node, Tensor]]] = field(default_factory=lambda: defaultdict(deque))
+    moves: int = 0  # how often something was sent or received
+    axis: str = ""  # along which ranks run other programs
+
+
 @dataclass(frozen=True)
 class _Group:
     """Ranks that communicate: ``axis`` by number, the coordinates there, and of all axes those of each member."""
@@ -51,10 +70,20 @@ class _Group:
 
 
 class Collectives:
-    """Those that are in flight, of the ranks that are looked at."""
+    """Those that are in flight, of the ranks that are looked at.
 
-    def __init__(self, captured: CapturedMachine, ranks: Sequence[Machine]) -> None:
+    ``messages``: what crosses from and to ranks of other programs; ``flying``: of these, what the ranks have started.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedMachine,
+        ranks: Sequence[Machine],
+        messages: Messages | None = None,
+        flying: list[_Message] | None = None,
+    ) -> None:
         self.captured, self.ranks = captured, ranks
+        self._messages, self._under_way = messages or Messages(), [] if flying is None else flying
         self._published = Published()
         self._flying: list[_InFlight] = []
         self._at = {tuple(axis.coordinate for axis in each.program.mesh.axes): k for k, each in enumerate(ranks)}
@@ -83,6 +112,40 @@ class Collectives:
         self._flying.append(_InFlight(nodes, operands, before, results))
         for (machine, each), result in zip(pairs, results, strict=True):
             machine.keep_result(each, result, argument(each, "out"))
+
+    def start_message(self, nodes: Sequence[fx.Node]) -> None:
+        """Send what each rank sends, or make place for what it receives."""
+        results = []
+        for machine, node in zip(self.ranks, nodes, strict=True):
+            out, val = argument(node, "out"), node.meta["val"]
+            result = machine.value(out) if out is not None else machine.unknown(val.shape, val.dtype)
+            if kind_of(node) is Kind.SEND:
+                sent = machine.read(argument(node, "x")).clone()
+                self._messages.letters[ends_of(machine.program, node)].append((node, sent))
+                self._messages.moves += 1
+            else:
+                machine.poison([result])
+            machine.keep_result(node, result, out)
+            results.append(result)
+        self._under_way.append(_Message(self.ranks, nodes, results))
+
+    def end_messages(self, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """Finish the messages that are waited for; yields while one has not come."""
+        value = self.ranks[0].env[nodes[0].args[0]]  # type: ignore[index]
+        for each in [message for message in self._under_way if message.results[0] is value]:
+            self._under_way.remove(each)
+            for machine, node, result in zip(each.machines, each.nodes, each.results, strict=True):
+                letters = self._messages.letters[ends_of(machine.program, node)]
+                if kind_of(node) is Kind.SEND:
+                    continue
+                while not letters:
+                    yield nodes[0]
+                (sent, symbols_sent), self._messages.moves = letters.popleft(), self._messages.moves + 1
+                if channel_of(sent) != channel_of(node) or symbols_sent.shape != result.shape:
+                    raise LockstepError(
+                        f"{node} receives {channel_of(node)}, but what comes is {channel_of(sent)}", node
+                    )
+                machine.write_result(node, result, symbols_sent)
 
     def wait(self, nodes: Sequence[fx.Node]) -> None:
         """Finish what writes to the values that are waited for. Raises ``Unknown`` if its results are not known."""
@@ -135,6 +198,8 @@ class Collectives:
     def _computed(self, flying: _InFlight, group: _Group) -> list[Any]:
         """The results of all members."""
         node = flying.nodes[0]
+        if self.ranks[0].program.mesh.axes[group.axis].name == self._messages.axis:
+            raise Unknown("ranks that run other programs take part in it")
         line = {each[group.axis]: rank for each, rank in self._at.items() if _same_line(each, group)}
         is_list = isinstance(flying.operands[0], (list, tuple))
         families = [

@@ -325,7 +325,7 @@ def fails(rank: int, world: int) -> tuple[str, list[str]]:
         batch = list(CASE.part(rank, 2))
         step, compiled = training.step, training.step._dispatch.programs[0]
         if rank == 1:
-            compiled.deferred._steady.function = _raises
+            compiled.deferred._executable._programs["steady"].executable.function = _raises
         message = ""
         try:
             step(*training.objects, *batch)

@@ -1,0 +1,145 @@
+"""All ranks of a bundle simulated together: when each computes, sends, and waits for what another one sends.
+
+Each rank has the clocks of ``simulation.py``. A message moves on the sender's side, in line with what it sends to the
+same rank; the receiver waits until it is through. One rank stands for all that differ from it on other axes only.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from ..analysis.costs import BUILT_IN, Table
+from ..errors import PassError
+from ..ir.bundle import Bundle, InFlight
+from ..ir.collectives import Kind, channel_of, is_collective, is_message, is_wait, kind_of, peer_of
+from ..ir.program import OutputKind
+from .node_costs import Cost, NodeCosts, Transfer, device_of
+from .rates import rates_of
+from .simulation import Cause, Flight, Rank, Timeline
+
+
+@dataclass(frozen=True)
+class BundleTimeline:
+    """One call of a bundle as its ranks run it, by coordinate. ``idle``: how long each waits for what others send."""
+
+    ranks: tuple[Timeline, ...]
+    idle: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank is done."""
+        return max(each.seconds for each in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they neither compute nor communicate: they wait, or have ended."""
+        busy = sum(each.seconds - idle for each, idle in zip(self.ranks, self.idle, strict=True))
+        return 1.0 - busy / (len(self.ranks) * self.seconds) if self.seconds else 0.0
+
+
+def simulate_bundle(
+    bundle: Bundle, call: str, table: Table = BUILT_IN, *, backend: str | None = None
+) -> BundleTimeline | None:
+    """One call, from when all its ranks begin; None on a device of which nothing is known.
+
+    What calls before it have left in channels is there. ``backend`` overrides that of the mesh. The bundle is one that
+    ``check_bundle`` has passed.
+    """
+    costs = {}
+    for role, program in bundle.programs.items():
+        rates = rates_of(table, device_of(program), program.mesh)
+        if rates is None:
+            return None
+        costs[role] = NodeCosts(program, rates, table, backend=backend)
+    mail: _Mail = defaultdict(deque)
+    ranks = [_BundleRank(bundle, call, k, costs, mail) for k in range(len(bundle.calls[call]))]
+    going = [(each, each.steps()) for each in ranks]
+    while going:
+        count = sum(each.done for each in ranks)
+        going = [(each, steps) for each, steps in going if next(steps, None) is not None]
+        if going and count == sum(each.done for each in ranks):
+            raise PassError(f"call {call} of {bundle.name} would never end: check_bundle says why")
+    return BundleTimeline(tuple(each.rank.timeline({}) for each in ranks), tuple(each.idle for each in ranks))
+
+
+_Mail = defaultdict[tuple[int, int], deque[Flight]]  # by sender and receiver, what is on its way
+
+
+class _BundleRank:
+    """One rank: the programs of its order, one after the other, on the same clocks."""
+
+    def __init__(self, bundle: Bundle, call: str, coordinate: int, costs: dict[str, NodeCosts], mail: _Mail) -> None:
+        self.bundle, self.coordinate, self.costs, self.mail = bundle, coordinate, costs, mail
+        self.order, self.in_flight = bundle.order(call, coordinate), InFlight(bundle)
+        self.rank = Rank(any(costs[role].rates.is_asynchronous for role in self.order))
+        self.idle, self.done = 0.0, 0
+
+    def steps(self) -> Iterator[fx.Node]:
+        """Simulate node by node; yields the waits at which nothing has come yet."""
+        for role in self.order:
+            program = self.bundle.programs[role]
+            taken = self.in_flight.take(role, self.order) if self._holds(role) else {}
+            receiving: dict[Any, fx.Node] = {}
+            for node, declared in zip(program.placeholders, program.inputs, strict=True):
+                self._bring(node, taken.get(declared.name), receiving)
+            for node in program.graph.nodes:
+                if is_message(node) and kind_of(node) is Kind.RECV:
+                    self._expect(node, self.costs[role].of(node))
+                    receiving[node] = node
+                elif node.target is operator.getitem and node.args[0] in receiving:
+                    receiving[node] = receiving[node.args[0]]
+                elif is_wait(node) and node.args[0] in receiving:
+                    yield from self._receive(node, receiving[node.args[0]])
+                else:
+                    self.rank.step(node, self.costs[role].of(node))
+                    if is_message(node):
+                        self.mail[self.coordinate, peer_of(node)].append(self.rank.started[node])
+                self.done += 1
+            values = zip(program.outputs, program.output_values(), strict=True)
+            left = {output.name: value for output, value in values if output.kind is OutputKind.PENDING}
+            handed_on = {name: self._left(value, receiving) for name, value in left.items()}
+            self.in_flight.put(role, {each.name: handed_on.get(each.name) for each in self.bundle.channels})
+
+    def _holds(self, role: str) -> bool:
+        """Whether this call has written what a program reads; what one before it has left is there."""
+        counts = self.in_flight.counts
+        return all(counts[each.name] for each in self.bundle.channels if not each.sent and role in each.readers)
+
+    def _left(self, value: Any, receiving: dict[Any, fx.Node]) -> Any:
+        """What is in flight of a value that is handed on: a flight, or the recv."""
+        if value in receiving:
+            return receiving[value]
+        return self.rank.started.get(value) if isinstance(value, fx.Node) and is_collective(value) else None
+
+    def _bring(self, placeholder: fx.Node, brought: Any, receiving: dict[Any, fx.Node]) -> None:
+        if isinstance(brought, Flight):
+            self.rank.started[placeholder] = brought
+        elif isinstance(brought, fx.Node):
+            receiving[placeholder] = brought
+
+    def _expect(self, recv: fx.Node, cost: Cost) -> None:
+        """Start a recv, which moves nothing until its message comes."""
+        assert cost.transfer is not None, "a recv is a transfer"
+        self.rank.step(recv, replace(cost, transfer=Transfer(cost.transfer.queue, 0.0)))
+
+    def _receive(self, wait: fx.Node, recv: fx.Node) -> Iterator[fx.Node]:
+        """Wait until the next message of the peer is through."""
+        mail = self.mail[peer_of(recv), self.coordinate]
+        while not mail:
+            yield wait
+        sent, flight = mail.popleft(), self.rank.started[recv]
+        if channel_of(sent.node) != channel_of(recv):
+            raise PassError(f"{recv} receives {channel_of(recv)}, but what comes is {channel_of(sent.node)}")
+        waited = max(0.0, sent.end - self.rank.now())
+        flight.transfer = Transfer(flight.transfer.queue, sent.end - sent.start)
+        flight.start, flight.end = sent.start, sent.end
+        flight.expose(waited, Cause.PEER)
+        self.idle += waited
+        self.rank.device = max(self.rank.device, sent.end)
+        self.rank.done[wait] = self.rank.device

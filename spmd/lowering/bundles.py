@@ -1,0 +1,78 @@
+"""Run the programs of a bundle that belong to this rank: in order, with the values in channels from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from passes import OutputKind, Role
+from passes.ir.bundle import Bundle, InFlight
+
+from ..state.commit import Commit
+from .arenas import Arenas
+from .codegen import is_taken
+from .lower import Executable, lower
+from .regions import CompiledRegions
+
+Given = Callable[[str], Sequence[Any]]  # the inputs of a program that are not pending, in order
+
+
+class BundleExecutable:
+    """What the rank at ``coordinate`` runs, lowered, and what it has in flight between programs and between calls."""
+
+    def __init__(
+        self, bundle: Bundle, coordinate: int, arenas: Arenas, commit: Commit, regions: CompiledRegions | None = None
+    ) -> None:
+        self.bundle, self.coordinate = bundle, coordinate
+        self.in_flight = InFlight(bundle)
+        own = [role for role in bundle.programs if coordinate in bundle.coordinates(role)]
+        self._programs = {role: _Lowered(bundle, role, arenas, commit, regions) for role in own}
+
+    def run(self, call: str, given: Given) -> list[Any]:
+        """One call; returns the results and the new state of its programs, in order."""
+        order, results = self.bundle.order(call, self.coordinate), list[Any]()
+        for role in order:
+            lowered, inputs = self._programs[role], given(role)
+            handed_on = {channel: _own(inputs[k]) for channel, k in lowered.given}
+            inputs = [*inputs, *lowered.as_inputs(self.in_flight.take(role, order))]
+            returned = lowered.executable(inputs)
+            results += [returned[k] for k in lowered.results]
+            self.in_flight.put(role, handed_on | {channel: returned[k] for channel, k in lowered.pending})
+        return results
+
+    def close(self) -> None:
+        """Drop what is in flight, all references to state, and the generated code."""
+        self.in_flight.clear()
+        for each in self._programs.values():
+            each.executable.close_code()
+
+
+class _Lowered:
+    """One program, and the positions of what it takes and returns: pending inputs stand behind all others."""
+
+    def __init__(
+        self, bundle: Bundle, role: str, arenas: Arenas, commit: Commit, regions: CompiledRegions | None
+    ) -> None:
+        program = bundle.programs[role]
+        self.executable: Executable = lower(program, arenas, commit, regions)
+        inputs = list(zip(program.placeholders, program.inputs, strict=True))
+        pending = [(node, each) for node, each in inputs if each.role is Role.PENDING]
+        assert inputs[len(inputs) - len(pending) :] == pending, "pending inputs stand behind all others"
+        self._taken = [(each.name, is_taken(node, each)) for node, each in pending]
+        names = {each.name: k for k, each in enumerate(program.inputs)}
+        written = [each for each in bundle.channels if role in each.writers]
+        self.given = [(each.name, names[each.given]) for each in written if each.given]
+        returned = [each for each in program.outputs if each.kind is not OutputKind.UPDATE]
+        self.results = [k for k, each in enumerate(returned) if each.kind is not OutputKind.PENDING]
+        self.pending = [(each.name, k) for k, each in enumerate(returned) if each.kind is OutputKind.PENDING]
+
+    def as_inputs(self, taken: dict[str, Any]) -> list[Any]:
+        """What was taken from channels, as the program takes it: a tensor in a list, from which it goes once read."""
+        return [[taken.pop(name)] if is_taken else taken.pop(name) for name, is_taken in self._taken]
+
+
+def _own(number: Any) -> Any:
+    """The number as it is now, also where the user keeps it in a tensor."""
+    return number.clone() if isinstance(number, torch.Tensor) else number
