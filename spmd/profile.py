@@ -27,7 +27,7 @@ class Profile:
         return self._left > 0
 
     def begin(self, compiled: Compiled) -> Callable[[Sequence[Any]], list[Any]] | None:
-        """What runs the program and measures it; None if no call is left."""
+        """A function that runs the program and measures it; None if no call is left."""
         if not self._left:
             return None
         if self._timed is None or self._compiled is not compiled:

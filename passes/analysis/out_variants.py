@@ -27,7 +27,7 @@ _OURS: dict[Any, Any] = OUT_VARIANTS | {
     host_memory.to_device: host_memory.to_device_out,
 }
 
-CONSTANT_BYTES = 4096  # a constant of up to so many bytes is kept rather than made anew at each call
+CONSTANT_BYTES = 4096  # the largest constant that is kept rather than made anew at each call
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def is_constant(node: fx.Node) -> bool:
 
 
 def results_of(node: fx.Node) -> list[torch.Tensor]:
-    """What a node gives, if that is one tensor or several; else nothing."""
+    """The results of a node, if they are one tensor or several; else nothing."""
     val = node.meta.get("val")
     vals: list[Any] = list(val) if isinstance(val, (list, tuple)) else [val]
     return vals if all(isinstance(each, torch.Tensor) for each in vals) else []

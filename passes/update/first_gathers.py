@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliases import storages
+from ..analysis.reachability import ancestors
 from ..analysis.topological import arrange
 from ..ir.collectives import Kind, group_of, is_collective, is_shared, is_wait, operands, waits_of
 from ..ir.edit import insert_before
@@ -22,7 +23,7 @@ from ..ir.effects import is_pure, is_random, mutates, written
 from ..ir.program import Input, OutputKind, Program
 from ..ir.roles import Memory, Phase, Role
 from .pending import pending_input, pending_output
-from .update_last import ancestors, late_nodes
+from .update_last import late_nodes
 
 aten = torch.ops.aten
 
@@ -61,9 +62,9 @@ def update_first(program: Program, first: FirstGathers) -> None:
     late = late_nodes(program)
     read = _read(first.sent)
     updates = zip(program.output_values(), program.outputs, strict=True)
-    values = {value for value, o in updates if o.kind is OutputKind.UPDATE and o.name in read}
+    values = {v for v, o in updates if isinstance(v, fx.Node) and o.kind is OutputKind.UPDATE and o.name in read}
     nodes = list(program.graph.nodes)
-    needed = ancestors(nodes, values) if late else set()
+    needed = ancestors(values) if late else set()
     at = next((k for k, node in enumerate(nodes) if node in late), len(nodes))
     arrange(program.graph, [*nodes[:at], *sorted(nodes[at:], key=lambda node: node not in needed)])
 
@@ -127,7 +128,7 @@ def _of_state(program: Program) -> set[fx.Node]:
 def _extract(program: Program, values: Sequence[fx.Node]) -> Program:
     """A program of the same inputs that returns these values, and writes to nothing."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    needed = ancestors(program.graph.nodes, set(values)) | set(program.placeholders)
+    needed = ancestors(values) | set(program.placeholders)
     for node in program.graph.nodes:
         if node in needed:
             env[node] = graph.node_copy(node, env.__getitem__)

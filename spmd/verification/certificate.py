@@ -33,7 +33,7 @@ from .wholes import part_of
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was found; true if every output is shown to be the global output under its placement.
+    """The result of ``certify``; true if every output is shown to be the global output under its placement.
 
     ``outcome`` is ``"shown"``, ``"wrong"`` or ``"cannot show"``. Of the last two: ``what``, the output or the state,
     ``node`` and ``line``, the first node that is not shown, and ``why``. ``ranks``: how many were looked at.
@@ -167,7 +167,7 @@ class _Certification:
         return Certificate("shown", len(self.final), len(self.final[0].graph.nodes), len(expected))
 
     def _of(self, machine: Machine, inputs: list[Any], expected: dict[str, Any]) -> Iterator[Certificate]:
-        """What is wrong with the outputs of a rank, and what is not shown."""
+        """The wrong outputs of a rank, and those that are not shown."""
         program = machine.program
         after, placed = values_after(program, inputs, machine.returned), _placements(program)
         if _returned(self.captured) != _returned(program):

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.analysis.reachability import ancestors
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
 
 from ..._torch import OpOverload, disable_modes, get_proxy_mode
 from ..provenance import proxy_node
-from ..state_branches import ancestors, extract
+from ..state_branches import extract
 
 aten = torch.ops.aten
 _LARGEST = 1 << 22  # elements of a value that is worth computing
@@ -24,7 +25,7 @@ def known_value(tensor: Tensor) -> Tensor | None:
     node = proxy_node(tensor, mode.tracer) if mode is not None else None
     if node is None or tensor.numel() > _LARGEST:
         return None
-    needed = ancestors(node)
+    needed = ancestors([node])
     if any(n.op != "call_function" or is_random(n) for n in needed):
         return None
     if _written_elsewhere(needed, node.graph):
