@@ -271,14 +271,14 @@ class Training:
 
 
 def measure_plain(workload: Workload, style: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What the step wants, and the budget that follows."""
+    """Measure the step without a budget; returns the budget that follows."""
     plain = Training(workload, style, None)
     plain.start()
     return plain.wants() | {"budget": round(options.share * plain.peak), "compile": plain.compile_seconds}
 
 
 def measure_fitted(workload: Workload, style: str, options: argparse.Namespace, budget: int) -> dict[str, Any]:
-    """What it needs with the budget, and its time beside a step without."""
+    """Measure memory with the budget, and time beside a step without."""
     fitted, plain = Training(workload, style, budget), Training(workload, style, None)
     try:
         fitted.start()

@@ -336,7 +336,7 @@ def load(options: argparse.Namespace) -> text.Corpus:
 
 
 def summary(options: argparse.Namespace, corpus: text.Corpus, model: nn.Module, ranks: int) -> str:
-    """What is about to run, in two lines."""
+    """The run in two lines."""
     parameter = next(model.parameters())
     count = sum(parameter.numel() for parameter in model.parameters())
     mode = "eager, nothing compiled" if options.eager else options.mode

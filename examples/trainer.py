@@ -19,7 +19,7 @@ import spmd
 
 @dataclass
 class Settings:
-    """What the step reads besides model and optimizer; a change compiles another program."""
+    """Settings that the step reads besides model and optimizer; a change compiles another program."""
 
     clip: float = 1.0
     smoothing: float = 0.9

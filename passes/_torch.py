@@ -37,7 +37,7 @@ SYMBOLIC_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 
 
 def schema_of(op: OpOverload) -> Any:
-    """What torch declares of ``op``: names and types of arguments and results, what is written, what shares memory."""
+    """The schema of ``op``: names and types of arguments and results, what is written, what shares memory."""
     return op._schema
 
 

@@ -14,7 +14,7 @@ Numerics = Literal["exact", "reassociates", "approximate"]
 
 
 class Fact(StrEnum):
-    """What a pass has to know that is not in the graph; the compiler that runs it finds it out first."""
+    """A fact that a pass needs and the graph does not have; the compiler that runs it finds it out first."""
 
     STORAGE = "storage"  # which state shares a storage, and which must stay where it is: Program.stored and .fixed
     SHARED_AXES = "shared axes"  # along which axes all ranks of a group share memory: Axis.shared

@@ -66,7 +66,7 @@ def _start_and_steady(halves: Halves, end: Program, in_place: Sequence[Pass]) ->
 
 
 def _costs(program: Program, pipeline: Sequence[Pass]) -> NodeCosts | None:
-    """What the nodes of a program cost by the table of a pipeline; None on a device of which nothing is known."""
+    """The costs of nodes by the table of a pipeline; None on a device of which nothing is known."""
     table, backend = table_of(pipeline), backend_of(pipeline)
     rates = rates_of(table, device_of(program), program.mesh)
     return None if rates is None else NodeCosts(program, rates, table, backend=backend)

@@ -90,7 +90,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Made:
-    """What the passes made: bytes at the peak, and estimated seconds, on the rank that has the most.
+    """The result of the passes: bytes at the peak, and estimated seconds, on the rank that has the most.
 
     ``on_streams``: whether copies between host and device have streams of their own.
     """
@@ -111,7 +111,7 @@ class _Candidate:
 
 
 class _Search:
-    """What is known of the candidates for one program."""
+    """The candidates for one program, as far as they are known."""
 
     def __init__(self, program: Program, pipeline: tuple[Pass, ...], all_gather: AllGather, kept_nodes: int) -> None:
         self._kept_nodes = kept_nodes

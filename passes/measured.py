@@ -1,4 +1,4 @@
-"""What the nodes of a step took when they ran, and the sums of it for a report."""
+"""Measured times of the nodes of a step, and their sums for a report."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MeasuredTime:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> MeasuredTime:
-        """What ``dataclasses.asdict`` made of one."""
+        """Read the output of ``dataclasses.asdict``."""
         return cls(**{**given, "ops": tuple(OpTime(**each) for each in given["ops"])})
 
 

@@ -26,6 +26,7 @@ from .ir.program import Program
 from .measured import MeasuredTime, OpTime, collective_of
 from .memory.peak_memory import PlannedMemory, planned_memory
 from .page.render import render
+from .schedule.critical_path import PathPart, critical_path
 from .schedule.estimate import estimate
 from .schedule.simulation import Timeline, TransferTime
 from .trace import trace_events
@@ -116,10 +117,11 @@ class Report:
     ``traffic``: the collectives in groups. ``every``: each collective by itself, in the order in which they start;
     ``caused_by`` has those of one parameter or module. ``estimated``: the time of a step, None on a device of which
     nothing is known; ``measured``: of the calls that the step's ``profile`` measured, None before.
-    ``timeline``: that step, op by op; ``files``: makes those of a dump; both are no part of ``to_dict``.
-    ``seconds``: the time of each stage of compiling, and ``passes``: what each pass did in it. ``notes``: messages for
-    users, such as the ops that run replicated because they have no rule. ``memory``: by device, the planned peak of
-    one rank, what it is made of, and what is largest then.
+    ``path``: the parts of its critical path. ``timeline``: that step, op by op; ``files``: makes those of a dump; both
+    are no part of ``to_dict``. ``seconds``: the time of each stage of compiling, and ``passes``: what each pass did in
+    it. ``reason``: why it was compiled, if that is known. ``notes``: messages for users, such as the ops that run
+    replicated because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
+    what is largest then.
     """
 
     name: str
@@ -133,6 +135,8 @@ class Report:
     estimated: EstimatedTime | None = None
     passes: tuple[PassEffect, ...] = ()
     measured: MeasuredTime | None = None
+    reason: str = ""
+    path: tuple[PathPart, ...] = ()
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     files: Callable[[], Mapping[str, str]] | None = field(default=None, repr=False, compare=False)
 
@@ -146,6 +150,7 @@ class Report:
         passes: Sequence[PassEffect] = (),
         costs: Costs = BUILT_IN,
         backend: str | None = None,
+        reason: str = "",
     ) -> Report:
         """The report of ``program``; every collective in it must be described, as ``check`` demands.
 
@@ -167,6 +172,8 @@ class Report:
             memory,
             EstimatedTime.of(found) if found else None,
             tuple(passes),
+            reason=reason,
+            path=critical_path(program, found) if found else (),
             timeline=found,
         )
 
@@ -228,7 +235,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Report:
-        """What ``to_dict`` made into plain data. Raises ``ValueError`` for anything else."""
+        """Read the output of ``to_dict``. Raises ``ValueError`` for anything else."""
         try:
             traffic = tuple(Traffic(**row) for row in given["traffic"])
             every = tuple(_read(one) for one in given["every"])
@@ -237,8 +244,10 @@ class Report:
             estimated = EstimatedTime(**given["estimated"]) if given.get("estimated") else None
             measured = MeasuredTime.from_dict(given["measured"]) if given.get("measured") else None
             seconds, passes = given["seconds"], tuple(PassEffect(**each) for each in given.get("passes", ()))
-            name, mesh = given["name"], given["mesh"]
-            return cls(name, mesh, traffic, seconds, notes, history, every, memory, estimated, passes, measured)
+            name, mesh, reason = given["name"], given["mesh"], given.get("reason", "")
+            path = tuple(PathPart(**each) for each in given.get("path", ()))
+            times = estimated, passes, measured, reason, path
+            return cls(name, mesh, traffic, seconds, notes, history, every, memory, *times)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no report of this version: {error!r}") from error
 
@@ -257,13 +266,14 @@ class Report:
         """The tables and the lines between them."""
         parts: list[RenderableType] = [self._collectives()]
         if self.estimated is not None or self.measured is not None:
-            parts += _times(self.estimated, self.measured, self.traffic)
+            parts += _times(self.estimated, self.measured, self.traffic, self.path)
         if self.measured is not None:
             parts.append(_ops(self.measured))
         parts += [_memory(device, memory) for device, memory in self.memory.items()]
         if self.seconds:
             times = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
-            parts.append(Text(f"seconds of compiling: {times}"))
+            reason = f"; because of {self.reason}" if self.reason else ""
+            parts.append(Text(f"seconds of compiling: {times}{reason}"))
         if self.passes:
             parts += _passes(self.passes)
         return Group(*parts, *(Text(f"note: {note}") for note in self.notes))
@@ -297,13 +307,16 @@ def _cells(row: Traffic) -> tuple[str, ...]:
 
 
 def _times(
-    estimated: EstimatedTime | None, measured: MeasuredTime | None, traffic: Sequence[Traffic]
+    estimated: EstimatedTime | None, measured: MeasuredTime | None, traffic: Sequence[Traffic], path: Sequence[PathPart]
 ) -> list[RenderableType]:
     """The time of a step, and of the collectives in it, as estimated and as measured."""
     lines: list[RenderableType] = []
     if estimated is not None:
         hidden = f"{_ms(estimated.exposed)} ms of {_ms(estimated.communication)} ms of communication exposed"
         lines.append(Text(f"one step, estimated: {_ms(estimated.seconds)} ms{f'; {hidden}' if traffic else ''}"))
+    if path:
+        listed = ", ".join(f"{_ms(part.seconds)} ms {part.where} {part.what}".replace("  ", " ") for part in path)
+        lines.append(Text(f"its critical path: {listed}"))
     if measured is not None:
         parts = f"{_ms(measured.compute)} ms of compute, {_ms(measured.communication)} ms in collectives"
         lines.append(Text(f"one step, measured in {measured.calls} calls: {_ms(measured.seconds)} ms; {parts}"))
@@ -346,7 +359,7 @@ def _ms(seconds: float) -> str:
 
 
 def _passes(passes: Sequence[PassEffect]) -> list[RenderableType]:
-    """What each pass did; those that found nothing to do are named below."""
+    """A table of the passes; those that found nothing to do are named below it."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("pass", no_wrap=True)
     table.add_column("did", overflow="fold")

@@ -69,7 +69,7 @@ def _complete(program: Program, edits: object) -> None:
 
 
 def _outcome(each: Pass, edits: int, before: int, after: int) -> str:
-    """What a pass did, and what that may change in the numbers unless they stay the same bits."""
+    """The line of a pass in the history: its edits, and how numbers may change unless they stay the same bits."""
     if not edits and before == after:
         return "nothing to do"
     did = f"{before} -> {after} collectives" if before != after else f"{edits} edit{'' if edits == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""``python -m spmd``: see ``command.py``."""
+"""``python -m spmd``: see ``cli/commands.py``."""
 
 from .cli.commands import main
 

@@ -40,20 +40,21 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-# Live hyper-parameters are backed symbolic floats, each with a named source. 2.11 to 2.15.
-from torch._dynamo.source import ConstantSource
+# Live hyper-parameters are backed symbolic floats. 2.11 to 2.15.
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 # The functions in conditions on symbolic numbers, to evaluate them. 2.11 to 2.15.
 from torch.utils._sympy import functions as _sympy_functions
 
-# The tracer, and from a traced tensor to the node that made it. 2.11 to 2.15.
+# The tracer, from where torch makes it public. Its modules are torch's own, which tracing imports anyway. 2.11 to 2.15.
+from functorch import make_fx as _make_fx  # type: ignore[import-untyped]
+
+# From a traced tensor to the node that made it. 2.11 to 2.15.
 from torch.fx.experimental.proxy_tensor import (
     _ProxyTensor,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
-    make_fx,
     set_proxy_slot,
 )
 
@@ -164,6 +165,18 @@ MODULE_NOTES = frozenset(
 # Attributes in which a recurrent layer keeps its parameters in order; it makes them anew where a trace swaps those.
 # 2.11 to 2.15.
 RNN_NOTES = frozenset(("_flat_weights", "_flat_weight_refs"))
+
+make_fx: Callable[..., Callable[..., fx.GraphModule]] = _make_fx
+
+
+def constant_source(name: str) -> Any:
+    """The named source that a backed symbolic number needs.
+
+    It is in Dynamo, which is 40 MB of modules: imported where the first trace needs it. 2.11 to 2.15.
+    """
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)
 
 
 def renew_notes(module: nn.Module) -> None:
@@ -545,7 +558,6 @@ __all__ = [
     "STEP_HANDLES_SCALING",
     "SYMBOLIC_MATH",
     "BatchNorm",
-    "ConstantSource",
     "DataDependentOutputException",
     "DimDynamic",
     "DisableAutocast",
@@ -570,6 +582,7 @@ __all__ = [
     "begin_optimizer_state",
     "check_batch_norm_input",
     "compiling",
+    "constant_source",
     "core_aten_decompositions",
     "current_autograd_node",
     "default_store",

@@ -60,7 +60,7 @@ def capture_call(
 
 @dataclass(frozen=True)
 class _Tracing:
-    """What it takes to trace a call. ``live``: numbers that become inputs."""
+    """The context of a trace. ``live``: numbers that become inputs."""
 
     function: Callable[..., Any]
     call: Call

@@ -32,6 +32,7 @@ from .ranks.consensus import agree_on_program, identity_of, notify
 from .ranks.equal_values import Digests, contents, digest, number
 from .state.distribute import as_dtensor
 from .state.flat_storage import FlatInputs
+from .state.freed_pages import return_freed_pages
 
 _INTENT_BITS = (1 << 60) - 1
 _IS_PENDING = 1 << 59
@@ -63,6 +64,7 @@ class Compiled:
     _world: weakref.ref[Any] = field(init=False)  # the process group of all ranks, when it was compiled
     _digests: Digests = field(init=False, default_factory=Digests)
     _replicated: list[int] = field(init=False)  # positions among the tensor arguments
+    _is_new: bool = field(init=False, default=True)  # until its first call
 
     def __post_init__(self) -> None:
         self._flats = FlatInputs(self.program.inputs, self.guards.layout.names)
@@ -95,7 +97,7 @@ class Compiled:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What runs: the program, or those that share its work between calls."""
+        """The programs that run: the whole one, or those that share its work between calls."""
         return self.between_calls or (self.program,)
 
     @property
@@ -294,6 +296,9 @@ class Compiled:
         contiguous = [tensor.contiguous() for tensor in given]
         state = self.guards.layout.locals(live.tensors)
         state = [*state, *self._flats.enter(state)]
+        if self._is_new:
+            self._is_new = False
+            return_freed_pages()  # state lies where it stays, and the memory that the program runs in is not there yet
         for k in self._cleared:  # as the step does, so that new gradients find the memory
             live.tensors[k].grad = None
         inputs = self._pool.inputs(live.numbers, state, contiguous)
@@ -454,7 +459,7 @@ class DeviceBuffer:
 def describe_for_agreement(
     captured: Captured, program: Program, table: Table, call: Call, bundle: Bundle | None = None
 ) -> str:
-    """What must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
+    """Text that must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
     initial = [f"{slot.input.name} was made for this call" for slot in call.slots if call.initial.holds(slot)]
     initial += [f"{slot.input.name} is on the meta device" for slot in call.slots if slot.get().is_meta]
     costs = f"passes.Table, measured costs of communication: sha256 {table.digest}"

@@ -33,6 +33,7 @@ from .compiled import Compiled, Restore
 from .deferral import pending
 from .guards.guards import Live
 from .guards.leaves import Leaves, can_be_live, is_text
+from .guards.recompiles import FIRST
 from .options import Options
 from .python_state.effects.carried import Carried
 from .python_state.reads import ReadSite
@@ -104,7 +105,7 @@ class Dispatch:
         self._fixed: set[str] = set()  # those that the step cannot be traced with
         self._depended: dict[str, Any] = {}  # on which value of a number a program depends, by name
         self._warned: set[str] = set()
-        self._changes: dict[int, str] = {}  # why each program was compiled, by its id
+        self._changes: dict[int, str] = {}  # the reason that each program was compiled for, by its id
         self.idle = Idle()  # parameters that the step was found not to update
         self.rows_of_results = RowsOfResults()
         self.shared = SharedCaptures(name, options.dynamic)
@@ -290,7 +291,7 @@ class Dispatch:
         return self.shared.open_sizes(call, [each.captured for each in self._own(call)])
 
     def captures(self, call: Call) -> list[Captured]:
-        """What was captured for the models of a call, the newest first."""
+        """The captures of the models of a call, the newest first."""
         return [each.captured for each in reversed(self._own(call))]
 
     def note_logs(self, call: Call, found: LogsFound) -> None:
@@ -339,7 +340,7 @@ class Dispatch:
         return frozenset[str]().union(*(compiled.captured.cleared_first for compiled in self._own(call)))
 
     def restore(self, turn: Turn) -> Restore | None:
-        """What gives the rows of results to the ranks that brought those of the batch; None where all have theirs."""
+        """A function that returns the rows of results to the ranks that brought them; None where all have theirs."""
         if turn.rows is None or turn.connection is None or turn.compiled is None:
             return None
         exchange = partial(turn.connection.exchange, what=f"the results of {self.name}")
@@ -347,12 +348,12 @@ class Dispatch:
         return partial(restore, rows=turn.rows, program=turn.compiled.program, dims=dims, exchange=exchange)
 
     def change(self, call: Call) -> str:
-        """The first difference between a call and the program that it is nearest to, in the user's words.
+        """The reason to compile: the first difference between a call and the nearest program, in the user's words.
 
-        That is the one with the fewest differences among those that take such arguments, else the one last run.
+        The nearest is the one with the fewest differences among those that take such arguments, else the one last run.
         """
         if self.last is None:
-            return ""
+            return FIRST
         if not self.last.is_of_this_world():
             return "the process group is another one"
         if not self.last.is_connected():
@@ -415,7 +416,7 @@ class Dispatch:
             values = turn.compiled.describe_values(turn.call.given, turn.live)
             before = ["finishes the update of the call before"] if turn.compiled.has_pending else []
             return [*lines, *before, *values, f"runs {turn.compiled.program.name}", describe_seed()]
-        return [*lines, f"has to compile, since this changed: {self.change(turn.call) or 'nothing was compiled yet'}"]
+        return [*lines, f"has to compile because of {self.change(turn.call)}"]
 
     @contextmanager
     def _reporting_failure(self) -> Iterator[None]:

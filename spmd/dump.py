@@ -124,7 +124,7 @@ class Dump:
 def files_of(
     captured: Program, partitioned: Program, pipeline: Sequence[Pass], final: Program, report: Report
 ) -> dict[str, str]:
-    """What a dump of a compiled program has, by the names of the files; the passes run once more, on a copy."""
+    """The files of a dump of a compiled program, by name; the passes run once more, on a copy."""
     texts, nodes = dict[str, str](), NodeDetails()
 
     def note(number: int, name: str, program: Program) -> None:

@@ -58,7 +58,7 @@ class EditedPrograms:
         return replace(edited, history=[*edited.history, f"98 {note}"], notes=[*edited.notes, note])
 
     def describe(self, program: Program) -> str:
-        """What must be equal on all ranks: what is read, and what it replaces, since a dump is rank 0's."""
+        """Digests that must be equal on all ranks: of the text read, and of the program that it replaces."""
         made = "\n".join(each.text for each in read_statements(print_program(program)))
         read = self.texts.get(program.name.rpartition("/")[2], "")
         return (

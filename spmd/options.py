@@ -31,7 +31,7 @@ from .ranks.simulated import simulated
 
 @dataclass(frozen=True)
 class Options:
-    """What the user passed to ``compile``, checked."""
+    """The arguments of ``compile``, checked."""
 
     overrides: tuple[Override, ...]
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None
@@ -113,12 +113,12 @@ class Options:
         return passes.run(partitioned, pipeline, on_stage), None
 
     def final(self, made: Program) -> Program:
-        """What runs in place of what the passes ``made``: by ``gm_transformation``, and the text of ``program``."""
+        """The program to run: ``made`` by the passes, changed by ``gm_transformation`` or the text of ``program``."""
         program = transform_graph_module(made, self.gm_transformation)
         return program if self.program is None else self.program.of(program)
 
     def describe_edits(self, made: Program) -> str:
-        """What ``program`` changed in a program that was made, which must be equal on all ranks."""
+        """The edits of ``program`` in a program that was made, which must be equal on all ranks."""
         return "" if self.program is None else f"\n{self.program.describe(made)}"
 
     @property

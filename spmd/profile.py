@@ -22,7 +22,7 @@ class Profile:
         self._calls: dict[int, list[dict[str, float]]] = {}  # by the identity of the program
 
     def begin(self, compiled: Compiled) -> Callable[[Sequence[Any]], list[Any]] | None:
-        """What runs the program and measures it; None if no call is left."""
+        """A function that runs the program and measures it; None if no call is left."""
         if not self._left:
             return None
         if self._timed is None or self._compiled is not compiled:

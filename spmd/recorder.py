@@ -47,7 +47,7 @@ class Recorder:
         (self.folder / _MARK).write_text(json.dumps({"step": name, "last": last}))
 
     def begin(self, compiled: Compiled, state: Sequence[torch.Tensor], call: int, execute: Execute | None) -> Execute:
-        """What records the inputs of a call, and then runs it. ``state``: the live tensors; ``call``: its number."""
+        """A function that records a call's inputs and runs it. ``state``: the live tensors; ``call``: its number."""
         run = execute or compiled.executable
 
         def record(inputs: Sequence[Any]) -> list[Any]:

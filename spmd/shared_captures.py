@@ -34,7 +34,7 @@ NONE = -1
 
 @dataclass(frozen=True)
 class SharedCapture:
-    """What was captured for the program of this ``number``, and the guards on all but sizes."""
+    """The capture of the program of this ``number``, and the guards on all but sizes."""
 
     number: int
     capture: AnySize

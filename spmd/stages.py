@@ -18,14 +18,15 @@ from .unexpected_errors import unexpected_errors
 
 @dataclass
 class Stages:
-    """``name`` is that of the program, ``where`` the line of the step; ``program``: what the last stage has made.
+    """``name`` is that of the program, ``where`` the line of the step, ``reason`` why it is compiled.
 
-    ``passes``: what each pass did.
+    ``program``: what the last stage has made; ``passes``: what each pass did.
     """
 
     name: str
     where: str
     progress: Progress
+    reason: str = ""
     program: Program | None = None
     passes: list[PassEffect] = field(default_factory=list)
 
@@ -48,9 +49,9 @@ class Stages:
         return on_pass
 
     def reporting(self, program: Program, notes: Iterable[str], costs: Table) -> Callable[[], Report]:
-        """What makes the report of a program, with what its stages took so far."""
+        """A function that makes the report of a program, with the seconds of its stages so far."""
         seconds, done = dict(self.progress.seconds), list(self.passes)
-        return partial(Report.of, program, seconds, tuple(notes), passes=done, costs=costs)
+        return partial(Report.of, program, seconds, tuple(notes), passes=done, costs=costs, reason=self.reason)
 
     def explained(self, stage: str) -> AbstractContextManager[None]:
         """Explain an unexpected error in a stage."""

@@ -49,6 +49,7 @@ from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_st
 from .first_call import check_first_call
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
+from .guards.recompiles import Compilation, Recompiles
 from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
 from .lowering.lower import Executable, lower
@@ -100,6 +101,7 @@ class CompiledStep:
         self._rows: set[str] = set()  # those that differed between ranks when a program was compiled
         self._refused: RefusedSaves | None = None
         self._profile, self._calls = Profile(), 0
+        self._compilations: list[Compilation] = []
         self._recorder: Recorder | None = None
         self._regions = None if options.backend == "aten" else CompiledRegions(options.backend)
 
@@ -113,7 +115,7 @@ class CompiledStep:
 
     @property
     def options(self) -> Options:
-        """What the step was compiled with."""
+        """The arguments of ``compile``, checked."""
         return self._options
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
@@ -223,23 +225,25 @@ class CompiledStep:
         with held_interrupts():
             with young_collections(), all_or_none(self._name, turn.connection) as agreement:
                 rebind_replaced_parameters(call.given.optimizers.values())
-                change = self._dispatch.change(call)
+                reason = self._dispatch.change(call)
                 call.without_gradient = self._dispatch.cleared_first(call)
-                progress = Progress(self._title(change), shown=agreement.is_first_rank)
-                stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress)
+                progress = Progress(self._title(reason), shown=agreement.is_first_rank)
+                stages = Stages(f"{self._name}/program-{self._dispatch.compiled}", self._where, progress, reason)
                 begun = call.initial_state(self._dispatch.idle)
                 with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                     compiled = self._compile(turn, call, agreement, stages)
             if self._options.check_first:
                 check_first_call(compiled, call.given, self._name)
-            self._dispatch.add(compiled, change, call)
+            self._dispatch.add(compiled, reason, call)
+            seconds = sum(progress.seconds.values())
+            self._compilations.append(Compilation(compiled.program.name, reason, self._calls + 1, seconds))
             end_stale_references(call.replaced)
         return compiled
 
-    def _title(self, change: str) -> str:
+    def _title(self, reason: str) -> str:
         """The program that is compiled next, and why."""
         number = self._dispatch.compiled + 1
-        return f"{self._name} (program {number}: {change})" if change else self._name
+        return f"{self._name} (program {number}: {reason})" if number > 1 else self._name
 
     def _compile(self, turn: Turn, call: Call, agreement: Agreement, stages: Stages) -> Compiled:
         """Capture, partition, transform, passes, lower. State is changed last, when all of that has gone well."""
@@ -330,7 +334,7 @@ class CompiledStep:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))
 
     def _seeds(self, call: Call) -> list[int]:
-        """What this rank proposes: the seed of random ops and the number of the call, and a seed to initialize by."""
+        """Seeds that this rank proposes: of random ops, with the number of the call, and one to initialize by."""
         return [*proposed(not self._dispatch.compiled), *seed_to_initialize(call)]
 
     def _distribute(
@@ -374,8 +378,14 @@ class CompiledStep:
         self._warned.update(compared.tables)
         return list(compared.tables.values())
 
+    def recompiles(self) -> Recompiles:
+        """Each program that was compiled, with the reason that it exists; also those that can run no more."""
+        kept = {each.program.name for each in self._dispatch.programs if each.is_alive()}
+        programs = [replace(each, is_kept=each.program in kept) for each in self._compilations]
+        return Recompiles(self._name, tuple(programs))
+
     def report(self) -> Report:
-        """What the program last run communicates in one step, and how long it took to compile."""
+        """The report of the program last run: communication, time and memory of one step, and its compilation."""
         last = self._last_program("report on")
         return replace(last.report, files=partial(self._files, last))
 
@@ -423,7 +433,7 @@ class CompiledStep:
                 self._dumps.dump(Path(folder), program.name).stage(99, "lowered", program)
 
     def diff(self, *stages: str) -> Diff:
-        """What a pass changed in the program last run, value by value; or what differs between two stages.
+        """The changes of a pass in the program last run, value by value; or the differences of two stages.
 
         A stage goes by its number in a dump or by its name: ``step.diff("bucket_all_reduce")``,
         ``step.diff("partition", "lowered")``. Raises ``ValueError``, with the names there are, for any other.
@@ -519,7 +529,7 @@ def compile(
     - ``timeout``: how many seconds a rank waits for the others to come to a call; then all raise. None: as long as the
       process group waits for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).
-    - ``max_programs``: keep at most so many programs; the one run longest ago goes. None: all, but 64 of one capture.
+    - ``max_programs``: keep no more than this number; the one run longest ago goes. None: all, but 64 of one capture.
     - ``program``: a step's folder in a dump. Its final programs, which you may have edited, run in place of those made,
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.

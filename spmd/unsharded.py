@@ -63,7 +63,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Structure:
-    """What a module consists of: its class, and copies of its dicts of tensors, children and hooks."""
+    """The structure of a module: its class, and copies of its dicts of tensors, children and hooks."""
 
     name: str
     module: nn.Module
@@ -77,7 +77,7 @@ class _Structure:
         return cls(name, module, type(module), {key: dict(vars(module)[key]) for key in kept & vars(module).keys()})
 
     def change(self) -> str:
-        """What has changed of it, if anything; hooks may."""
+        """The first change since then, empty for none; hooks may change."""
         if type(self.module) is not self.kind:
             return f"{self.name or 'the module'} became a {type(self.module).__name__}"
         for key in (PARAMETERS, BUFFERS, CHILDREN):

@@ -96,6 +96,15 @@ def test_peers_measures_systems(systems: list[str], tmp_path: Path) -> None:
     assert found["DDP"]["received_bytes"] == pytest.approx(parameters, rel=0.1)  # of two ranks, each gradient once
 
 
+def test_resident_memory_is_that_of_a_whole_life(tmp_path: Path) -> None:
+    options = ["--smoke", "--systems", "spmd, replicate", "--steps", "2", "--json", tmp_path / "out"]
+    run = programs.run(["-m", "benchmarks.resident", *options])
+    assert run.returncode == 0, run.stdout + run.stderr
+    (found,) = json.loads((tmp_path / "out").read_text())
+    assert found["peak"] >= found["later"] > found["planned"] > 0 and found["idle"] > 100e6
+    assert found["system"] in run.stdout and found["shared"] > 0
+
+
 @pytest.mark.usefixtures("alone")
 def test_buckets_of_ddp_beside_gradients_count_as_memory() -> None:
     def used() -> int:

@@ -29,13 +29,14 @@ import train_gpt
 from rich.console import Console
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from benchmarks import resident
 from spmd.cli import commands as spmd_command
 from spmd.rules import RULES
 from tests.harness.fake import fake_world
 
 TORCH = "2.13."  # other versions decompose mse_loss into other ops
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r"(<!-- (dump|report|diff): (.+?) -->\n```\w+\n)(.*?)(^```)", re.DOTALL | re.MULTILINE)
 EXCERPT = re.compile(r"(\S+), (\d+) lines from: (.+)")
@@ -128,6 +129,8 @@ def test_commands_can_be_given(document: str, command: str) -> None:
             torchrun_parser().parse_args(["2" if "$" in word else word for word in options])
         case ["python", "-m", "spmd", *options]:
             spmd_command.parser().parse_args(options)
+        case ["python", "-m", "benchmarks.resident", *options]:
+            resident.parse(options)
         case ["python", script, *_]:
             assert (ROOT / script).exists()
         case ["pytest", *options]:

@@ -28,9 +28,9 @@ def peak(run: Callable[[], object], device: torch.device) -> int:
     alive = _tensors() + _buckets()
     ctypes.CDLL(None).malloc_trim(0)  # free pages would hide what a step allocates
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
-    before = _status("VmRSS")
+    before = status("VmRSS")
     run()
-    return alive + max(0, _status("VmHWM") - before)
+    return alive + max(0, status("VmHWM") - before)
 
 
 def _tensors() -> int:
@@ -74,7 +74,7 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int] | None:
         return None
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
     """A line of /proc/self/status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024

@@ -31,7 +31,7 @@ _IN_FLIGHT = 0.3  # seconds in which what another system has sent after its last
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What one process runs, and as which rank. ``parts``: 1 for the reference, which trains on the whole batch."""
+    """The system and the rank of one process. ``parts``: 1 for the reference, which trains on the whole batch."""
 
     system: System
     workload: Workload

@@ -1,1 +1,1 @@
-"""What can be known of a program without changing it."""
+"""Analyses: facts of a program, found without changing it."""

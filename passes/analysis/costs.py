@@ -1,4 +1,4 @@
-"""What collectives cost: measured figures by backend, kind, algorithm and size, and the cheapest algorithm.
+"""Costs of collectives: measured figures by backend, kind, algorithm and size, and the cheapest algorithm.
 
 An algorithm performs a collective: the backend's own op, or others (``message_collectives.py`` and its like). The
 built-in table was measured on loopback, with gloo; ``python -m spmd calibrate`` measures the user's machines, into a
@@ -76,7 +76,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured along one axis: for each kind and algorithm, points in the order of their sizes."""
+    """Measurements along one axis: for each kind and algorithm, points in the order of their sizes."""
 
     backend: str
     axis: str
@@ -144,12 +144,12 @@ class Table:
         return f"Table({self.name!r})"
 
     def link(self, axis: Axis, backend: str) -> Link | None:
-        """What fits ``axis`` best: of its backend, then of its name, then of the nearest number of ranks."""
+        """The link that fits ``axis`` best: of its backend, then of its name, then of the nearest number of ranks."""
         links = [link for link in self.links if link.backend == backend]
         return min(links, key=lambda each: (each.axis != axis.name, abs(each.ranks - axis.size)), default=None)
 
     def rate(self, axis: Axis, backend: str) -> Rate:
-        """What communication along ``axis`` costs; ``UNMEASURED`` unless its backend was measured at two sizes."""
+        """The rate of communication along ``axis``; ``UNMEASURED`` unless its backend was measured at two sizes."""
         link = self.link(axis, backend)
         return (link.rate(axis) if link else None) or UNMEASURED
 

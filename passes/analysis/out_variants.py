@@ -33,7 +33,7 @@ _FOLLOWS_STRIDES = (
     Trait.WRITES_ANY_LAYOUT,
 )
 
-CONSTANT_BYTES = 4096  # a constant of up to so many bytes is kept rather than made anew at each call
+CONSTANT_BYTES = 4096  # the largest constant that is kept rather than made anew at each call
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def is_constant(node: fx.Node) -> bool:
 
 
 def results_of(node: fx.Node) -> list[torch.Tensor]:
-    """What a node gives, if that is one tensor or several; else nothing."""
+    """The results of a node, if they are one tensor or several; else nothing."""
     val = node.meta.get("val")
     vals: list[Any] = list(val) if isinstance(val, (list, tuple)) else [val]
     return vals if all(isinstance(each, torch.Tensor) for each in vals) else []

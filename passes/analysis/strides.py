@@ -29,7 +29,7 @@ def have_one_layout(first: Any, second: Any) -> bool:
 
 
 class Layouts:
-    """What all ranks know of how the values of a graph lie. Where all parts are equal, that is all there is to know.
+    """Strides of the values of a graph, as far as all ranks know them: where parts are equal, all of them.
 
     ``graph``: the one to look at; None to look at nodes as they come, in order, by ``see``.
     """

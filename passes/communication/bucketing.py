@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from ..analysis.agreed_sizes import most_bytes, of_all
+from ..analysis.reachability import ancestors_among
 from ..analysis.topological import settle
 from ..ir.collectives import WAIT, Collective, Kind, group_of, is_wait, operands, reduction_of
 from ..ir.edit import insert_before, replace
@@ -51,7 +52,7 @@ def merge(program: Program, packing: Packing, max_bytes: int, first_bytes: int |
 
 
 def _readers_before(last: fx.Node, bucket: Bucket) -> set[fx.Node]:
-    """What depends on results of ``bucket`` and stands before its ``last`` member: it has to wait for all of them.
+    """Readers of results of ``bucket`` that stand before its ``last`` member: they have to wait for all of them.
 
     These nodes move down to it. If it moved up to them, so would all that its operands need, in front of all else.
     """
@@ -73,7 +74,7 @@ def buckets(program: Program, kind: Kind, op: Any, max_bytes: int, first_bytes: 
     the first bucket of gradients, until they have ``first_bytes``. A collective of unknown role is left alone.
     """
     candidates = [node for node in program.collectives() if _may_join(node, kind, op)]
-    needs = _needs(program.graph, candidates)
+    needs = ancestors_among(program.graph, candidates)
     indices = _indices(program)
     opened: list[_Open] = []
     by_key: dict[Hashable, list[_Open]] = defaultdict(list)
@@ -180,14 +181,3 @@ def _closure(needs: int, opened: list[_Open]) -> int:
         if wider == needs:
             return needs
         needs = wider
-
-
-def _needs(graph: fx.Graph, candidates: list[fx.Node]) -> list[int]:
-    """For each candidate, the candidates whose results its operand is computed from."""
-    number = {node: k for k, node in enumerate(candidates)}
-    needs: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        needs[node] = 0
-        for argument in node.all_input_nodes:
-            needs[node] |= needs[argument] | (1 << number[argument] if argument in number else 0)
-    return [needs[node] for node in candidates]

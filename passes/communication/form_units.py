@@ -86,7 +86,7 @@ class FormUnits(Pass):
         return left <= _EXPOSED * first and (gathered or parameter.is_sent)
 
     def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool, left_in_block: int) -> bool:
-        """Whether ``unit`` closes before ``following``, in whose block so many bytes are left."""
+        """Whether ``unit`` closes before ``following``, in whose block ``left_in_block`` bytes are left."""
         size = sum(parameter.size for parameter in unit)
         first, most = self._limits(following)
         if small or unit[-1].blocks != following.blocks:

@@ -37,7 +37,7 @@ class Reshard(Pass):
     how early the gathers of what stays whole may start. What is copied from host memory to be gathered, or to be read
     without that, is copied again.
 
-    Of parameters in ``program.kept_by``, so many ranks that follow each other keep what they gathered first, each an
+    Of parameters in ``program.kept_by``, that number of consecutive ranks keep what they gathered first, each an
     equal part: the other gathers run among these ranks alone.
     """
 

@@ -22,8 +22,8 @@ class StartEarly(Pass):
     An operand that is computed from the call's arguments alone (the number of labels, say) moves along: it is known
     when the call begins. All other nodes keep their order, and so do messages, and collectives that become ready
     together. The new order depends on the graph alone, so it is the same on all ranks. Memory: results of collectives
-    live longer; those with ``Collective.ahead`` start when the result of the one so many before them, in the order of
-    readers, is read.
+    live longer; those with ``Collective.ahead`` start when the result of the one that stands ``ahead`` before them, in
+    the order of readers, is read.
     """
 
     def rewrite(self, program: Program) -> int:

@@ -21,7 +21,7 @@ class WaitLate(Pass):
     """Each wait, with the nodes that only complete or unpack its result, moves to right before its first reader.
 
     All other nodes keep their order. The new order depends on the graph alone, so it is the same on all ranks. What is
-    reduced with ``Collective.ahead`` is waited for when so many others have started, so that its operand can go; and if
+    reduced with ``Collective.ahead`` is waited for when ``ahead`` others started, so that its operand can go; and if
     it is copied to host memory, that is done right then.
     """
 

@@ -1,4 +1,4 @@
-"""What would shrink the peak of memory: for each kind of what lives then, the option that makes it smaller."""
+"""Advice to shrink the peak of memory: for each kind of value that lives then, the option that makes it smaller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OTHERWISE = {
 
 @dataclass(frozen=True)
 class Advice:
-    """``bytes`` of what lives at the peak hold ``role``; ``text``: what makes it smaller; ``saves``: up to so many."""
+    """``bytes`` of what lives at the peak hold ``role``; ``text``: the advice; ``saves``: the most that it may save."""
 
     role: str
     bytes: int

@@ -1,4 +1,4 @@
-"""What the page shows, as plain data: a function of the files of a dump."""
+"""The contents of the page, as plain data: a function of the files of a dump."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dump writes beside its texts: the source line and the placement of each node, stage by stage."""
+"""The source line and the placement of each node, stage by stage: a file of a dump beside its texts."""
 
 from __future__ import annotations
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.resources import files as resources
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
 from .contents import contents
 
 # In the order in which they use each other.
@@ -16,6 +13,9 @@ _SCRIPTS = ("data", "format", "timeline", "memory", "rows", "graph", "details", 
 
 def render(files: Mapping[str, str]) -> str:
     """The page of a dumped program, as HTML. Raises ``ValueError`` for files that no dump has written."""
+    from jinja2 import Environment, StrictUndefined  # here, since most ranks never draw a page
+    from markupsafe import Markup
+
     here = resources(__package__)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((here / "page.html").read_text(encoding="utf-8"))

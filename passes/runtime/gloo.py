@@ -32,7 +32,7 @@ class GlooWork(dist.Work):
 
 
 def is_done(work: Any, seconds: float) -> bool:
-    """Wait for a collective of gloo, at most so many seconds; returns whether it is done. Raises ``PeerLostError``.
+    """Wait for a collective of gloo, at most ``seconds``; returns whether it is done. Raises ``PeerLostError``.
 
     Not for point-to-point messages: gloo closes the group when such a wait times out.
     """

@@ -23,7 +23,7 @@ from .peer_connection import PeerConnection, PeerLostError, RemoteSegment, Tripl
 from .segments import Segment, SharedBytes, last_closed, open_segments
 
 _PER_CALL = 1 << 32  # more than a call publishes
-_CALLS = 1 << 30  # numbers of publications are those of one of so many calls, since messages have 63 bits for them
+_CALLS = 1 << 30  # numbers of publications count modulo this number of calls, since messages have 63 bits for them
 
 Waiting = Callable[[Callable[[float], bool]], None]
 """Waits until a function, given the seconds that it may take, returns True; raises if that takes too long."""
@@ -76,7 +76,7 @@ class LocalPeers:
         return [*others[: self.rank], values, *others[self.rank :]]
 
     def _has_arrived(self, peer: PeerConnection, seconds: float) -> bool:
-        """Wait for the arrival of ``peer``, so many ``seconds`` at most."""
+        """Wait for the arrival of ``peer``, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while not peer.arrivals:
             if not peer.receive() and not peer.poll(select.POLLIN, deadline - time.monotonic()):

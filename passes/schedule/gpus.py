@@ -75,7 +75,7 @@ _KINDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 
 def published(gpu: str, mesh: Mesh, ranks_per_host: int = RANKS_PER_HOST) -> Table:
-    """The table of ``mesh`` on GPUs of this name, in hosts of so many. Raises ``ValueError`` for an unknown GPU.
+    """The table of ``mesh`` on GPUs of this name, ``ranks_per_host`` in a host. Raises ``ValueError`` for unknown GPUs.
 
     Ranks that follow each other are on one host.
     """

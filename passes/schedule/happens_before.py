@@ -118,7 +118,7 @@ class _Use:
 
 @dataclass
 class _Bytes:
-    """What is known of some bytes: who wrote them last, and who read that since; which values they hold."""
+    """The state of some bytes: their last writer, its readers since, and the values that they hold."""
 
     written: _Use | None = None
     read: dict[str, _Use] = field(default_factory=dict)  # the last reader on each stream

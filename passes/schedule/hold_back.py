@@ -77,7 +77,7 @@ class _Search:
                     yield node, idle
 
     def work_before(self, start: fx.Node, idle: float) -> list[fx.Node]:
-        """What is held back until ``start``, in order."""
+        """The work that is held back until ``start``, in order."""
         needed, held, seconds = set(start.all_input_nodes), set[fx.Node](), 0.0
         end = self._position[start]
         for node in reversed(self._nodes[max(0, end - _WINDOW) : end]):

@@ -1,4 +1,4 @@
-"""What each node of a final program costs one rank: seconds of compute, or of communication, by a table of rates.
+"""Costs of the nodes of a final program on one rank: seconds of compute, or of communication, by a table of rates.
 
 Matrix products take their FLOPs by the measured rate for products of their size; everything else takes the bytes that
 it reads and writes, or its elements where functions like ``exp`` take longer than that. Each op that runs at a call
@@ -178,7 +178,7 @@ class NodeCosts:
         return {axis.gathers: axis for axis in axes} | {axis.group: axis for axis in axes}
 
     def _link(self, axis: Axis, backend: str) -> Link | None:
-        """What is known of an axis; a fake one stands for whatever the table describes."""
+        """The link of an axis; a fake one stands for whatever the table describes."""
         if backend == "fake" and self.table.links:
             backend = self.table.links[0].backend
         return self.table.link(axis, backend) or self.rates.link(axis, backend)

@@ -1,4 +1,4 @@
-"""What an op does when it runs: bytes that it reads and writes, FLOPs of its matrix products, functions like ``exp``.
+"""The work of an op: bytes that it reads and writes, FLOPs of its matrix products, functions like ``exp``.
 
 FLOPs are counted by torch's formulas (``torch.utils.flop_counter``), the rest by shapes and ``ops.py``. Values count as
 this rank has them.
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class OpClass(StrEnum):
-    """What the time of an op depends on most."""
+    """The quantity that the time of an op depends on most."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"

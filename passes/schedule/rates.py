@@ -36,10 +36,10 @@ _Curve = tuple[tuple[float, float], ...]  # amounts of work, each with the secon
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device computes in a second, by the names of ``Table.compute``.
+    """Rates of one device, in units a second, by the names of ``Table.compute``.
 
     ``"matmul float32"`` is the FLOP/s of products of 1,024 rows and columns, ``"matmul float32 64"`` those of 64;
-    ``"memory"`` the bytes/s of a copy of 64 MiB, read and written, ``"memory 65536"`` those of one of so many bytes;
+    ``"memory"`` the bytes/s of a copy of 64 MiB, read and written, ``"memory 65536"`` those of one of 65536 bytes;
     ``"transcendental"`` elements, ``"launches"`` and ``"views"`` calls of the host; ``"host link"`` bytes/s of a copy
     from or to host memory. ``"host runs ahead"`` says that the host does not wait for the device.
     """
@@ -69,11 +69,11 @@ class Rates:
         return self.figures.get("host link", 0.0)
 
     def transcendental(self, elements: int) -> float:
-        """Seconds of a function such as ``exp`` of so many elements; 0 where that is not known."""
+        """Seconds of a function such as ``exp`` of ``elements``; 0 where that is not known."""
         return elements * self._seconds("transcendental")
 
     def memory(self, size: int, fresh: int | None = None) -> float:
-        """Seconds of an op that reads and writes so many bytes; ``fresh``: of those, what it did not read before.
+        """Seconds of an op that reads and writes ``size`` bytes; ``fresh``: of those, what it did not read before.
 
         A CPU reads fresh memory into its cache before it writes there. By default half of it is, as in a copy, which is
         what was measured: three bytes go between cache and memory for two.
@@ -83,7 +83,7 @@ class Rates:
         return _seconds_at(self._memory, (size + fresh) * 2 / 3)
 
     def products(self, dtype: torch.dtype, flops: int, product: int) -> float:
-        """Seconds of products with so many FLOPs in all, ``product`` in each.
+        """Seconds of products with ``flops`` in all, ``product`` in each.
 
         Those of a dtype that was not measured take as long as float32's, or more if it has more bytes.
         """
@@ -93,7 +93,7 @@ class Rates:
         return flops / product * _seconds_at(self._products["float32"], product) * max(1, dtype.itemsize // 4)
 
     def link(self, axis: Axis, backend: str) -> Link | None:
-        """What is published of an axis along which nothing was measured."""
+        """The published link of an axis along which nothing was measured."""
         if self.gpu is None or backend != "nccl":
             return None
         return published_link(self.gpu, axis, self.mesh)

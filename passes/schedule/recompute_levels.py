@@ -84,7 +84,7 @@ class RecomputeLevels:
     def _next(
         self, lives: Lives, dropped: Collection[fx.Node], offloaded: Collection[fx.Node], held: frozenset[fx.Node]
     ) -> list[tuple[fx.Node, bool]]:
-        """What to drop besides, and whether it waits in host memory: as much as makes a part of the peak, if any."""
+        """The values to drop next, and whether they wait in host memory: a part of the peak, if there are any."""
         again, moved, gone = set(lives.again), self._bytes(offloaded), {*dropped, *offloaded}
         priced = []
         for number, (op, size) in enumerate(lives.idle.items()):

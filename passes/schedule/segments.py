@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class Segments(Generic[T]):
-    """What is known of each byte: ``make()`` at first. ``copy`` makes a second one where an interval is divided."""
+    """Values by intervals of bytes: ``make()`` at first. ``copy`` makes a second one where an interval is divided."""
 
     def __init__(self, make: Callable[[], T], copy: Callable[[T], T]) -> None:
         self._copy = copy
         self._starts, self._values = [0], [make()]
 
     def over(self, start: int, end: int) -> Iterator[T]:
-        """What is known of the bytes from ``start`` to ``end``, which may be changed: of no other bytes."""
+        """The values of the bytes from ``start`` to ``end``, and of no others: they may be changed."""
         self._divide(start)
         self._divide(end)
         yield from self._values[bisect_left(self._starts, start) : bisect_left(self._starts, end)]
@@ -28,7 +28,7 @@ class Segments(Generic[T]):
         self._starts[first:last], self._values[first:last] = [start], [value]
 
     def all(self) -> Iterator[T]:
-        """What is known of each interval."""
+        """The values of all intervals."""
         yield from self._values
 
     def _divide(self, at: int) -> None:

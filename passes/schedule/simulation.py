@@ -38,7 +38,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """What runs from ``start`` to ``end``, in seconds since the call began.
+    """An op or a transfer from ``start`` to ``end``, in seconds since the call began.
 
     ``queue``: empty for the thread that computes, which also does collectives through shared memory. ``module``: where
     in the model it belongs, if that is known.
@@ -56,7 +56,7 @@ class TransferTime:
     """One collective or copy: how long it takes, and by how much it makes the step longer.
 
     ``seconds`` from ``start`` to ``end`` in its queue. ``exposed``: compute waits for it, or for what stands in line
-    behind it, or has its core taken, for so long, mostly because of ``cause``, which is None if nothing is exposed.
+    behind it, or has its core taken, for these seconds, mostly because of ``cause``, None if nothing is exposed.
     ``behind``: the modules, or else the phases, whose compute runs meanwhile, with seconds, longest first.
     """
 
@@ -161,12 +161,12 @@ class Flight:
         return min(1.0, self.transfer.cpu / self.transfer.seconds) if self.transfer.seconds else 0.0
 
     def expose(self, seconds: float, cause: Cause) -> None:
-        """Note that it makes the step longer by so much."""
+        """Note that it makes the step longer by ``seconds``."""
         if seconds > 0.0:
             self.exposed_by[cause] = self.exposed_by.get(cause, 0.0) + seconds
 
     def expose_at_wait(self, seconds: float) -> None:
-        """Note that it is waited for so long, which it could have been hidden for had it started earlier."""
+        """Note its exposed wait of ``seconds``, by cause."""
         described = self.node.meta.get("collective")
         bounded = isinstance(described, Collective) and described.ahead is not None
         in_line, late = min(seconds, self.start - self.issued), max(0.0, self.issued - self.ready)
@@ -302,7 +302,7 @@ class Rank:
         return max(self.device, self.host)
 
     def _advance(self, seconds: float, node: fx.Node) -> None:
-        """Compute for so long on one core, less what the transfers in flight take of it."""
+        """Compute for ``seconds`` on one core, less what the transfers in flight take of it."""
         label = str(node.meta.get("module") or node.meta.get("phase") or node.name)
         while seconds > 0.0:
             flying, until = self._in_flight()
@@ -329,7 +329,7 @@ class Rank:
         return flying, until
 
     def timeline(self, memory: Mapping[str, tuple[tuple[float, int], ...]]) -> Timeline:
-        """What happened, with the bytes in use meanwhile."""
+        """The simulated step, with the bytes in use meanwhile."""
         moved = [
             Span(
                 flight.node.name,

@@ -1,4 +1,4 @@
-"""What runs where on a GPU: the operations that the host issues for one call, with streams and events.
+"""Streams of a GPU: the operations that the host issues for one call, with streams and events.
 
 Compute runs on one stream, the collectives of a communicator on a stream of their own, and so do copies to the device
 and copies to the host. Memory is allocated and freed as the stream that computes goes on. Each operation waits for
@@ -78,7 +78,7 @@ class Record(Operation):
 
 @dataclass(frozen=True)
 class Wait(Operation):
-    """What is issued on the stream from here on runs after ``event``, as it was recorded last."""
+    """Operations issued on the stream from here on run after ``event``, as it was recorded last."""
 
     event: int
 
@@ -279,7 +279,7 @@ def access_of(piece: fx.Node) -> Access:
 
 
 def _frees(program: Program, memory: TouchedMemory) -> dict[fx.Node, list[fx.Node]]:
-    """By node, the pieces on the device that are freed behind it: nobody reads them later, nor waits for who does."""
+    """By node, the buffers on the device whose last use on any stream is this node."""
     nodes = list(program.graph.nodes)
     position = {node: k for k, node in enumerate(nodes)}
     last: dict[fx.Node, int] = {}

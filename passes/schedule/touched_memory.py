@@ -1,4 +1,4 @@
-"""What each node of a final program does to memory: which bytes it reads and writes, and whether it runs anything.
+"""Memory accesses of the nodes of a final program: the bytes that each reads and writes, and whether it runs anything.
 
 Bytes are named by a space and an interval: the arena with offsets, or the node whose result has memory of its own. A
 value may lie in several pieces of memory; then all of them are touched.
@@ -71,7 +71,7 @@ class TouchedMemory:
         return not has(node.target, Trait.COMPOSITE) or mutates(node) or copies(node, self.pieces.layouts)
 
     def of(self, node: fx.Node) -> list[Access]:
-        """What a node that runs reads and writes. An input is written before the call; outputs are read at its end."""
+        """The accesses of a node that runs. An input is written before the call; outputs are read at its end."""
         if node.op == "output":
             return self._accesses(node.all_input_nodes, writes=False)
         targets = self._targets(node)

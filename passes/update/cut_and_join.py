@@ -19,13 +19,14 @@ from torch import fx
 
 from .._torch import c10d
 from ..analysis.aliases import is_view, storages
+from ..analysis.reachability import descendants
 from ..analysis.topological import arrange
 from ..errors import PassError
 from ..ir.collectives import Collective, communicate_in, group_of, is_collective, is_shared, is_wait, operands, waits_of
 from ..ir.effects import mutates, written
 from ..ir.program import Input, Output, OutputKind, Part, Program
 from ..ir.roles import Phase, Role
-from .update_last import descendants, late_nodes
+from .update_last import late_nodes
 
 aten = torch.ops.aten
 _CALLS = ("call_function", "call_method", "call_module")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from ..analysis.reachability import ancestors, descendants
 from ..analysis.topological import arrange, positions
 from ..base import Pass
 from ..communication.wait_late import WaitLate
@@ -61,7 +62,7 @@ def _with_readers(program: Program, updating: set[fx.Node], update: set[fx.Node]
     written = descendants(nodes, updating)
     results = [value for value, kind in _outputs(program) if kind is not OutputKind.UPDATE]
     first = [node for node in nodes if is_wait(node)] + [value for value in results if isinstance(value, fx.Node)]
-    needed = ancestors(nodes, {node for node in first if node not in written})
+    needed = ancestors(node for node in first if node not in written)
     return descendants(nodes, (written | update) - needed)
 
 
@@ -95,21 +96,3 @@ def _from_old_value(new: fx.Node) -> list[fx.Node]:
 
 def _outputs(program: Program) -> Iterable[tuple[Any, OutputKind]]:
     return [(value, output.kind) for value, output in zip(program.output_values(), program.outputs, strict=True)]
-
-
-def descendants(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
-    """``found`` and all nodes that depend on one of them; ``nodes`` are in topological order."""
-    reached = set(found)
-    for node in nodes:
-        if any(needed in reached for needed in node.all_input_nodes):
-            reached.add(node)
-    return reached
-
-
-def ancestors(nodes: Iterable[fx.Node], found: set[fx.Node]) -> set[fx.Node]:
-    """``found`` and all nodes that one of them depends on."""
-    reached = set(found)
-    for node in reversed(list(nodes)):
-        if node in reached:
-            reached.update(node.all_input_nodes)
-    return reached

@@ -60,7 +60,7 @@ def state(module: nn.Module) -> Annotation | None:
 
 
 def applied(module: nn.Module) -> Api | None:
-    """What was applied to ``module`` itself, ``"replicate"`` or ``"fully_shard"``; None if nothing was."""
+    """The annotation of ``module`` itself, ``"replicate"`` or ``"fully_shard"``; None if nothing was."""
     found = state(module)
     return found.api if found is not None else None
 

@@ -45,7 +45,7 @@ class Unit:
 
     @property
     def offload_policy(self) -> OffloadPolicy | None:
-        """What keeps its state in host memory, if anything."""
+        """The policy that keeps its state in host memory, if there is one."""
         return self.annotation.offload_policy
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Mark:
-    """What is asked for one parameter or buffer: its unit, None for what is ignored only; and the dim to split."""
+    """The request for one parameter or buffer: its unit, None where it is only ignored, and the dim to split."""
 
     unit: Unit | None
     ignored: bool = False
@@ -127,7 +127,7 @@ class Annotations:
 
 
 class Ignored:
-    """What a parallel mode leaves alone, which it does not keep alive: parameters, and all that modules hold."""
+    """Parameters, and modules with all that they hold, that a mode leaves alone; held by weak references."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
         self._parameters = [weakref.ref(each) for each in parameters]

@@ -12,7 +12,7 @@ from torch import nn
 
 from passes import Role
 
-from .._torch import ConstantSource, DimDynamic, ShapeEnv
+from .._torch import DimDynamic, ShapeEnv, constant_source
 from ..call.call import Call
 from ..call.inputs import BatchInput
 from ..call.state import HyperParameter, Slot
@@ -111,7 +111,7 @@ def _fake_number(shapes: ShapeEnv, hyper: HyperParameter | ReadSite) -> tuple[An
     value = hyper.get()
     if isinstance(value, torch.Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device=value.device), None
-    source = ConstantSource(hyper.name)
+    source = constant_source(hyper.name)
     symbol = shapes.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     make = shapes.create_symintnode if isinstance(value, int) else shapes.create_symfloatnode
     return make(symbol, hint=value, source=source), symbol

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.analysis.reachability import ancestors
+
 from .._torch import TorchDispatchMode, disable_modes, get_proxy_mode
 from ..call.state import Slot
 from .provenance import proxy_node
@@ -66,7 +68,7 @@ class StateBranches(TorchDispatchMode):
             return None
         placeholders = node.graph.find_nodes(op="placeholder")
         scalars = {placeholders[k]: named for k, named in self.scalars.items()}
-        needed = ancestors(node)
+        needed = ancestors([node])
         read = [n for n in placeholders if n in needed]
         computed = all(n.op == "call_function" for n in needed if n not in scalars)
         if not read or not computed:
@@ -74,18 +76,6 @@ class StateBranches(TorchDispatchMode):
         condition = extract(node, needed, read)
         taken = _evaluate(condition, [scalars[n][1] for n in read])
         return Branch(tuple(scalars[n][0] for n in read), condition, taken)
-
-
-def ancestors(node: fx.Node) -> set[fx.Node]:
-    """``node`` and all nodes that it is computed from."""
-    needed: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        each = pending.pop()
-        if each not in needed:
-            needed.add(each)
-            pending += each.all_input_nodes
-    return needed
 
 
 def extract(node: fx.Node, needed: set[fx.Node], read: Sequence[fx.Node]) -> fx.GraphModule:

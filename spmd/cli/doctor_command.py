@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _here() -> Iterator[Finding]:
-    """What can be seen from this process."""
+    """The checks that need no second process."""
     yield _torch()
     yield _devices()
     yield _shared_memory()

@@ -38,6 +38,21 @@ def report_of(folder: Path) -> Report:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
+def reports_in(folder: Path) -> list[Report]:
+    """The reports of the programs in ``folder``, in the order in which they were compiled.
+
+    Raises ``ValueError`` where there is none.
+    """
+    found = sorted(folder.rglob("report.json"), key=lambda path: (path.parent.parent, _number(path.parent.name)))
+    return [report_of(path.parent) for path in found or [program_folder(folder) / "report.json"]]
+
+
+def _number(name: str) -> int:
+    """The last number in the name of a program's folder."""
+    digits = name.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else 0
+
+
 def stages_of(folder: Path) -> list[Path]:
     """The files of all stages, in order."""
     return sorted(folder.glob("[0-9][0-9]_*.py"))

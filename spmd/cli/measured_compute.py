@@ -27,7 +27,7 @@ _CALLS = 64  # ops and views that are measured as one
 
 @dataclass(frozen=True)
 class Measurement:
-    """``run`` does so much ``work``, in the unit of the rate called ``name``, by so many ``calls`` of ops."""
+    """``run`` does ``work`` units of the rate called ``name`` in ``calls`` launches of ops."""
 
     name: str
     work: float

@@ -1,7 +1,9 @@
-"""``spmd why FOLDER NAME``: every collective that a parameter, a result or a module causes, with the reason.
+"""``spmd why FOLDER [NAME]``: every collective that a parameter, a result or a module causes, with the reason.
 
-FOLDER is that of a program, or of a step with one program; a module stands for all that is in it::
+FOLDER is that of a program, or of a step with one program; a module stands for all that is in it. Without a NAME it
+lists the programs in FOLDER, each with the reason that it was compiled::
 
+    python -m spmd why runs/train_step
     python -m spmd why runs/train_step model.blocks.0.up.weight
     python -m spmd why runs/train_step/program-0 model.blocks --json
 
@@ -22,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from passes import OneCollective
+from passes import OneCollective, Report
 from passes.ir.dump_text import read_statements
 from passes.ir.printer import short_dtype
 
-from .dump_folder import program_folder, report_of, stages_of
+from .dump_folder import program_folder, report_of, reports_in, stages_of
 
 _SHOWN = 12
 
@@ -35,19 +37,21 @@ def add_command(commands: Any) -> None:
     """Add ``why`` and its options to the commands of a parser."""
     command = commands.add_parser(
         "why",
-        help="the collectives that a parameter or a module causes",
+        help="why each program was compiled, or the collectives that a parameter or a module causes",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
-    command.add_argument("name", metavar="NAME", help="a parameter, result or module, such as model.blocks.0")
-    command.add_argument("--json", action="store_true", help="print the collectives as JSON")
+    command.add_argument("name", metavar="NAME", nargs="?", help="a parameter, result or module: model.blocks.0")
+    command.add_argument("--json", action="store_true", help="print the same as JSON")
     command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Find, print, and return the exit code."""
     try:
+        if arguments.name is None:
+            return _show_programs(reports_in(arguments.folder), arguments.json)
         folder = program_folder(arguments.folder)
         every = report_of(folder).every
         found = [one for one in every if one.serves(arguments.name)]
@@ -62,6 +66,20 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     else:
         print(f"{arguments.name} causes no communication")
     return 0 if found else 1
+
+
+def _show_programs(reports: Sequence[Report], as_json: bool) -> int:
+    """Print why each program was compiled."""
+    if as_json:
+        print(json.dumps([{"program": each.name, "reason": each.reason} for each in reports], indent=2))
+        return 0
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("program", no_wrap=True)
+    table.add_column("compiled because of", overflow="fold")
+    for each in reports:
+        table.add_row(Text(each.name), Text(each.reason))
+    Console(soft_wrap=True).print(table)
+    return 0
 
 
 def _check_name(name: str, folder: Path, every: Sequence[OneCollective]) -> None:

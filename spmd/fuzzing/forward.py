@@ -25,7 +25,7 @@ _TABLES = {"rowwise": ROWWISE, "across": ACROSS_ROWS, "random": RANDOM, "joined"
 
 @dataclass
 class Forward:
-    """What a step computes before its loss: ``lines``, of the value ``h``; ``layers`` and ``setup`` of its model."""
+    """The forward pass of a step: ``lines``, of the value ``h``; ``layers`` and ``setup`` of its model."""
 
     x: Tensor
     lines: list[str] = field(default_factory=list)

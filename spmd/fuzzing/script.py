@@ -41,11 +41,11 @@ class Script:
 
     @property
     def arguments(self) -> str:
-        """What the step takes."""
+        """The arguments of the step."""
         return ", ".join(["model", *self.optimizers, *self.data])
 
     def prelude(self) -> str:
-        """What stands before the step: the model, its optimizers and the batch."""
+        """The code before the step: the model, its optimizers and the batch."""
         layers = f"model = nn.ModuleList([{', '.join(self.layers)}])"
         if len(layers) > _WIDTH:
             layers = "\n".join(["model = nn.ModuleList([", *(f"    {each}," for each in self.layers), "])"])

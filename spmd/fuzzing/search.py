@@ -50,7 +50,7 @@ class Failure:
 
 @dataclass
 class Findings:
-    """What came of all steps. ``refusals``: how many steps each sentence refused."""
+    """The results of all steps. ``refusals``: how many steps each sentence refused."""
 
     seed: int
     agreed: int = 0
@@ -108,7 +108,7 @@ def fuzz(count: int, seed: int, folder: Path, progress: Progress = lambda *_: No
 
 @dataclass
 class _Search:
-    """What hypothesis calls with each of its choices, many of which write the same step: it is verified once.
+    """The property for hypothesis: verify the step of its choices, each different step once.
 
     ``files``: the folder for files while they run. ``verified``: the texts of all steps that were.
     """

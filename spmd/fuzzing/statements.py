@@ -1,4 +1,4 @@
-"""What a forward pass may be made of, as text: layers, and expressions of ``h``, the value so far.
+"""The statements of forward passes, as text: layers, and expressions of ``h``, the value so far.
 
 A number in a template is an option of the writer: ``{n}`` the size of the last dim of ``h``, ``{d}`` that of dim 1,
 ``{w}`` another width, ``{b}`` the rows, ``{k}`` a small number, ``{z}`` an earlier value. What does not fit the shape

@@ -1,4 +1,4 @@
-"""What trains a model, as text: losses with their targets, optimizers, and the lines around ``loss.backward()``."""
+"""Training code, as text: losses with their targets, optimizers, and the lines around ``loss.backward()``."""
 
 from __future__ import annotations
 

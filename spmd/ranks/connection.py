@@ -132,9 +132,9 @@ class Connection:
     def exchange(
         self, given: torch.Tensor, sent: list[int], received: list[int], ranks: tuple[int, ...], what: str
     ) -> torch.Tensor:
-        """What ``ranks`` have for this one, in their order; all ranks call it, each with its own ``ranks``.
+        """Exchange with ``ranks``; returns what each has for this one. All ranks call it, each with its own ``ranks``.
 
-        ``given``: bytes, (all of ``sent``,), of which each gets so many; ``received``: how many come from each.
+        ``given``: bytes, (all of ``sent``,), of which each gets its own; ``received``: the number from each.
         """
         taken = torch.empty(sum(received), dtype=torch.uint8)
         group = self._group_of(ranks)
@@ -220,7 +220,7 @@ class Connection:
 
 @dataclass
 class _Ranks:
-    """What is known of the ranks of some of the user's groups, as long as these exist."""
+    """The ranks of some of the user's groups, as long as these exist."""
 
     theirs: tuple[weakref.ref[Any], ...]
     connection: Connection | None = None

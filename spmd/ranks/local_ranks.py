@@ -123,7 +123,7 @@ class _DescribedRanks:
         return all(len(group) == 1 and "" not in group for group in hosts)
 
     def problems(self) -> list[str]:
-        """What kept ranks from sharing memory."""
+        """The reasons that kept ranks from sharing memory."""
         found = [(number, rank["problem"]) for number, rank in enumerate(self.ranks)]
         return [f"rank {number} cannot share memory: {problem}" for number, problem in found if problem]
 

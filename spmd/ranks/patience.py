@@ -44,7 +44,7 @@ class Patience:
     check: Callable[[], None]
 
     def wait(self, is_over: Callable[[float], bool]) -> None:
-        """Wait until ``is_over(seconds)``, which takes so many seconds at most, returns True.
+        """Wait until ``is_over(seconds)``, which takes at most these seconds, returns True.
 
         Raises ``LateError`` when the time is over, with the ranks that are missing, and what ``check`` raises.
         """
@@ -77,7 +77,7 @@ class Patience:
         self.wait(lambda seconds: self.are_there(keys, seconds))
 
     def are_there(self, keys: list[str], seconds: float) -> bool:
-        """Wait so many seconds at most; returns whether all ``keys`` are there."""
+        """Wait at most ``seconds``; returns whether all ``keys`` are there."""
         deadline = time.monotonic() + seconds
         while not (found := self.store.check(keys)) and time.monotonic() < deadline:
             time.sleep(_POLL)

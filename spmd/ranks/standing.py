@@ -37,7 +37,7 @@ class Standing:
         return f"{PARTLY} ({self.partly})" if self.partly else f"whole, after {self.updates} updates"
 
     def restore(self, updates: int) -> None:
-        """State is whole again, as after so many updates."""
+        """State is whole again, as after ``updates`` updates."""
         self.updates, self.partly = updates, ""
 
 

@@ -72,7 +72,7 @@ class BackgroundReads:
         self._is_idle.set()
 
     def start(self, reads: Iterable[Read], hooks: Iterable[Any]) -> None:
-        """From here on who writes waits. ``hooks`` are removed by who first waits, or has no need to, after the end."""
+        """Start the reads; writers block until theirs is read. The first writer after the end removes ``hooks``."""
         self.release()
         assert not self.is_active, "the save before has ended"
         self._reads, self._hooks = list(reads), list(hooks)

@@ -27,7 +27,7 @@ class Commit:
         begin_reads()
 
     def skip_barrier(self) -> None:
-        """What is written first was complete on all ranks before this call, to which all have come."""
+        """Need no barrier: the first write is of data that was complete on all ranks before this call."""
         self._has_barrier = False
 
     def __call__(self) -> None:

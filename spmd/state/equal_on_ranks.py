@@ -127,7 +127,7 @@ def _as_on_rank_zero(tensor: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def _forget_other_worlds() -> None:
-    """What was rank 0's in a process group that is gone need not be what rank 0 of this one has."""
+    """Forget state of rank 0 of groups that are gone: rank 0 of this one may have other state."""
     global _world
     if _world is None or _world() is not dist.group.WORLD:
         _equal.clear()

@@ -140,7 +140,7 @@ def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _initializer(module: nn.Module, call: Call) -> Callable[[nn.Module], Any] | None:
-    """What initializes a module: the mode's function, or the module's ``reset_parameters``."""
+    """The initializer of a module: the mode's function, or the module's ``reset_parameters``."""
     if call.param_init_fn is not None:
         return call.param_init_fn
     return methodcaller("reset_parameters") if callable(getattr(module, "reset_parameters", None)) else None

@@ -35,7 +35,7 @@ from .wholes import part_of
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was found; true if every output is shown to be the global output under its placement.
+    """The result of ``certify``; true if every output is shown to be the global output under its placement.
 
     ``outcome`` is ``"shown"``, ``"wrong"`` or ``"cannot show"``. Of the last two: ``what``, the output or the state,
     ``node`` and ``line``, the first node that is not shown, and ``why``. ``ranks``: how many were looked at.
@@ -197,7 +197,7 @@ class _Certification:
         return values_after(self.captured, given, self.whole.returned)
 
     def _of(self, machine: Machine, inputs: list[Any], expected: dict[str, Any]) -> Iterator[Certificate]:
-        """What is wrong with the outputs of a rank, and what is not shown."""
+        """The wrong outputs of a rank, and those that are not shown."""
         program = machine.program
         after = values_after(program, inputs, machine.returned)
         if _returned(self.captured) != _returned(program):

@@ -1,4 +1,4 @@
-"""What each collective computes, as a function of the operands of all ranks: no process group is asked.
+"""Reference implementations of collectives: each a function of the operands of all ranks: no process group is asked.
 
 In: for one group of ranks, the operands and the arguments of the op on each. Out: the result of each rank.
 """

@@ -26,7 +26,7 @@ from ..step import CompiledStep
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified: a compiled step, and the arguments of a call with the whole batch."""
+    """The subject of a verification: a compiled step, and the arguments of a call with the whole batch."""
 
     step: CompiledStep
     args: tuple[Any, ...]
@@ -67,7 +67,7 @@ class Subject:
 
     @property
     def options(self) -> Options:
-        """What the step was compiled with."""
+        """The options of the step."""
         return self.step.options
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -1,4 +1,4 @@
-"""What the ranks of a group hold that are not looked at, from what others of the group do.
+"""The values of ranks of a group that are not looked at, inferred from those of others.
 
 Of an axis of a thousand ranks the first two and the last are looked at. Where these hold the same, all do; where they
 hold their parts of a value of the captured program, split along one dim, the others hold theirs. Anything else is not
@@ -40,7 +40,7 @@ class _Split:
 
 
 class Family:
-    """What each rank along an axis of ``size`` holds; ``held`` by some, by coordinate, the first one's among them."""
+    """Values of each rank along an axis of ``size``; ``held`` by some, by coordinate, the first one's among them."""
 
     def __init__(self, captured: CapturedMachine, held: Mapping[int, Tensor], size: int) -> None:
         self.held, self.size = held, size

@@ -369,7 +369,7 @@ class _Rank(fx.Interpreter):
 
 
 class Published:
-    """What other ranks may look at, and must find unchanged.
+    """Tensors that other ranks may look at, and must find unchanged.
 
     Who waits for a collective knows that all ranks have waited for those that were waited for before it started.
     """
@@ -421,7 +421,7 @@ def groups_of(programs: Sequence[Program], group: str, node: fx.Node) -> Iterato
 
 
 def _position(mesh: Mesh, group: str, node: fx.Node) -> tuple[Any, int]:
-    """What the ranks of this rank's group have in common, and its place among them."""
+    """(the coordinates that the ranks of this rank's group have in common, its place among them)."""
     axis = mesh.axis_of_group(group)
     if axis is None:
         raise LockstepError(f"{node} communicates in a group that is no axis of the mesh: {group!r}", node)

@@ -85,7 +85,7 @@ class Machine:
         return [self.read(each) for each in leaves if is_tensor(each)]
 
     def settings(self, node: fx.Node, args: Any = None) -> list[Any]:
-        """What a call gives beside tensors, as symbols; ``args``: instead of its own."""
+        """The numbers of a call beside tensors, as symbols; ``args``: instead of its own."""
         op, own, kwargs = call_of(node)
         found = []
         for k, declared in enumerate(schema(op).arguments):

@@ -137,7 +137,7 @@ class Peer:
         return returned
 
     def state(self, firsts: dict[str, Held]) -> dict[str, Held]:
-        """What ``SimulatedRank.state`` has, of this rank."""
+        """The state of this rank, as ``SimulatedRank.state``."""
         self._state = {name: value for name, value in self._state.items() if name in firsts}
         return {
             name: (self._state.get(name, value) if isinstance(value, Tensor) else value, shape, placement)

@@ -21,7 +21,7 @@ def poisoned(val: Any, device: torch.device | None = None) -> Any:
 
 
 def poison(tensors: Sequence[Tensor]) -> None:
-    """NaN, or the largest number: who reads it has not waited."""
+    """NaN, or the largest number, so that an early read shows."""
     for x in tensors:
         if x.is_floating_point() or x.is_complex():
             x.fill_(float("nan"))

@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank has after its last call: what the program returns, and its inputs, which it may write to."""
+    """A rank after its last call: the results of the program, and its inputs, which it may write to."""
 
     returned: list[Any]
     inputs: list[Any]
@@ -50,7 +50,7 @@ class Emulator:
         self._memories = [TouchedMemory(program.graph) for program in programs]
 
     def run(self, inputs: Sequence[Sequence[Any]], seed: int, calls: int = 1) -> list[Outcome]:
-        """Run so many calls on inputs that are written to; ``seed`` decides the interleaving.
+        """Run ``calls`` calls on inputs that are written to; ``seed`` decides the interleaving.
 
         Raises ``SpmdError`` where all wait for each other, or where ranks start collectives that do not fit together.
         """
@@ -63,7 +63,7 @@ class Emulator:
 
 
 class _Stream:
-    """What the host has issued, first to last."""
+    """The operations that the host has issued to a stream, first to last."""
 
     def __init__(self, time: SimulatedTime) -> None:
         self.time, self.works, self.more = time, deque[Work | None](), Moment()
@@ -110,7 +110,7 @@ class _Rank:
         self.on_device: dict[int, Any] = {}  # of the inputs
 
     def threads(self) -> list[Work]:
-        """What runs in threads."""
+        """The functions that run in threads."""
         return [self._host, *(stream.run for stream in self.streams.values())]
 
     def outcome(self) -> Outcome:
@@ -150,7 +150,7 @@ class _Call:
         self.values |= dict(zip(self.rank.program.placeholders, self.rank.inputs, strict=True))
 
     def issue(self, operation: Operation) -> None:
-        """What the host does for an operation."""
+        """Do the host's part of an operation."""
         match operation:
             case Launch(stream, node):
                 self._on(stream, self._work(node))

@@ -188,7 +188,7 @@ class Collectives:
             raise unknown
 
     def _overwrite_operands(self, flying: _InFlight) -> None:
-        """What was reduced in place holds the result from now on, where that was written to it, or nothing."""
+        """Let operands that were reduced in place hold the result, where it was written to them, or nothing."""
         for machine, each, result in zip(self.ranks, flying.nodes, flying.results, strict=True):
             operand = tensors_of(machine.value(each.args[0]))
             if not _overlap(tensors_of(result), operand):
@@ -265,7 +265,7 @@ def _same_line(coordinates: Coordinates, group: _Group) -> bool:
 
 
 def _reduced(operands: Sequence[Tensor], reduction: str, group: _Group) -> Tensor:
-    """What reducing gives: what is pending is complete, values that are whole are summed in the field."""
+    """The result of a reduction: pending sums are complete, whole values are summed in the field."""
     kind = "sum" if reduction == "avg" else reduction
     if kind not in symbols.REDUCTIONS:
         raise Unknown(f"it reduces by {reduction!r}")

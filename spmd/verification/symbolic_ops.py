@@ -1,4 +1,4 @@
-"""What ops compute on symbols, from their operands alone: moves, constants, pointwise ops, updates of optimizers.
+"""Ops on symbols, from their operands alone: moves, constants, pointwise ops, updates of optimizers.
 
 ``computed`` finds the function for an op. It takes the sizes of the mesh axes, the op, and what a call gives, with
 elements instead of tensors, and symbols instead of numbers that are computed. It returns the results in order.
@@ -120,7 +120,7 @@ def moved(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
 
 
 def _constant(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
-    """What the op gives of plain numbers; of a computed one, as many times as it says."""
+    """The result of an op on plain numbers, each element as symbols."""
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     numbers = [leaf for leaf in given if leaf.dtype != torch.complex128]
     args, kwargs = tree_map(lambda x: _stand_in(x, "cpu") if isinstance(x, Tensor) else x, (args, kwargs))

@@ -1,4 +1,4 @@
-"""What the fused kernels of optimizers compute, on symbols: one function for each, on one parameter and its state."""
+"""The fused kernels of optimizers on symbols: one function for each, on one parameter and its state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Update:
 
 
 def why_unknown(update: Update, kwargs: dict[str, object]) -> str:
-    """What of a call is not described; empty for nothing."""
+    """The part of a call that is not described; empty for none."""
     given = [name for name in (*_FOR_SCALERS, update.setting) if kwargs.get(name) not in (None, False)]
     return f"it is not described with {' and '.join(given)}" if given else ""
 

@@ -1,4 +1,4 @@
-"""What stands for an element when a program is certified: a point of a finite field instead of a number.
+"""Symbols for the elements of a program that is certified: a point of a finite field instead of a number.
 
 Two programs that compute the same function agree at every point, without rounding, whatever the order of sums and
 products; two that do not agree at a random point with a probability of 2**-62 an element. Sums, products and quotients

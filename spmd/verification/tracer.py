@@ -68,14 +68,14 @@ class Tracer:
 
     @cached_property
     def expected(self) -> Values:
-        """What the captured program computes; its random ops draw what those of the ranks drew."""
+        """The results of the captured program, whose random ops draw what those of the ranks drew."""
         wholes = self._whole_inputs()
         if self.draws:
             run_stage(self.partitioned, self.inputs, self._collect_draws)
         return self._run_captured(wholes, self.values)
 
     def expected_from(self, state: Values) -> Values:
-        """What the captured program computes from another state, by name; of what that lacks, from its own."""
+        """The results of the captured program from another state, by name; of what that lacks, from its own."""
         wholes, nodes = self._whole_inputs(), dict[str, Any]()
         for node, declared in zip(self.captured.placeholders, self.captured.inputs, strict=True):
             if declared.name in state:

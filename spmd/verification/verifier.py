@@ -313,7 +313,7 @@ def _dtypes(program: Program) -> list[torch.dtype]:
 
 
 def _as(value: Any, like: Any) -> Any:
-    """What writing ``value`` into ``like`` makes of it."""
+    """``value`` as it is once written into ``like``."""
     return value.to(like.dtype) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
 
 

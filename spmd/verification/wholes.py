@@ -64,7 +64,7 @@ def put_together(
 
 
 def _owner(placement: Placements, mesh: Mesh) -> tuple[int, ...]:
-    """What the ranks have in common that hold the same part: their coordinates along axes that divide it."""
+    """The key of ranks that hold the same part: their coordinates along axes that divide it."""
     axes = zip(placement, mesh.axes, strict=False)
     return tuple(axis.coordinate for entry, axis in axes if isinstance(entry, (Shard, Partial)))
 

@@ -36,7 +36,7 @@ def _size_of(mesh: DeviceMesh | Mapping[str, int]) -> int:
 
 @contextmanager
 def simulated_world(world: int, mesh: AnyMesh, kind: str) -> Iterator[DeviceMesh]:
-    """A fake world of so many ranks, as long as the body runs; gives its mesh.
+    """A fake world of ``world`` ranks, as long as the body runs; gives its mesh.
 
     A fake world of this size that is there already is used as it is; all other process groups are set aside.
     """

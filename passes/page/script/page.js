@@ -77,6 +77,7 @@ function startCompiling() {
   const seconds = Object.entries(REPORT.seconds).map(([stage, value]) => `${stage} ${value.toFixed(2)} s`).join(", ");
   byId("stages").replaceChildren(
     seconds ? element("p", null, `Seconds of compiling: ${seconds}.`) : "",
+    REPORT.reason ? element("p", null, `Compiled because of ${REPORT.reason}.`) : "",
     ...REPORT.notes.map((note) => element("p", null, element("b", null, "Note: "), note)),
     rows.length ? table(["pass", "did", "#nodes before", "#after", "#time"], rows) : "",
     idle.length ? element("p.hint", null, `Nothing to do: ${idle.join(", ")}.`) : "");

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..._torch import ConstantSource, DimDynamic, ShapeEnv
+from ..._torch import DimDynamic, ShapeEnv, constant_source
 from ...call.dynamic_dims import DynamicSize
 from ...call.inputs import BatchInput
 from ...source_lines import user_line
@@ -69,7 +69,7 @@ class TracedSizes:
             return SizeSymbols(self, list(self.values))
         made, symbols = [], []
         for size, value in zip(self.sizes, self.values, strict=True):
-            source = ConstantSource(size.name)
+            source = constant_source(size.name)
             symbols.append(shapes.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC))
             made.append(shapes.create_symintnode(symbols[-1], hint=value, source=source))
         shapes.sizes |= set(symbols)

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.analysis.reachability import ancestors
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
 from passes.ir.schemas import schema
 
 from ..._torch import OpOverload, disable_modes, get_proxy_mode, tree_flatten
 from ..provenance import proxy_node
-from ..state_branches import ancestors, extract
+from ..state_branches import extract
 from ..tensor_attributes import is_users
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ def known_value(tensor: Tensor) -> Tensor | None:
     node = proxy_node(tensor, mode.tracer) if mode is not None else None
     if mode is None or node is None or tensor.numel() > _LARGEST:
         return None
-    needed = ancestors(node)
+    needed = ancestors([node])
     if any(each.op == "placeholder" for each in needed):
         return None
     needed = _with_writes(needed)
@@ -53,7 +54,7 @@ def _with_writes(needed: set[fx.Node]) -> set[fx.Node]:
             if has(node.target, Trait.VIEW) and not views.isdisjoint(node.all_input_nodes[:1]):
                 views.add(node)
             elif has(node.target, Trait.MUTABLE) and not views.isdisjoint(_written(node)):
-                found |= ancestors(node)
+                found |= ancestors([node])
         if found <= needed:
             return needed
         needed = needed | found
