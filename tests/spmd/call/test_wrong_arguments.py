@@ -83,7 +83,7 @@ WRONG: list[dict[str, Any]] = [
     {"module_override": 3},
     {"module_override": [nn.Linear(2, 2)]},
     {"gm_transformation": "inline"},
-    {"parallel_mode": "fully_shard"},
+    {"parallel_mode": {"style": "fully_shard"}},
     {"passes": "default"},
     {"passes": [nn.Linear]},
     {"backend": 3},

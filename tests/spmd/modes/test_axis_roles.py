@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 import spmd
@@ -290,6 +290,24 @@ def test_annotations_over_the_second_axis(axes: Any, fits: bool) -> None:
     weight = model[0].up.weight
     assert isinstance(weight, DTensor)
     assert weight.placements == (Replicate(), Shard(0))
+
+
+def test_a_mode_over_the_second_axis_of_the_mesh_of_its_parameters() -> None:
+    """The mesh of all axes is larger than that of the mode; its axis keeps its role there."""
+    model, _ = blocks()
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "x"))
+        split = distribute_tensor(model[0].up.weight.detach(), mesh["tp"], [Shard(0)])
+        model[0].up.weight = nn.Parameter(split)
+        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+        step = spmd.compile(train, parallel_mode=spmd.DataParallel("replicate", mesh=mesh["x"]))
+        step(model, optimizer, *part(0, 0))
+    assert step.program is not None
+    placed = {declared.name: declared.placement for declared in step.program.inputs}
+    assert placed["x"] == (Replicate(), Shard(0))
+    assert placed["model.0.up.weight"] == (Shard(0), Replicate())
+    gradients = [t for t in step.report().traffic if t.role == Role.GRADIENT]
+    assert {t.axis for t in gradients if t.kind == Kind.ALL_REDUCE} == {"x"}
 
 
 # Modes by name
