@@ -36,7 +36,8 @@ from .ir.interpret import interpret
 from .ir.ops import PURE_FUNCTIONS
 from .ir.printer import print_program
 from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
-from .ir.roles import Memory, Phase, Role
+from .ir.region import Region
+from .ir.roles import AxisRole, Memory, Phase, Role
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
 from .memory.one_storage import OneStorage
@@ -45,13 +46,15 @@ from .memory.recompute import Recompute
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
-from .pipeline import default
+from .pipeline import default, with_numbers_on_device, with_regions
+from .regions.form_regions import FormRegions
 from .report import EstimatedTime, OneCollective, PassEffect, Report
 from .runner import run
 from .schedule.estimate import estimate
 from .schedule.gpus import published
 from .schedule.overlap import Overlap
 from .schedule.simulation import Timeline
+from .update.device_numbers import DeviceNumbers
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
 from .update.split_update import SplitUpdate
@@ -60,6 +63,7 @@ from .update.update_last import UpdateLast
 __all__ = [
     "PURE_FUNCTIONS",
     "Axis",
+    "AxisRole",
     "BucketAllGather",
     "BucketAllReduce",
     "BucketReduceScatter",
@@ -67,6 +71,7 @@ __all__ = [
     "CaptureError",
     "Collective",
     "DeadCode",
+    "DeviceNumbers",
     "Diff",
     "DropDetach",
     "DropProfiler",
@@ -74,6 +79,7 @@ __all__ = [
     "Fact",
     "FoldLayoutCopies",
     "FoldViews",
+    "FormRegions",
     "FormUnits",
     "FuseForeach",
     "FuseUpdate",
@@ -103,6 +109,7 @@ __all__ = [
     "Realise",
     "Recompute",
     "ReduceInPlace",
+    "Region",
     "Report",
     "Reshard",
     "ReuseMemory",
@@ -124,4 +131,6 @@ __all__ = [
     "print_program",
     "published",
     "run",
+    "with_numbers_on_device",
+    "with_regions",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from .base import Pass
 from .errors import PassError
-from .functional import in_place_at, run_keeping_functional
+from .functional import Parts, run_keeping_functional
 from .ir.program import Program
 from .pipeline import backend_of, table_of
 from .runner import OnStage, run
@@ -46,8 +46,8 @@ def run_and_defer(program: Program, pipeline: Sequence[Pass], on_stage: OnStage)
     return done, defer(functional, pipeline)
 
 
-def _start_and_steady(halves: Halves, end: Program, in_place: Pass) -> tuple[Program, Program]:
-    start = run(halves.start, [in_place])
+def _start_and_steady(halves: Halves, end: Program, in_place: Sequence[Pass]) -> tuple[Program, Program]:
+    start = run(halves.start, in_place)
     return start, join(Halves(start, end, halves.numbers))
 
 
@@ -63,9 +63,10 @@ def defer(functional: Program, pipeline: Sequence[Pass]) -> Deferred | str:
     halves = cut(functional)
     if isinstance(halves, str):
         return halves
-    at = in_place_at(pipeline)
-    in_place, rest = pipeline[at], pipeline[at + 1 :]
-    end = run(halves.end, [in_place])
+    parts = Parts.of(pipeline)
+    assert parts is not None, "a program without updates in place has no functional stage"
+    in_place, rest = parts.in_place, parts.rest
+    end = run(halves.end, in_place)
     start, steady = _start_and_steady(halves, end, in_place)
     costs = _costs(steady, pipeline)
     held = starts_to_hold(steady, costs) if costs is not None else []

@@ -27,7 +27,9 @@ from .memory.one_storage import OneStorage
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
+from .regions.form_regions import FormRegions
 from .schedule.overlap import Overlap
+from .update.device_numbers import DeviceNumbers
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
 from .update.update_last import UpdateLast
@@ -79,6 +81,30 @@ def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple
         FoldLayoutCopies(),
         ReuseMemory(),
     )
+
+
+def with_numbers_on_device(pipeline: Iterable[Pass], names: tuple[str, ...] = ("*",)) -> tuple[Pass, ...]:
+    """``pipeline`` for programs that are captured and replayed: ``names`` are read from the device (``DeviceNumbers``).
+
+    The pass stands before those that fuse updates, which take tensors where a kernel does.
+    """
+    pipeline = tuple(pipeline)
+    at = next((k for k, each in enumerate(pipeline) if isinstance(each, (FuseUpdate, FuseForeach))), 0)
+    return (*pipeline[:at], DeviceNumbers(names), *pipeline[at:])
+
+
+def with_regions(pipeline: Iterable[Pass]) -> tuple[Pass, ...]:
+    """A pipeline for a backend that takes regions, which are formed before the first pass that writes or plans memory.
+
+    An optimizer's formulas go to the backend as they are, so that the passes that choose kernels for them are left out.
+    A pipeline that forms regions itself stays as it is.
+    """
+    passes = tuple(pipeline)
+    if any(isinstance(each, FormRegions) for each in passes):
+        return passes
+    kept = [each for each in passes if not isinstance(each, (FuseUpdate, FuseForeach))]
+    at = next((k for k, each in enumerate(kept) if each.last or each.keeps_order), len(kept))
+    return (*kept[:at], FormRegions(), *kept[at:])
 
 
 def table_of(pipeline: Iterable[Pass]) -> Table:

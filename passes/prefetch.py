@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .base import Pass
-from .functional import in_place_at, run_keeping_functional
+from .functional import Parts, run_keeping_functional
 from .ir.program import Program
 from .runner import OnStage, run
 from .update.first_gathers import continued, divide, update_first
@@ -39,14 +39,12 @@ def prefetch(functional: Program, pipeline: Sequence[Pass]) -> Prefetched | None
     first = divide(functional)
     if first is None:
         return None
-    at = in_place_at(pipeline)
+    parts = Parts.of(pipeline)
+    assert parts is not None, "a program without updates in place has no functional stage"
     update_first(functional, first)
-    steady = continued(run(functional, [pipeline[at]]), first)
+    steady = continued(run(functional, parts.in_place), first)
     made = {"start": first.start, "steady": steady}
     return Prefetched(
         sent=first.sent,  # views, mostly, and no part of a call
-        **{
-            name: run(replace(each, name=f"{functional.name}-{name}"), pipeline[at + 1 :])
-            for name, each in made.items()
-        },
+        **{name: run(replace(each, name=f"{functional.name}-{name}"), parts.rest) for name, each in made.items()},
     )

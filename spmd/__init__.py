@@ -13,6 +13,7 @@ from passes import (
     SpmdError,
 )
 
+from .agreed import pad_to_longest, shared_rng
 from .annotations import contract
 from .annotations.apply import fully_shard, replicate
 from .annotations.no_sync import no_sync
@@ -29,7 +30,9 @@ from .modes.data_parallel import DataParallel
 from .modes.dtensor_expand import DTensorExpand
 from .override import Override
 from .partitioner import partition
-from .partitioner.plan import Plan
+from .partitioner.assignment import Assignment, Choice
+from .partitioner.plan import Plan, Solver
+from .partitioner.problem import Problem
 from .ranks.world import world
 from .rules import register_rule
 from .step import CompiledStep, compile
@@ -40,8 +43,10 @@ from .verification.verdict import Verdict
 from .verification.verifier import verify
 
 __all__ = [
+    "Assignment",
     "CaptureError",
     "Certificate",
+    "Choice",
     "CompiledStep",
     "DTensorExpand",
     "DataParallel",
@@ -55,10 +60,12 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PlannedMode",
+    "Problem",
     "Program",
     "RankFailedError",
     "RankMismatchError",
     "Report",
+    "Solver",
     "SpmdError",
     "Verdict",
     "certify",
@@ -70,6 +77,7 @@ __all__ = [
     "load",
     "materialize",
     "no_sync",
+    "pad_to_longest",
     "partition",
     "register_rule",
     "replicate",
@@ -77,6 +85,7 @@ __all__ = [
     "save",
     "seed",
     "set_rng_state",
+    "shared_rng",
     "show",
     "unshard",
     "verify",

@@ -26,7 +26,7 @@ from passes.runtime.transport_threads import behind_compute
 # isort: off
 
 # The type of torch.ops.aten.mm.default; ops are keys of tables here. 2.11 to 2.15.
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 # The decomposition table that ships with torch, for ops without a rule. 2.11 to 2.15.
 from torch._decomp import core_aten_decompositions, get_decompositions
@@ -204,6 +204,13 @@ SCALER_STEP = "_maybe_opt_step"
 STEP_HANDLES_SCALING = "_step_supports_amp_scaling"
 
 symbolic_functions: dict[str, object] = vars(_sympy_functions)
+
+# Functions of ``math`` for symbols, each a node; of plain numbers they are those of ``math``. ``torch`` has no other
+# names for them but ``sym_sqrt``. 2.11 to 2.15.
+SYMBOLIC_MATH: dict[str, Callable[..., Any]] = {"sqrt": torch.sym_sqrt} | {
+    name: getattr(torch, f"_sym_{name}")
+    for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh", "acos", "asin", "atan", "log2")
+}
 
 
 def set_proxy_of_tensor(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> None:
@@ -549,6 +556,7 @@ __all__ = [
     "SCALER_STATE",
     "SCALER_STEP",
     "STEP_HANDLES_SCALING",
+    "SYMBOLIC_MATH",
     "BatchNorm",
     "DataDependentOutputException",
     "DimDynamic",
@@ -559,6 +567,7 @@ __all__ = [
     "FakeTensorMode",
     "GetAttrKey",
     "GuardOnDataDependentSymNode",
+    "HigherOrderOperator",
     "LazyGraphModule",
     "MappingKey",
     "OpOverload",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, Role, SpmdError, Table
+from passes import Input, Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, SpmdError, Table
+from passes.ir.numbers import pack
 from passes.ir.program import is_pending, is_sharded
 
 from .call.call import Call
@@ -301,6 +302,12 @@ class Compiled:
         pending.remove(self)
         return f"the update that the call before had left pending ({self.program.name}) is lost, or done in part only"
 
+    def values(self, arguments: Arguments, live: Live) -> dict[str, Any]:
+        """The inputs of a call by name, each by itself, as the call finds them; one seed for all calls."""
+        given = [*self.guards.leaves.tensors(arguments), *self.guards.carried.tensors()]
+        state = self.guards.layout.locals(live.tensors)
+        return self._pool.by_name(live.numbers, state, given)
+
     def start(self, arguments: Arguments, live: Live) -> Running:
         """Gather the inputs of a call; ``run`` has the rest."""
         given = [*self.guards.leaves.tensors(arguments), *self.guards.carried.tensors()]
@@ -393,7 +400,7 @@ class Pool:
         self.compiled = compiled
         names = [*compiled.guards.leaves.tensor_names(), *compiled.guards.carried.names]
         constants = [f"constant.{k}" for k in range(len(compiled.captured.constants))]
-        self.draws = any(declared.role is Role.SEED for declared in compiled.program.inputs)
+        self.draws = compiled.program.draws
         order = [
             *compiled.guards.layout.names,
             *flats,
@@ -404,6 +411,9 @@ class Pool:
             "seed",
         ]
         at = {name: k for k, name in enumerate(order)}
+        packed = [(declared, node) for declared, node in compiled.program.values().values() if declared.numbers]
+        self._packed = [DeviceBuffer(declared, node.meta["val"].device, at) for declared, node in packed]
+        at |= {declared.name: len(order) + k for k, (declared, _) in enumerate(packed)}
         self._positions = [at[declared.name] for declared in compiled.program.inputs]
         outputs = compiled.captured.program.outputs
         writes = {o.name for o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_state}
@@ -420,13 +430,28 @@ class Pool:
             *compiled.captured.constants,
             self._seed(),
         ]
+        if self._packed:
+            values += [each.filled(values) for each in self._packed]
         return [values[k] for k in self._positions]
 
+    def by_name(
+        self, numbers: list[Any], state: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> dict[str, Any]:
+        """The same by name, but for flat inputs; no draw is made."""
+        compiled = self.compiled
+        constants = {f"constant.{k}": each for k, each in enumerate(compiled.captured.constants)}
+        named = dict(zip(compiled.guards.layout.names, state, strict=True))
+        named |= dict(zip(compiled.guards.groups.names, numbers, strict=True)) | dict(
+            zip(self.names, given, strict=True)
+        )
+        return named | compiled.added | constants | {"seed": 1}
+
     def state_inputs(self, state: Sequence[torch.Tensor]) -> list[Any]:
-        """The program's inputs as far as they are state, and None for all others."""
+        """The program's inputs as far as they are at the same place at each call, and None for all others."""
         compiled = self.compiled
         values: list[Any] = [*state, *[None] * (len(compiled.guards.groups.names) + len(self.names))]
         values += [*compiled.added.values(), *compiled.captured.constants, None]
+        values += [each.tensor for each in self._packed]
         return [values[k] for k in self._positions]
 
     def _seed(self) -> int | None:
@@ -434,6 +459,19 @@ class Pool:
             return None
         torch.empty((), dtype=torch.int64).random_()  # as eager, a call with random ops moves the generator on
         return next_call()
+
+
+class DeviceBuffer:
+    """The memory of the numbers that calls bring to the device, the same at every call."""
+
+    def __init__(self, declared: Input, device: torch.device, at: Mapping[str, int]) -> None:
+        """``at``: the position of each number among the values of a call."""
+        self._declared, self._positions = declared, {name: at[name] for name in declared.numbers}
+        self.tensor = torch.empty(declared.shape, dtype=declared.dtype, device=device)
+
+    def filled(self, values: Sequence[Any]) -> torch.Tensor:
+        """The buffer, with the numbers of a call."""
+        return self.tensor.copy_(pack(self._declared, {name: values[k] for name, k in self._positions.items()}))
 
 
 def describe_for_agreement(
@@ -448,8 +486,7 @@ def describe_for_agreement(
     inputs += [f"{x.name} = {contents(x.value)}" for x in call.inputs if all(p.is_replicate() for p in x.placement)]
     inputs += [f"{i.name} in {i.memory} memory" for i in program.inputs if i.memory is not Memory.DEVICE]
     constants = [str(constant.tolist()) for constant in captured.constants]
-    numbers = [f"{number.name} = {number.get()}" for number in captured.carried.numbers]
-    numbers += [f"{number.name} = {number.get()}" for number in captured.carried.arguments(call.given)]
+    numbers = _numbers(captured, call)
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     run = (program, steady) if steady is not None else (program,)
@@ -457,3 +494,13 @@ def describe_for_agreement(
     outputs = [f"output {o.name}: {o.dtype}{list(o.shape)}" for o in captured.program.outputs]
     code = [captured.program.code, *draws, *traffic]
     return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, *outputs, *code])
+
+
+def text_of(captured: Captured, call: Call) -> str:
+    """The captured program and the numbers that it reads: what Python values among the arguments make of it."""
+    return "\n".join([*_numbers(captured, call), captured.program.code])
+
+
+def _numbers(captured: Captured, call: Call) -> list[str]:
+    numbers: list[Any] = [*captured.carried.numbers, *captured.carried.arguments(call.given)]
+    return [f"{number.name} = {number.get()}" for number in numbers]

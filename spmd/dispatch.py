@@ -32,7 +32,7 @@ from .capture.sizes.size_symbols import TracedSizes
 from .compiled import Compiled, Restore
 from .deferral import pending
 from .guards.guards import Live
-from .guards.leaves import Leaves, can_be_live
+from .guards.leaves import Leaves, can_be_live, is_text
 from .guards.recompiles import FIRST
 from .options import Options
 from .python_state.effects.carried import Carried
@@ -103,7 +103,8 @@ class Dispatch:
         self.last: Compiled | None = None
         self._used: dict[str, None] = {}  # the names of programs, that of the one last run at the end
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
-        self._live: set[str] = set()  # names of numbers that have changed from call to call
+        self._live: set[str] = set()  # names of numbers that are read at each call, if the step can be traced so
+        self._changed: set[str] = set()  # those among them, and texts, that have changed
         self._fixed: set[str] = set()  # those that the step cannot be traced with
         self._depended: dict[str, Any] = {}  # on which value of a number a program depends, by name
         self._warned: set[str] = set()
@@ -259,28 +260,35 @@ class Dispatch:
         These are the Python numbers that have changed since the step was compiled, on any rank: the next program reads
         them at each call. A number stays live in later programs.
         """
-        if not self.compiled:
-            return None, Carried()
+        if not self.compiled:  # a float may be on a schedule, most ints are sizes
+            self._live = {leaf.name for leaf in call.given.leaves if type(leaf.value) is float}
+            return None, Carried(leaves=tuple(sorted(self._live)))
         leaves: dict[str, bool] = {}
         sites: dict[str, tuple[ReadSite, bool]] = {}
         for each in self._own(call):
-            for name, changed in each.guards.leaves.changed_numbers(call.given).items():
+            guarded = each.guards.leaves
+            found = guarded.changed_numbers(call.given) | guarded.changed_texts(call.given)
+            for name, changed in found.items():
                 leaves[name] = leaves.get(name, False) or changed
             known = [(site, False) for site in each.captured.carried.numbers if site.name in self._live]
             for site, changed in [*known, *each.guards.reads.changed_numbers()]:
                 sites[site.name] = site, changed or (site.name in sites and sites[site.name][1])
         changed_here = [name for name, changed in leaves.items() if changed]
         changed_here += [name for name, (_, changed) in sites.items() if changed]
-        found = [json.loads(text) for text in all_gather_text(json.dumps([self.shared.number_for(call), changed_here]))]
-        numbers = {number for number, _ in found}
+        own = json.dumps([self.shared.number_for(call), changed_here])
+        gathered = [json.loads(text) for text in all_gather_text(own)]
+        numbers = {number for number, _ in gathered}
         if len(numbers) == 1 and numbers != {NONE}:
             return self.shared.of_number(*numbers), Carried()
-        self._live.update(*(changed for _, changed in found))
+        self._changed.update(*(changed for _, changed in gathered))
+        self._live |= self._changed
         self._live -= self._fixed
         names = {leaf.name for leaf in call.given.leaves if can_be_live(leaf.value, leaf.value)}
+        texts = {leaf.name for leaf in call.given.leaves if is_text(leaf.value)}
         return None, Carried(
             numbers=tuple(site for name, (site, _) in sites.items() if name in self._live),
             leaves=tuple(sorted(self._live & names)),
+            unread=tuple(sorted(self._live & texts)),
         )
 
     def open_sizes(self, call: Call) -> TracedSizes:
@@ -313,6 +321,9 @@ class Dispatch:
         """
         names = {*live.leaves, *(site.name for site in live.numbers)}
         failed = set() if captured.live else names
+        self._live -= failed
+        failed, names = failed & self._changed, names & self._changed
+        self._fixed.update(set(live.unread) - set(captured.carried.unread))
         again = {name for name, value in captured.fixed.items() if self._depended.get(name, value) != value}
         self._depended |= captured.fixed
         found = (failed | again | (names & captured.fixed.keys())) - self._fixed

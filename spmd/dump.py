@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import fx
 
 import passes
 from passes import Pass, Program, Report
@@ -60,6 +61,7 @@ class Dump:
     def __init__(self, steps: StepFolders, root: Path | None, program: str) -> None:
         self.steps = steps
         self.nodes = NodeDetails()
+        self.captured: Program | None = None
         self.folder: Path | None = None
         if root is None or (dist.is_initialized() and dist.get_rank() != 0):
             return
@@ -75,6 +77,16 @@ class Dump:
         self._write(f"{stage}.py", lambda: passes.print_program(program))
         if self.folder is not None:
             self.nodes.note(stage, program)
+            self._assignment(number, program)
+
+    def _assignment(self, number: int, program: Program) -> None:
+        """``assignment.txt``, beside the stage that was made by it."""
+        if number == 0:
+            self.captured = program
+        elif self.captured is not None:
+            for name, text in assignment_of(self.captured, program).items():
+                self._write(name, lambda text=text: text)  # type: ignore[misc]
+            self.captured = None
 
     def on_pass(self, number: int, each: Pass, program: Program, seconds: float) -> None:
         """A stage named after its pass."""
@@ -116,7 +128,21 @@ def files_of(
         nodes.note(stage, program)
 
     visit_stages(note, captured, partitioned, pipeline, final)
+    texts |= assignment_of(captured, partitioned)
     return texts | {name: text() for name, text in _beside(report, nodes).items()}
+
+
+def assignment_of(captured: Program, partitioned: Program) -> dict[str, str]:
+    """``assignment.txt``, with the op and the user's line of each node; nothing if the mode noted none."""
+    if partitioned.assignment is None:
+        return {}
+    notes = {node.name: ", ".join(_origin(node)) for node in captured.graph.nodes}
+    return {"assignment.txt": partitioned.assignment.text(notes)}
+
+
+def _origin(node: fx.Node) -> Iterator[str]:
+    yield str(node.target)
+    yield from filter(None, [node.meta.get("source")])
 
 
 def _beside(report: Report, nodes: NodeDetails) -> dict[str, Callable[[], str]]:

@@ -6,6 +6,7 @@ Calls of one key share a rule's options (``partitioner/choose.py``) and the shap
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,28 +15,51 @@ from torch import fx
 from ._torch import OpOverload
 
 
+@dataclass(frozen=True, eq=False)
+class _Key:
+    """The memo key of a tensor; equal keys are one object."""
+
+    key: Any
+
+
 class Shapes:
     """The results of calls on fake tensors. They have no data and are never written to, so nodes may share them."""
 
     def __init__(self, mode: Any) -> None:
         self._mode = mode
         self._memo: dict[Any, Any] = {}
+        self._keys: dict[int, tuple[Any, _Key]] = {}  # of tensors, which they keep alive, by id
+        self._interned: dict[Any, _Key] = {}
 
     def learn(self, node: fx.Node) -> None:
         """Record the traced result of ``node``: a rank that has its operands whole gets the same."""
         if isinstance(node.target, OpOverload) and "val" in node.meta:
-            self._memo.setdefault(_key(node.target, *_vals(node.args, node.kwargs)), node.meta["val"])
+            self._memo.setdefault(self._key(node.target, node.args, node.kwargs), node.meta["val"])
 
     def of(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` on the values of nodes."""
-        args, kwargs = _vals(args, kwargs)
         if not isinstance(target, OpOverload):
+            args, kwargs = _vals(args, kwargs)
             return target(*args, **kwargs)
-        key = _key(target, args, kwargs)
+        key = self._key(target, args, kwargs)
         if key not in self._memo:
+            args, kwargs = _vals(args, kwargs)
             with self._mode, torch.no_grad():
                 self._memo[key] = target(*args, **kwargs)
         return self._memo[key]
+
+    def _key(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = fx.node.map_arg((tuple(args), kwargs), lambda node: self._key_of(node.meta["val"]))
+        return target, memo_key(args), memo_key(kwargs)
+
+    def _key_of(self, val: Any) -> Any:
+        """The key of a value; of a tensor of known sizes, which many nodes read, it is made once."""
+        if not isinstance(val, torch.Tensor) or any(isinstance(size, torch.SymInt) for size in val.shape):
+            return _Key(memo_key(val)) if isinstance(val, torch.Tensor) else val
+        if id(val) not in self._keys:
+            key = memo_key(val)
+            self._keys[id(val)] = val, self._interned.setdefault(key, _Key(key))
+        return self._keys[id(val)][1]
 
 
 def memo_key(value: Any) -> Any:
@@ -54,10 +78,6 @@ def memo_key(value: Any) -> Any:
     if isinstance(value, (torch.SymFloat, torch.SymBool)):
         return type(value)
     return object() if isinstance(value, torch.SymInt) else (type(value), value)  # 1, 1.0 and True are equal
-
-
-def _key(target: Any, args: Any, kwargs: Any) -> Any:
-    return target, memo_key(args), memo_key(kwargs)
 
 
 def _vals(args: Any, kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -22,7 +22,7 @@ from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
 from .interrupts import interruptible
-from .lowering.lower import Backend
+from .lowering.regions import Backend, takes_examples
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
 from .override import Override, transform_graph_module
@@ -45,6 +45,7 @@ class Options:
     program: EditedPrograms | None = None
     memory: int | None = None  # bytes per rank
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # names of sizes, by argument and dim
+    check_first: bool = False  # compare the first call of each program with the program that no pass has changed
 
     @classmethod
     def check(
@@ -61,11 +62,10 @@ class Options:
         program: Any = None,
         memory: Any = None,
         dynamic: Any = None,
+        check: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
-        _check_deferring(
-            parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory, backend=backend
-        )
+        _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=check_callable("gm_transformation", gm_transformation),
@@ -79,16 +79,15 @@ class Options:
             program=_check_program(program, dump or os.environ.get("SPMD_DUMP")),
             memory=_check_memory(memory),
             dynamic=_check_dynamic(dynamic),
+            check_first=_check_check(check),
         )
 
     @property
     def pipeline(self) -> tuple[Pass, ...]:
-        """The passes to run: the user's, else the mode's, else the default ones."""
-        if self.passes is not None:
-            return self.passes
-        if self.mode.custom_passes is not None:
-            return tuple(self.mode.custom_passes)
-        return passes.default()
+        """The passes to run: the user's, else the mode's, else the default ones; which form regions for a backend."""
+        given = self.mode.custom_passes if self.passes is None else self.passes
+        chosen = passes.default() if given is None else tuple(given)
+        return chosen if self.backend == "aten" else passes.with_regions(chosen)
 
     @interruptible
     def fitted(
@@ -114,7 +113,7 @@ class Options:
         """
         if self.mode.defer_updates:
             return run_and_defer(partitioned, pipeline, on_stage)
-        if is_alone or any((self.gm_transformation, self.program, self.memory, self.backend != "aten")):
+        if is_alone or any((self.gm_transformation, self.program, self.memory)):
             return passes.run(partitioned, pipeline, on_stage), None
         return run_and_prefetch(partitioned, pipeline, on_stage)
 
@@ -139,7 +138,7 @@ class Options:
 
 def _check_deferring(mode: Any, **options: Any) -> None:
     """Raise ``ValueError`` for options that know of one program a call, where updates are deferred."""
-    given = [name for name, value in options.items() if value is not None and value != "aten"]
+    given = [name for name, value in options.items() if value is not None]
     if given and isinstance(mode, ParallelMode) and mode.defer_updates:
         raise ValueError(f"expected no {given[0]} with defer_updates=True, which divides a step into several programs")
 
@@ -164,10 +163,29 @@ def _kind_of_other(overrides: Sequence[Any]) -> str:
     return next(type(each).__name__ for each in overrides if not isinstance(each, Override))
 
 
+ModeName = Literal["replicate", "fully_shard", "ddp", "fsdp", "zero1"]
+_MODES: Mapping[str, Mapping[str, Any]] = {
+    "replicate": {"parallel_style": "replicate"},
+    "fully_shard": {"parallel_style": "fully_shard"},
+    "ddp": {"parallel_style": "replicate"},
+    "fsdp": {"parallel_style": "fully_shard"},
+    "zero1": {"parallel_style": "replicate", "shard_optimizer": True},
+}
+"""The arguments of ``DataParallel`` for the modes that have a name."""
+
+
 def check_mode(given: Any) -> ParallelMode:
-    """The parallel mode, ``DataParallel("replicate")`` for None. Raises ``TypeError`` for anything else."""
+    """The parallel mode: one by name, and ``DataParallel("replicate")`` for None.
+
+    Raises ``ValueError`` for another name, and ``TypeError`` for anything else.
+    """
     if given is None:
         return DataParallel("replicate")
+    if isinstance(given, str) and given not in _MODES:
+        listed = ", ".join(f'"{each}"' for each in _MODES)
+        raise ValueError(f"expected parallel_mode to be one of {listed}, or a spmd.ParallelMode, got {given!r}")
+    if isinstance(given, str):
+        return DataParallel(**_MODES[given])
     if not isinstance(given, ParallelMode):
         raise TypeError(
             f'expected parallel_mode to be a spmd.ParallelMode, such as DataParallel("replicate"), got {given!r}'
@@ -178,6 +196,8 @@ def check_mode(given: Any) -> ParallelMode:
 def _check_backend(given: Any) -> Any:
     if given != "aten" and not callable(given):
         raise TypeError(f'expected backend to be "aten" or a callable, got {given!r}')
+    if given != "aten":
+        takes_examples(given)
     return given
 
 
@@ -228,6 +248,13 @@ def _check_dynamic(given: Any) -> Mapping[str, Mapping[int, str]]:
             f"expected dynamic to name sizes by argument and dim, as {{'tokens': {{1: 'time'}}}} does, got {given!r}"
         )
     return {name: dict(dims) for name, dims in given.items()}
+
+
+def _check_check(given: Any) -> bool:
+    given = os.environ.get("SPMD_CHECK") or None if given is None else given
+    if given not in (None, "first"):
+        raise ValueError(f'expected check (or SPMD_CHECK) to be "first" or None, got {given!r}')
+    return given is not None
 
 
 def _check_timeout(given: Any) -> float | None:

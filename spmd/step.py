@@ -42,24 +42,27 @@ from .call.unequal_rows import UnequalRows
 from .capture import Captured
 from .capture.explain_errors import shorten_traceback
 from .capture_call import capture_call
-from .compiled import Compiled, describe_for_agreement
+from .compiled import Compiled, describe_for_agreement, text_of
 from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .deferral.prefetched_gathers import InFlight, PrefetchedGathers
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
+from .first_call import check_first_call
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .guards.recompiles import Compilation, Recompiles
 from .interrupts import held_interrupts
 from .lowering.arenas import Arenas
-from .lowering.lower import Backend, Executable, lower
+from .lowering.lower import Executable, lower
+from .lowering.regions import Backend, CompiledRegions
 from .modes.base import ParallelMode
-from .options import Options
+from .options import ModeName, Options
 from .override import Override, transform
 from .profile import Profile
 from .progress import Progress
-from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of
+from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of, standing_of_state
+from .ranks.simulated import simulated
 from .ranks.standing import StateError
 from .recorder import Recorder
 from .source_lines import defined_at, warn_user
@@ -103,6 +106,7 @@ class CompiledStep:
         self._profile, self._calls = Profile(), 0
         self._compilations: list[Compilation] = []
         self._recorder: Recorder | None = None
+        self._regions = None if options.backend == "aten" else CompiledRegions(options.backend)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
@@ -231,6 +235,8 @@ class CompiledStep:
                 begun = call.initial_state(self._dispatch.idle)
                 with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                     compiled = self._compile(turn, call, agreement, stages)
+            if self._options.check_first:
+                check_first_call(compiled, call.given, self._name)
             self._dispatch.add(compiled, reason, call)
             seconds = sum(progress.seconds.values())
             self._compilations.append(Compilation(compiled.program.name, reason, self._calls + 1, seconds))
@@ -250,6 +256,7 @@ class CompiledStep:
             notes, modes = self._settle(call, agreement), torch_settings()
         with stages.stage("capture"):
             captured, reads, any_size = capture_call(self._function, call, name, options, self._dispatch, agreement)
+            agreement.check_captured(text_of(captured, call))
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
@@ -262,7 +269,7 @@ class CompiledStep:
             stages.program = program
         with stages.stage("lower"), DisableAutocast():
             program, made = options.final(program), program
-            executable = lower(program, options.backend, self._arenas_on(call.device_mesh))
+            executable = lower(program, self._arenas_on(call.device_mesh), regions=self._backend_regions)
             between = self._between_calls(parts, call, executable, captured, program)
         steady = between.steady if between else None
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
@@ -305,7 +312,8 @@ class CompiledStep:
         arenas, mesh = self._arenas_on(call.device_mesh), call.device_mesh
         if isinstance(apart, Prefetched):
             self._dumps.dump(self._options.dump_folder, apart.steady.name).stage(99, "lowered", apart.steady)
-            return PrefetchedGathers(apart, self._in_flight.setdefault(mesh, InFlight()), arenas, executable.commit)
+            flight = self._in_flight.setdefault(mesh, InFlight())
+            return PrefetchedGathers(apart, flight, arenas, executable.commit, self._backend_regions)
         branches = captured.guards.branches
         if isinstance(apart, Deferred) and branches:
             apart = "the step branches on the value of state, which must be up to date before a call"
@@ -315,7 +323,7 @@ class CompiledStep:
             return None
         for each in apart.programs().values():
             self._dumps.dump(self._options.dump_folder, each.name).stage(99, "lowered", each)
-        return DeferredUpdate(apart, arenas, executable.commit)
+        return DeferredUpdate(apart, arenas, executable.commit, self._backend_regions)
 
     def _partition(self, call: Call, captured: Captured, agreement: Agreement) -> tuple[Program, Any, Prepared]:
         """One rank's program, after the transforms of overrides, with the state that they added; and its live state."""
@@ -324,6 +332,11 @@ class CompiledStep:
             local = with_storage_facts(local, call.slots, agreement.all_gather_text)
         state = prepare(call, local.inputs)
         return *transform(local, self._options.overrides, state.locals), state
+
+    @property
+    def _backend_regions(self) -> CompiledRegions | None:
+        """Compiles regions; None where these run op by op: by "aten", and on simulated ranks, which run no code."""
+        return None if simulated() else self._regions
 
     def _arenas_on(self, mesh: DeviceMesh) -> Arenas:
         return self._arenas.setdefault(mesh, Arenas(self._options.keep_freed_memory))
@@ -365,7 +378,7 @@ class CompiledStep:
     def _compare_arguments(self, call: Call, agreement: Agreement) -> list[str]:
         """Compare what the ranks pass; warns, once, of each argument that may be a table, and returns the sentences."""
         ranks, exchange = agreement.members, agreement.all_gather_text
-        compared = compare_arguments(call.arguments, call.inputs, ranks, exchange, self._rows)
+        compared = compare_arguments(call.arguments, call.inputs, call.mesh, ranks, exchange, self._rows)
         agreement.differing = compared.differing
         self._rows.update(compared.rows)
         for name in sorted(compared.tables.keys() - self._warned):
@@ -392,15 +405,10 @@ class CompiledStep:
         """Measure each node of the program in the next ``steps`` calls; ``report()`` shows it beside the estimate.
 
         The calls train as ever. What is measured is this rank's: other ranks need not measure. A call takes about
-        0.1 us longer for each node; on an accelerator the nodes are measured by events in its stream. Raises
-        ``SpmdError`` for a step with another backend than ``"aten"``.
+        0.1 us longer for each node; on an accelerator the nodes are measured by events in its stream. What a backend
+        of yours computes in one call is measured as one.
         """
         self._check_whole("measured")
-        if self._options.backend != "aten":
-            raise SpmdError(
-                f"the ops of {self._name} cannot be measured one by one, since a backend of its own runs them: compile "
-                'it with backend="aten", or use torch.profiler'
-            )
         self._profile = Profile(steps)
 
     def record(self, folder: str | Path | None, last: int = 20) -> None:
@@ -467,12 +475,14 @@ class CompiledStep:
 
     def _refuse_saves(self, turn: Turn, error: BaseException) -> None:
         """Let state dicts raise while state is not whole, or not that of the other ranks."""
-        standing, why = standing_of(turn.connection), ""
+        if turn.call is None:
+            return
+        standing, why = standing_of_state(turn.connection), ""
         if isinstance(error, StateError):
             standing, why = error.standing, str(error)
         why = standing.partly or why
         has_failed = turn.connection is not None and turn.connection.is_closed
-        if turn.call is None or not (why or (has_failed and self._refused is None)):
+        if not (why or (has_failed and self._refused is None)):
             return
         self._allow_saves()
         self._refused = RefusedSaves(turn.call.given, why, standing)
@@ -495,7 +505,7 @@ class CompiledStep:
 def compile(
     module_override: Any = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-    parallel_mode: ParallelMode | None = None,
+    parallel_mode: ParallelMode | ModeName | None = None,
     *,
     passes: Sequence[Pass] | None = None,
     backend: Backend = "aten",
@@ -506,6 +516,7 @@ def compile(
     program: str | Path | None = None,
     memory: int | str | None = None,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    check: str | None = None,
 ) -> Any:
     """Compile a train step into one graph that runs on every device of a mesh.
 
@@ -515,9 +526,11 @@ def compile(
 
     - ``module_override``: a list of ``Override``.
     - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
-    - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``.
+    - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``. By name: ``"replicate"`` or
+      ``"ddp"``; ``"fully_shard"`` or ``"fsdp"``; ``"zero1"``, which is ``"replicate"`` with ``shard_optimizer=True``.
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
-    - ``backend``: ``"aten"``, or ``callable(gm, example_inputs) -> callable``.
+    - ``backend``: ``"aten"``, or what compiles regions of functional aten ops: ``torch.compile``, or
+      ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
     - ``timeout``: how many seconds a rank waits for the others to come to a call; then all raise. None: as long as the
       process group waits for a collective.
@@ -527,14 +540,28 @@ def compile(
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
     - ``dynamic``: names of sizes that change, as ``{"tokens": {1: "time"}}``; None: a second size shows which do.
+    - ``check``: ``"first"`` compares what a program computes at its first call, on copies, with what it computes before
+      any pass; where they differ all ranks raise, and state is as before. It takes a step more and twice the memory.
 
-    Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
+    Raises ``TypeError`` or ``ValueError`` for other arguments. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.
     """
     bare = callable(module_override) and not isinstance(module_override, (nn.Module, type, Override))
-    graphs = gm_transformation, parallel_mode, passes, backend
-    others = dump, timeout, keep_freed_memory, max_programs, program, memory, dynamic
-    options = Options.check(None if bare else module_override, *graphs, *others)
+    options = Options.check(
+        module_override=None if bare else module_override,
+        gm_transformation=gm_transformation,
+        parallel_mode=parallel_mode,
+        passes=passes,
+        backend=backend,
+        dump=dump,
+        timeout=timeout,
+        keep_freed_memory=keep_freed_memory,
+        max_programs=max_programs,
+        program=program,
+        memory=memory,
+        dynamic=dynamic,
+        check=check,
+    )
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:
         if not callable(function):

@@ -17,8 +17,9 @@ from torch import fx
 from .._torch import c10d
 from ..ir.collectives import is_collective, operands, waits_of
 from ..ir.ops import Trait, has
+from ..ir.region import region_of
 from ..ir.schemas import argument, schema
-from .list_ops import Entry, entry_of, is_read_by_entries
+from .list_ops import entry_of, is_read_by_entries
 
 Storages = frozenset[fx.Node]  # each piece of memory is named by the node that made it
 
@@ -36,7 +37,7 @@ def storages(graph: fx.Graph, known: Mapping[fx.Node, Storages] | None = None) -
         parts = _parts_of(node)
         found |= {part: frozenset({part}) for part in parts}
         found[node] = frozenset({node, *parts})
-    entries: dict[Entry, fx.Node] = {}
+    entries: dict[Any, fx.Node] = {}
     by_entries: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         entry = entry_of(node)
@@ -44,6 +45,8 @@ def storages(graph: fx.Graph, known: Mapping[fx.Node, Storages] | None = None) -
             by_entries[entry.op] = is_read_by_entries(entry.op)
         if entry is not None and by_entries[entry.op]:  # each result of an op over lists has memory of its own
             found[node] = frozenset({entries.setdefault(entry, node)})
+        elif node.target is operator.getitem and region_of(node.args[0]) is not None:
+            found[node] = frozenset({entries.setdefault(node.args, node)})
         elif node not in found:
             found[node] = known[node] if node in known else _storages_of(node, found)
     return found

@@ -19,6 +19,7 @@ from ..ir.effects import is_pure
 from ..ir.ops import Trait, has, out_overload
 from ..ir.schemas import argument
 from ..runtime import host_memory, shared_memory_collectives
+from .strides import Layouts
 
 aten = torch.ops.aten
 
@@ -26,6 +27,11 @@ _OURS: dict[Any, Any] = OUT_VARIANTS | {
     shared_memory_collectives.scratch.default: shared_memory_collectives.scratch.out,
     host_memory.to_device: host_memory.to_device_out,
 }
+
+_FOLLOWS_STRIDES = (
+    *(Trait.POINTWISE_KERNEL, Trait.COPIES, Trait.ZEROS, Trait.ONES, Trait.FULL),
+    Trait.WRITES_ANY_LAYOUT,
+)
 
 CONSTANT_BYTES = 4096  # the largest constant that is kept rather than made anew at each call
 
@@ -59,6 +65,19 @@ def out_variant(node: fx.Node) -> OutVariant | None:
         return OutVariant(_OURS[node.target], node.args, dict(node.kwargs), ("out",))
     found = out_overload(node.target, vals[0].device)
     return OutVariant(found[0], node.args, dict(node.kwargs), found[1]) if found else None
+
+
+def can_be_planned(node: fx.Node, layouts: Layouts) -> bool:
+    """Whether ``node`` writes its results into memory that lies as their ``val`` says, on all ranks.
+
+    The ``val`` of an op is torch's guess of what its kernel allocates, and may lie otherwise. Some kernels write into
+    given memory by its strides, and some take it for contiguous.
+    """
+    if out_variant(node) is None:
+        return False
+    if node.target in _OURS or has(node.target, *_FOLLOWS_STRIDES):
+        return True
+    return layouts.are_contiguous(node)
 
 
 def fill_value(node: fx.Node) -> Any:

@@ -61,6 +61,12 @@ class Layouts:
         val = value.meta.get("val") if isinstance(value, fx.Node) else None
         return isinstance(val, torch.Tensor) and self.is_known(value) and val.is_contiguous()
 
+    def are_contiguous(self, node: fx.Node) -> bool:
+        """Whether all tensors that ``node`` gives are contiguous on all ranks."""
+        val = node.meta["val"]
+        vals = val if isinstance(val, (list, tuple)) else [val]
+        return self.is_known(node) and all(each.is_contiguous() for each in vals)
+
     def is_viewable(self, node: fx.Node, shape: torch.Size) -> bool:
         """Whether on all ranks ``node`` can be seen in this local shape without a copy."""
         val: torch.Tensor = node.meta["val"]

@@ -61,18 +61,19 @@ def _described(node: fx.Node, computed: Mapping[fx.Node, str]) -> list[str]:
     if is_commutative(node):
         return [_name(node.target), *sorted(computed[each] for each in operands(node))]
     named = sorted(node.kwargs.items(), key=lambda item: item[0])
-    return [node.op, _name(node.target), _text(node.args, computed), _text(named, computed)]
+    return [node.op, _name(node.target), text_of(node.args, computed), text_of(named, computed)]
 
 
-def _text(value: Any, computed: Mapping[fx.Node, str]) -> str:
+def text_of(value: Any, computed: Mapping[fx.Node, str]) -> str:
+    """An argument as text, with ``computed`` for its nodes; 1, 1.0 and True are three things."""
     if isinstance(value, fx.Node):
         return computed[value]
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_text(each, computed) for each in value)}]"
+        return f"[{', '.join(text_of(each, computed) for each in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_text(each, computed)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {text_of(each, computed)}' for key, each in value.items())}}}"
     if isinstance(value, slice):
-        return f"slice{_text((value.start, value.stop, value.step), computed)}"
+        return f"slice{text_of((value.start, value.stop, value.step), computed)}"
     return repr(value)
 
 

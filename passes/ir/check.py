@@ -11,10 +11,11 @@ from torch import fx
 from ..errors import PassError
 from ..runtime.arena import has_arena
 from .collectives import Collective, group_of, is_collective, is_wait
-from .effects import is_profiling, mutates
+from .effects import is_functional, is_profiling, mutates
 from .meta import DECLARED, is_declared
 from .ops import Trait, has
 from .program import Input, OutputKind, Program
+from .region import Region, regions
 from .roles import Role
 
 
@@ -32,6 +33,8 @@ def check(program: Program, before: Program | None = None) -> None:
         _is_functional(program, node)
         _is_about_values(node)
         _communicates_properly(program, node)
+    for node, region in regions(program.graph).items():
+        _region_is_sound(node, region)
     if before is not None:
         _same_promise(before, program)
 
@@ -126,6 +129,32 @@ def _is_functional(program: Program, node: fx.Node) -> None:
             f"{node.name} ({node.target}) writes to its argument, but the program is functional until its last pass: "
             "return the new value as an update output instead"
         )
+
+
+def _region_is_sound(call: fx.Node, region: Region) -> None:
+    """A region computes tensors of tensors, of the types that its call declares, and does nothing else."""
+    try:
+        region.graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"the graph of {region} is broken: {error}") from error
+    for node in region.nodes:
+        _node_is_described(node)
+        _keys_are_declared(node)
+        _is_about_values(node)
+        if not is_functional(node):
+            raise PassError(
+                f"{node.name} ({node.target}) is inside {region}, but a region is for a backend: it holds functional "
+                "ops of aten alone, no collectives, random draws, writes, or memory of ours"
+            )
+    _same_types(f"{call.name} passes {region}", list(call.args), f"{region} takes", region.placeholders)
+    returned = call.meta["val"] if isinstance(call.meta.get("val"), tuple) else ()
+    _same_types(f"{call.name} declares", list(returned), f"{region} returns", list(region.results))
+
+
+def _same_types(one: str, values: list[Any], other: str, nodes: list[fx.Node]) -> None:
+    here, there = [[_type(each) for each in side] for side in (values, nodes)]
+    if here != there:
+        raise PassError(f"{one} {', '.join(here) or 'nothing'}, but {other} {', '.join(there) or 'nothing'}")
 
 
 def _is_about_values(node: fx.Node) -> None:

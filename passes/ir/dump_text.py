@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Container, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _PHASE = re.compile(r"^    # ---- (?P<phase>.*) ----$")
 _MODULE = re.compile(r"^    # (?P<module>.*)$")
+_FUNCTION = re.compile(r"^def (?P<name>\w+)\($")
+_CALL = re.compile(r" = (?P<name>\w+)\(")
+_RESULT = re.compile(r" = (?P<call>\w+)\[(?P<number>\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -66,18 +69,58 @@ class Assignment:
         return "_".join(self.pieces[::2]), names
 
 
+Functions = Mapping[str, Sequence[Statement]]  # of a text's regions, by name
 Memo = dict[str, Assignment]  # by their code, what reading several stages of one program need not parse again
 
 
-def read_statements(text: str, memo: Memo | None = None) -> list[Statement]:
-    """The inputs, values and outputs of what ``print_program`` wrote. Raises ``ValueError`` for any other text."""
-    lines = text.splitlines()
-    try:
-        start = lines.index("def program(") + 1
+def read_statements(text: str, memo: Memo | None = None, inline: bool = True) -> list[Statement]:
+    """The inputs, values and outputs of what ``print_program`` wrote. Raises ``ValueError`` for any other text.
+
+    In the place of a region's call stand the statements inside, ``inline``; else the call, which computes what its
+    function says, and its results.
+    """
+    lines, memo = text.splitlines(), {} if memo is None else memo
+    starts = {found["name"]: k for k, line in enumerate(lines) if (found := _FUNCTION.match(line))}
+    if "program" not in starts or "):" not in lines[starts["program"] :]:
+        raise ValueError(_why_none(text))
+    functions = {}
+    for name, start in starts.items():
         end = lines.index("):", start)
-    except ValueError:
-        raise ValueError(_why_none(text)) from None
-    return list(_Reader(lines, {} if memo is None else memo).statements(start, end))
+        functions[name] = list(_Reader(lines, memo).statements(start + 1, end))
+    program = functions.pop("program")
+    return list(_inlined(program, functions) if inline else _with_functions(program, functions))
+
+
+def _with_functions(program: list[Statement], functions: Functions) -> Iterator[Statement]:
+    """The statements of a program, of which calls of functions also say what these are."""
+    for each in program:
+        called = functions.get(_called(each), ())
+        yield replace(each, computes="\n".join([each.computes, *(inside.text for inside in called)]))
+
+
+def _inlined(program: list[Statement], functions: Functions) -> Iterator[Statement]:
+    """The statements of a program, with those of its functions in the place of calls."""
+    results: dict[str, list[str]] = {}  # of calls, by the names that these have inside
+    known_as: dict[str, str] = {}
+    for each in program:
+        called = functions.get(_called(each))
+        reads = tuple(known_as.get(name, name) for name in each.reads)
+        if called is not None:
+            arguments = [inside.name for inside in called if inside.role == "input"]
+            own = dict(zip(arguments, reads, strict=False))
+            inside = [replace(s, reads=tuple(own.get(name, name) for name in s.reads)) for s in called]
+            yield from (s for s in inside if not s.role)
+            results[each.name] = [s.reads[0] for s in inside if s.role == "output"]
+        elif (found := _RESULT.search(each.text)) and found["call"] in results:
+            known_as[each.name] = results[found["call"]][int(found["number"])]
+        else:
+            yield replace(each, reads=reads)
+
+
+def _called(statement: Statement) -> str:
+    """The name of the function that a statement calls, if it may call one of the text."""
+    found = None if statement.role else _CALL.search(statement.text)
+    return found["name"] if found else ""
 
 
 def _why_none(text: str) -> str:

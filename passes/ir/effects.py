@@ -6,12 +6,16 @@ ranks' operands: where all ranks run the same graph, all of them remove or merge
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx
 
 from .._torch import OpOverload
 from ..runtime.random import draw
-from .ops import PURE_FUNCTIONS, Trait, has, traits
+from .ops import PURE_FUNCTIONS, Trait, draws, has, traits
 from .schemas import argument, schema
+
+_TORCHS = ("aten", "prims")  # namespaces of ops that every backend knows
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -23,6 +27,15 @@ def is_pure(node: fx.Node) -> bool:
     if mutates(node):
         return False
     return has(node.target, Trait.PURE) or node.target in PURE_FUNCTIONS
+
+
+def is_functional(node: fx.Node) -> bool:
+    """Whether ``node`` is a functional op of torch's own, without numbers drawn: a region may hold it."""
+    if node.target is operator.getitem:
+        return True
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or node.target.namespace not in _TORCHS:
+        return False
+    return bool(schema(node.target).results) and not mutates(node) and not draws(node.target, node.args, node.kwargs)
 
 
 def is_random(node: fx.Node) -> bool:

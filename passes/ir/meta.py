@@ -53,6 +53,7 @@ _MEMORY = "passes/memory"
 _SCHEDULE = "passes/schedule"
 _REPORT = "passes/report.py"
 _PAGE = "passes/page"
+_REGIONS = "passes/regions"
 _MERGE_EQUAL = "passes/cleanup/merge_equal.py"
 
 KEYS: tuple[Key, ...] = (
@@ -79,6 +80,7 @@ KEYS: tuple[Key, ...] = (
             "spmd/verification",
             _SCHEDULE,
             _REPORT,
+            _REGIONS,
         ),
         Relation.HELPER,
     ),
@@ -103,6 +105,7 @@ KEYS: tuple[Key, ...] = (
             "passes/update",
             _ERRORS,
             "spmd/lowering/codegen.py",
+            "spmd/lowering/regions.py",
             _SCHEDULE,
             _REPORT,
             _PAGE,

@@ -19,6 +19,7 @@ from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_compos
 from ..runtime import ctc_loss, host_memory
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
+from .region import Region
 from .schemas import position_of, schema
 
 
@@ -59,6 +60,9 @@ class Trait(StrEnum):
     # Listed: how the result lies.
     MAKES_CONTIGUOUS = auto()  # contiguous, however the operands lie
     KEEPS_CONTIGUOUS = auto()  # contiguous if all operands are
+    # Listed: how its out variant writes.
+    WRITES_ANY_LAYOUT = auto()  # it follows the strides of the memory that it is given
+    NO_OUT_VARIANT = auto()  # it cannot be relied on: it resizes or restrides what it is given, or nothing tries it
     # Listed: what it costs, and what it is there for.
     CHEAP = auto()  # it costs next to nothing
     TRANSCENDENTAL = auto()  # it computes a function such as exp, erf or tanh of each element
@@ -153,6 +157,26 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
             "squeeze.dim sum.dim_IntList unsqueeze view"
         ),
     ),
+    # Pointwise kernels do, too. Those of a softmax take any memory for contiguous; pads and poolings lay it out anew.
+    Trait.WRITES_ANY_LAYOUT: aten(
+        "addmm amax amin baddbmm bmm cat cumprod cumsum gather index.Tensor index_select mean mean.dim mm prod "
+        "prod.dim_int stack sum sum.dim_IntList"
+    ),
+    Trait.NO_OUT_VARIANT: aten(
+        # By what they pad they choose strides, and give them to what is there.
+        "reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward replication_pad2d "
+        "replication_pad2d_backward replication_pad3d replication_pad3d_backward "
+        # No sample tries these; few get into a program, as they are decomposed or refused.
+        "_add_relu.Tensor _addmm_activation _compute_linear_combination _convert_indices_from_coo_to_csr "
+        "_convert_indices_from_csr_to_coo _int_mm _logcumsumexp _native_batch_norm_legit.no_stats _scaled_mm "
+        "_scaled_mm_v2 _slow_conv2d_forward adaptive_avg_pool2d adaptive_avg_pool3d aminmax binary_cross_entropy "
+        "binary_cross_entropy_backward col2im hash_tensor histogram.bin_ct histogram.bins_tensor huber_loss "
+        "huber_loss_backward im2col isin.Scalar_Tensor linalg_cross linalg_eigvals linalg_lstsq masked_select "
+        "max_unpool2d max_unpool3d mse_loss mse_loss_backward multi_margin_loss multi_margin_loss_backward "
+        "multilabel_margin_loss_backward multilabel_margin_loss_forward nansum narrow_copy nonzero nonzero_static "
+        "renorm slow_conv3d_forward slow_conv_transpose2d slow_conv_transpose3d smooth_l1_loss "
+        "smooth_l1_loss_backward sspaddmm take"
+    ),
     # Of what is not pointwise: views, and copies of what is there anyway.
     Trait.CHEAP: aten(
         "_to_copy _unsafe_view clone detach expand permute slice.Tensor squeeze squeeze.dim squeeze.dims t "
@@ -189,6 +213,8 @@ def traits(target: Any) -> frozenset[Trait]:
     known = _TRAITS.get(id(target))
     if known is not None:
         return known[1]
+    if isinstance(target, Region):
+        return _OF_REGIONS
     if not isinstance(target, OpOverload):
         return _listed_by_op().get(target, _NONE)
     found = _listed_by_op().get(target, _NONE).union(_read(target))
@@ -207,6 +233,7 @@ def listed(*any_of: Trait) -> frozenset[Any]:
 
 
 _NONE: frozenset[Trait] = frozenset()
+_OF_REGIONS = frozenset({Trait.DECLARED, Trait.PURE})
 _TRAITS: dict[int, tuple[OpOverload, frozenset[Trait]]] = {}  # by the id of the op, whose own hash is slow
 
 
@@ -282,7 +309,8 @@ def out_overload(op: OpOverload, device: torch.device) -> tuple[OpOverload, tupl
     torch generates one for every op, but most compute into fresh memory and copy: only a kernel of its own counts.
     """
     declared = schema(op)
-    if op.namespace != "aten" or any(result != "Tensor" for result in declared.results):
+    unusable = op.namespace != "aten" or has(op, Trait.NO_OUT_VARIANT)
+    if unusable or any(result != "Tensor" for result in declared.results):
         return None
     packet = getattr(torch.ops.aten, declared.name)
     for other in (getattr(packet, name) for name in packet.overloads()):

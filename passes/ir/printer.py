@@ -1,8 +1,8 @@
 """Print a program as readable Python text that also runs.
 
-The text has one function: an argument per input, annotated with dtype and shape on this rank; a keyword argument per
-mesh axis, which carries the axis' process group name, so that collectives read
-``c10d.all_reduce.default(grad, 'sum', dp)``.
+The text has a function ``program``: an argument per input, annotated with dtype and shape on this rank; a keyword
+argument per mesh axis, which carries the axis' process group name, so that collectives read
+``c10d.all_reduce.default(grad, 'sum', dp)``. Above it stands a function for each region that it calls.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .._torch import HigherOrderOperator, OpOverload
 from ..runtime import collective_ops, ctc_loss, host_memory
 from .collectives import Collective
 from .program import Input, Mesh, Output, OutputKind, Placements, Program
+from .region import Region, every_node, regions
 from .roles import Memory
 from .schemas import position_of, schema
 
@@ -61,7 +62,7 @@ _HOMES: dict[str, Any] = {
 
 
 def print_program(program: Program) -> str:
-    """``program`` as the text of a module with one function, ``program``.
+    """``program`` as the text of a module with a function ``program``, and one for each region.
 
     It runs unchanged, unless the graph has an object without a Python literal (a generator, a closure). A graph with
     constants or modules takes its ``GraphModule`` as the keyword argument ``module``.
@@ -71,7 +72,8 @@ def print_program(program: Program) -> str:
 
 def printed_names(program: Program) -> dict[fx.Node, str]:
     """The names that values have in the text: those of their nodes, but for names that the text needs itself."""
-    return {node: name for node, name in _Printer(program).names.items() if node.op != "output"}
+    names = _Printer(program).names
+    return {node: names[node] for node in program.graph.nodes if node.op != "output"}
 
 
 def axis_names(mesh: Mesh) -> dict[str, str]:
@@ -88,22 +90,39 @@ class _Printer:
         self.program = program
         self.imports: dict[str, None] = {"import torch": None}
         self.axes = axis_names(program.mesh)
-        self.aliases = _aliases(program.graph)
+        self.nodes = list(every_node(program.graph))
+        self.aliases = _aliases(self.nodes)
+        self.functions = _function_names(program.graph)
         defined_in = [module for name, module in _DEFINED_IN.items() if name in self.aliases.values()]
         self.imports |= {f"import {module}": None for module in defined_in}
-        self.names = _names(program.graph, self._reserved())
+        reserved = self._reserved()
+        self.names = _names(program.graph, reserved)
+        for region in self.functions:
+            self.names |= _names(region.graph, reserved)
         self.shown: dict[str, str] = {}
 
     def text(self) -> str:
+        functions = [line for region in self.functions for line in self._region(region)]
+        self.shown = {}
         body = [line for node in self.program.graph.nodes for line in self._lines(node)]
         signature = self._signature()
         head = [*_header(self.program), "", *sorted(self.imports, key=_import_order), ""]
         aliases = [f"{alias} = torch.ops.{namespace}" for alias, namespace in self.aliases.items()]
-        return "\n".join([*head, *aliases, *[""] * bool(aliases), "", *signature, *body, ""])
+        return "\n".join([*head, *aliases, *[""] * bool(aliases), "", *functions, *signature, *body, ""])
+
+    def _region(self, region: Region) -> list[str]:
+        """The function of a region, and two empty lines behind it."""
+        self.shown = {}
+        arguments = [f"    {self._typed(node)}," for node in region.placeholders]
+        body = [line for node in region.nodes for line in self._lines(node)]
+        results = [f"        {self.names[each]}," for each in region.results]
+        head = [f"def {self.functions[region]}(", *arguments, "):"]
+        return [*head, *body, "    return (", *results, "    )", "", ""]
 
     def _reserved(self) -> set[str]:
-        modules = {_root(node.target) for node in self.program.graph.nodes}
-        return {"torch", "math", "sys", "operator", "module", *modules, *self.aliases, *self.axes.values()}
+        modules = {_root(node.target) for node in self.nodes}
+        ours = {*self.aliases, *self.axes.values(), *self.functions.values()}
+        return {"torch", "math", "sys", "operator", "module", *modules, *ours}
 
     def _signature(self) -> list[str]:
         lines = ["def program("]
@@ -166,6 +185,8 @@ class _Printer:
         return f"operator.attrgetter({path!r})(module)"  # it also takes names that are numbers
 
     def _function(self, target: Any) -> str:
+        if isinstance(target, Region):
+            return self.functions[target]
         if isinstance(target, HigherOrderOperator):
             return f"torch.ops.higher_order.{target.name()}"
         if isinstance(target, OpOverload):
@@ -249,9 +270,20 @@ def _names(graph: fx.Graph, reserved: set[str]) -> dict[fx.Node, str]:
     return names
 
 
-def _aliases(graph: fx.Graph) -> dict[str, str]:
+def _function_names(graph: fx.Graph) -> dict[Region, str]:
+    """The names of the functions of regions, in the order in which these are called first."""
+    names: dict[Region, str] = {}
+    for region in regions(graph).values():
+        name = region.name
+        while region not in names and name in {"program", *names.values()}:
+            name += "_"
+        names.setdefault(region, name)
+    return names
+
+
+def _aliases(nodes: Iterable[fx.Node]) -> dict[str, str]:
     """The alias of each namespace of ops, of called ones and of arguments."""
-    ops = [value for node in graph.nodes for value in (node.target, *node.args) if isinstance(value, OpOverload)]
+    ops = [value for node in nodes for value in (node.target, *node.args) if isinstance(value, OpOverload)]
     return dict(sorted({_alias(op) for op in ops}))
 
 
@@ -326,7 +358,8 @@ def _input_comment(declared: Input) -> str:
     if declared.parts:
         parts = ", ".join(f"{part.input.name} from {part.offset}" for part in declared.parts)
         return f"{declared.role} of {declared.name}: {parts}{written}"
-    return f"{declared.role} {declared.name}{whole}{written}"
+    numbers = ": " + ", ".join(declared.numbers) if declared.numbers else ""
+    return f"{declared.role} {declared.name}{whole}{written}{numbers}"
 
 
 def _output_comment(output: Output) -> str:

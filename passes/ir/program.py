@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from .._torch import LazyGraphModule, Placement
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
-from .roles import Memory, Role
+from .roles import AxisRole, Memory, Role
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 
@@ -32,6 +32,7 @@ class Axis:
     of each group along this axis are connected, and share memory (``local_peers.py``). ``gathers``: the name of a
     second process group of the same ranks, for what is gathered, so that it need not stand in line behind what is
     reduced; empty if there is none. Where reductions are left in flight, it is for all that is waited for.
+    ``roles``: what the parallel mode uses the axis for, in the order of ``AxisRole``.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Axis:
     shared: bool = False
     rate: Rate = UNMEASURED
     gathers: str = ""
+    roles: tuple[AxisRole, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Mesh:
             size *= axis.size
         return size
 
+    def axes_with(self, *roles: AxisRole) -> tuple[int, ...]:
+        """The positions of the axes that have one of these roles, in order."""
+        return tuple(k for k, axis in enumerate(self.axes) if any(role in axis.roles for role in roles))
+
     def axis_of_group(self, group: str) -> Axis | None:
         """The axis, or part of one, whose process group has this name."""
         return next((a for a in (*self.axes, *self.subgroups) if group and group in (a.group, a.gathers)), None)
@@ -82,7 +88,8 @@ class Input:
     ``shape`` is the global shape; a hyper-parameter is a plain float and has no ``dtype``. ``of`` names the parameter
     that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
     ``parts``: the inputs that this one holds, one after the other, if it is the flat storage of several. ``memory``:
-    where it lives; the update of what lives on the host is computed there.
+    where it lives; the update of what lives on the host is computed there. ``numbers``: the names of those of a call
+    that it brings to the device, if it does; its memory is then the same at every call.
     """
 
     role: Role
@@ -94,6 +101,7 @@ class Input:
     in_place: bool = False
     parts: tuple[Part, ...] = ()
     memory: Memory = Memory.DEVICE
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,7 @@ class Program:
     stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
     annotations: Any = None  # what users asked for modules, for the parallel mode to read
+    assignment: Any = None  # how each captured node is computed on the ranks, if a partitioner noted it
 
     @classmethod
     def from_graph(
@@ -225,6 +234,11 @@ class Program:
     def code(self) -> str:
         """The graph as torch.fx writes it, from which nothing is compiled."""
         return self.graph.python_code("self").src
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call brings it a seed."""
+        return any(declared.role is Role.SEED for declared in self.inputs)
 
     def collectives(self) -> list[fx.Node]:
         """The nodes that start a collective, in order."""

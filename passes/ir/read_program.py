@@ -20,6 +20,7 @@ from .infer_shapes import fill_vals
 from .meta import Relation, carried
 from .printer import axis_names, print_program
 from .program import Program
+from .region import Region, regions
 from .roles import Phase
 from .text_graph import TextGraph
 
@@ -34,9 +35,9 @@ def read_program(text: str, like: Program) -> tuple[Program, int]:
     ``like``, and where the graph is not well formed; ``like`` is not changed.
     """
     own = print_program(like)
-    expected = read_statements(own)
+    expected = read_statements(own, inline=False)
     found = TextGraph(text, {name: group for group, name in axis_names(like.mesh).items()})
-    _fits(text, read_statements(text), own, expected)
+    _fits(text, read_statements(text, inline=False), own, expected)
     nodes = [*like.placeholders, *(node for node in like.graph.nodes if node.op not in ("placeholder", "output"))]
     values = [each for each in expected if each.role != "output"]
     known = {each.name: (each, node) for each, node in zip(values, nodes, strict=True)}
@@ -44,6 +45,9 @@ def read_program(text: str, like: Program) -> tuple[Program, int]:
     program = like.with_graph(found.graph, like.inputs, like.outputs)
     program.note_collectives()
     fill_vals(program)
+    for node, region in regions(program.graph).items():
+        if region in found.regions.values():
+            _fill_inside(region, list(node.args))
     check(program, like)
     return program, count
 
@@ -59,6 +63,11 @@ def _take_meta(found: TextGraph, known: Mapping[str, tuple[Statement, fx.Node]])
         before, old = known.get(name, (None, None))
         is_known = before is not None and (before.computes, before.reads) == (given.computes, given.reads)
         count += not is_known
+        if old is not None and isinstance(node.target, Region) and isinstance(old.target, Region):
+            if is_known:
+                node.target = old.target
+            else:
+                _take_meta_inside(node.target, old.target)
         if old is None:
             node.meta = _headings(given)
         else:  # another op under a name is to compute what the one before did
@@ -67,6 +76,21 @@ def _take_meta(found: TextGraph, known: Mapping[str, tuple[Statement, fx.Node]])
             changed.add(node)
             node.meta.pop("val", None)
     return count
+
+
+def _take_meta_inside(region: Region, old: Region) -> None:
+    """Give the nodes of an edited region the meta of those that they stand for, but for vals."""
+    known = {node.name: node for node in old.nodes}
+    for node in region.nodes:
+        if node.name in known:
+            node.meta = carried(known[node.name], Relation.REPLACEMENT)
+
+
+def _fill_inside(region: Region, operands: list[Any]) -> None:
+    """Infer the vals in a region that was read."""
+    for node, operand in zip(region.placeholders, operands, strict=True):
+        node.meta["val"] = operand.meta["val"]
+    fill_vals(Program.from_graph(region.module))
 
 
 def _headings(given: Statement) -> dict[str, Any]:

@@ -30,6 +30,17 @@ class Role(StrEnum):
 _STATE = {Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE, Role.GRADIENT, Role.SCALER}
 
 
+class AxisRole(StrEnum):
+    """A purpose of a mesh axis, which the parallel mode gives it. An axis may have several, or none."""
+
+    BATCH = "batch"  # ranks have other rows of the batch; along any other axis, the same
+    SHARD = "shard"  # styles split parameters, which are gathered to be read
+    TENSOR = "tensor"  # parameters are named as split, and stay so while ops read them
+    SEQUENCE = "sequence"  # the program splits the sequence of each argument
+    EXPERTS = "experts"
+    STAGES = "stages"
+
+
 class Memory(StrEnum):
     """Where an input lives between calls."""
 

@@ -19,7 +19,8 @@ from .collectives import Collective, kind_of
 from .printer import axis_names, print_program, printed_names
 from .program import Axis, Input, Mesh, Output, OutputKind, Part, Program
 from .rates import UNMEASURED
-from .roles import Role
+from .region import regions
+from .roles import AxisRole, Role
 from .text_graph import TextGraph
 
 _WHERE = ("phase", "module", "source")
@@ -32,6 +33,7 @@ def save_program(program: Program) -> dict[str, Any]:
         raise PassError(f"{program.name} has tensors or modules of its own ({', '.join(own[:3])}), which no text holds")
     outputs = [{"kind": str(each.kind), "name": each.name} for each in program.outputs]
     names = printed_names(program)
+    names |= {node: node.name for region in regions(program.graph).values() for node in region.nodes}
     return {
         "name": program.name,
         "text": print_program(program),
@@ -48,7 +50,7 @@ def load_program(saved: Mapping[str, Any]) -> Program:
 
     Its text is code, which runs. Raises ``PassError`` where it is none.
     """
-    mesh = Mesh(*(tuple(Axis(**each) for each in saved["mesh"][key]) for key in ("axes", "subgroups")))
+    mesh = Mesh(*(tuple(map(_read_axis, saved["mesh"][key])) for key in ("axes", "subgroups")))
     found = TextGraph(saved["text"], {name: group for group, name in axis_names(mesh).items()})
     for name, node in found.values.items():
         node.meta = {key: value for key, value in zip(_WHERE, saved["where"].get(name, ()), strict=False) if value}
@@ -57,6 +59,8 @@ def load_program(saved: Mapping[str, Any]) -> Program:
             node.meta["collective"] = Collective(kind_of(node), described["axis"], why=described["why"])
             with FakeTensorMode():
                 node.meta["val"] = _memory(described["val"])
+    for node in (inside for region in found.regions.values() for inside in region.nodes):
+        node.meta = {key: value for key, value in zip(_WHERE, saved["where"].get(node.name, ()), strict=False) if value}
     inputs = [_read_input(each) for each in saved["inputs"]]
     outputs = [Output(OutputKind(each["kind"]), each["name"]) for each in saved["outputs"]]
     return Program(fx.GraphModule(torch.nn.Module(), found.graph), inputs, outputs, mesh, name=saved["name"])
@@ -64,6 +68,10 @@ def load_program(saved: Mapping[str, Any]) -> Program:
 
 def _axis(axis: Axis) -> dict[str, Any]:
     return {key: value for key, value in asdict(replace(axis, rate=UNMEASURED)).items() if key != "rate"}
+
+
+def _read_axis(saved: Mapping[str, Any]) -> Axis:
+    return Axis(**{**saved, "roles": tuple(map(AxisRole, saved.get("roles", ())))})
 
 
 def _input(declared: Input) -> dict[str, Any]:

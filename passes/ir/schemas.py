@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from .._torch import OpOverload, schema_of
+from .region import Region
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,19 @@ class Schema:
         return [(argument.name, argument.type) for argument in self.arguments if not argument.is_out]
 
 
+def schema(op: Any) -> Schema:
+    """The declaration of an op, or of a region."""
+    return _of_region(op) if isinstance(op, Region) else _of_op(op)
+
+
+def _of_region(region: Region) -> Schema:
+    """Tensors in, tensors out, and nothing else."""
+    arguments = tuple(Argument(each.name, "Tensor", None, False, False, False, False) for each in region.placeholders)
+    return Schema(region.name, "default", arguments, ("Tensor",) * len(region.results), False, False)
+
+
 @cache
-def schema(op: OpOverload) -> Schema:
-    """The declaration of ``op``."""
+def _of_op(op: OpOverload) -> Schema:
     declared = schema_of(op)
     name, _, overload = op.name().partition("::")[2].partition(".")
     arguments = tuple(
@@ -87,7 +98,7 @@ def name_of(target: Any) -> str:
     return name
 
 
-def position_of(op: OpOverload, name: str) -> int | None:
+def position_of(op: OpOverload | Region, name: str) -> int | None:
     """The position of the argument called ``name``; None if ``op`` has none."""
     names = schema(op).names
     return names.index(name) if name in names else None

@@ -12,10 +12,13 @@ from torch import fx
 
 from ..errors import PassError
 from .dump_text import read_statements
+from .region import Region
 
 
 class TextGraph:
     """A graph, built line by line. ``values``: its nodes by their names in the text, inputs first; they have no meta.
+
+    ``regions``: those that it calls, by name.
 
     ``groups``: the process group of each axis, by the name that it has in the text. The text is code: its imports run.
     Raises ``PassError`` with the line for what is no line of a program.
@@ -23,13 +26,19 @@ class TextGraph:
 
     def __init__(self, text: str, groups: Mapping[str, str]) -> None:
         try:
-            self.statements = {each.name: each for each in read_statements(text) if each.role != "output"}
+            statements = read_statements(text, inline=False)
         except ValueError as error:
             raise PassError(f"the text is no program: {error}") from error
+        self.statements = {each.name: each for each in statements if each.role != "output"}
         tree = ast.parse(text)
         self._lines, self._groups, self._scope = text.splitlines(), groups, _scope(tree)
-        self.graph, self.values = fx.Graph(), dict[str, fx.Node]()
-        self._read(next(each for each in tree.body if isinstance(each, ast.FunctionDef)))
+        self.regions: dict[str, Region] = {}
+        functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+        for function in sorted(functions, key=lambda each: each.name == "program"):
+            self.graph, self.values = fx.Graph(), dict[str, fx.Node]()
+            self._read(function)
+            if function.name != "program":
+                self.regions[function.name] = Region(function.name, self.graph)
 
     def _read(self, function: ast.FunctionDef) -> None:
         for argument in function.args.args:
@@ -61,6 +70,8 @@ class TextGraph:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if name in self.values:
                 args, kwargs = self._arguments(value)
                 return "call_method", method, (self.values[name], *args), kwargs
+            case ast.Call(func=ast.Name(id=name)) if name in self.regions:
+                return "call_function", self.regions[name], *self._arguments(value)
             case ast.Call():
                 return "call_function", self._constant(value.func), *self._arguments(value)
             case ast.Attribute() if ast.unparse(value).startswith("module."):

@@ -10,7 +10,7 @@ from torch import fx
 
 from .._torch import c10d
 from ..analysis.aliases import escaping, last_reads, storages
-from ..analysis.out_variants import is_constant, out_variant, results_of
+from ..analysis.out_variants import can_be_planned, is_constant, results_of
 from ..analysis.strides import Layouts, is_dense
 from ..communication.published import read_by_all, read_by_peers, reduces_in_place
 from ..ir.collectives import is_shared, operands
@@ -85,7 +85,7 @@ class Buffers:
         if self.found[node] != {node} or (is_constant(node) and self.layouts.is_even(node)):
             return
         vals = results_of(node)
-        if out_variant(node) is not None and all(map(_is_plain, vals)):
+        if can_be_planned(node, self.layouts) and all(map(_is_plain, vals)):
             first = self._first_write(node)
             self.of[node] = [Buffer(val, first, max(first, last)) for val in vals]
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliases import is_view
-from ..analysis.out_variants import fill_value, out_variant
+from ..analysis.out_variants import can_be_planned, fill_value
 from ..analysis.strides import Layouts
 from ..base import Pass
 from ..ir.edit import insert_before
@@ -45,7 +45,7 @@ def drop_contiguous(node: fx.Node, layouts: Layouts) -> bool:
     """Drop a ``contiguous`` of what is contiguous already, if that is sure."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    if not _is_written_as_planned(source) or not layouts.is_contiguous(source):
+    if not _is_written_as_planned(source, layouts) or not layouts.is_contiguous(source):
         return False
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)
@@ -57,7 +57,7 @@ def _select_rows(node: fx.Node, layouts: Layouts) -> bool:
     val: torch.Tensor = node.meta["val"]
     if val.device.type != "cpu" or not isinstance(rows, fx.Node) or not isinstance(table, fx.Node):
         return False
-    if not layouts.is_contiguous(rows) or not _is_laid_out_as_val(rows):
+    if not layouts.is_contiguous(rows) or not _is_laid_out_as_val(rows, layouts):
         return False
     flat = _add(node, aten.view.default, (rows, [-1]), rows.meta["val"].reshape(-1))
     shape = (rows.meta["val"].numel(), table.meta["val"].shape[1])
@@ -79,7 +79,7 @@ def _view(node: fx.Node, layouts: Layouts) -> bool:
         copy = source.meta["val"].clone(memory_format=torch.contiguous_format)
         options = {"memory_format": torch.contiguous_format}
         source = _add(node, aten.clone.default, (source,), copy, options)
-    if not _is_laid_out_as_val(source):
+    if not _is_laid_out_as_val(source, layouts):
         return False
     node.target, node.args, node.kwargs = aten.view.default, (source, list(val.shape)), {}
     return True
@@ -108,14 +108,14 @@ _REWRITES: dict[Any, Callable[[fx.Node, Layouts], bool]] = {
 }
 
 
-def _is_laid_out_as_val(node: fx.Node) -> bool:
+def _is_laid_out_as_val(node: fx.Node, layouts: Layouts) -> bool:
     """Whether ``val`` surely has the strides. What a kernel allocates may be laid out otherwise than a fake."""
-    return _base(node).op == "placeholder" or _is_written_as_planned(node)
+    return _base(node).op == "placeholder" or _is_written_as_planned(node, layouts)
 
 
-def _is_written_as_planned(node: fx.Node) -> bool:
+def _is_written_as_planned(node: fx.Node, layouts: Layouts) -> bool:
     """Whether ``node`` is, or is a view of, a value that can be written into planned memory."""
-    return out_variant(_base(node)) is not None
+    return can_be_planned(_base(node), layouts)
 
 
 def _base(node: fx.Node) -> fx.Node:

@@ -34,8 +34,17 @@ def _forward(
     if not len(targets):
         return _results(log_probs, targets)
     losses, short = aten._ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
-    missing = 2 * targets.shape[1] + 1 - short.shape[2]
-    return losses, aten.constant_pad_nd(short, [0, missing]) if missing else short
+    log_alpha = aten.constant_pad_nd(short, [0, 2 * targets.shape[1] + 1 - short.shape[2]])
+    return losses, log_alpha.masked_fill_(_unreached(log_alpha, input_lengths, target_lengths), -torch.inf)
+
+
+def _unreached(log_alpha: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> Tensor:
+    """Where ``log_alpha`` has no meaning: behind a row's own frames and states torch's kernel leaves what was there."""
+    _rows, frames, states = log_alpha.shape
+    frame = torch.arange(frames, device=log_alpha.device)
+    state = torch.arange(states, device=log_alpha.device)
+    own_frames, own_states = input_lengths.to(frame.device), 2 * target_lengths.to(frame.device) + 1
+    return (frame >= own_frames[:, None])[:, :, None] | (state >= own_states[:, None])[:, None, :]
 
 
 def _gradient(grad: Tensor, log_probs: Tensor, *_: object) -> Tensor:

@@ -7,6 +7,8 @@ op and the position of the region, in one of two ways:
   differently gets other numbers;
 - with a seed that has the bit ``BY_POSITION``, each element depends only on the seed, the op and the element's position
   in the whole tensor, however that is split. Its bits are those at this position of the SplitMix64 sequence.
+
+A seed that is a tensor on an accelerator is never read by the host: all numbers are by position, whatever its bits.
 """
 
 from __future__ import annotations
@@ -25,16 +27,19 @@ Region = Sequence[tuple[int, int, int]]
 """A region of a tensor: for each dim, or factor of a dim, its first index, its length and the length of the whole."""
 
 BY_POSITION = 1 << 62
+_MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def draw(op: Any, seed: int, number: int, region: Region, *args: Any, **kwargs: Any) -> Any:
+def draw(op: Any, seed: int | torch.Tensor, number: int, region: Region, *args: Any, **kwargs: Any) -> Any:
     """Run the random ``op`` on one region of a tensor; the same arguments give the same numbers.
 
     ``number`` distinguishes the random ops of a program; replicas have the same ``region``. The default generator of
     the device is left as it was. Raises ``SpmdError`` where ``seed`` asks for numbers by position, the tensor is split,
     and the op has no implementation by position.
     """
+    if isinstance(seed, torch.Tensor) and seed.device.type != "cpu":
+        return draw_from_tensor(op, seed, number, region, *args, **kwargs)
     key = mix(mix(0, int(seed)), number)
     if int(seed) & BY_POSITION and op in _DRAWN_BY_POSITION:
         return _DRAWN_BY_POSITION[op](_Bits(key, region), *args, **kwargs)
@@ -50,6 +55,17 @@ def draw(op: Any, seed: int, number: int, region: Region, *args: Any, **kwargs: 
     if int(seed) & BY_POSITION:
         _check_whole(op, region)
     return result
+
+
+def draw_from_tensor(op: Any, seed: torch.Tensor, number: int, region: Region, *args: Any, **kwargs: Any) -> Any:
+    """Numbers by position, of a seed that only its device knows; raises ``SpmdError`` for an op that has none."""
+    if op not in _DRAWN_BY_POSITION:
+        raise SpmdError(
+            f"expected an op whose numbers can depend on their global position alone, since the seed is read from the "
+            f"device, but {op} draws with a kernel of its own: use an implementation in simpler ops, or leave the seed "
+            "out of DeviceNumbers(names=...)"
+        )
+    return _DRAWN_BY_POSITION[op](_Bits(_mixed(_mixed(seed, 0), number), region), *args, **kwargs)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -68,11 +84,18 @@ def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
 
 def mix(state: int, value: int) -> int:
     """One round of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014)."""
-    mask = (1 << 64) - 1
-    z = (state ^ value) + _GOLDEN & mask
-    z = (z ^ (z >> 30)) * _FIRST & mask
-    z = (z ^ (z >> 27)) * _SECOND & mask
+    z = (state ^ value) + _GOLDEN & _MASK
+    z = (z ^ (z >> 30)) * _FIRST & _MASK
+    z = (z ^ (z >> 27)) * _SECOND & _MASK
     return z ^ (z >> 31)
+
+
+def _mixed(state: torch.Tensor, value: int) -> torch.Tensor:
+    """``mix`` of a state that is an int64 tensor without dims."""
+    z = (state ^ _signed(value & _MASK)) + _signed(_GOLDEN)
+    z = (z ^ _shifted(z, 30)) * _signed(_FIRST)
+    z = (z ^ _shifted(z, 27)) * _signed(_SECOND)
+    return z ^ _shifted(z, 31)
 
 
 def _check_whole(op: Any, region: Region) -> None:
@@ -88,12 +111,13 @@ def _check_whole(op: Any, region: Region) -> None:
 class _Bits:
     """64 random bits for each element of a region, as functions of its position in the whole tensor."""
 
-    key: int
+    key: int | torch.Tensor
     region: Region
 
     def bits(self, like: torch.Tensor) -> torch.Tensor:
         """The bits as int64, in the shape of ``like``: SplitMix64 with seed ``key``, at the flat global index."""
-        z = self._positions(like).mul_(_signed(_GOLDEN)).add_(_signed(self.key))
+        z = self._positions(like).mul_(_signed(_GOLDEN))
+        z.add_(self.key if isinstance(self.key, torch.Tensor) else _signed(self.key))
         z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(_FIRST))
         z.bitwise_xor_(_shifted(z, 27)).mul_(_signed(_SECOND))
         return z.bitwise_xor_(_shifted(z, 31))

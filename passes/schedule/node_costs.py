@@ -25,6 +25,7 @@ from ..ir.collectives import Collective, Kind, group_of, is_collective, is_share
 from ..ir.effects import mutates, written
 from ..ir.ops import Trait, has
 from ..ir.program import Axis, Program
+from ..ir.region import Region, region_of
 from ..memory.pieces import copies
 from ..runtime import coalesced_collectives, message_collectives
 from ..runtime.arena import reserve, view_at, whole
@@ -109,7 +110,8 @@ class NodeCosts:
             return _FREE if node in self.fixed else Cost(self.rates.view)
         if node.target in _COPIES and self.rates.host_link:
             return self._copy(node)
-        return self._computed(node)
+        region = region_of(node)
+        return self._computed(node) if region is None else self._region(node, region)
 
     def _is_view(self, node: fx.Node) -> bool:
         if has(node.target, Trait.COMPOSITE):
@@ -123,10 +125,20 @@ class NodeCosts:
             return Cost(0.0, compute, work.kind)
         return Cost(self.rates.launch * work.tensors, self._seconds(work), work.kind)
 
+    def _region(self, node: fx.Node, region: Region) -> Cost:
+        """One launch; the arithmetic of all that is inside, and the bytes of operands and results alone."""
+        work = work_of(node)
+        if node.name in self.measured:
+            return Cost(0.0, self.measured[node.name], work.kind)
+        inside = sum(self._arithmetic(work_of(each)) for each in region.nodes if each.target is not operator.getitem)
+        return Cost(self.rates.launch, max(self.rates.memory(work.bytes, work.fresh), inside), work.kind)
+
     def _seconds(self, work: Work) -> float:
-        rates = self.rates
-        multiplying = rates.products(work.dtype, work.flops, work.product) if work.flops else 0.0
-        return max(rates.memory(work.bytes, work.fresh), multiplying + rates.transcendental(work.transcendental))
+        return max(self.rates.memory(work.bytes, work.fresh), self._arithmetic(work))
+
+    def _arithmetic(self, work: Work) -> float:
+        multiplying = self.rates.products(work.dtype, work.flops, work.product) if work.flops else 0.0
+        return multiplying + self.rates.transcendental(work.transcendental)
 
     def _copy(self, node: fx.Node) -> Cost:
         seconds = work_of(node).bytes / 2 / self.rates.host_link

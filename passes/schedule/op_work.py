@@ -6,8 +6,9 @@ this rank has them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 from typing import Any
@@ -20,6 +21,7 @@ from .._torch import OpOverload
 from ..analysis.list_ops import is_over_lists, only_read
 from ..ir.effects import mutates, written
 from ..ir.ops import Trait, find, has
+from ..ir.region import Region, region_of
 from ..ir.schemas import schema
 from ..memory.pieces import tensors
 
@@ -68,6 +70,8 @@ _ATTENTION: dict[Any, int] = {
 def work_of(node: fx.Node) -> Work:
     """The work of a node that computes something."""
     op = node.meta.get("computes", node.target)
+    if (region := region_of(node)) is not None:
+        return _of_region(node, region)
     read, results = list(_read(node)), list(_results(node))
     made = sum(val.nbytes for val in results)
     size = (made + _bytes_read(op, read, made), 0 if _is_in_place(node) else made)
@@ -82,6 +86,21 @@ def work_of(node: fx.Node) -> Work:
         elements = sum(val.numel() for val in (*read, *results)) // 2
         return Work(OpClass.TRANSCENDENTAL, *size, dtype, transcendental=elements, tensors=entries)
     return Work(OpClass.MEMORY, *size, dtype, tensors=entries)
+
+
+def _of_region(node: fx.Node, region: Region) -> Work:
+    """All that is computed inside, which is as if by its largest op; of bytes, those of operands and results."""
+    made = sum(val.nbytes for val in _results(node))
+    inside = [work_of(each) for each in region.nodes if each.target is not operator.getitem]
+    largest = max(inside, key=lambda work: (work.flops, work.transcendental, work.bytes))
+    return replace(
+        largest,
+        bytes=made + sum(val.nbytes for val in _read(node)),
+        fresh=made,
+        flops=sum(work.flops for work in inside),
+        transcendental=sum(work.transcendental for work in inside),
+        tensors=1,
+    )
 
 
 def _attention(operands: list[torch.Tensor], is_backward: bool) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 Group = list[fx.Node]
 
-_KERNELS = {kernel.op for kernel in kernels()}
+_KERNELS = {op for kernel in kernels() for op in (kernel.op, kernel.op_with_tensor)}
 
 
 def over_lists(node: fx.Node) -> Any:

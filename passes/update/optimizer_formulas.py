@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..ir.ops import find
+from ..ir.schemas import schema
 from .terms import lerp, maximum, sqrt, unknown
 
 aten = torch.ops.aten
@@ -35,6 +37,11 @@ class Kernel:
     lists: tuple[str, ...]
     options: dict[str, Any]
     counts: str | None = None  # the list of counts, which the op reads and does not write
+
+    @property
+    def op_with_tensor(self) -> Any:
+        """The overload whose learning rate is a tensor; None in a torch that lacks it."""
+        return find(f"{schema(self.op).name}.tensor_lr")
 
     @property
     def state(self) -> list[str]:

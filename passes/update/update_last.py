@@ -25,14 +25,16 @@ class UpdateLast(Pass):
 
     So every gradient has come from every rank before anything is written. A new value that the step itself reads again,
     such as a gathered parameter, moves along with its readers. Without collectives there is nothing to wait for, and
-    nothing moves. Memory: gradients live until the last one has come. The new order depends on the graph alone.
+    only what forward and backward write, such as running statistics, moves behind what they compute: no state is
+    written before the update. Memory: gradients live until the last one has come. The new order depends on the graph
+    alone.
     """
 
     after: ClassVar[tuple[type[Pass], ...]] = (WaitLate,)
 
     def rewrite(self, program: Program) -> int:
         """Put the late nodes behind the others; returns how many moved."""
-        late = late_nodes(program)
+        late = late_nodes(program) or _written_early(program)
         before = positions(program.graph, late)
         nodes = list(program.graph.nodes)
         arrange(program.graph, [*(n for n in nodes if n not in late), *(n for n in nodes if n in late)])
@@ -44,13 +46,23 @@ def late_nodes(program: Program) -> set[fx.Node]:
     """The nodes that compute new state, all that read them, and the end of the graph; none without collectives."""
     if not any(program.collectives()):
         return set()
+    fixed = ("placeholder", "get_attr")
+    update = {node for node in program.graph.nodes if node.meta.get("phase") is Phase.UPDATE and node.op not in fixed}
+    return _with_readers(program, _updating(program), update)
+
+
+def _written_early(program: Program) -> set[fx.Node]:
+    """The nodes that compute new state and are no part of the update, and all that read them."""
+    return _with_readers(program, {n for n in _updating(program) if n.meta.get("phase") is not Phase.UPDATE}, set())
+
+
+def _with_readers(program: Program, updating: set[fx.Node], update: set[fx.Node]) -> set[fx.Node]:
+    """``updating`` and ``update`` with all that depends on them, but for what a result or a wait needs."""
     nodes = list(program.graph.nodes)
-    written = descendants(nodes, _updating(program))
+    written = descendants(nodes, updating)
     results = [value for value, kind in _outputs(program) if kind is not OutputKind.UPDATE]
     first = [node for node in nodes if is_wait(node)] + [value for value in results if isinstance(value, fx.Node)]
     needed = ancestors(node for node in first if node not in written)
-    fixed = ("placeholder", "get_attr")
-    update = {node for node in nodes if node.meta.get("phase") is Phase.UPDATE and node.op not in fixed}
     return descendants(nodes, (written | update) - needed)
 
 

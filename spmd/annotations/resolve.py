@@ -17,6 +17,8 @@ from torch.distributed.tensor import Shard
 from passes import PlacementError
 
 from .._torch import own_buffers, own_children, own_parameters
+from ..ranks.axis_roles import Roles, roles_by_position
+from ..ranks.world import axis_names
 from .chosen_units import ChosenUnits
 from .contract import Annotation, ContractError, parameter_names, state
 from .policies import MixedPrecisionPolicy, OffloadPolicy
@@ -108,9 +110,9 @@ class Annotations:
         return frozenset(name for name, mark in self.marks.items() if mark.ignored)
 
     @property
-    def batch_axes(self) -> int | None:
-        """How many axes of the mesh split the batch; None if no annotation has a mesh."""
-        return self.mesh.ndim if self.mesh is not None else None
+    def axis_roles(self) -> Roles | None:
+        """The roles of the axes of the mesh, which all split the batch; None if no annotation has a mesh."""
+        return None if self.mesh is None else roles_by_position(axis_names(self.mesh), self.mesh.ndim)
 
     def offload_policy(self, name: str, default: OffloadPolicy | None) -> OffloadPolicy | None:
         """The policy of a parameter; ``default`` if no annotation claims it, None if it is ignored."""

@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from passes import Axis, Mesh, PlacementError, Program, Role
+from passes import Axis, AxisRole, Mesh, PlacementError, Program, Role
 
 from ..annotations.chosen_units import ChosenUnits
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored
+from ..ranks.axis_roles import Roles, check_agreement, with_roles
 from ..ranks.connection import Connection
 from ..ranks.consensus import AllGatherText
 from ..ranks.local_ranks import connect_local_ranks
@@ -47,7 +48,6 @@ class Layout(Protocol):
     mesh: DeviceMesh | None
     inputs: Mapping[str, Any] | None
     input_batch_dim: int
-    batch_axes: int
     ignored: Ignored | None
     units: ChosenUnits | None
     param_init_fn: Callable[[nn.Module], Any] | None
@@ -56,6 +56,10 @@ class Layout(Protocol):
     reshard_after_forward: bool | int | None
     offload_policy: OffloadPolicy | None
     follows_annotations: bool
+    names_axes: bool
+
+    def axis_roles(self, names: Sequence[str]) -> Roles:
+        """The roles of the axes of a mesh with these names."""
 
 
 class Call:
@@ -88,13 +92,7 @@ class Call:
         tensors += [leaf.value for leaf in self.given.tensors()[:1]]
         annotated = self.annotations.mesh
         mesh = self._mode.mesh or annotated or world(tensors[0].device if tensors else None)
-        whole = joined(mesh, [*meshes, annotated] if annotated else meshes)
-        if annotated and axis_names(annotated) != axis_names(whole)[: annotated.ndim]:
-            raise PlacementError(
-                f"annotations are over {', '.join(axis_names(annotated))}, but the step runs on {whole}, whose first "
-                "axes split the batch: let the mesh of the annotations be its first axes"
-            )
-        return whole
+        return joined(mesh, [*meshes, annotated] if annotated else meshes)
 
     @property
     def device(self) -> torch.device:
@@ -139,8 +137,19 @@ class Call:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """``device_mesh`` as plain data."""
-        return describe(self.device_mesh)
+        """``device_mesh`` as plain data, with the roles of its axes."""
+        return with_roles(describe(self.device_mesh), self._axis_roles())
+
+    def _axis_roles(self) -> Roles:
+        """As the user names them, else as the mesh of the annotations says, else as the mode does."""
+        annotated, own = self.annotations.axis_roles, self._mode.mesh
+        names = axis_names(self.device_mesh if own is None else own)
+        of_mode = self._mode.axis_roles(names)
+        if annotated is None:
+            return of_mode
+        if own is not None or self._mode.names_axes:
+            check_agreement(annotated, of_mode, self._mode.names_axes)
+        return of_mode if self._mode.names_axes else annotated
 
     @cached_property
     def slots(self) -> list[Slot]:
@@ -166,9 +175,8 @@ class Call:
     @cached_property
     def inputs(self) -> list[BatchInput]:
         """The tensor arguments that are no state, each with its placement."""
-        batch_axes = self.annotations.batch_axes or self._mode.batch_axes
         mode = self._mode
-        return place_inputs(self.arguments, mode.inputs, mode.input_batch_dim, batch_axes, self.mesh, self.uneven)
+        return place_inputs(self.arguments, mode.inputs, mode.input_batch_dim, self.mesh, self.uneven)
 
     @contextmanager
     def initial_state(self, idle: Idle) -> Iterator[None]:
@@ -236,12 +244,14 @@ class Call:
     def _keep_sizes(self) -> list[int]:
         """How many ranks keep parameters together after forward, ascending; other than one and all of them.
 
-        Raises ``PlacementError`` for a number that does not divide the ranks.
+        Raises ``PlacementError`` for a number that does not divide the ranks, or where these are along several axes.
         """
         asked = [unit.annotation.reshard_after_forward for unit in self.annotations.units]
         asked.append(self._mode.reshard_after_forward)
         sizes = {each for each in asked if each is not None and not isinstance(each, bool)}
-        axis = self.mesh.axes[self._split_axis]
+        if not sizes:
+            return []
+        axis = self._split_axis
         for size in sorted(sizes):
             if axis.size > 1 and axis.size % size:
                 raise PlacementError(
@@ -251,9 +261,16 @@ class Call:
         return sorted(size for size in sizes if size < axis.size)
 
     @property
-    def _split_axis(self) -> int:
-        """The number of the axis that styles split parameters over."""
-        return (self.annotations.batch_axes or self._mode.batch_axes) - 1
+    def _split_axis(self) -> Axis:
+        """The one axis that styles split parameters over. Raises ``PlacementError`` unless there is one."""
+        split = [self.mesh.axes[k] for k in self.mesh.axes_with(AxisRole.SHARD)]
+        if len(split) == 1:
+            return split[0]
+        raise PlacementError(
+            "reshard_after_forward=<ranks> keeps parameters together along one axis, but those with the role "
+            f'"shard" are {", ".join(axis.name for axis in split) or "none"}: give that role to one axis, or '
+            "reshard_after_forward=True or False"
+        )
 
     def check_subgroups(self) -> None:
         """Raise ``PlacementError`` where ``open_subgroups`` would, without waiting for other ranks."""
@@ -264,7 +281,7 @@ class Call:
 
         And those that gather along axes of NCCL.
         """
-        groups = [self._subgroup(self._split_axis, size, connection) for size in self._keep_sizes()]
+        groups = [self._subgroup(self.mesh.axes.index(self._split_axis), n, connection) for n in self._keep_sizes()]
         axes = [self._with_gathers(k, axis) for k, axis in enumerate(self.mesh.axes)]
         self.mesh = replace(self.mesh, axes=tuple(axes), subgroups=tuple(groups))
 

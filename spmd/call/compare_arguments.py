@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from torch.distributed.tensor import Shard
 
-from passes import PlacementError, RankMismatchError, Role
+from passes import AxisRole, Mesh, PlacementError, RankMismatchError, Role
 
 from ..ranks.equal_values import contents
 from .inputs import BatchInput
@@ -32,40 +33,94 @@ class Compared:
     differing: list[str]
 
 
+@dataclass(frozen=True)
+class _Passed:
+    """What one rank passes, by name, as text that others can read.
+
+    ``shapes``: of tensors; ``contents``: of those that are taken for rows; ``values``: of plain Python values.
+    """
+
+    shapes: dict[str, list[int]]
+    contents: dict[str, str]
+    values: dict[str, str]
+
+    @classmethod
+    def of(cls, arguments: Arguments, inputs: Sequence[BatchInput]) -> _Passed:
+        return cls(
+            {each.name: _passed_shape(each) for each in inputs},
+            {each.name: contents(each.value) for each in inputs if _is_taken_for_rows(each)},
+            {leaf.name: _shown(leaf) for leaf in arguments.leaves if isinstance(leaf.value, _PLAIN)},
+        )
+
+    def names_tensors_as(self, other: _Passed) -> bool:
+        return self.shapes.keys() == other.shapes.keys() and self.contents.keys() == other.contents.keys()
+
+
 def compare_arguments(
     arguments: Arguments,
     inputs: Sequence[BatchInput],
+    mesh: Mesh,
     ranks: Sequence[int],
     all_gather_text: Callable[[str], list[str]],
     known: Container[str] = (),
 ) -> Compared:
-    """Compare the arguments of all ``ranks``, which call this together and raise together.
+    """Compare the arguments of all ``ranks``, those of ``mesh``, which call this together and raise together.
 
     ``known``: arguments that were ``rows`` before; they may happen to be the same on all ranks.
 
-    Raises ``RankMismatchError`` if the shapes of a tensor differ, and ``PlacementError`` for a table of one dim, of
-    floating-point numbers other than 0 and 1, that nobody named: class weights with as many entries as a rank has rows
-    would be taken for a weight of each row.
+    Raises ``RankMismatchError`` if the shapes of a tensor differ, or its contents along an axis that does not split the
+    batch; and ``PlacementError`` for a table of one dim, of floating-point numbers other than 0 and 1, that nobody
+    named: class weights with as many entries as a rank has rows would be taken for a weight of each row.
     """
-    own: dict[str, dict[str, Any]] = {
-        "shapes": {each.name: list(each.shape if each.is_uneven else each.value.shape) for each in inputs},
-        "contents": {each.name: contents(each.value) for each in inputs if _is_taken_for_rows(each)},
-        "values": {leaf.name: _shown(leaf) for leaf in arguments.leaves if isinstance(leaf.value, _PLAIN)},
-    }
-    gathered = [json.loads(text) for text in all_gather_text(json.dumps(own))]
-    values = [(name, [other["values"].get(name) for other in gathered]) for name in own["values"]]
-    differing = [_passed(name, ranks, given) for name, given in values if _differ(given)]
-    if any(other[kind].keys() != gathered[0][kind].keys() for other in gathered for kind in ("shapes", "contents")):
+    own = _Passed.of(arguments, inputs)
+    by_rank = [_Passed(**json.loads(text)) for text in all_gather_text(json.dumps(asdict(own)))]
+    differing = _differing_values(own, by_rank, ranks)
+    if not all(each.names_tensors_as(by_rank[0]) for each in by_rank):
         return Compared({}, [], differing)  # on all ranks: the comparison of programs finds what some do not have
     for each in inputs:
-        if found := _shape_difference(each, ranks, [other["shapes"][each.name] for other in gathered]):
+        if found := _shape_difference(each, ranks, [other.shapes[each.name] for other in by_rank]):
             raise RankMismatchError(found)
     taken = [each for each in inputs if _is_taken_for_rows(each)]
-    rows = [each.name for each in taken if _differ([other["contents"][each.name] for other in gathered])]
+    for each in taken:
+        _check_equal_along_other_axes(each, mesh, ranks, [other.contents[each.name] for other in by_rank])
+    rows = [each.name for each in taken if _differ([other.contents[each.name] for other in by_rank])]
     if not rows:  # one batch for all, as in a test
         return Compared({}, [], differing)
     equal = [each for each in taken if each.name not in rows and each.name not in known]
     return Compared(_tables(equal, rows[0]), rows, differing)
+
+
+def _passed_shape(argument: BatchInput) -> list[int]:
+    return list(argument.shape if argument.is_uneven else argument.value.shape)
+
+
+def _differing_values(own: _Passed, by_rank: Sequence[_Passed], ranks: Sequence[int]) -> list[str]:
+    """A sentence for each Python value of this rank that is another one on some rank."""
+    values = [(name, [other.values.get(name) for other in by_rank]) for name in own.values]
+    return [_passed(name, ranks, given) for name, given in values if _differ(given)]
+
+
+def _check_equal_along_other_axes(argument: BatchInput, mesh: Mesh, ranks: Sequence[int], given: Sequence[str]) -> None:
+    """Raise ``RankMismatchError`` where ranks along an axis that does not split the batch passed other rows."""
+    if len(given) < mesh.size:  # one process that stands for all ranks
+        return
+    position = {place: k for k, place in enumerate(product(*(range(axis.size) for axis in mesh.axes)))}
+    for axis, entry in enumerate(argument.placement):
+        if isinstance(entry, Shard) or AxisRole.BATCH in mesh.axes[axis].roles:
+            continue
+        for place, k in position.items():
+            first = position[(*place[:axis], 0, *place[axis + 1 :])]
+            if given[k] != given[first]:
+                raise RankMismatchError(
+                    f"{_passed(argument.name, [ranks[first], ranks[k]], [given[first], given[k]])}, but ranks along "
+                    f"{mesh.axes[axis].name} must pass equal tensors, each whole: that axis does not split the batch. "
+                    f"Let a sampler count the ranks along {_batch_axes(mesh)} alone, or say with inputs= how "
+                    f"{argument.name} is placed"
+                )
+
+
+def _batch_axes(mesh: Mesh) -> str:
+    return " and ".join(mesh.axes[k].name for k in mesh.axes_with(AxisRole.BATCH)) or "no axis"
 
 
 def _is_taken_for_rows(argument: BatchInput) -> bool:
@@ -94,7 +149,7 @@ def describe_shapes(
     inputs: Sequence[BatchInput], ranks: Sequence[int], all_gather_text: Callable[[str], list[str]]
 ) -> str:
     """The first argument whose shapes differ between ``ranks``, with what to do; or nothing. All ranks call this."""
-    own = {each.name: list(each.shape if each.is_uneven else each.value.shape) for each in inputs}
+    own = {each.name: _passed_shape(each) for each in inputs}
     gathered = [json.loads(text) for text in all_gather_text(json.dumps(own))]
     if any(other.keys() != own.keys() for other in gathered):
         return ""

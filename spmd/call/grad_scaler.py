@@ -70,7 +70,7 @@ class Settings:
         return cls(scaler, True, rates)
 
 
-@dataclass
+@dataclass(eq=False)
 class SkippedSteps:
     """Optimizer steps that were traced under a condition, and the state that they made."""
 

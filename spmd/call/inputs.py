@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from passes import Mesh, PlacementError, Role
+from passes import AxisRole, Mesh, PlacementError, Role
 from passes.ir.program import Placements, is_sharded, replicated
 
 from ..placements import check_dims, global_shape, normalize
@@ -18,7 +18,7 @@ from .state import Arguments
 _LISTED = 8  # tensors that an error lists
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchInput:
     """One tensor argument with its placement; ``shape`` is the global one.
 
@@ -47,11 +47,10 @@ def place_inputs(
     arguments: Arguments,
     named: Mapping[str, Any] | None,
     batch_dim: int,
-    batch_axes: int,
     mesh: Mesh,
     uneven: Mapping[str, int] | None = None,
 ) -> list[BatchInput]:
-    """Give every tensor argument its placement: as named, else split along ``batch_dim`` over the first ``batch_axes``.
+    """Give every tensor argument its placement: as named, else split along ``batch_dim`` over the axes of the batch.
 
     The name of an argument that holds others (a dict, a list) is the placement of all that no longer name says more of.
     0-dim tensors are replicated. ``uneven``: how many rows all ranks have, of the arguments of which they have unequal
@@ -68,14 +67,14 @@ def place_inputs(
             )
     silent = [leaf for leaf in tensors if leaf.name not in named and leaf.value.ndim > 0]
     _check_sizes([(leaf.name, leaf.value) for leaf in silent], batch_dim)
-    placed = []
+    placed, rows_over = [], mesh.axes_with(AxisRole.BATCH)
     for leaf in tensors:
         if leaf.name in named:
             placement = normalize(named[leaf.name], mesh, leaf.name)
         elif leaf.value.ndim == 0 or not mesh.axes:
             placement = replicated(mesh)
         else:
-            placement = tuple(Shard(batch_dim) if k < batch_axes else Replicate() for k in range(len(mesh.axes)))
+            placement = tuple(Shard(batch_dim) if k in rows_over else Replicate() for k in range(len(mesh.axes)))
         placement = check_dims(placement, leaf.value.ndim, leaf.name)
         shape = global_shape(leaf.value.shape, placement, mesh)
         rows = (uneven or {}).get(leaf.name)

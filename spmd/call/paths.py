@@ -42,7 +42,7 @@ def global_of(function: Any, key: str) -> Any:
     return function.__globals__[key]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Path:
     """The way to an object from ``root``, or from the argument that is leaf number ``leaf``; ``name`` is the user's."""
 
@@ -73,7 +73,7 @@ class Path:
         return passed[-1] if len(passed) > len(self.keys) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Found:
     """A module, optimizer or scaler that the step uses and that is no argument."""
 

@@ -40,7 +40,7 @@ SUCCESSOR = "_spmd_successor"
 _NOT_ATTACHED = {SUCCESSOR, *FIELDS_OF_TENSORS}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     """One state tensor: the program input that it becomes, and ``holder[key]``, which holds it."""
 
@@ -73,7 +73,7 @@ class GradientOf:
         self.holder[self.key].grad = gradient
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HyperParameter:
     """A live number: ``group[key]``, or ``group[key][item]``, of a parameter group or of a parameter's state."""
 
@@ -88,7 +88,7 @@ class HyperParameter:
         return value if self.item is None else value[self.item]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parameter:
     """A parameter with each ``(holder, key)`` that holds it (more than one when tied)."""
 
@@ -97,7 +97,7 @@ class Parameter:
     holders: tuple[tuple[dict[str, Any], str], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Leaf:
     """One leaf of the arguments, with its path in the user's words."""
 
@@ -112,7 +112,7 @@ class StateRef:
     name: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Arguments:
     """The arguments of one call, flattened; modules and optimizers are leaves.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, product
 from math import prod
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from passes import Mesh, Output, OutputKind, PlacementError, Program, SpmdError
 from passes.ir.program import is_sharded
 
 from ..placements import chunk
+from ..ranks.equal_values import bytes_of
 from .call import Call
 from .inputs import BatchInput
 from .state import Arguments
@@ -114,8 +115,7 @@ class UnequalRows:
         width = prod(rows.shape[1:]) * rows.element_size()
         sent = [width * each for each in _overlaps(before, after, self.index)]
         received = [width * each for each in _overlaps(after, before, self.index)]
-        flat = rows.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-        moved = exchange(flat, sent, received, self.ranks)
+        moved = exchange(bytes_of(rows), sent, received, self.ranks)
         return moved.view(rows.dtype).view(after[self.index], *rows.shape[1:]).movedim(0, dim).contiguous()
 
 
@@ -203,44 +203,76 @@ def find_unequal_rows(
     All call it together.
     """
     tensors = {leaf.name: leaf.value for leaf in given.tensors() if leaf.name in splits}
-    own = {
-        name: [split.dim, list(split.axes), str(tensors[name].dtype), list(tensors[name].shape)]
-        for name, split in splits.items()
-    }
-    gathered = [json.loads(text) for text in all_gather_text(json.dumps(own))]
-    if all(other == gathered[0] for other in gathered) or any(list(each) != list(gathered[0]) for each in gathered):
+    own = {name: _Brought.of(tensors[name], split) for name, split in splits.items()}
+    text = json.dumps({name: asdict(brought) for name, brought in own.items()})
+    by_rank = [_read(text) for text in all_gather_text(text)]
+    if all(each == by_rank[0] for each in by_rank) or any(list(each) != list(by_rank[0]) for each in by_rank):
         return None
-    if len({split.axes for split in splits.values()}) != 1:
+    axes = {split.axes for split in splits.values()}
+    if len(axes) != 1:
         return None
-    axes = next(iter(splits.values())).axes
-    coordinates = list(product(*(range(axis.size) for axis in mesh.axes)))
-    rows = {name: _rows(name, splits[name].dim, axes, coordinates, gathered) for name in splits}
+    places = _Places.of(mesh, axes.pop())
+    rows = {name: places.rows([each[name] for each in by_rank]) for name in splits}
     found = {name: each for name, each in rows.items() if each is not None}
     if len(found) < len(rows) or not _are_proportional(list(found.values())):
         return None
-    own_place = tuple(axis.coordinate for axis in mesh.axes)
-    members = [k for k, place in enumerate(coordinates) if _same_but(axes, place, own_place)]
-    index = members.index(coordinates.index(own_place))
-    return UnequalRows(splits, found, tuple(mesh.axes[k].size for k in axes), tuple(ranks[k] for k in members), index)
+    members, index = places.members()
+    return UnequalRows(splits, found, places.sizes, tuple(ranks[k] for k in members), index)
 
 
-def _rows(
-    name: str, dim: int, axes: Sequence[int], coordinates: Sequence[tuple[int, ...]], gathered: Sequence[Any]
-) -> tuple[int, ...] | None:
-    """The rows of one argument on the ranks that split it; None if ranks differ in more, or where they should not."""
-    found: dict[tuple[int, ...], int] = {}
-    first = gathered[0][name]
-    for place, other in zip(coordinates, gathered, strict=True):
-        *what, shape = other[name]
-        if what != first[:-1] or _without(shape, dim) != _without(first[-1], dim):
-            return None
-        if found.setdefault(tuple(place[k] for k in axes), shape[dim]) != shape[dim]:
-            return None
-    return tuple(rows for _, rows in sorted(found.items()))
+@dataclass(frozen=True)
+class _Brought:
+    """One argument as a rank brings it: how it is split, its number of rows, and what has to be equal on all ranks."""
+
+    dim: int
+    axes: list[int]
+    dtype: str
+    rest: list[int]  # the shape without the rows
+    rows: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, split: Split) -> _Brought:
+        shape, dim = list(tensor.shape), split.dim
+        return cls(dim, list(split.axes), str(tensor.dtype), shape[:dim] + shape[dim + 1 :], shape[dim])
 
 
-def _without(shape: Sequence[int], dim: int) -> list[int]:
-    return [*shape[:dim], *shape[dim + 1 :]]
+def _read(text: str) -> dict[str, _Brought]:
+    return {name: _Brought(**fields) for name, fields in json.loads(text).items()}
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The coordinates of all ranks of a mesh, in order, and of this one; ``axes`` split the batch."""
+
+    all: list[tuple[int, ...]]
+    own: tuple[int, ...]
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of these axes
+
+    @classmethod
+    def of(cls, mesh: Mesh, axes: tuple[int, ...]) -> _Places:
+        everywhere = list(product(*(range(axis.size) for axis in mesh.axes)))
+        own = tuple(axis.coordinate for axis in mesh.axes)
+        return cls(everywhere, own, axes, tuple(mesh.axes[k].size for k in axes))
+
+    def rows(self, by_rank: Sequence[_Brought]) -> tuple[int, ...] | None:
+        """The rows of one argument on the ranks that split it.
+
+        None if ranks differ in more, or where they should not: along an axis that does not split the batch.
+        """
+        found: dict[tuple[int, ...], int] = {}
+        for place, brought in zip(self.all, by_rank, strict=True):
+            if replace(brought, rows=by_rank[0].rows) != by_rank[0]:
+                return None
+            if found.setdefault(tuple(place[k] for k in self.axes), brought.rows) != brought.rows:
+                return None
+        return tuple(rows for _, rows in sorted(found.items()))
+
+    def members(self) -> tuple[list[int], int]:
+        """The positions of the ranks that split the batch with this one, and its own index among them."""
+        others = [k for k in range(len(self.own)) if k not in self.axes]
+        members = [n for n, place in enumerate(self.all) if all(place[k] == self.own[k] for k in others)]
+        return members, members.index(self.all.index(self.own))
 
 
 def _are_proportional(rows: Sequence[tuple[int, ...]]) -> bool:
@@ -249,7 +281,3 @@ def _are_proportional(rows: Sequence[tuple[int, ...]]) -> bool:
     return all(map(sum, rows)) and all(
         a * sum(first) == b * sum(other) for other in rows for a, b in zip(other, first, strict=True)
     )
-
-
-def _same_but(axes: Sequence[int], place: Sequence[int], other: Sequence[int]) -> bool:
-    return all(a == b for k, (a, b) in enumerate(zip(place, other, strict=True)) if k not in axes)

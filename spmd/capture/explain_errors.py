@@ -125,6 +125,8 @@ _ALTERNATIVE_OF: dict[Any, str] = {
     aten.bincount: "Say how many classes there are: torch.bincount(x, minlength=classes).",
     aten.nonzero: "Keep all rows and weigh them with the mask, select with torch.where(mask, a, b), or return the "
     "mask and look at it outside of the step.",
+    aten._pack_padded_sequence: "Run the RNN on the padded batch, which computes the same for all steps before a row "
+    "ends; mask its outputs, and take a row's last one by index: out[torch.arange(n), lengths - 1].",
     aten.masked_select: "Keep all entries and weigh them with the mask: (x * mask).sum() / mask.sum().",
 }
 _AS_NUMBER = (
@@ -133,6 +135,7 @@ _AS_NUMBER = (
     "submodule through spmd.Override."
 )
 _CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
+_BACKWARD = os.path.join("torch", "autograd", "graph.py")
 _MEMORY = (
     "it takes a tensor's memory out of torch. Return the tensor and look at it outside of the step, compute with "
     "functions of torch, or replace the submodule through spmd.Override."
@@ -183,10 +186,16 @@ def _reason(error: Exception) -> str | None:
 
 
 def _needs_a_value(error: Exception) -> str:
-    if any(frame.filename.endswith(_CLIPPING) for frame in extract_tb(error.__traceback__)):
+    frames = extract_tb(error.__traceback__)
+    if any(frame.filename.endswith(_CLIPPING) for frame in frames):
         return (
             "clipping needs the value of the norm, to raise if it is not finite. Leave error_if_nonfinite out, return "
             "the norm from the step and look at it there."
+        )
+    if torch.is_anomaly_check_nan_enabled() and any(f.filename.endswith(_BACKWARD) for f in frames):
+        return (
+            "anomaly mode is on (torch.autograd.set_detect_anomaly), which looks for NaN in every gradient. Turn it "
+            "off, call step.record(folder), and run `spmd replay folder`, which names the op that made the first NaN."
         )
     condition = getattr(error, "cond", None)
     if condition is not None and not (condition.is_Relational or condition.is_Boolean):  # such as ``float(loss)``

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,15 +63,17 @@ def capture(
     fakes.mode.end_trace(second.graph)
     inputs = with_sizes(inputs_of(call, carried, constants), sizes.sizes, sizes.values)
     program = Program(second, inputs, [], call.mesh, name=name, annotations=call.annotations)
-    guards = HyperGuards.of(fakes.shapes, fakes.symbols, trace.branches, fakes.sizes)
-    captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried)
+    unread = _unread_leaves(program, fakes, carried)
+    numbers = list(zip(_numbers_of(call, carried), fakes.symbols, strict=True))
+    symbols = [symbol for name, symbol in numbers if name not in unread]
+    guards = HyperGuards.of(fakes.shapes, symbols, trace.branches, fakes.sizes)
+    captured = bind_outputs(program, trace.final, call.slots, guards, constants, carried.without(unread))
     captured.cleared_first = trace.cleared_first
     captured.live = found is not None
     captured.sizes, captured.fixed_sizes = fakes.sizes, fakes.sizes.fixed(fakes.shapes, fakes.symbols)
-    numbers = zip(_numbers_of(call, carried), fakes.hyper_parameters, fakes.symbols, strict=True)
     captured.fixed = {
         name: number.node.hint
-        for name, number, symbol in numbers
+        for (name, symbol), number in zip(numbers, fakes.hyper_parameters, strict=True)
         if symbol is not None and is_fixed(fakes.shapes, symbol)
     }
     _describe_origins(program)
@@ -82,6 +85,15 @@ def capture(
     return captured, reads
 
 
+def _unread_leaves(program: Program, fakes: Fakes, carried: Carried) -> set[str]:
+    """The numbers among the arguments that no op reads, and no condition."""
+    asked = set().union(*(guard.expr.free_symbols for guard in fakes.shapes.guards))
+    symbols = dict(zip(carried.leaves, fakes.symbols[len(fakes.symbols) - len(carried.leaves) :], strict=True))
+    pairs = zip(program.placeholders, program.inputs, strict=True)
+    used = {declared.name for node, declared in pairs if declared.role is Role.HYPER_PARAMETER and node.users}
+    return {name for name, symbol in symbols.items() if name not in used and symbol not in asked}
+
+
 def _traced_with_live_numbers(
     function: Callable[..., Any], call: Call, known: Carried, live: Carried, sizes: TracedSizes
 ) -> tuple[Trace, fx.GraphModule] | None:
@@ -90,18 +102,33 @@ def _traced_with_live_numbers(
     Code can see that a symbol is no int (``isinstance``), so the graph for the values is traced, too, and compared.
     """
     taken = {*_names(call), *live.leaves, *(site.name for site in known.numbers)}
+    candidates = [live, replace(live, unread=())] if live.unread else [live]
+    for each in candidates:
+        found = _traced_with(function, call, known, each.with_names_unlike(taken), sizes) if each else None
+        if found:
+            return found
+    return None
+
+
+def _traced_with(
+    function: Callable[..., Any], call: Call, known: Carried, live: Carried, sizes: TracedSizes
+) -> tuple[Trace, fx.GraphModule] | None:
     try:
-        trace, first = _traced(function, call, known | live.with_names_unlike(taken), sizes)
+        trace, first = _traced(function, call, known | live, sizes)
     except LogsFound:
         raise
     except Exception:
         return None  # if it is the user's own error, the step raises it again
-    _, constant = _traced(function, call, known, sizes)
+    _, constant = _traced(function, call, known, sizes, trace.number_arguments)
     return (trace, first) if computes_the_same(first.graph, constant.graph) else None
 
 
 def _traced(
-    function: Callable[..., Any], call: Call, carried: Carried, sizes: TracedSizes
+    function: Callable[..., Any],
+    call: Call,
+    carried: Carried,
+    sizes: TracedSizes,
+    number_arguments: Collection[int] = (),
 ) -> tuple[Trace, fx.GraphModule]:
     """Trace, again with more carried for as long as the step reads and writes Python state that is no input yet.
 
@@ -114,7 +141,7 @@ def _traced(
     while True:
         call.count(carried.counters)
         reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
-        trace = Trace(function, call, Fakes.of(call, carried, sizes), reads, carried, lifts_anywhere=lifts_anywhere)
+        trace = Trace(function, call, Fakes.of(call, carried, sizes), reads, carried, number_arguments, lifts_anywhere)
         try:
             return trace, trace.graph_module()
         except LogsFound:

@@ -24,6 +24,7 @@ from passes.ir.origin import Origin
 
 from .._torch import (
     FakeTensor,
+    HigherOrderOperator,
     TorchDispatchMode,
     current_autograd_node,
     get_proxy_mode,
@@ -41,7 +42,7 @@ from ..python_state.reads import Reads
 from ..source_lines import user_line
 from .checkpointing import Recomputed, recomputing
 from .tensor_attributes import check_outside
-from .unsupported import Refused, check_op
+from .unsupported import Refused, check_op, refuse_regions
 
 _TORCH_OPS = {"aten", "prim", "prims"}
 
@@ -57,6 +58,8 @@ class _Forward:
 
 class Recorder(TorchDispatchMode):
     """Writes an ``Origin`` to every node that ``make_fx`` adds while this mode is on."""
+
+    supports_higher_order_operators = True  # they come here to be refused in a sentence
 
     def __init__(self, module_names: dict[int, str], reads: Reads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,6 +80,8 @@ class Recorder(TorchDispatchMode):
         self._hooks: list[Any] = []  # our hooks on them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            refuse_regions(func)
         # The shape function of a user's op is code of the user's.
         inside_torch = func.namespace in _TORCH_OPS and all(kind is FakeTensor for kind in types)
         with self._reads.unwatched() if inside_torch else nullcontext():

@@ -26,6 +26,7 @@ from passes.analysis.structural_keys import is_commutative, operands, structural
 from ..call.call import Call
 from ..call.tree import paths_of
 from ..ranks.consensus import AllGatherText
+from ..ranks.equal_values import bytes_of
 from .captured import Captured, FromOutput
 
 
@@ -121,8 +122,7 @@ def _constant_ids(captured: Captured) -> list[str]:
 
 
 def _bytes_digest(constant: torch.Tensor) -> str:
-    values = constant.detach().resolve_conj().cpu().contiguous().flatten()
-    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(bytes_of(constant.cpu()).numpy().data).hexdigest()
 
 
 def _output_ids(captured: Captured) -> list[str]:

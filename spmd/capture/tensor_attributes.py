@@ -47,8 +47,17 @@ def constant_attributes(
     if not constants and not anywhere:
         yield frozenset()
         return
-    with _LiftConstants(constants, reads if anywhere else None):
-        yield None if anywhere else frozenset(constants)
+    with _LiftConstants(constants, reads if anywhere else None) as lifting:
+        _active.append(lifting)
+        try:
+            yield None if anywhere else frozenset(constants)
+        finally:
+            _active.pop()
+
+
+def is_users(constant: Tensor) -> bool:
+    """Whether a constant of the trace is a tensor of the user's, whose elements may be others in a later call."""
+    return any(id(constant) in each.constants for each in _active)
 
 
 def check_outside(func: Any, args: Sequence[Any], constants: frozenset[int]) -> None:
@@ -136,3 +145,6 @@ class _LiftConstants(TorchDispatchMode):
             f"it may write into {name} ({func}), which is no buffer of a module. Put a new tensor there instead, "
             "or register a buffer in a module."
         )
+
+
+_active: list[_LiftConstants] = []

@@ -8,7 +8,8 @@ parameter groups, torch's compiling flag) is restored, also when tracing raises.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -48,11 +49,13 @@ from .provenance import Recorder
 from .set_data import SetDataCopies
 from .state_branches import Branch, StateBranches
 from .swap_state import StateSwap
-from .symbolic_minmax import symbolic_min_and_max
+from .symbolic_math import symbolic_math
 from .tensor_attributes import constant_attributes
 from .values.ctc_loss import LengthsAsTensors
+from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
+from .values.unread import Unread
 
 
 @dataclass
@@ -64,14 +67,16 @@ class Trace:
     fakes: Fakes
     reads: Reads
     carried: Carried
+    number_arguments: Collection[int] = ()  # which calls take numbers as they are; see ``NumberArguments``
+    lifts_anywhere: bool = False  # whether tensors that are no arguments, wherever the step reads them, are constants
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
-    lifts_anywhere: bool = False  # whether tensors that are no arguments, wherever the step reads them, are constants
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient the step clears before it reads it
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
     _caches_casts: bool = True
     _modes: tuple[Any, ...] = ()  # function modes of the user's around the call
     _numbers: dict[str, Any] = field(default_factory=dict)  # symbols of arguments, by name
+    _unread: list[weakref.ref[Unread]] = field(default_factory=list)
     _pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (name, tensor, its fake)
 
     def graph_module(self) -> fx.GraphModule:
@@ -79,7 +84,10 @@ class Trace:
         self._caches_casts = torch.is_autocast_cache_enabled()  # make_fx turns it off
         self._modes = function_modes()  # it has some of its own
         with use_lazy_graph_module(True):
-            return make_fx(self._run, decomposition_table=first_trace_table(), tracing_mode="fake")(*self.fakes.flat)
+            made = make_fx(self._run, decomposition_table=first_trace_table(), tracing_mode="fake")(*self.fakes.flat)
+        if any(reference() is not None for reference in self._unread):
+            raise TypeError("the step keeps or returns a text among its arguments")
+        return made
 
     def _run(self, *flat: Any) -> list[Any]:
         names = {id(module): name for name, module in self._submodules()}
@@ -102,6 +110,7 @@ class Trace:
             stack.enter_context(refuse_other_generators())
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(LengthsAsTensors())
+            self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())
             cleared = stack.enter_context(ClearedGradients(swap.fake_of))
             stack.enter_context(cleared.watch_zero_grad())
@@ -157,6 +166,9 @@ class Trace:
                 journal = self.reads.journals.by_id[id(leaf.value.container)]
                 journal.arguments.append((leaf.name, leaf.value.path))
                 return journal.stand_in
+            if leaf.name in self.carried.unread:
+                self._unread.append(weakref.ref(unread := Unread(leaf.name)))
+                return unread
             return self._numbers.get(leaf.name, self.reads.refusals.stand_in(leaf.value, leaf.name) or leaf.value)
 
         return list(map(stand_in, self.call.arguments.leaves))
@@ -205,7 +217,7 @@ def _torch_settings() -> Iterator[None]:
         eager_selective_checkpoint(),
         unchecked_distributions(),
         no_causal_mask_detection(),
-        symbolic_min_and_max(),
+        symbolic_math(),
         _without_mkldnn(),
         torch.autograd.set_multithreading_enabled(False),
     ):

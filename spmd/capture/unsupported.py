@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+
+from passes.ir.schemas import schema
 
 from .._torch import (
     COLLECTIVE_NAMESPACES,
@@ -57,6 +59,33 @@ def check_results(leaves: Sequence[Any]) -> None:
             )
 
 
+def refuse_regions(func: Any) -> NoReturn:
+    """Raise ``Refused`` for an operator that takes functions of the step, such as ``torch.cond``."""
+    name = func.name()
+    raise Refused(
+        f"it calls {_REGIONS.get(name, name)}, which takes a function to call: a program has no regions. "
+        + _INSTEAD.get(name, "Write the function's body in the step, or replace the submodule through spmd.Override.")
+    )
+
+
+_REGIONS = {
+    "cond": "torch.cond",
+    "map_impl": "torch's map",
+    "while_loop": "torch's while_loop",
+    "scan": "torch's scan",
+    "associative_scan": "torch's associative_scan",
+    "flex_attention": "flex_attention",
+}
+_INSTEAD = {
+    "cond": "Compute both branches and select with torch.where, or decide in Python, outside of the step.",
+    "map_impl": "Use torch.vmap, or a loop in Python over x.unbind(0).",
+    "while_loop": "Loop in Python, as often as a number or a shape says.",
+    "scan": "Loop in Python over xs.unbind(0), or use torch.cumsum or torch.cumprod.",
+    "associative_scan": "Loop in Python over xs.unbind(0), or use torch.cumsum or torch.cumprod.",
+    "flex_attention": "Use F.scaled_dot_product_attention with an attn_mask.",
+}
+
+
 def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
     """Raise ``Refused`` if a compiled step cannot have this op."""
     if func in _OF_ONE_DTYPE:
@@ -73,6 +102,8 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
             f"it communicates itself ({func}), but a compiled step is written as for one device that holds the whole "
             "batch, and spmd adds the communication. Leave it out."
         )
+    if func.overloadpacket is torch.ops.aten._fused_moving_avg_obs_fq_helper:
+        _check_observer(func, args)
     for tensor in tree_flatten(result)[0]:
         if isinstance(tensor, torch.Tensor) and not all(map(is_known, tensor.shape)):
             raise Refused(
@@ -85,6 +116,19 @@ def check_op(func: Any, args: Sequence[Any], result: Any) -> None:
                 f"{func} makes a {kind} tensor, which cannot be split over ranks. Use a dense one (of an "
                 "nn.Embedding, sparse=False), or replace the submodule through spmd.Override."
             )
+
+
+def _check_observer(func: Any, args: Sequence[Any]) -> None:
+    """Refuse an observer per channel whose statistics have no entry per channel yet: its kernel alone resizes them."""
+    given = dict(zip(schema(func).names, args, strict=False))
+    if not given.get("per_row_fake_quant"):
+        return
+    channels = given["self"].shape[given["ch_axis"]]
+    if any(given[name].numel() != channels for name in ("running_min", "running_max", "scale", "zero_point")):
+        raise Refused(
+            f"{func} resizes its statistics to one entry for each of {channels} channels, and state keeps its shape "
+            "from call to call. Run the model once before the first step, under torch.no_grad()."
+        )
 
 
 def _shape(tensor: torch.Tensor) -> str:

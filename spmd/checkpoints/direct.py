@@ -18,6 +18,8 @@ from types import TracebackType
 
 import torch
 
+from ..ranks.equal_values import bytes_of
+
 _BLOCK = 4096  # of which lengths and addresses are multiples, on every disk; a page is no smaller
 _BUFFER = 2_097_152
 DTYPES = {  # what safetensors files hold, under their names there
@@ -55,8 +57,7 @@ def save_file(
     with _DirectFile(path) as file:
         file.write(_bytes_of(_header(wide_first, metadata)))
         for name, tensor in wide_first:
-            values = (read(name) if read else tensor).cpu()
-            file.write(values.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8))
+            file.write(bytes_of((read(name) if read else tensor).cpu()))
 
 
 def _header(tensors: list[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:

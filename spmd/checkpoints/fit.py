@@ -13,6 +13,7 @@ from .objects import Objects, has_state
 from .optimizers import check_groups
 from .schedulers import regrouped
 from .stored import Stored
+from .trees import is_expanded
 
 _SHOWN = 20
 
@@ -84,6 +85,8 @@ def _differences(path: str, live: torch.Tensor, stored: torch.Tensor, strict: bo
         return [f"{path}: shape {list(stored.shape)} in the checkpoint, {list(live.shape)} here"]
     if live.dtype != stored.dtype and strict:
         return [f"{path}: {stored.dtype} in the checkpoint, {live.dtype} here"]
+    if is_expanded(live):
+        return [f"{path}: expanded here, elements share memory: make it with .expand(...).clone()"]
     return []
 
 

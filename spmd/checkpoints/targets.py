@@ -18,7 +18,7 @@ from ..placements import local_shape
 from ..ranks.world import describe as describe_mesh
 from ..state.distribute import as_dtensor
 from .objects import Objects
-from .trees import map_leaves
+from .trees import is_expanded, map_leaves
 
 
 @dataclass
@@ -92,7 +92,7 @@ def _like(other: Any, like: torch.Tensor, device: torch.device | str = "cpu", *,
     """``other`` itself if it ``is_live`` and fits, else an empty tensor that is placed in the same way."""
     if not isinstance(other, torch.Tensor) or other.shape != like.shape:
         return torch.empty_like(like, device=device)
-    if is_live and other.dtype == like.dtype:
+    if is_live and other.dtype == like.dtype and not is_expanded(other):
         return other.detach()
     if not isinstance(other, DTensor):
         return torch.empty_like(like, device=other.device)

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch import local_tensor
+from ..ranks.equal_values import bytes_of
 from .direct import DTYPES
 
 # What safetensors files hold. Other tensors stay among the values, and so do plain tensors without dims, such as the
@@ -43,6 +44,11 @@ def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 def is_meta(leaf: Any) -> bool:
     """Whether a leaf of a tree is a tensor without values."""
     return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, which nothing can be read into."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def goes_to_file(leaf: Any) -> bool:
@@ -100,5 +106,5 @@ def checksum(tensor: torch.Tensor) -> int:
     local = local_tensor(tensor.detach())
     if local.layout is not torch.strided:
         return zlib.crc32(repr(local).encode())
-    values: Any = local.cpu().contiguous().flatten().view(torch.uint8).numpy()
+    values: Any = bytes_of(local.cpu()).numpy()
     return zlib.crc32(values)

@@ -20,6 +20,7 @@ from ..call.state import Arguments
 from ..lowering.arenas import Arenas
 from ..lowering.codegen import is_taken
 from ..lowering.lower import lower
+from ..lowering.regions import CompiledRegions
 from ..state.commit import Commit
 
 
@@ -49,13 +50,15 @@ class PendingUpdate:
 class DeferredUpdate:
     """The three programs, lowered, and what is pending between two calls."""
 
-    def __init__(self, programs: Deferred, arenas: Arenas, commit: Commit) -> None:
+    def __init__(
+        self, programs: Deferred, arenas: Arenas, commit: Commit, regions: CompiledRegions | None = None
+    ) -> None:
         self.programs, self._commit = programs, commit
         self.pending: PendingUpdate | None = None
         self.is_lost = False  # whether a call failed that was to run a pending update
         self.last: Program | None = None  # the program that was run last
         by_name = programs.programs().values()
-        self._first, self._steady, self._finish = (lower(each, "aten", arenas, commit) for each in by_name)
+        self._first, self._steady, self._finish = (lower(each, arenas, commit, regions) for each in by_name)
         kinds = [output.kind for output in programs.first.outputs]
         self._results = len([kind for kind in kinds if kind in (OutputKind.RESULT, OutputKind.NEW)])
         inputs = list(zip(programs.finish.placeholders, programs.finish.inputs, strict=True))

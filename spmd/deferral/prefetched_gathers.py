@@ -21,6 +21,8 @@ from passes.prefetch import Prefetched
 
 from ..lowering.arenas import Arenas
 from ..lowering.lower import lower
+from ..lowering.regions import CompiledRegions
+from ..ranks.equal_values import bytes_of
 from ..state.commit import Commit
 
 _IN_VAIN = 8  # calls in a row, on which no more is started for the next one
@@ -57,11 +59,18 @@ class InFlight:
 class PrefetchedGathers:
     """The programs that use what the call before has started, lowered, beside the whole program of the same step."""
 
-    def __init__(self, programs: Prefetched, in_flight: InFlight, arenas: Arenas, commit: Commit) -> None:
+    def __init__(
+        self,
+        programs: Prefetched,
+        in_flight: InFlight,
+        arenas: Arenas,
+        commit: Commit,
+        regions: CompiledRegions | None = None,
+    ) -> None:
         self.programs, self.in_flight = programs, in_flight
         in_flight.in_vain = 0
         self._sent, self._start, self._steady = (
-            lower(each, "aten", arenas, commit) for each in (programs.sent, programs.start, programs.steady)
+            lower(each, arenas, commit, regions) for each in (programs.sent, programs.start, programs.steady)
         )
         state = [(each.name, each.shape, each.dtype) for each in programs.start.inputs if each.role.is_state]
         moved = [(each.shape, each.dtype) for each in programs.start.outputs]
@@ -129,7 +138,7 @@ def _drop_all() -> None:
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same bits: a NaN equals itself, and -0.0 is not 0.0."""
-    flat = [each.contiguous().flatten().view(torch.uint8) for each in (one, other)]
+    flat = [bytes_of(each) for each in (one, other)]
     if all(each.numel() % 8 == 0 and each.storage_offset() % 8 == 0 for each in flat):
         flat = [each.view(torch.int64) for each in flat]  # seven times as fast
     return one.shape == other.shape and torch.equal(*flat)

@@ -35,12 +35,15 @@ MESHES = (
     {"dp": 3},
     {"dp": 4},
     {"dp": 2, "tp": 2},
+    {"tp": 2, "x": 2},  # with ``AXES``
     {"replicate": 2, "shard": 2},
     {"dp": 1, "tp": 2},
     {"dp": 2, "tp": 1},
     {"replicate": 1, "shard": 3},
     {"dp": 1},
 )
+
+AXES = '{"batch": "x", "tensor": "tp"}'  # roles of a mesh whose first axis does not split the batch
 
 # Annotations of a layer ``{m}``, in the place of a style.
 ANNOTATIONS = (

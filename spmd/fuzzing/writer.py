@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..call.rng import random_state_kept
 from .choices import Choices, Gene
 from .forward import Forward
-from .modes import ANNOTATIONS, MESHES, PLACED, ROUNDED, STYLES, pipelines
+from .modes import ANNOTATIONS, AXES, MESHES, PLACED, ROUNDED, STYLES, pipelines
 from .plain_run import can_be_verified
 from .script import Script
 from .training import CHANGES, LOSSES, OPTIMIZERS, PARAMETERS, RESULTS, TRAININGS
@@ -143,8 +143,9 @@ def _compile(gene: Gene, forward: Forward, script: Script) -> None:
     """A mode that fits the mesh."""
     kind = gene.of("style style style annotations placed style rounded inputs".split())
     placed = _placed(gene, forward, script)
-    if list(script.mesh) == ["dp", "tp"]:
-        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}, params={placed})"
+    if len(script.mesh) == 2 and "tp" in script.mesh:
+        axes = f", axes={AXES}" if "x" in script.mesh else ""
+        script.options = f"parallel_mode=spmd.DataParallel({gene.of(STYLES)}{axes}, params={placed})"
     elif kind == "annotations":
         script.annotations = _annotations(gene, forward)
     elif kind == "placed":
@@ -163,8 +164,8 @@ def _compile(gene: Gene, forward: Forward, script: Script) -> None:
 
 
 def _placed(gene: Gene, forward: Forward, script: Script) -> str:
-    """Placements of some parameters over the last axis, by name."""
-    axis = list(script.mesh)[-1]
+    """Placements of some parameters, by name: over the axis of tensor parallelism, if there is one."""
+    axis = "tp" if "tp" in script.mesh else list(script.mesh)[-1]
     parameters = [(name, p.ndim) for name, p in forward.model.named_parameters() if p.ndim]
     chosen = {}
     for _ in range(gene.of((1, 2, 3)) if parameters else 0):

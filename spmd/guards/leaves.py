@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -69,16 +71,21 @@ class Leaves:
         arguments: Arguments,
         state: Sequence[tuple[str, Any]] = (),
         live: Collection[str] = (),
+        unread: Collection[str] = (),
         named: frozenset[str] = frozenset(),
     ) -> Leaves:
         """The leaves now. ``state``: (name, spec) of each state tensor; ``live``: names of numbers of any value.
 
-        ``named``: the attributes of tensors that count.
+        ``unread``: those of numbers and texts that nothing reads; ``named``: the attributes of tensors that count.
         """
         position = {name: k for k, (name, _) in enumerate(state)}
         names, values = [leaf.name for leaf in arguments.leaves], [leaf.value for leaf in arguments.leaves]
         expected = [
-            AnyNumber(type(value)) if name in live else expectation(value, named)
+            AnyNumber(type(value))
+            if name in live
+            else AnyValue(type(value))
+            if name in unread
+            else expectation(value, named)
             for name, value in zip(names, values, strict=True)
         ]
         not_state = [
@@ -136,6 +143,13 @@ class Leaves:
         pairs = zip(self.expected, arguments.leaves, strict=True)
         return {leaf.name: leaf.value != was for was, leaf in pairs if can_be_live(was, leaf.value)}
 
+    def changed_texts(self, arguments: Arguments) -> dict[str, bool]:
+        """The texts among the arguments by name, each with whether it is another now."""
+        if arguments.spec != self.spec:
+            return {}
+        pairs = zip(self.expected, arguments.leaves, strict=True)
+        return {leaf.name: leaf.value != was for was, leaf in pairs if is_text(was) and type(leaf.value) is type(was)}
+
     def tensor_names(self) -> list[str]:
         """The names of the tensor arguments that are no state."""
         return [name for name, spec in zip(self.names, self.expected, strict=True) if isinstance(spec, TensorSpec)]
@@ -177,6 +191,18 @@ class AnyNumber:
     kind: type
 
 
+@dataclass(frozen=True)
+class AnyValue:
+    """Any value of a type: nothing reads it."""
+
+    kind: type
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is one that is not compared if nothing reads it: a string, bytes or a path."""
+    return isinstance(value, (str, bytes, PurePath)) and not isinstance(value, enum.Enum)
+
+
 def can_be_live(before: Any, now: Any) -> bool:
     """Whether a number may be read anew at each call: an int or a float both times, and within bounds."""
     if type(now) not in (int, float) or type(before) is not type(now):
@@ -204,7 +230,7 @@ def describe(expected: Any) -> str:
         attached = f", with {described(expected.attached)}" if expected.attached else ""
         dtype = str(expected.dtype).removeprefix("torch.")
         return f"{dtype}{list(expected.shape)} on {expected.device}{grad}{attached}"
-    if isinstance(expected, AnyNumber):
+    if isinstance(expected, (AnyNumber, AnyValue)):
         return f"any {expected.kind.__name__}"
     return type(expected).__name__ if isinstance(expected, (nn.Module, torch.optim.Optimizer)) else repr(expected)
 
@@ -238,6 +264,8 @@ def _check(expected: Any) -> Callable[[Any], bool]:
         return expected.matches
     if isinstance(expected, AnyNumber):
         return lambda value: type(value) is expected.kind and can_be_live(value, value)
+    if isinstance(expected, AnyValue):
+        return lambda value: type(value) is expected.kind
     if isinstance(expected, StateRef):
         return lambda value: isinstance(value, torch.Tensor)
     if isinstance(expected, Settings):

@@ -2,16 +2,26 @@
 
 The value of a node is *fixed* if it is the same tensor object at every call, as long as state keeps its address: an
 input that is state, a view of a fixed tensor, and the result of an op that writes into a fixed tensor. Fixed views are
-made once, when the graph is bound to state. The rest runs at every call, as the inner one of two generated functions::
+made once, when the graph is bound to state. The rest runs at every call, as the inner ones of three generated
+functions::
 
     def bind(weight):
         t = torch.t(weight)
-        def run(x):
+        def gradients(x):
             mm = torch.mm(x, t)
             ...
-        return run
+            return [gradient]
+        def update(handed):
+            [gradient] = handed
+            handed.clear()
+            add_ = weight.add_(gradient)
+            ...
+        return gradients, update
 
-It is bound anew when a state tensor is another object, or has another address.
+``update`` begins with the first write to an input. What lives on from the first half is handed over in a list, which
+``update`` empties, so that values end where they did. Between the halves, and in neither of them, ``Bound`` waits for
+the other ranks and for background reads of state: each half can be captured whole. The code is bound anew when a state
+tensor is another object, or has another address.
 
 On a GPU the code issues what ``passes/schedule/streams.py`` lists, once that was proven free of races.
 """
@@ -24,7 +34,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count, takewhile
 from operator import is_
 from typing import Any
 
@@ -36,6 +46,8 @@ from passes.analysis.aliases import escaping, is_view, storages
 from passes.analysis.out_variants import is_constant
 from passes.ir.collectives import WAIT, is_collective, is_wait
 from passes.ir.effects import mutates, written
+from passes.ir.region import Region, region_of
+from passes.ir.region import regions as find_regions
 from passes.ir.schemas import schema
 from passes.runtime.arena import reserve, view_at, whole
 from passes.runtime.host_memory import wait_copy
@@ -52,12 +64,16 @@ from ..state.bound_programs import track
 from .arenas import Arenas
 from .bindings import direct
 from .clock import Clock
+from .regions import CompiledRegion, CompiledRegions
 from .stream_lines import StreamLines, allocation, writer
 
 aten = torch.ops.aten
 
 _number = count()
 _pointer = torch.Tensor.data_ptr
+
+Halves = tuple[Callable[..., Any], Callable[[list[Any]], Any] | None]
+"""``gradients(*given) -> handed`` and ``update(handed) -> results``; without a write the first returns the results."""
 
 
 class Bound:
@@ -72,26 +88,29 @@ class Bound:
         arenas: Arenas | None = None,
         commit: Callable[[], None] | None = None,
         clock: Clock | None = None,
+        regions: CompiledRegions | None = None,
         device: DeviceStreams | None = None,
     ) -> None:
-        """``commit`` is called before the first node that writes to state; ``clock`` ticks after each node.
+        """``commit`` is called between the halves, before the first write; ``clock`` ticks after each node.
 
-        ``device``: has the streams, for a program that runs on several. Raises ``PassError`` if it has a race there.
+        ``regions``: what a backend made of the program's regions, which it makes now. ``device``: has the streams, for
+        a program that runs on several. Raises ``PassError`` if it has a race there.
         """
+        self.regions = regions
         self.arenas = arenas or Arenas()
         self.arenas.users.add(self)
-        stays = [
-            is_fixed(node, declared.role) for node, declared in zip(program.placeholders, program.inputs, strict=True)
-        ]
+        stays = [is_fixed(node, declared) for node, declared in zip(program.placeholders, program.inputs, strict=True)]
         self._fixed = [k for k, each in enumerate(stays) if each]
         self._given = [k for k, each in enumerate(stays) if not each]
-        self.clock, text = clock, _Writer(program, self._fixed, self._given, self.arenas, commit, clock)
+        self.clock, text = clock, _Writer(program, self._fixed, self._given, self.arenas, clock)
+        if regions is not None:
+            text.regions = {region: regions.compiled(region) for region in find_regions(program.graph).values()}
         self.device = None
         if runs_on_streams(program):
             self.device = device or DeviceStreams(device_of(program))
             text.run_on(self.device)
         self._bind, source = text.function()
-        self._timed = text.timed
+        self._timed, self._written, self._commit = text.timed, text.written, commit
         self._forget_source = weakref.finalize(self, linecache.cache.pop, source, None)
         self._forget_source.atexit = False
         self.release()
@@ -107,42 +126,63 @@ class Bound:
         """Hold on to no state; the next call binds anew."""
         self._state: list[torch.Tensor] = []
         self._addresses: list[int] | None = None
-        self._run: Callable[..., Any] | None = None
+        self._halves: Halves | None = None
 
     def state(self) -> list[torch.Tensor]:
         """The state that it is bound to."""
         return self._state
 
-    def __call__(self, *inputs: Any) -> Any:
-        """What the graph returns."""
+    def halves(self, *inputs: Any) -> Halves:
+        """The two functions, bound to the state among ``inputs``."""
         state = [inputs[k] for k in self._fixed]
         addresses = list(map(_pointer, state))
-        run = self._run  # another thread, whose step is compiled, may let go of it meanwhile
-        if run is None or addresses != self._addresses or not all(map(is_, state, self._state)):
+        halves = self._halves  # another thread, whose step is compiled, may let go of it meanwhile
+        if halves is None or addresses != self._addresses or not all(map(is_, state, self._state)):
             self.release()
-            run = self._bind(*state)
-            self._run, self._state, self._addresses = run, state, addresses
+            halves = self._bind(*state)
+            self._halves, self._state, self._addresses = halves, state, addresses
+        return halves
+
+    def given(self, *inputs: Any) -> list[Any]:
+        """The inputs that the first half takes, which may be others at each call."""
+        return [inputs[k] for k in self._given]
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the graph returns."""
+        gradients, update = self.halves(*inputs)
         if self.clock is not None:
             self.clock.restart()
         try:
-            return run(*[inputs[k] for k in self._given])
+            handed = gradients(*[inputs[k] for k in self._given])
+            if update is None:
+                return handed
+            self.before_update(*inputs)
+            return update(handed)
         except BaseException:
             if self.device is not None:
                 self.device.join()
             raise
+
+    def before_update(self, *inputs: Any) -> None:
+        """Wait until state may be written: for all ranks, and for a save that reads it in the background."""
+        if self._commit is not None:
+            self._commit()
+        if READS.is_active:
+            READS.wait(*(inputs[k] for k in self._written))
 
     def seconds(self) -> dict[str, float]:
         """How long each node of the last call took, by its name; of those that run at each call."""
         return self.clock.seconds(self._timed) if self.clock is not None else {}
 
 
-def _closed(*state: torch.Tensor) -> Callable[..., Any]:
+def _closed(*state: torch.Tensor) -> Halves:
     raise AssertionError("a program whose model is gone was called")
 
 
-def is_fixed(node: fx.Node, role: Role) -> bool:
+def is_fixed(node: fx.Node, declared: Input) -> bool:
     """Whether an input is a tensor that outlives a call."""
-    return (role.is_state or role is Role.CONSTANT) and isinstance(node.meta.get("val"), torch.Tensor)
+    outlives = declared.role.is_state or declared.role is Role.CONSTANT or bool(declared.numbers)
+    return outlives and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_taken(node: fx.Node, declared: Input) -> bool:
@@ -154,7 +194,7 @@ def is_taken(node: fx.Node, declared: Input) -> bool:
 
 
 class _Writer:
-    """Writes the two functions, node by node."""
+    """Writes the three functions, node by node. ``written``: the positions of the state that ``update`` writes to."""
 
     def __init__(
         self,
@@ -162,10 +202,9 @@ class _Writer:
         fixed: Sequence[int],
         given: Sequence[int],
         arenas: Arenas,
-        commit: Callable[[], None] | None,
         clock: Clock | None,
     ) -> None:
-        self.program, self.arenas, self.commit = program, arenas, commit
+        self.program, self.arenas = program, arenas
         self.tick, self.timed = clock.tick if clock else None, list[str]()  # the names of nodes, in order
         self.constants = _constants(program.graph)
         self.scope: dict[str, Any] = {}  # values that the text refers to by name: functions, dtypes, modules
@@ -178,8 +217,11 @@ class _Writer:
         inputs = zip(placeholders, program.inputs, strict=True)
         self.taken = [node for node, declared in inputs if is_taken(node, declared)]
         self.done_once: list[str] = []
-        self.each_call: list[str] = []
+        self.each_call: list[str] = []  # the lines of the half that is being written
+        self.gradients: list[str] | None = None  # those of the first half, once the second has begun
+        self.written: list[int] = []
         self.lines: StreamLines | None = None
+        self.regions: dict[Region, CompiledRegion] = {}
 
     def run_on(self, device: DeviceStreams) -> None:
         """Write code that runs on the streams of ``device``."""
@@ -189,18 +231,19 @@ class _Writer:
         self.lines = StreamLines(memory, streams, device, self._name)
         self.done_once += self.lines.prepare()
 
-    def function(self) -> tuple[Callable[..., Callable[..., Any]], str]:
-        """``bind(*fixed inputs) -> run``, with ``run(*other inputs)``; and the name of its file in ``linecache``."""
+    def function(self) -> tuple[Callable[..., Halves], str]:
+        """``bind(*fixed inputs)``, which returns the halves; and the name of its file in ``linecache``."""
         dying = _last_uses(self.program.graph, self.lines.freed if self.lines is not None else set())
         writes = writes_to_inputs(self.program)
-        first = next(iter(writes), None) if self.commit else None
+        first: Any = next(iter(writes), None)
+        to = set(chain.from_iterable(writes.values()))
+        self.written = [k for k, node in enumerate(self.program.placeholders) if node in to & self.fixed]
         self._detach()
         self.each_call += [f"{self.names[node]} = {self.names[node]}.pop()" for node in self.taken]
         for node in self.program.graph.nodes:
-            before = len(self.each_call)
             if node is first:
-                self.each_call.append(f"{self._name(self.commit)}()")
-            self._wait_for_reads(writes.get(node, ()))
+                self._begin_update(first)
+            before = len(self.each_call)
             if self.lines is not None:
                 self.each_call += self.lines.before(node, self.names, self.fixed)
             if node.op not in ("placeholder", "output"):
@@ -216,6 +259,16 @@ class _Writer:
         self._return()
         return _compiled(self._text(), self.scope)
 
+    def _begin_update(self, first: fx.Node) -> None:
+        """Hand over what has a name at the end of the first half; write the second one from here on."""
+        dead = {name for line in self.each_call if line.startswith("del ") for name in line[4:].split(", ")}
+        nodes = takewhile(lambda node: node is not first, self.program.graph.nodes)
+        named = ["compute"] if self.lines is not None and self.lines.has_begun else []
+        named += [self.names[node] for node in nodes if node not in self.fixed]
+        handed = f"[{', '.join(name for name in named if name not in dead)}]"
+        self.gradients = [*self.each_call, f"return {handed}"]
+        self.each_call = [f"{handed} = handed", "handed.clear()"]
+
     def _detach(self) -> None:
         """Compute with detached state, so that autograd sees none of it; the state itself is returned.
 
@@ -225,12 +278,6 @@ class _Writer:
         for node, name in self.given_names.items():
             self.names[node] = f"{name}data"
             self.done_once.append(f"{name}data = {self._name(torch.Tensor.detach)}({name})")
-
-    def _wait_for_reads(self, inputs: Iterable[fx.Node]) -> None:
-        """State that a save reads in the background is not written before that."""
-        state = [self.given_names[node] for node in inputs if node in self.given_names]
-        if state:
-            self.each_call.append(f"if {self._name(READS)}.is_active: {self._name(READS)}.wait({', '.join(state)})")
 
     def _write(self, node: fx.Node) -> None:
         line = f"{self.names[node]} = {self._call(node)}{_comment(node)}"
@@ -311,6 +358,8 @@ class _Writer:
 
     def _function(self, node: fx.Node) -> Callable[..., Any]:
         """The function that computes a node; a functional collective of torch through ours, which says who is lost."""
+        if (region := region_of(node)) is not None:
+            return self.regions.get(region, region)
         out_variant = OUT_VARIANTS.get(node.target)
         return direct(node) if out_variant is None else partial(_into_new, out_variant, node.meta["val"])
 
@@ -344,7 +393,11 @@ class _Writer:
 
     def _text(self) -> str:
         bound, given = [", ".join(self.names[node] for node in each) for each in self.arguments]
-        inner = [f"def run({given}):", *(f"    {line}" for line in self.each_call), "return run"]
+        first = self.each_call if self.gradients is None else self.gradients
+        inner = [f"def gradients({given}):", *(f"    {line}" for line in first)]
+        if self.gradients is not None:
+            inner += ["def update(handed):", *(f"    {line}" for line in self.each_call)]
+        inner.append(f"return gradients, {'update' if self.gradients is not None else None}")
         return "\n".join([f"def bind({bound}):", *(f"    {line}" for line in [*self.done_once, *inner]), ""])
 
 
@@ -425,9 +478,9 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
     return iter(found)
 
 
-def _compiled(text: str, scope: dict[str, Any]) -> tuple[Callable[..., Callable[..., Any]], str]:
+def _compiled(text: str, scope: dict[str, Any]) -> tuple[Callable[..., Halves], str]:
     file = f"<spmd program {next(_number)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
     exec(compile(text, file, "exec"), scope)
-    bind: Callable[..., Callable[..., Any]] = scope["bind"]
+    bind: Callable[..., Halves] = scope["bind"]
     return bind, file

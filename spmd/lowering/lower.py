@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from passes import OutputKind, Part, PassError, Program
+from passes import OutputKind, Part, Program
 
 from .._torch import DisableAutocast
 from ..state.background_reads import READS
@@ -16,8 +16,7 @@ from ..state.commit import Commit
 from .arenas import Arenas
 from .clock import Clock
 from .codegen import Bound
-
-Backend = Literal["aten"] | Callable[..., Any]
+from .regions import CompiledRegions
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,13 @@ class InputRef:
 class Executable:
     """Runs a program: results and new state come back, updates are written into the inputs they belong to."""
 
-    function: Callable[..., Any]
+    function: Bound
     updates: list[tuple[int, InputRef]]  # each output that is an update, and which the graph itself does not write
     returned: list[int]  # the outputs that are results or new state
     commit: Commit  # called before anything is written
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run on this rank's inputs, in the order of ``Program.inputs``; updates them in place."""
-        if not isinstance(self.function, Bound):
-            READS.wait_for_all()  # only our own code waits where it writes
         with torch.no_grad(), DisableAutocast():
             return self.finish(self.function(*inputs), inputs)
 
@@ -57,20 +54,18 @@ class Executable:
         return [outputs[k] for k in self.returned]
 
     def timed(self, program: Program, device_type: str) -> Executable:
-        """The same, which also measures each node (``Bound.seconds``); of our own backend only."""
-        assert isinstance(self.function, Bound), "step.profile refuses the backends of others"
-        return replace(self, function=Bound(program, self.function.arenas, self.commit, Clock(device_type)))
+        """The same, which also measures each node (``Bound.seconds``), a region as one."""
+        bound = self.function
+        return replace(self, function=Bound(program, bound.arenas, self.commit, Clock(device_type), bound.regions))
 
     def close(self) -> None:
         """Drop all references to state, and the generated code: the model is gone."""
         self.close_code()
-        if isinstance(self.function, Bound):
-            self.function.arenas.release()
+        self.function.arenas.release()
 
     def close_code(self) -> None:
         """Drop the generated code, and keep the arenas, which other programs use."""
-        if isinstance(self.function, Bound):
-            self.function.close()
+        self.function.close()
 
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if not self.updates:
@@ -85,26 +80,25 @@ class Executable:
             ref.of(inputs).copy_(value)
 
 
-def lower(program: Program, backend: Backend, arenas: Arenas | None = None, commit: Commit | None = None) -> Executable:
-    """Make ``program`` run: ``"aten"`` as Python (``codegen.py``), in ``arenas``; else by the backend's callable.
+def lower(
+    program: Program,
+    arenas: Arenas | None = None,
+    commit: Commit | None = None,
+    regions: CompiledRegions | None = None,
+) -> Executable:
+    """Make ``program`` run, as Python (``codegen.py``), in ``arenas``; its regions as a backend compiled them.
 
-    ``commit``: that of another program, which runs in its place.
+    ``commit``: that of another program, which runs in its place. Without ``regions`` these run op by op.
     """
     commit = commit or Commit()
-    if backend == "aten":
-        function: Callable[..., Any] = Bound(program, arenas, commit)
-    else:
-        examples = [node.meta.get("val") for node in program.placeholders]
-        function = backend(program.graph_module, examples)
-        if not callable(function):
-            raise PassError(f"expected the backend to return a callable, got {function!r}")
-    refs = _input_refs(program)
+    function = Bound(program, arenas, commit, regions=regions)
+    refs = input_refs(program)
     updates = [(k, refs[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
     returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
     return Executable(function, updates, returned, commit)
 
 
-def _input_refs(program: Program) -> dict[str, InputRef]:
+def input_refs(program: Program) -> dict[str, InputRef]:
     """Where each input is among those of a call, by name."""
     refs = {declared.name: InputRef(k) for k, declared in enumerate(program.inputs)}
     return refs | {p.input.name: InputRef(k, p) for k, i in enumerate(program.inputs) for p in i.parts}

@@ -43,6 +43,7 @@ class StreamLines:
         beside = [stream for stream in streams.streams if stream != COMPUTE]
         self._streams = {COMPUTE: "compute"} | {stream: f"stream{k}" for k, stream in enumerate(beside)}
         self._freed = _freed(memory, streams)
+        self.has_begun = False  # whether the line stands that names the stream that computes
         self.freed = {node for nodes in self._freed.values() for node in nodes}  # their names have their own lines
 
     def prepare(self) -> Iterator[str]:
@@ -77,6 +78,7 @@ class StreamLines:
     def _line(self, operation: Operation, names: dict[fx.Node, str], fixed: Collection[fx.Node]) -> Iterator[str]:
         match operation:
             case Begin(stream) if stream == COMPUTE:
+                self.has_begun = True
                 yield f"compute = {self._name(self._device)}.current()"
             case Record(stream, event):
                 yield f"event{event}.record({self._streams[stream]})"

@@ -17,6 +17,7 @@ from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Ignored
 from ..partitioner import partition
 from ..partitioner.plan import Plan
+from ..ranks.axis_roles import Roles, roles_by_position
 from ..ranks.world import as_mesh, check_fits
 from .named_placements import check_placements
 
@@ -26,7 +27,7 @@ class ParallelMode(ABC):
 
     - ``mesh``: the device mesh, None for ``spmd.world()``. ``inputs``: placements by argument name, or None; capture
       reads both, since they determine global shapes. ``input_batch_dim``: the dim along which tensors that ``inputs``
-      does not name are split over the first ``batch_axes`` axes of the mesh.
+      does not name are split over the axes of the batch (``axis_roles``).
     - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``.
     - ``units``: the modules whose parameters are communicated together, None for what passes form.
     - ``ignored``: state that ranks do not make equal; ``sync``: False if they make none equal.
@@ -34,6 +35,7 @@ class ParallelMode(ABC):
     - ``mp_policy``: the dtypes of modules without an annotation. ``offload_policy``: keeps their state in host memory.
     - ``param_init_fn``: initializes a module that is on the meta device.
     - ``defer_updates``: whether a call leaves its reductions and its update to the next one.
+    - ``names_axes``: whether the user has given roles to axes by name.
     - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
       that carry annotations.
     """
@@ -41,7 +43,6 @@ class ParallelMode(ABC):
     mesh: DeviceMesh | None = None
     inputs: Mapping[str, Any] | None = None
     input_batch_dim: int = 0
-    batch_axes: int = 1
     custom_passes: Sequence[Pass] | None = None
     ignored: Ignored | None = None
     units: ChosenUnits | None = None
@@ -51,7 +52,12 @@ class ParallelMode(ABC):
     reshard_after_forward: bool | int | None = None
     offload_policy: OffloadPolicy | None = None
     defer_updates: bool = False
+    names_axes: bool = False
     follows_annotations: bool = False
+
+    def axis_roles(self, names: Sequence[str]) -> Roles:
+        """The roles of the axes of a mesh with these names: by default the first one splits the batch."""
+        return roles_by_position(names)
 
     @abstractmethod
     def partition(self, program: Program) -> Program:

@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Input, Memory, OutputKind, Pass, Program, Role
+from passes import AxisRole, Input, Memory, Mesh, OutputKind, Pass, PlacementError, Program, Role
 from passes.analysis.repeated_blocks import blocks_of
-from passes.ir.program import replicated
+from passes.ir.program import Placements, replicated
 
-from ..annotations.apply import check_offload_policy, check_parameters, check_policy, check_reshard
+from ..annotations.apply import check_offload_policy, check_parameters, check_policy
 from ..annotations.chosen_units import Choice, chosen_units
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
 from ..partitioner.plan import Plan
+from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
+from ..ranks.world import axis_names
 from .base import PlannedMode, check_callable, check_flag
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
+from .option_groups import Gathers, Reduce, Split, Wire, check_modules
+from .sequence import SEQUENCE_DIM, sequence_cuts
 from .shares import Share, Style, check_untrained
-
-Reduce = Literal["once", "each"]
-_STYLES, _REDUCE = get_args(Style), get_args(Reduce)
-_HYBRID = ("replicate", "shard")  # axes over which the batch is split; parameters are split over the second
-_WIRE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class DataParallel(PlannedMode):
-    """Split the batch over the first axis of the mesh, and parameters over the same axis by ``parallel_style``.
+    """Split the batch over the axes of its role, by default the first one, and parameters by ``parallel_style``.
 
     - ``"replicate"``: every rank has all parameters; gradients are all-reduced (as in DDP).
     - ``"fully_shard"``: every rank has a part of each parameter, split on dim 0, unevenly if necessary; parameters are
       gathered before their first use and gradients are reduce-scattered (as in FSDP). 0-dim parameters are replicated.
     - ``"default"``: split what divides evenly on dim 0, replicate the rest.
 
-    On a mesh whose axes are called ``("replicate", "shard", ...)`` the batch is split over both of these, and
-    parameters over ``"shard"`` alone: gradients are reduce-scattered there, and their parts all-reduced over
-    ``"replicate"``.
+    ``axes`` gives roles to axes by name, ``{"batch": "dp", "tensor": "tp"}``; a role may name several axes, and an axis
+    have several roles. ``"batch"``: ranks pass other rows. ``"shard"``: styles split parameters, by default over the
+    axes of ``"batch"`` and ``"sequence"`` together. ``"tensor"``: ``params`` splits them. ``"sequence"``: the program
+    splits dim 1 of each argument that ``inputs`` does not name, if it is as long as there are ranks. Along an axis
+    without the role ``"batch"`` ranks pass equal tensors, each whole, and results are whole.
+
+    Without ``axes`` the first axis splits the batch and parameters. On a mesh whose axes are called ``("replicate",
+    "shard", ...)`` the batch is split over both of these, and parameters over ``"shard"`` alone: gradients are
+    reduce-scattered there, and their parts all-reduced over ``"replicate"``.
 
     ``reduce_gradients`` is for the gradients of micro-batches, where parameters are split: ``"once"`` accumulates them
     whole and reduces the sum, one reduce_scatter per parameter and step; ``"each"`` reduces each one and accumulates
@@ -94,8 +100,8 @@ class DataParallel(PlannedMode):
     treated as theirs asks.
 
     ``input_batch_dim``: the batch dim of every tensor argument that ``inputs`` does not name. ``inputs``: placements of
-    the other arguments, by name. Raises ``ValueError`` for an unknown style, reduction or dtype, and for options that
-    exclude each other.
+    the other arguments, by name. Raises ``ValueError`` for an unknown style, reduction, role, axis or dtype, and for
+    options that exclude each other.
     """
 
     follows_annotations = True
@@ -105,6 +111,7 @@ class DataParallel(PlannedMode):
         parallel_style: Style = "replicate",
         *,
         mesh: DeviceMesh | ProcessGroup | None = None,
+        axes: Axes | None = None,
         input_batch_dim: int = 0,
         inputs: Mapping[str, Any] | None = None,
         params: Mapping[str, Any] | None = None,
@@ -125,74 +132,102 @@ class DataParallel(PlannedMode):
         offload_policy: OffloadPolicy | None = None,
         defer_updates: bool = False,
     ) -> None:
-        _check_one_of("parallel_style", parallel_style, _STYLES)
-        _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
+        self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
         check_placements("params", "name patterns", params)
         self.params = dict(params or {})
-        self.parallel_style, self.reduce_gradients = parallel_style, reduce_gradients
-        self.shard_optimizer = _check_sharding(shard_optimizer, parallel_style)
-        self.reduce_dtype = _check_dtype("reduce_dtype", reduce_dtype)
-        self.gather_dtype = _check_dtype("gather_dtype", gather_dtype)
-        _check_gathers(gather_dtype, parallel_style, shard_optimizer)
-        self.batch_axes = self.batch_axes_on(self.mesh)
-        self.reshard_after_forward = _check_reshard(reshard_after_forward, parallel_style, offload_policy)
-        self.prefetch, self.limit_gathers = _check_prefetch(prefetch), _check_limit(limit_gathers)
+        self.axes, self._roles = axes, check_axes(axes)
+        self.names_axes = axes is not None
+        self._check_roles()
+        self.wire = Wire.check(reduce_gradients, reduce_dtype, gather_dtype, self.split)
+        self.mp_policy, self.offload_policy = check_policy(mp_policy), check_offload_policy(offload_policy)
+        self.gathers = Gathers.check(reshard_after_forward, prefetch, limit_gathers, self.split, offload_policy)
+        self.reshard_after_forward = self.gathers.reshard
         self.units = chosen_units(units)
+        self.ignored = Ignored(check_parameters("ignored_params", ignored_params), check_modules(ignored_modules))
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.defer_updates = check_flag("defer_updates", defer_updates)
-        self.mp_policy, self.offload_policy = check_policy(mp_policy), check_offload_policy(offload_policy)
-        self.ignored = Ignored(check_parameters("ignored_params", ignored_params), _check_modules(ignored_modules))
 
-    @staticmethod
-    def batch_axes_on(mesh: DeviceMesh | None) -> int:
-        """How many axes of ``mesh`` split the batch."""
-        names = () if mesh is None else (mesh.mesh_dim_names or ())
-        return 2 if names[:2] == _HYBRID else 1
+    @property
+    def parallel_style(self) -> Style:
+        """How parameters are split."""
+        return self.split.style
+
+    @property
+    def shard_optimizer(self) -> bool:
+        """Whether each rank updates a part of replicated parameters."""
+        return self.split.shards_optimizer
+
+    def axis_roles(self, names: Sequence[str]) -> Roles:
+        """The roles that ``axes`` gives; without it those by position, of two axes on a hybrid mesh."""
+        if self._roles is None:
+            return roles_by_position(names, 2 if tuple(names[:2]) == HYBRID else 1)
+        if unknown := unknown_axes(self._roles, names):
+            raise PlacementError(unknown)
+        return self._roles
+
+    def _check_roles(self) -> None:
+        """Raise ``ValueError`` for roles that fit neither the mesh nor the other options."""
+        roles = self._roles
+        if roles is None:
+            return
+        if self.mesh is not None and (unknown := unknown_axes(roles, axis_names(self.mesh))):
+            raise ValueError(unknown)
+        if self.split.needs_axis and not axes_having(AxisRole.SHARD, roles):
+            raise ValueError(
+                f'expected axes to give an axis the role "shard", over which {self.split} splits: without that entry '
+                'it is the role of the axes of "batch" and "sequence", and axes names none of these'
+            )
+        if axes_having(AxisRole.SEQUENCE, roles) and self.input_batch_dim != 0:
+            raise ValueError(
+                f'expected input_batch_dim=0 with axes["sequence"], which splits dim {SEQUENCE_DIM} of the arguments, '
+                f"got {self.input_batch_dim}"
+            )
 
     def plan(self, program: Program) -> Plan:
         """Parameters by annotation or style; optimizer state as its parameter is updated; buffers replicated."""
         annotations: Annotations = program.annotations or Annotations()
         check_untrained(program, annotations)
-        named, mesh = parameter_placements(program, self.params), program.mesh
-        declared = [i for i in program.inputs if i.role is Role.PARAMETER]
-        given = {i.name: i.placement or named.get(i.name) or replicated(mesh) for i in declared}
-        over = (annotations.batch_axes or self.batch_axes) - 1  # the axis that styles split parameters over
-        kept = named_over(program, self.params, mesh.axes[over].name if mesh.axes else "") | annotations.ignored
-        shares = {i.name: self._share(annotations.marks.get(i.name)) for i in declared}
-        free = [i for i in declared if i.name not in kept]
-        parameters = given | {i.name: shares[i.name].placement(i, given[i.name], mesh, over) for i in free}
-        updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
-        own = updated if self.shard_optimizer else set()  # a step outside of the program finds state as it made it
-        whole = [i for i in free if i.name in own and parameters[i.name] == given[i.name]]
-        updates = {i.name: Share("fully_shard").placement(i, given[i.name], mesh, over) for i in whole}
-        updates = {name: placement for name, placement in updates.items() if placement != parameters[name]}
-        split = [unit for unit in annotations.units if unit.annotation.api == "fully_shard"]
-        units = [[name for name in annotations.members(unit) if name in shares] for unit in split]
-        units += [[name for name in unit if name not in annotations.marks] for unit in annotations.chosen or ()]
-        options = {
-            "gather_parameters": True,
-            "reduce_gradients": self.reduce_gradients,
-            "reduce_dtype": self.reduce_dtype,
-            "gather_dtype": self.gather_dtype,
-        }
+        parameters = [i for i in program.inputs if i.role is Role.PARAMETER]
+        shares = {i.name: self._share(annotations.marks.get(i.name)) for i in parameters}
+        named = parameter_placements(program, self.params)
+        given = {i.name: i.placement or named.get(i.name) or replicated(program.mesh) for i in parameters}
+        kept = self._named_over_own_axes(program) | annotations.ignored
+        free = [i for i in parameters if i.name not in kept]
+        placements = given | {i.name: shares[i.name].placement(i, given[i.name], program.mesh) for i in free}
+        whole = [i for i in free if placements[i.name] == given[i.name]]
+        updates = self._updates(program, whole, given) if self.split.shards_optimizer else {}
         return Plan(
             self.mesh,
-            state_placements(program, parameters, updates),
-            units=tuple(tuple(unit) for unit in reversed(units) if unit),  # as their gradients come about
-            options=options,
+            state_placements(program, placements, updates),
+            units=_units(annotations, shares),
+            options={"gather_parameters": True, **self.wire.options()},
             updates=updates,
+            cuts=sequence_cuts(program, self.inputs),
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
-            reshard=_reshard(declared, shares, annotations.chosen),
-            kept_by=_kept_by(shares, mesh.axes[over].size if mesh.axes else 1),
-            prefetch=self.prefetch,
-            limit_gathers=self.limit_gathers,
-            memory={
-                name: share.memory
-                for name, share in shares.items()
-                if share.memory is not Memory.DEVICE and name not in annotations.ignored
-            },
+            reshard=_reshard(parameters, shares, annotations.chosen),
+            kept_by=_kept_by(shares, program.mesh),
+            prefetch=self.gathers.prefetch,
+            limit_gathers=self.gathers.limit,
+            memory=_memory(shares, annotations),
         )
+
+    def _named_over_own_axes(self, program: Program) -> set[str]:
+        """The parameters that ``params`` places over an axis by its name over which styles split parameters."""
+        axes = [program.mesh.axes[k].name for k in program.mesh.axes_with(AxisRole.SHARD)]
+        return set[str]().union(*(named_over(program, self.params, axis) for axis in axes))
+
+    def _updates(
+        self, program: Program, whole: Sequence[Input], given: Mapping[str, Placements]
+    ) -> dict[str, Placements]:
+        """The placements in which replicated parameters are updated, each rank its part.
+
+        Of those that the program updates: a step outside of it finds state as it made it.
+        """
+        updated = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
+        split, own = Share("fully_shard"), [i for i in whole if i.name in updated]
+        found = {i.name: split.placement(i, given[i.name], program.mesh) for i in own}
+        return {name: placement for name, placement in found.items() if placement != given[name]}
 
     def _share(self, mark: Mark | None) -> Share:
         """The treatment of a parameter: by its annotation, else by the options of the mode."""
@@ -200,15 +235,28 @@ class DataParallel(PlannedMode):
             return Share.of_unit(mark.unit, mark.shard)
         policy_dtype = self.mp_policy.wire_dtype if self.mp_policy is not None else None
         memory = self.offload_policy.memory if self.offload_policy is not None else Memory.DEVICE
-        wire = self.reduce_dtype or policy_dtype
-        return Share(self.parallel_style, None, self.reshard_after_forward, wire, memory=memory)
+        wire = self.wire.reduce_dtype or policy_dtype
+        return Share(self.split.style, None, self.gathers.reshard, wire, memory=memory)
 
     def __repr__(self) -> str:
-        usual = {"shard_optimizer": False, "reduce_dtype": None, "gather_dtype": None, "reshard_after_forward": None}
-        usual |= {"defer_updates": False}
-        options = {name: getattr(self, name) for name in usual}
-        given = "".join(f", {name}={value}" for name, value in options.items() if value is not usual[name])
-        return f"DataParallel({self.parallel_style!r}{given})"
+        shown = {
+            "axes": self.axes,
+            "shard_optimizer": self.split.shards_optimizer or None,
+            "reduce_dtype": self.wire.reduce_dtype,
+            "gather_dtype": self.wire.gather_dtype,
+            "reshard_after_forward": self.gathers.reshard,
+            "defer_updates": self.defer_updates or None,
+        }
+        given = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)
+        return f"DataParallel({self.split.style!r}{given})"
+
+
+def _units(annotations: Annotations, shares: Mapping[str, Share]) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each unit that annotations and the mode name, as their gradients come about."""
+    split = [unit for unit in annotations.units if unit.annotation.api == "fully_shard"]
+    units = [[name for name in annotations.members(unit) if name in shares] for unit in split]
+    units += [[name for name in unit if name not in annotations.marks] for unit in annotations.chosen or ()]
+    return tuple(tuple(unit) for unit in reversed(units) if unit)
 
 
 def _reshard(
@@ -229,69 +277,15 @@ def _reshard(
     return frozenset(found)
 
 
-def _kept_by(shares: Mapping[str, Share], ranks: int) -> dict[str, int]:
+def _kept_by(shares: Mapping[str, Share], mesh: Mesh) -> dict[str, int]:
     """How many of the ranks keep a parameter together after forward, where these are neither one nor all."""
+    ranks = prod(mesh.axes[k].size for k in mesh.axes_with(AxisRole.SHARD))
     asked = {name: share.reshards for name, share in shares.items() if share.style != "replicate"}
     sizes = {name: size for name, size in asked.items() if size is not None and not isinstance(size, bool)}
     return {name: size for name, size in sizes.items() if size < ranks}
 
 
-def _check_one_of(name: str, given: Any, allowed: Sequence[str]) -> None:
-    if given not in allowed:
-        listed = ", ".join(f'"{each}"' for each in allowed)
-        raise ValueError(f"expected {name} to be one of {listed}, got {given!r}")
-
-
-def _check_sharding(given: Any, style: Style) -> bool:
-    check_flag("shard_optimizer", given)
-    if given and style != "replicate":
-        raise ValueError(
-            f'expected shard_optimizer=True with parallel_style="replicate", got "{style}", which '
-            "splits the optimizer's state together with its parameters"
-        )
-    return bool(given)
-
-
-def _check_gathers(dtype: torch.dtype | None, style: Style, shard_optimizer: bool) -> None:
-    if dtype is not None and style == "replicate" and not shard_optimizer:
-        raise ValueError(
-            f'expected no gather_dtype, got {dtype}: "replicate" gathers no parameters, unless it has '
-            "shard_optimizer=True"
-        )
-
-
-def _check_reshard(given: Any, style: Style, offload_policy: OffloadPolicy | None) -> bool | int | None:
-    kept_together = given is not None and not isinstance(given, bool)
-    if check_reshard(given) and style == "replicate" and (offload_policy is None or kept_together):
-        raise ValueError(f'expected no reshard_after_forward={given}: "replicate" gathers no parameters')
-    return check_reshard(given)
-
-
-def _check_prefetch(given: Any) -> tuple[int, int]:
-    match given:
-        case (int(forward), int(backward)) if min(given) >= 0:
-            return forward, backward
-    raise ValueError(f"expected prefetch to be two numbers of units, for forward and for backward, got {given!r}")
-
-
-def _check_limit(given: Any) -> int | None:
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
-        raise ValueError(f"expected limit_gathers to be None or a number of units, 1 or more, got {given!r}")
-    return given
-
-
-def _check_modules(given: Any) -> tuple[nn.Module, ...]:
-    listed = () if given is None else given
-    if not isinstance(listed, Iterable) or isinstance(listed, nn.Module):
-        raise TypeError(f"expected ignored_modules to be a collection of modules, got {given!r}")
-    listed = tuple(listed)
-    if not all(isinstance(each, nn.Module) for each in listed):
-        raise TypeError(f"expected ignored_modules to hold modules, got {listed!r}")
-    return listed
-
-
-def _check_dtype(name: str, given: Any) -> torch.dtype | None:
-    if given is not None and given not in _WIRE:
-        listed = ", ".join(map(str, _WIRE))
-        raise ValueError(f"expected {name} to be one of {listed} or None, got {given!r}")
-    return given  # type: ignore[no-any-return]
+def _memory(shares: Mapping[str, Share], annotations: Annotations) -> dict[str, Memory]:
+    """Where the parameters are that are not on the device."""
+    elsewhere = {name: share.memory for name, share in shares.items() if share.memory is not Memory.DEVICE}
+    return {name: memory for name, memory in elsewhere.items() if name not in annotations.ignored}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
 from torch.distributed.tensor import Shard
 
-from passes import Input, Memory, Mesh, OutputKind, PlacementError, Program, Role
+from passes import AxisRole, Input, Memory, Mesh, OutputKind, PlacementError, Program, Role
 from passes.ir.program import Placements
 
 from ..annotations.resolve import Annotations, Unit
@@ -40,9 +42,15 @@ class Share:
         memory = unit.offload_policy.memory if unit.offload_policy is not None else Memory.DEVICE
         return cls(unit.annotation.api, dim, unit.reshards, wire, unit, memory)
 
-    def placement(self, declared: Input, given: Placements, mesh: Mesh, over: int) -> Placements:
-        """``given``, with the split of the style over the axis ``over``, if ``given`` has none there."""
-        if not mesh.axes or isinstance(given[over], Shard):
+    def placement(self, declared: Input, given: Placements, mesh: Mesh) -> Placements:
+        """``given``, with the split of the style over the axes that split parameters, if ``given`` has none there."""
+        over = mesh.axes_with(AxisRole.SHARD)
+        if self.style == "fully_shard" and mesh.axes and not over:
+            raise PlacementError(
+                f"{self.unit or declared.name} is to be split over the ranks, but no axis of {mesh} has the role "
+                '"shard": give it to one, as axes={"batch": "dp"} does, or axes={"shard": "dp"}'
+            )
+        if not over or any(isinstance(given[k], Shard) for k in over):
             self._check_kept(declared, given, mesh, over)
             return given
         split = {entry.dim for entry in given if isinstance(entry, Shard)}
@@ -52,24 +60,29 @@ class Share:
         dim = free[0] if self.dim is None else self.dim
         if dim not in free:
             raise PlacementError(
-                f"{self.unit} splits dim {dim} of {declared.name} over {mesh.axes[over].name}, but it is placed as "
+                f"{self.unit} splits dim {dim} of {declared.name} over {_listed(mesh, over)}, but it is placed as "
                 f"{given} already: choose another dim"
             )
-        if self.style == "default" and declared.shape[dim] % mesh.axes[over].size:
+        if self.style == "default" and declared.shape[dim] % prod(mesh.axes[k].size for k in over):
             return given
-        return (*given[:over], Shard(dim), *given[over + 1 :])
+        return tuple(Shard(dim) if k in over else entry for k, entry in enumerate(given))
 
-    def _check_kept(self, declared: Input, given: Placements, mesh: Mesh, over: int) -> None:
+    def _check_kept(self, declared: Input, given: Placements, mesh: Mesh, over: Sequence[int]) -> None:
         """Raise ``PlacementError`` for a parameter that lives split otherwise than its annotation says."""
-        if self.unit is None or not mesh.axes or not declared.placement:
+        if self.unit is None or not over or not declared.placement:
             return
-        asked = Shard(self.dim or 0) if self.dim is not None else given[over]
-        if self.style == "replicate" or asked != given[over]:
-            wish = "replicates it" if self.style == "replicate" else f"splits it as {asked}"
+        kept = [given[k] for k in over]
+        asked = kept if self.dim is None else [Shard(self.dim)] * len(over)
+        if self.style == "replicate" or asked != kept:
+            wish = "replicates it" if self.style == "replicate" else f"splits it as {asked[0]}"
             raise PlacementError(
-                f"{self.unit} {wish}, but an earlier step has split {declared.name} over {mesh.axes[over].name} as "
-                f"{given[over]}: annotate a model before its first step, or build it anew"
+                f"{self.unit} {wish}, but an earlier step has split {declared.name} over {_listed(mesh, over)} as "
+                f"{kept[0]}: annotate a model before its first step, or build it anew"
             )
+
+
+def _listed(mesh: Mesh, axes: Sequence[int]) -> str:
+    return " and ".join(mesh.axes[k].name for k in axes)
 
 
 def check_untrained(program: Program, annotations: Annotations) -> None:

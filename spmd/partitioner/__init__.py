@@ -6,25 +6,32 @@ data-parallel step local is given, not searched for: the parameters to gather an
 results, the node that is a gradient's complete value. None of that can change a value, only its cost: rules and
 redistributions alone decide what is right.
 
+Three steps: a solver enumerates the options of each op and chooses, the choices are an ``Assignment``, and emitting
+writes what it says. The greedy solver is the one of all modes; a plan may hand over an assignment or another solver.
+
 The files, in the order in which an op comes to them:
 
 - ``plan.py``, ``context.py``: the decisions of the mode; all that program and plan say before the walk
-- ``walk.py``: the order of everything: inputs, ops, outputs
-- ``values.py``, ``parameters.py``: global values and the nodes that hold them; the nodes that are parameters
-- ``hints.py``: the placement that a result should have, where that is known
-- ``choose.py``, ``narrow.py``: the option that costs least, axis by axis; a call as the next axis sees it
-- ``option_costs.py``, ``lookahead.py``: the cost of an option in the op itself, and in the ops that follow
-- ``materialize.py``, ``local_op.py``: values in the placements that an op reads; the op on this rank's parts
-- ``steps.py``, ``redistribute.py``, ``reasons.py``: the steps from one placement to another and their costs; the nodes
-  of a step; its purpose, as reports and dumps state it
-- ``emit.py``: this rank's graph, node by node
+- ``calls.py``, ``options.py``, ``narrow.py``: *enumerate*: the calls of the program; the options of a call, axis by
+  axis; a call as the next axis sees it
+- ``assignment.py``: *assign*: the choice for each node, its text and hash
+- ``problem.py``, ``greedy.py``: the question to a solver, with the cost of an answer; the solver of all modes
+- ``check_given.py``: the errors of an assignment that is handed over
+- ``choose.py``, ``option_costs.py``, ``lookahead.py``: the option that costs least; the cost of an option in the op
+  itself, and in the ops that follow
+- ``hints.py``, ``moves.py``, ``parameters.py``: the placement that a result should have, where that is known; moves
+  before and after an op; the nodes that are parameters
+- ``walk.py``: the order of everything: inputs, ops, outputs, as they are assigned
+- ``values.py``, ``materialize.py``, ``local_op.py``: global values and what holds them; values in the placements that
+  an op reads; the op on this rank's parts
+- ``steps.py``, ``tally.py``: the steps from one placement to another and their costs; those of an assignment, counted
+- ``emit_program.py``, ``emit_op.py``, ``emit.py``: *emit*: this rank's program, op by op, node by node
+- ``redistribute.py``, ``reasons.py``: the nodes of a step; its purpose, as reports and dumps state it
 - ``operand_layouts.py``: operands that kernels read in one layout, and that are copied if they lie otherwise
-- ``pending_sums.py``, ``recut_rows.py``: complete sums are reduced; rows cut from the batch are split again
-- ``gather_updated.py``: a parameter is gathered after every rank has updated a part of it
 - ``offload.py``: state in host memory, with copies between host and device
 - ``diagnostics.py``: notes for users about all that
 """
 
-from .walk import partition
+from .emit_program import partition
 
 __all__ = ["partition"]

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from math import isclose, prod
 from typing import Any
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 
-from passes import Mesh, Phase
+from passes import Mesh, PartitionError, Phase
 from passes.ir.program import Placements
 from passes.ir.rates import Rate
 
-from ..memo import memo_key
-from ..rules import OpCall, Option, rule_of
-from .narrow import narrowed
+from ..rules import OpCall, Option
+from .assignment import Choice, shown
 from .option_costs import OptionCosts
+from .options import Options, is_free, key_of
 from .values import Value
 
 Later = Callable[[Option, int, float], float]
@@ -29,12 +29,11 @@ Later = Callable[[Option, int, float], float]
 
 @dataclass
 class Chooser:
-    """Chooses options for calls on one mesh; a rule is asked once for all calls of one memo key."""
+    """Chooses options for calls on one mesh."""
 
-    mesh: Mesh
+    options: Options
     model_axes: frozenset[int] = frozenset()  # those over which no argument of the step is split
-    _memo: dict[Any, list[Option]] = field(default_factory=dict)
-    _chosen: dict[Any, list[Option]] = field(default_factory=dict)
+    _chosen: dict[Any, Choice] = field(default_factory=dict)
 
     def cheapest(
         self,
@@ -44,86 +43,94 @@ class Chooser:
         phase: Phase | None,
         required: Placements | None = None,
         later: Later | None = None,
-    ) -> list[Option]:
+        given: Choice | None = None,
+    ) -> Choice:
         """One option per axis, for a (first) result that should be in ``hint`` and must be in ``required``.
 
-        ``later`` gives the cost of what follows the op, along an axis that splits the model.
+        ``later`` gives the cost of what follows the op, along an axis that splits the model. ``given``: what is chosen
+        already. Raises ``PartitionError`` if no option is so.
         """
-        if self.model_axes:
-            return self._cheapest(call, operands, hint, phase, required, later)
-        key = (*_key(call), tuple(tuple(value.nodes) for value in operands), hint, phase, required)
+        ask = _Ask(call, operands, hint, phase, required, later, given)
+        if self.model_axes or given is not None:
+            return self._cheapest(ask)
+        key = (*key_of(call), tuple(tuple(value.nodes) for value in operands), hint, phase, required)
         if key not in self._chosen:
-            self._chosen[key] = self._cheapest(call, operands, hint, phase, required, later)
+            self._chosen[key] = self._cheapest(ask)
         return self._chosen[key]
 
-    def _cheapest(
-        self,
-        call: OpCall,
-        operands: Sequence[Value],
-        hint: Placements | None,
-        phase: Phase | None,
-        required: Placements | None,
-        later: Later | None,
-    ) -> list[Option]:
+    def _cheapest(self, ask: _Ask) -> Choice:
         chosen: list[Option] = []
-        for index in range(len(self.mesh.axes)):
-            options = self.options(call, operands, chosen, hint)
-            if required is not None:
-                options = [option for option in options if option.results[0] == required[index]]
-            elif phase is Phase.UPDATE and _is_contraction(options):
-                options = _on_matrices(call, options, operands, index)
-            on_model = index in self.model_axes and phase in (Phase.FORWARD, Phase.BACKWARD)
-            costs = [*map(OptionCosts(self.mesh, index, on_model, call, operands, hint, phase).of, options)]
-            best, rate = _first_cheapest(costs), self.mesh.axes[index].rate
-            if later is not None and index in self.model_axes and _is_open(options[best], costs[best], rate):
+        for index, axis in enumerate(self.options.mesh.axes):
+            options = self._right(ask, chosen)
+            on_model = index in self.model_axes and ask.phase in (Phase.FORWARD, Phase.BACKWARD)
+            of = OptionCosts(self.options.mesh, index, on_model, ask.call, ask.operands, ask.hint, ask.phase).of
+            costs = [*map(of, options)]
+            best = _first_cheapest(costs)
+            if ask.later is not None and index in self.model_axes and _is_open(options[best], costs[best], axis.rate):
                 share = self._share(chosen)
-                costs = [cost + later(option, index, share) for option, cost in zip(options, costs, strict=True)]
+                costs = [cost + ask.later(option, index, share) for option, cost in zip(options, costs, strict=True)]
             chosen.append(options[_first_cheapest(costs)])
-        return chosen
+        return Choice.of(chosen, len(ask.operands))
+
+    def _right(self, ask: _Ask, chosen: Sequence[Option]) -> list[Option]:
+        """The options along the next axis, of those that are given or required."""
+        index, given = len(chosen), ask.given
+        held = ask.operands if given is None else _held_as_read(ask.operands, given)
+        options = self.options.next_axis(ask.call, held, chosen, ask.hint)
+        found = options
+        if ask.required is not None:
+            found = [option for option in found if option.results[0] == ask.required[index]]
+        elif given is None and ask.phase is Phase.UPDATE and _is_contraction(found):
+            found = _on_matrices(ask.call, found, ask.operands, index)
+        if given is not None:
+            found = [option for option in found if _is_given(option, given, index)]
+            if not found:
+                raise PartitionError(_no_option(options, given, index, self.options.mesh, ask.required))
+        return found
 
     def _share(self, chosen: Sequence[Option]) -> float:
         """The share of the first result that the axes chosen for leave a rank."""
-        split = (axis.size for axis, o in zip(self.mesh.axes, chosen, strict=False) if isinstance(o.results[0], Shard))
-        return 1 / prod(split)
-
-    def replicated(self, call: OpCall) -> list[Option]:
-        """Everything replicated, along every axis."""
-        return [_replicated(call) for _ in self.mesh.axes]
-
-    def without_traffic(self, call: OpCall, operands: Sequence[Value], result: Placements) -> list[Option] | None:
-        """One option per axis that gives exactly ``result`` and reads only what this rank has."""
-        chosen: list[Option] = []
-        for index in range(len(self.mesh.axes)):
-            options = self.options(call, operands, chosen)
-            fits = [o for o in options if o.results[0] == result[index] and _is_free(o, operands, index)]
-            if not fits:
-                return None
-            chosen.append(min(fits, key=lambda o: sum(isinstance(p, Shard) for p in o.operands)))
-        return chosen
-
-    def options(
-        self, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], hint: Placements | None = None
-    ) -> list[Option]:
-        """The options along the next axis that are right on all ranks."""
-        first, *others = map(self._options, narrowed(call, operands, chosen, self.mesh, hint))
-        return [option for option in first if all(option in other for other in others)] if others else first
-
-    def along(self, call: OpCall, axis: int) -> list[Option]:
-        """The options along one axis for a call on global shapes, whose operands have not been computed yet."""
-        return self._options(replace(call, size=self.mesh.axes[axis].size))
-
-    def _options(self, call: OpCall) -> list[Option]:
-        """Everything replicated, and the options of the rule."""
-        key = (*_key(call), call.size, call.interleaved, call.of_parts)
-        if key not in self._memo:
-            rule = rule_of(call.target)
-            self._memo[key] = [_replicated(call), *(rule(call) if rule is not None else [])]
-        return self._memo[key]
+        axes = zip(self.options.mesh.axes, chosen, strict=False)
+        return 1 / prod(axis.size for axis, option in axes if isinstance(option.results[0], Shard))
 
 
-def _key(call: OpCall) -> tuple[Any, ...]:
-    """The key of a call on one mesh."""
-    return call.target, memo_key(call.args), memo_key(call.kwargs), call.results
+@dataclass(frozen=True)
+class _Ask:
+    """The arguments of ``Chooser.cheapest``."""
+
+    call: OpCall
+    operands: Sequence[Value]
+    hint: Placements | None
+    phase: Phase | None
+    required: Placements | None
+    later: Later | None
+    given: Choice | None
+
+
+def _is_given(option: Option, given: Choice, axis: int) -> bool:
+    """Whether an option is the one that is given along an axis."""
+    reads = given.reads is None or option.operands == tuple(placement[axis] for placement in given.reads)
+    by = given.by is None or option.name == (given.by[axis] if given.by else "")
+    return reads and by and (given.gives is None or option.results == tuple(p and p[axis] for p in given.gives))
+
+
+def _held_as_read(operands: Sequence[Value], given: Choice) -> list[Value]:
+    """The operands as if they were there already in the placements in which they are given to be read."""
+    if given.reads is None:
+        return list(operands)
+    pairs = zip(operands, given.reads, strict=True)
+    return [replace(value, nodes={**value.nodes, placement: None}) for value, placement in pairs]
+
+
+def _no_option(options: Sequence[Option], given: Choice, index: int, mesh: Mesh, required: Placements | None) -> str:
+    """The sentence for a choice that a rule does not list."""
+    wanted = [
+        f"{key} {shown(value, index)}" for key, value in (("reads", given.reads), ("gives", given.gives)) if value
+    ]
+    wanted += [f"by {given.by[index]!r}"] if given.by else []
+    drawn = f" (and the numbers of a draw need {shown((required,), index)})" if required is not None else ""
+    listed = "; ".join(f"reads {shown(o.operands)} gives {shown(o.results)}" for o in options)
+    return f"along {mesh.axes[index].name} no option {' '.join(wanted)}{drawn}. The options are: {listed}"
 
 
 def _first_cheapest(costs: Sequence[float]) -> int:
@@ -155,19 +162,4 @@ def _on_matrices(call: OpCall, options: Sequence[Option], operands: Sequence[Val
     whole, *split = options
     rows = [o for o in split if not any(isinstance(p, Partial) for p in o.results)]
     grows = sum(r.nbytes for r in call.results if r is not None) > sum(x.nbytes for x in call.operands)
-    return [whole, *(o for o in rows if grows or _is_free(o, operands, axis))]
-
-
-def _replicated(call: OpCall) -> Option:
-    return Option(
-        tuple(Replicate() for _ in call.operands), tuple(None if r is None else Replicate() for r in call.results)
-    )
-
-
-def _is_free(option: Option, operands: Sequence[Value], axis: int) -> bool:
-    """Whether this rank has every operand of ``option``, or can cut it from one that it has."""
-    return all(
-        any(source[axis] == placement or isinstance(source[axis], Replicate) for source in value.nodes)
-        and not isinstance(placement, Partial)
-        for value, placement in zip(operands, option.operands, strict=True)
-    )
+    return [whole, *(o for o in rows if grows or is_free(o, operands, axis))]

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import Input, Mesh, PartitionError, Program, Role
+from passes import AxisRole, Input, Mesh, OutputKind, PartitionError, Program, Role
 from passes.ir.program import Placements, is_even, is_sharded, replicated
 
 from .plan import Plan
@@ -37,6 +38,16 @@ class Context:
     def inputs(self) -> dict[fx.Node, Input]:
         """The description of each placeholder."""
         return dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+
+    @cached_property
+    def node_of(self) -> dict[str, fx.Node]:
+        """The placeholder of each input, by name."""
+        return {declared.name: node for node, declared in self.inputs.items()}
+
+    def placement_of(self, node: fx.Node) -> Placements | None:
+        """The placement of a placeholder; None for a number."""
+        tensor = isinstance(node.meta["val"], torch.Tensor)
+        return self.placements[self.inputs[node].name] if tensor else None
 
     @cached_property
     def placements(self) -> dict[str, Placements]:
@@ -85,11 +96,15 @@ class Context:
 
     @cached_property
     def model_axes(self) -> frozenset[int]:
-        """The axes that split the model: those over which no argument is split. In data parallel, never the first."""
+        """The axes that split the model: those over which no argument is split.
+
+        Nor, where parameters are gathered, does an axis whose role is to split arguments, or parameters to be gathered.
+        """
         arguments = [i for i in self.program.inputs if i.role is Role.BATCH]
         split = {k for i in arguments for k, p in enumerate(self.placements[i.name]) if isinstance(p, Shard)}
-        first = {0} if self.gathers_parameters else set()
-        return frozenset(range(len(self.mesh.axes))) - split - first
+        if self.gathers_parameters:
+            split.update(self.mesh.axes_with(AxisRole.BATCH, AxisRole.SHARD, AxisRole.SEQUENCE))
+        return frozenset(range(len(self.mesh.axes))) - split
 
     @cached_property
     def uneven_rows(self) -> frozenset[int]:
@@ -105,6 +120,12 @@ class Context:
         tagged = {node: name for node in nodes if (name := node.meta["grad_of"]) not in self.pending_gradients}
         last = {parameter: node for node, parameter in tagged.items()}
         return {node: name for node, name in tagged.items() if node is last[name] or self.reduces_each(name)}
+
+    @cached_property
+    def updated_in_parts(self) -> dict[fx.Node, str]:
+        """The nodes that are, at the end of the step, a parameter of which each rank updates a part; with its name."""
+        ends = zip(self.program.output_values(), self.program.outputs, strict=True)
+        return {node: o.name for node, o in ends if o.kind is OutputKind.UPDATE and o.name in self.plan.updates}
 
     @cached_property
     def differentiated(self) -> frozenset[int]:

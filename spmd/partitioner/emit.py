@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -13,13 +13,12 @@ from passes import Mesh, PartitionError, Program, Role
 from passes.analysis.strides import Layouts
 from passes.ir.meta import Relation, carried
 from passes.ir.ops import Trait, draws, has
-from passes.ir.program import Input, Placements, is_even
+from passes.ir.program import Input, Placements, is_even, is_sharded
 from passes.ir.schemas import name_of
 from passes.runtime.random import draw
 
-from .._torch import make_fx
 from ..memo import Shapes
-from ..placements import local_runs
+from ..placements import local_runs, local_shape
 from ..rules.base import parameters
 from .operand_layouts import Layout, lies, operand_layouts
 from .redistribute import Reason, Redistribution
@@ -42,10 +41,13 @@ class Emitter:
         self._layouts = Layouts()
         self._unsure: set[fx.Node] = set()  # their strides may differ from those of their fakes
 
-    def placeholder(self, node: fx.Node, val: Any) -> fx.Node:
-        """Emit the input that ``node`` is, with this rank's ``val``."""
-        new = self.graph.placeholder(node.name)
+    def placeholder(self, node: fx.Node, placement: Placements | None) -> fx.Node:
+        """Emit the input that ``node`` is, with this rank's part of it; without a placement it is a number."""
+        new, val = self.graph.placeholder(node.name), node.meta["val"]
         new.meta = {**carried(node, Relation.SHARE), "val": val}
+        if placement is not None:
+            new.meta |= {"val": _local(val, placement, self.mesh), "placement": placement}
+            self.mark(new, (val.shape, placement))
         return new
 
     def mark(self, node: fx.Node, *values: tuple[Sequence[int], Placements]) -> None:
@@ -63,10 +65,12 @@ class Emitter:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_name(target, like))
         return self._with_provenance(new, like, self._shapes.of(target, args, kwargs))
 
-    def number(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+    def number(self, node: fx.Node, operands: Mapping[fx.Node, Any]) -> fx.Node:
         """Emit a call that gives no tensor, with the value that was traced."""
-        new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=like.name)
-        return self._with_provenance(new, like, like.meta.get("val"))
+        target: Any = node.target
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs, name=node.name)
+        return self._with_provenance(new, node, node.meta.get("val"))
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
         """Emit the access to one of several results."""
@@ -181,24 +185,19 @@ class Emitter:
         return computes and tensor and not self._layouts.is_contiguous(operand)
 
 
-def traced(function: Callable[..., Any], args: Sequence[Any]) -> fx.Graph:
-    """The graph of ``function`` on global values; its placeholders are the nodes among ``args``, in order."""
-    nodes = [arg for arg in args if isinstance(arg, fx.Node)]
-
-    def call(*tensors: torch.Tensor) -> Any:
-        remaining = iter(tensors)
-        return function(*(next(remaining) if isinstance(arg, fx.Node) else arg for arg in args))
-
-    vals = [node.meta["val"] for node in nodes]
-    with torch.no_grad():
-        return make_fx(call, tracing_mode="fake")(*vals).graph
-
-
 def _name(target: Any, like: fx.Node) -> str:
     """The name in the global graph for the same op; the op's own name for a new node."""
     if target is like.target:
         return like.name
     return name_of(target)
+
+
+def _local(val: torch.Tensor, placement: Placements, mesh: Mesh) -> torch.Tensor:
+    """A fake of this rank's part of a fake."""
+    if not is_sharded(placement):
+        return val
+    with val.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty(local_shape(val.shape, placement, mesh), dtype=val.dtype, device=val.device)
 
 
 def _fake_mode(program: Program) -> Any:

@@ -23,8 +23,8 @@ from passes.ir.ops import Trait, has
 from .._torch import OpOverload
 from ..capture.constraint import CONSTRAIN, constrained_to
 from ..rules import Info, OpCall, Option
-from .choose import Chooser
 from .option_costs import move_cost
+from .options import Options
 from .steps import cost
 from .values import Value, infos, leaves, results
 
@@ -42,7 +42,7 @@ class Lookahead:
     """
 
     mesh: Mesh
-    chooser: Chooser
+    options: Options
     values: Mapping[fx.Node, Any]  # of the nodes visited so far
     differentiated: frozenset[int]  # the numbers of forward ops whose results have gradients
     _memo: dict[Any, float] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Lookahead:
     def _options(self, user: fx.Node, node: fx.Node, axis: int) -> Iterator[tuple[Option, int, float]]:
         """The options of a user, the position of ``node`` among its operands, and the cost of the other operands."""
         if (user, axis) not in self._reads:
-            self._reads[user, axis] = _Reads.of(user, self.chooser, axis)
+            self._reads[user, axis] = _Reads.of(user, self.options, axis)
         reads = self._reads[user, axis]
         others = reads.costs(self.values, lambda value, p: move_cost(value, p, axis, self.mesh, may_join=True))
         for option, cost_of_others in zip(reads.options, others, strict=True):
@@ -126,11 +126,11 @@ class _Reads:
     _sums: list[float] = field(default_factory=list)  # of their costs, by option
 
     @classmethod
-    def of(cls, user: fx.Node, chooser: Chooser, axis: int) -> _Reads:
+    def of(cls, user: fx.Node, options: Options, axis: int) -> _Reads:
         """The reads of a node that has not been visited."""
-        tensors = [leaf for leaf in leaves(user) if isinstance(leaf, fx.Node) and any(infos([leaf.meta.get("val")]))]
-        options = chooser.along(_call(user), axis)
-        return cls(tensors, options, 0, [0.0] * len(options))
+        tensors = [leaf for leaf in leaves(user) if any(infos([leaf.meta.get("val")]))]
+        listed = options.along(_call(user), axis)
+        return cls(tensors, listed, 0, [0.0] * len(listed))
 
     def costs(self, values: Mapping[fx.Node, Any], cost_of: Callable[[Value, Placement], float]) -> list[float]:
         """For each option the cost of the operands that are there already."""
@@ -174,8 +174,7 @@ def _call(node: fx.Node) -> OpCall:
         return next(iter(infos([val])), None) or val
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
-    tensors = (leaf for leaf in leaves(node) if isinstance(leaf, fx.Node))
-    operands = tuple(i for leaf in tensors for i in infos([leaf.meta.get("val")]) if i is not None)
+    operands = tuple(i for leaf in leaves(node) for i in infos([leaf.meta.get("val")]) if i is not None)
     target: Any = node.target
     return OpCall(target, args, kwargs, operands, infos(results(node.meta["val"])), 1)
 

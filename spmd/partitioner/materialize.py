@@ -24,137 +24,147 @@ from passes.ir.schemas import name_of
 from ..placements import local_shape, splits
 from ..rules import OpCall, Option
 from . import reasons
-from .choose import Chooser
+from .assignment import Choice, Move, MoveKind
+from .calls import Calls
 from .context import Context
 from .diagnostics import Diagnostics
-from .emit import Emitter
+from .emit_op import OpEmitter
 from .local_op import LocalOp
 from .parameters import Parameters
 from .redistribute import Reason
-from .values import Value, infos, leaves, results
+from .tally import Tally
+from .values import Value, leaves
 
 
 @dataclass
 class Materializer:
-    """Materializes values in placements. ``values``: the nodes visited so far, by global node."""
+    """Materializes values in placements. ``values``: the nodes visited so far; ``moves``: those of their operands."""
 
-    context: Context
+    calls: Calls
     parameters: Parameters
-    emitter: Emitter
-    chooser: Chooser
-    diagnostics: Diagnostics
-    values: dict[fx.Node, Any]
-    _gathered: dict[fx.Node, Value] = field(default_factory=dict)
+    emitter: OpEmitter | Tally
+    diagnostics: Diagnostics | None
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    moves: dict[fx.Node, Sequence[Move]] = field(default_factory=dict)
+    _gathered: dict[tuple[fx.Node, Placements], Value] = field(default_factory=dict)
 
-    # An op: its operands, its call, its part on this rank
+    @property
+    def context(self) -> Context:
+        """The program and its plan."""
+        return self.calls.context
+
+    # An op: its operands, its part on this rank
 
     def operands(self, node: fx.Node) -> list[Value]:
-        """The tensor operands; a split parameter that forward or backward reads comes gathered."""
-        operands = []
-        for leaf in leaves(node):
-            value = self.values[leaf] if isinstance(leaf, fx.Node) else None
-            if isinstance(value, Value):
-                operands.append(self._read(leaf, value, node))
+        """The tensor operands as they are."""
+        values = (self.values[leaf] for leaf in leaves(node))
+        return [value for value in values if isinstance(value, Value)]
+
+    def _operands_again(self, node: fx.Node) -> list[Value]:
+        """The tensor operands of a node that was computed before, as its moves brought them."""
+        operands = self.operands(node)
+        for move in self.moves[node]:
+            if move.kind is not MoveKind.GRADIENT:  # such a move lasts
+                operands[move.index] = self.bring(node, move, operands[move.index])
         return operands
 
-    def _read(self, operand: fx.Node, value: Value, user: fx.Node) -> Value:
-        if self.parameters.is_gathered(operand, user):
-            return self._gathered_parameter(operand, value)
-        return self._exact_part(value, name) if (name := self.parameters.rounded(operand, value)) else value
+    def bring(self, node: fx.Node, move: Move, value: Value) -> Value:
+        """An operand of ``node``, brought to the placement of a move, from which alone ``node`` reads it."""
+        placement = move.placement
+        match move.kind:
+            case MoveKind.PARAMETER:
+                return self._gathered_parameter(self._operand_node(node, move), value, placement)
+            case MoveKind.GRADIENT:
+                self.move(value, move, self.context.to_reduce(self.context.complete_gradients[node]))
+                return value
+            case MoveKind.PART:
+                reason = Reason(value=str(Role.PARAMETER), use="for its update")
+                held, batch = self.materialize(value, placement, reason), frozenset[int]()
+                return replace(value, primary=placement, nodes={placement: held}, batch=batch)
+        reason = Reason(Role.BATCH, f"to be cut by {reasons.op_name(node)}", reader=node)
+        return replace(value, primary=placement, nodes={placement: self.materialize(value, placement, reason)})
 
-    def _exact_part(self, value: Value, parameter: str) -> Value:
-        """The part of a parameter that this rank updates; the other parts may have been rounded when gathered."""
-        placement = self.context.update_placements[parameter]
-        node = self.materialize(value, placement, Reason(value=str(Role.PARAMETER), use="for its update"))
-        return replace(value, primary=placement, nodes={placement: node}, batch=frozenset())
+    def move(self, value: Value, move: Move, reason: Reason) -> None:
+        """Let ``value`` be held in the placement of a move alone, from here on."""
+        before = value.primary
+        value.move(move.placement, self.materialize(value, move.placement, reason))
+        if move.kind is MoveKind.GRADIENT:
+            value.batch = frozenset()
+        elif move.kind is MoveKind.ROWS:
+            value.batch |= {k for k, p in enumerate(move.placement) if p != before[k]}
 
-    def _gathered_parameter(self, parameter: fx.Node, value: Value) -> Value:
-        """The parameter, replicated over the axes of the batch; over those that split the model it stays as it is."""
-        if parameter not in self._gathered:
+    def _operand_node(self, node: fx.Node, move: Move) -> fx.Node:
+        """The global node of the operand that a move brings."""
+        return [leaf for leaf in leaves(node) if isinstance(self.values[leaf], Value)][move.index]
+
+    def _gathered_parameter(self, parameter: fx.Node, value: Value, placement: Placements) -> Value:
+        """The parameter in ``placement``: replicated over the axes of the batch, as it is over those of the model."""
+        if (parameter, placement) not in self._gathered:
             name = self.parameters.name(parameter)
             assert name is not None
-            reason, placement = self.context.to_gather(name), self.context.on_model_axes(value.primary)
+            reason = self.context.to_gather(name)
             # A parameter that is rounded to be gathered is read here, but an update must not find it among the nodes.
             source = value if reason.wire is None or reason.keeps_own else replace(value, nodes=dict(value.nodes))
-            node = self.materialize(source, placement, reason)
-            nodes = {placement: node}
-            self._gathered[parameter] = Value(parameter, value.shape, value.dtype, placement, nodes, is_weight=True)
-        return self._gathered[parameter]
+            nodes = {placement: self.materialize(source, placement, reason)}
+            gathered = Value(parameter, value.shape, value.dtype, placement, nodes, is_weight=True)
+            self._gathered[parameter, placement] = gathered
+        return self._gathered[parameter, placement]
+
+    def compute(self, node: fx.Node, operands: Sequence[Value], choice: Choice) -> Any:
+        """Bring the operands to the placements that a choice reads, and compute the op on this rank's parts."""
+        op = LocalOp(self.context.mesh, node, self.call(node, operands), choice)
+        placed = enumerate(zip(operands, op.reads, strict=True))
+        held = [self._operand(op, k, value, placement) for k, (value, placement) in placed]
+        is_weight = bool(operands) and all(value.is_weight for value in operands)
+        return op.values(self.emitter.compute(op, held, self.values), self._batch(op, operands), is_weight)
 
     def call(self, node: fx.Node, operands: Sequence[Value]) -> OpCall:
-        """The call on global shapes, with an ``Info`` for each tensor."""
-        remaining = iter(operands)
+        """The call of a node on global shapes."""
+        return self.calls.call(node, operands, self.values)
 
-        def info(operand: fx.Node) -> Any:
-            return next(remaining).info if isinstance(self.values[operand], Value) else operand.meta["val"]
-
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
-        target: Any = node.target
-        return OpCall(target, args, kwargs, tuple(v.info for v in operands), infos(results(node.meta["val"])), 1)
-
-    def compute(self, node: fx.Node, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option]) -> Any:
-        """Bring the operands to the placements that the options take, and compute the op on this rank's parts."""
-        op = LocalOp(self.emitter, node, call, chosen)
-        args, kwargs = self._local_arguments(op, operands)
-        is_weight = bool(operands) and all(value.is_weight for value in operands)
-        return op.values(op.emit(args, kwargs), self._batch(op, operands), is_weight)
-
-    def _local_arguments(self, op: LocalOp, operands: Sequence[Value]) -> Any:
-        """The arguments of this rank's call."""
-        placed = enumerate(zip(operands, op.operand_placements, strict=True))
-        nodes = iter(self._operand(op, k, value, placement) for k, (value, placement) in placed)
-
-        def local(operand: fx.Node) -> Any:
-            value = self.values[operand]
-            return next(nodes) if isinstance(value, Value) else value
-
-        return fx.node.map_arg((op.node.args, op.node.kwargs), local)
-
-    def _operand(self, op: LocalOp, position: int, value: Value, placement: Placements) -> fx.Node:
+    def _operand(self, op: LocalOp, position: int, value: Value, placement: Placements) -> Any:
+        if placement in value.nodes and position not in op.from_zero:
+            return value.nodes[placement]
         reason = reasons.for_operand(value.source, op.node, self.context)
         return (self._count_from_zero if position in op.from_zero else self.materialize)(value, placement, reason)
 
     def _batch(self, op: LocalOp, operands: Sequence[Value]) -> frozenset[int]:
         """The axes over which the results may have the rows of the batch."""
         as_batch = None if operands else self.context.batch_placement(getattr(op.node.meta["val"], "shape", None))
-        if as_batch is not None and as_batch == op.result_placements[0]:
+        if as_batch is not None and as_batch == op.gives[0]:
             return frozenset(range(len(as_batch)))
-        axes = (value.batch_in(p) for value, p in zip(operands, op.operand_placements, strict=True))
+        axes = (value.batch_in(p) for value, p in zip(operands, op.reads, strict=True))
         return frozenset[int]().union(*axes)
 
     # A value in another placement
 
-    def materialize(self, value: Value, placement: Placements, reason: Reason) -> fx.Node:
+    def materialize(self, value: Value, placement: Placements, reason: Reason) -> Any:
         """The node that holds ``value`` in ``placement``: there already, computed once more, or communicated."""
         if placement not in value.nodes:
             node = self._recompute(value, placement) or self._view_of_gathered(value, placement, reason)
             if node is None:
-                self.diagnostics.moved(value, placement, reason)
+                if self.diagnostics is not None:
+                    self.diagnostics.moved(value, placement, reason)
                 node = self.emitter.redistributed(value, placement, reason)
             value.nodes[placement] = node
         return value.nodes[placement]
 
-    def _count_from_zero(self, value: Value, placement: Placements, reason: Reason) -> fx.Node:
+    def _count_from_zero(self, value: Value, placement: Placements, reason: Reason) -> Any:
         """A count of rows that ``placement`` splits, numbering this rank's own from 0."""
         uncut = tuple(Replicate() if splits(p, value.iota_dim or 0) else p for p in placement)
         length = local_shape(value.shape, placement, self.context.mesh)[value.iota_dim or 0]
-        arguments = (self.materialize(value, uncut, reason), value.iota_dim, 0, length)
-        node = self.emitter.call(torch.ops.aten.slice.Tensor, arguments, {}, like=value.source)
-        node.meta["placement"] = placement
-        self.emitter.mark(node, (value.shape, placement))
-        return node
+        return self.emitter.own_rows(value, self.materialize(value, uncut, reason), placement, length)
 
-    def _recompute(self, value: Value, placement: Placements) -> fx.Node | None:
+    def _recompute(self, value: Value, placement: Placements) -> Any:
         """Compute this rank's part of a replicated value instead of cutting it, where that is cheap and local."""
         node = value.source
         if value.primary != self.context.replicated or not is_sharded(placement) or not _is_cheap(node):
             return None
-        operands = self.operands(node)
-        call = self.call(node, operands)
-        chosen = self.chooser.without_traffic(call, operands, placement)
-        return self._compute_again(node, call, operands, chosen, placement) if chosen is not None else None
+        operands = self._operands_again(node)
+        chosen = self.calls.options.without_traffic(self.call(node, operands), operands, placement)
+        return self._compute_again(node, operands, chosen, placement) if chosen is not None else None
 
-    def _view_of_gathered(self, value: Value, placement: Placements, reason: Reason) -> fx.Node | None:
+    def _view_of_gathered(self, value: Value, placement: Placements, reason: Reason) -> Any:
         """Gather the base of a view, and view that: so a matrix and its transpose are gathered once."""
         viewed = self._viewed(value)
         moved = {k for k, (now, goal) in enumerate(zip(value.primary, placement, strict=True)) if now != goal}
@@ -162,19 +172,19 @@ class Materializer:
         if viewed is None or not moved or not gathers:
             return None
         of_base = tuple(Replicate() if k in moved else p for k, p in enumerate(viewed.primary))
-        call = self.call(value.source, [viewed])
         gathered = replace(viewed, primary=of_base, nodes={of_base: viewed.nodes[viewed.primary]})
-        chosen = self.chooser.without_traffic(call, [gathered], placement)
+        call = self.call(value.source, [viewed])
+        chosen = self.calls.options.without_traffic(call, [gathered], placement)
         if chosen is None:
             return None
         self.materialize(viewed, of_base, reason)
-        return self._compute_again(value.source, call, [viewed], chosen, placement)
+        return self._compute_again(value.source, [viewed], chosen, placement)
 
     def _compute_again(
-        self, node: fx.Node, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], placement: Placements
-    ) -> fx.Node:
+        self, node: fx.Node, operands: Sequence[Value], chosen: Sequence[Option], placement: Placements
+    ) -> Any:
         """The result of ``node``, computed once more, in ``placement``."""
-        part = self.compute(node, call, operands, chosen)
+        part = self.compute(node, operands, Choice.of(chosen, len(operands)))
         assert isinstance(part, Value)
         return part.nodes[placement]
 
@@ -199,5 +209,5 @@ def _is_cheap(node: fx.Node) -> bool:
         return False
     if is_random(node):
         return False  # it would draw other numbers
-    makes = name_of(node.target).startswith("new_") or not any(isinstance(leaf, fx.Node) for leaf in leaves(node))
+    makes = name_of(node.target).startswith("new_") or not leaves(node)
     return makes or has(node.target, Trait.CHEAP, Trait.POINTWISE_KERNEL)

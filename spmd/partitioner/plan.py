@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes import Input, Memory, Output, Role
 from passes.ir.program import Placements
+
+from .assignment import Assignment
+
+
+class Solver(Protocol):
+    """Decides how the nodes of a program are computed."""
+
+    def solve(self, problem: Any, given: Assignment) -> Assignment:
+        """An assignment of all nodes of a ``spmd.Problem`` or of some, with all of ``given``; equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,9 @@ class Plan:
     ``placements``: by input name, one placement per mesh axis; inputs left out are replicated. ``updates``: the
     placements in which parameters are updated, where these are not their own (each rank updates a part of a replicated
     parameter): gradients are reduced to them, optimizer state is created in them, and the updated parameter is brought
-    back. ``units``: groups of parameter names that are communicated together; of the others, passes form more.
+    back. ``cuts``: the placements in which arguments are read, where these split them over more axes than ranks do:
+    each rank goes on with a part of what it was passed. ``units``: groups of parameter names that are communicated
+    together; of the others, passes form more.
 
     ``options``:
 
@@ -39,6 +50,9 @@ class Plan:
     gathered at once, with the one that is read next; also of those that are kept whole then.
 
     ``memory``: of parameters that are not on the device, by name; their gradients and optimizer state go with them.
+
+    ``assignment``: how nodes are computed, all of them or some. ``solver`` decides the others, and the greedy solver
+    those that are left.
     """
 
     mesh: DeviceMesh | None
@@ -46,12 +60,15 @@ class Plan:
     units: tuple[tuple[str, ...], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     updates: Mapping[str, Placements] = field(default_factory=dict)
+    cuts: Mapping[str, Placements] = field(default_factory=dict)
     reduce_dtypes: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     reshard: frozenset[str] = frozenset()
     kept_by: Mapping[str, int] = field(default_factory=dict)
     prefetch: tuple[int, int] = (1, 1)
     limit_gathers: int | None = None
     memory: Mapping[str, Memory] = field(default_factory=dict)
+    assignment: Assignment | None = None
+    solver: Solver | None = None
 
     def memory_of(self, declared: Input | Output) -> Memory:
         """Where an input lives, or the state that an output updates or makes. Only parameters are pinned."""

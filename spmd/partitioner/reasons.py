@@ -19,6 +19,7 @@ from .context import Context
 from .redistribute import Reason
 
 aten = torch.ops.aten
+AFTER_A_CUT = Reason(Role.BATCH, "after a cut")
 _COPIES = (aten.detach.default, aten.alias.default, aten.view.default, aten.clone.default, aten._to_copy.default)
 
 

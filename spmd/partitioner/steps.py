@@ -1,17 +1,18 @@
-"""The steps of a redistribution, one mesh axis each, and their costs in seconds."""
+"""The steps of a redistribution, one mesh axis each, and their costs: seconds, collectives and bytes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Axis, Mesh
+from passes import Axis, Kind, Mesh
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, splits
+from ..placements import Interleaved, local_shape, splits
 
 # Reading and writing a byte here counts as this share of sending it: without communication, the least work is chosen.
 _LOCAL = 1e-3
@@ -96,3 +97,57 @@ def total_cost(source: Placements, target: Placements, nbytes: float, mesh: Mesh
         nbytes_here = nbytes / math.prod(others)
         total += cost(current[index], goal, nbytes_here, mesh.axes[index], may_become_sum=True)
     return total
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One collective: its kind, the name of its axis, and the bytes of one rank's local input, padding included."""
+
+    kind: Kind
+    axis: str
+    nbytes: int
+
+
+def traffic(
+    shape: Sequence[int], itemsize: int, source: Placements, target: Placements, mesh: Mesh
+) -> Iterator[Traffic]:
+    """The collectives of a redistribution, as ``redistribute.py`` emits them."""
+    for current, index, goal in steps(source, target, mesh):
+        kind = _kind(shape, current, index, goal, mesh)
+        if kind is not None:
+            yield Traffic(kind, mesh.axes[index].name, itemsize * _sent(shape, current, index, kind, goal, mesh))
+
+
+def _kind(shape: Sequence[int], current: Placements, index: int, goal: Placement, mesh: Mesh) -> Kind | None:
+    match current[index], goal:
+        case Partial(reduce_op="sum"), Shard():
+            return Kind.REDUCE_SCATTER
+        case Partial(), _:
+            return Kind.ALL_REDUCE
+        case (Interleaved(), _) | (Shard(), Interleaved() | Replicate()):
+            return Kind.ALL_GATHER
+        case Shard(dim=before), Shard(dim=after):
+            even = is_cut_evenly(shape, current, index, before, mesh) and is_cut_evenly(
+                shape, current, index, after, mesh
+            )
+            return Kind.ALL_TO_ALL if even else Kind.ALL_GATHER
+    return None
+
+
+def _sent(shape: Sequence[int], current: Placements, index: int, kind: Kind, goal: Placement, mesh: Mesh) -> int:
+    """The elements that this rank sends: a dim that the axis does not cut into equal parts is padded."""
+    axis, placement = mesh.axes[index], current[index]
+    whole = list(local_shape(shape, (*current[:index], Replicate(), *current[index + 1 :]), mesh))
+    cut = placement if isinstance(placement, Shard) else goal
+    if kind is Kind.ALL_REDUCE or not isinstance(cut, Shard):
+        return math.prod(whole)
+    if not is_cut_evenly(shape, current, index, cut.dim, mesh):
+        before = local_shape(shape, current[:index], Mesh(mesh.axes[:index]))[cut.dim]
+        whole[cut.dim] = -(-before // axis.size) * axis.size
+    return math.prod(whole) // (1 if kind is Kind.REDUCE_SCATTER else axis.size)
+
+
+def is_cut_evenly(shape: Sequence[int], current: Placements, index: int, dim: int, mesh: Mesh) -> bool:
+    """Whether the axis at ``index``, and those before that split ``dim``, cut it into equal parts."""
+    cuts = (axis.size for p, axis in zip(current[:index], mesh.axes, strict=False) if splits(p, dim))
+    return shape[dim] % (mesh.axes[index].size * math.prod(cuts)) == 0

@@ -1,4 +1,4 @@
-"""Global values and the nodes of this rank that hold them; operands and results of nodes."""
+"""Global values and what holds them on this rank; operands and results of nodes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torch.distributed.tensor import Shard
 from passes import Mesh
 from passes.ir.program import Placements
 
-from .._torch import tree_flatten
 from ..rules import Info
 from .steps import total_cost
 
 
 @dataclass
 class Value:
-    """One global value: the nodes of this rank's graph that hold it, by placement.
+    """One global value, and what holds it by placement: nodes of this rank's graph, or a tally's ``Step``s.
 
     ``source`` is its node in the global graph; ``primary`` the placement it was computed in; ``batch`` the mesh axes
     over which ``primary`` splits it because some argument of the step is split there: its rows are those of the batch.
@@ -32,7 +31,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     primary: Placements
-    nodes: dict[Placements, fx.Node]
+    nodes: dict[Placements, Any]
     batch: frozenset[int] = frozenset()
     iota_dim: int | None = None
     is_weight: bool = False
@@ -43,13 +42,12 @@ class Value:
         source: fx.Node,
         val: torch.Tensor,
         placement: Placements,
-        node: fx.Node,
+        node: Any,
         batch: frozenset[int],
         iota_dim: int | None = None,
         is_weight: bool = False,
     ) -> Value:
         """A value that ``node`` holds in ``placement``; ``val`` is the global one."""
-        node.meta["placement"] = placement
         split = frozenset(k for k, p in enumerate(placement) if isinstance(p, Shard))
         return cls(
             source, tuple(val.shape), val.dtype, placement, {placement: node}, batch & split, iota_dim, is_weight
@@ -77,7 +75,7 @@ class Value:
                 nbytes /= mesh.axes[k].size
         return nbytes
 
-    def move(self, placement: Placements, node: fx.Node) -> None:
+    def move(self, placement: Placements, node: Any) -> None:
         """Let ``node`` alone hold the value from here on, in ``placement``."""
         self.primary, self.nodes = placement, {placement: node}
 
@@ -86,9 +84,10 @@ class Value:
         return min(self.nodes, key=lambda source: total_cost(source, placement, self.nbytes, mesh))
 
 
-def leaves(node: fx.Node) -> list[Any]:
-    """The arguments of a node, flat: nodes and plain values."""
-    flat: list[Any] = tree_flatten((node.args, node.kwargs))[0]
+def leaves(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments of a node, in order, each as often as it is read."""
+    flat: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), flat.append)
     return flat
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -172,6 +172,18 @@ def standing_of(connection: Connection | None) -> Standing:
     return ALONE if connection is None else connection.standing
 
 
+def standing_of_state(connection: Connection | None) -> Standing:
+    """The standing of the state of a call that failed, to be kept with that state.
+
+    On a rank that runs by itself no other state is concerned: steps of other models go on.
+    """
+    if connection is not None:
+        return connection.standing
+    own = replace(ALONE)
+    ALONE.restore(own.updates)
+    return own
+
+
 @contextmanager
 def all_or_none(what: str, connection: Connection | None) -> Iterator[Agreement]:
     """Compile ``what`` on all ranks or on none.
@@ -230,6 +242,22 @@ class Agreement:
         self._is_reported = False
         return texts
 
+    def check_captured(self, text: str) -> None:
+        """Raise ``RankMismatchError`` where ranks passed other values, and captured another program for that reason.
+
+        ``text``: of this rank's program. What the step does not read may differ.
+        """
+        if not self.differing:
+            return
+        digests = self.all_gather_text(hashlib.sha256(text.encode()).hexdigest())
+        if len({*digests}) > 1:
+            passed = "; ".join(self.differing[:3])
+            raise RankMismatchError(
+                f"{self.what} depends on arguments that are not the same on all ranks: {passed}. Numbers and text must "
+                "be equal on all: draw them from spmd.shared_rng(), which all ranks seed alike, or pass what is each "
+                "rank's own as a tensor with a row for each row of the batch"
+            )
+
     def agree(self, text: str, proposed: list[int]) -> list[int]:
         """Wait for all ranks and return what rank 0 ``proposed``.
 
@@ -243,7 +271,6 @@ class Agreement:
             raise RankMismatchError(
                 f"expected {self.what} to be the same on all ranks, but rank {other} differs from rank {one}:\n"
                 f"{_first_difference(gathered[0][3], gathered[different[0]][3])}"
-                + "".join(f"\n{sentence}" for sentence in self.differing)
             )
         self.is_reached = True
         return list(gathered[0][1])

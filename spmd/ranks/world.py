@@ -104,7 +104,7 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 def joined(mesh: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
     """The mesh that has the axes of ``mesh`` and of ``others``: the one that all of them are parts of.
 
-    Raises ``PlacementError`` if there is none, or where the first axis of ``mesh`` is not the first of all.
+    Raises ``PlacementError`` if there is none, or where ``mesh`` has an axis that this one has not.
     """
     if all(other == mesh for other in others):
         return mesh
@@ -115,10 +115,11 @@ def joined(mesh: DeviceMesh, others: Sequence[DeviceMesh]) -> DeviceMesh:
             f"some parameters are DTensors on {strangers[0]}, but the step runs on {mesh}: give the mode the same "
             "mesh, or make both parts of one mesh, as mesh['dp'] and mesh['tp'] are"
         )
-    names, first = whole.mesh_dim_names or (), (mesh.mesh_dim_names or ("",))[0]
-    if not names or names[0] != first:
+    flattened = [name for name in axis_names(mesh) if name not in axis_names(whole)]
+    if flattened:
         raise passes.PlacementError(
-            f"the batch is split over {first!r}, but the first axis of {whole} is another: make it {first!r}"
+            f"the step runs over {flattened[0]!r}, which is no axis of {whole}, where some parameters are split: give "
+            "the mode that mesh, and name its axes"
         )
     return whole
 

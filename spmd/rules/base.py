@@ -122,12 +122,14 @@ class Option:
     ``from_zero``: the positions of iota operands that are split and must number a rank's own rows from 0. ``local``:
     a rank's computation, where it is not the op itself on its parts: an op with indices needs one, since these are
     positions in the whole dim and a rank has a part of it. All ranks must run the same ops; only numbers may differ.
+    ``name``: what tells it from another option of the same placements.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement | None, ...]
     from_zero: tuple[int, ...] = ()
     local: Local | None = None
+    name: str = ""
 
 
 Rule = Callable[[OpCall], list[Option]]

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from passes import Input, OutputKind, Program
 from passes.ir.collectives import is_collective, is_wait
+from passes.ir.inline import inlined
 from passes.ir.program import Placements
 
 from . import symbols
@@ -64,8 +65,11 @@ class Certificate:
 
 
 def certify_programs(captured: Program, final: Sequence[Program]) -> Certificate:
-    """Certify the final programs of all ranks, or of the first two and the last along each axis."""
-    return _Certification(captured, final).run()
+    """Certify the final programs of all ranks, or of the first two and the last along each axis.
+
+    Of a region, all that is inside is derived.
+    """
+    return _Certification(captured, [inlined(program) for program in final]).run()
 
 
 @dataclass
@@ -111,6 +115,10 @@ class _Certification:
         if declared.parts:
             parts = sorted(declared.parts, key=lambda each: each.offset)
             return torch.cat([self._input(each.input, wholes, program).reshape(-1) for each in parts])
+        if declared.numbers:
+            each = [self._input(Input(declared.role, name), wholes, program) for name in declared.numbers]
+            assert declared.dtype is not None, "numbers on the device have a dtype"
+            return symbols.elements(torch.stack(list(map(symbols.symbol, each))), symbols.mark_of(declared.dtype))
         whole = wholes.get(declared.name, torch.tensor(symbols.key("input", declared.name)))
         is_number = not isinstance(whole, Tensor) or whole.dtype != torch.complex128
         return whole if is_number else part_of(whole, declared.placement, program.mesh).clone()
@@ -182,7 +190,8 @@ class _Certification:
         pair = symbols.tensors_of([value, own])
         if len(pair) == 2:
             return is_part(own, part(value, placed, program.mesh), program.mesh)
-        return not pair and own is not None and bool(symbols.symbol(value) == symbols.symbol(own))
+        whole = any(x.ndim for x in pair)  # the other one is a number; a number on the device has no dims
+        return not whole and own is not None and bool(symbols.symbol(value) == symbols.symbol(own))
 
     def _mismatch(self, name: str, own: Any, placed: Placements, machine: Machine) -> Certificate:
         """Wrong if all that it is computed from is known, or was used as it must not be; else it cannot be shown."""

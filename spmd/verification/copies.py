@@ -20,7 +20,6 @@ from ..annotations.resolve import Ignored
 from ..call.found import with_found
 from ..call.state import ArgumentReader, Arguments, buffers_of, parameters_of
 from ..modes.base import ParallelMode
-from ..modes.data_parallel import DataParallel
 from ..options import Options
 from ..step import CompiledStep
 
@@ -136,8 +135,6 @@ class Copy:
         """``mode`` on another mesh, for these copies."""
         made = copy.copy(mode)
         made.mesh, made.ignored = mesh, self.ignored
-        if isinstance(made, DataParallel):
-            made.batch_axes = made.batch_axes_on(mesh)
         return made
 
 
@@ -167,4 +164,4 @@ def has_single_precision(subject: Subject) -> bool:
 def on_copies(options: Options, mode: ParallelMode, in_double: bool) -> Options:
     """The options of a step that computes on copies: no files are written, and float64 takes twice the memory."""
     memory = 2 * options.memory if options.memory is not None and in_double else options.memory
-    return replace(options, mode=mode, dump=None, timeout=None, memory=memory)
+    return replace(options, mode=mode, dump=None, timeout=None, memory=memory, check_first=False)

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from passes import Mesh, Program, SpmdError
 from passes.communication.published import reduces_in_place
 from passes.ir.collectives import c10d, group_of, is_collective, is_shared, is_wait
+from passes.ir.inline import inlined
 from passes.ir.schemas import argument, schema
 from passes.runtime.collective_ops import bounds
 
@@ -41,8 +42,9 @@ def run_in_lockstep(
 ) -> list[tuple[Any, ...]]:
     """Run the program of each rank on its inputs, which are written to as a program says; returns its outputs.
 
-    ``watch`` is called after every node. Raises ``LockstepError``.
+    ``watch`` is called after every node, in a region too. Raises ``LockstepError``.
     """
+    programs = [inlined(program) for program in programs]
     lengths = [len(program.graph.nodes) for program in programs]
     if len(set(lengths)) != 1:
         raise LockstepError(

@@ -179,11 +179,19 @@ def _draws_part(program: Program, node: fx.Node, candidate: fx.Node, placed: Pla
     """Whether a rank draws its own part of what the candidate draws: the same number, and the part's region."""
     if node.target is not draw or candidate.meta.get("draw") != node.args[2]:
         return False
-    pairs = zip(program.inputs, program.placeholders, strict=True)
-    seeds = [declared.role is Role.SEED for declared, each in pairs if each is node.args[1]]
     val = candidate.meta["val"]
     shape = (val[0] if isinstance(val, (list, tuple)) else val).shape
-    return seeds == [True] and tuple(map(tuple, node.args[3])) == local_runs(shape, placed, program.mesh)  # type: ignore[arg-type]
+    is_part = tuple(map(tuple, node.args[3])) == local_runs(shape, placed, program.mesh)  # type: ignore[arg-type]
+    return is_part and _is_seed(program, node.args[1])
+
+
+def _is_seed(program: Program, value: Any) -> bool:
+    """Whether a value is the seed of the call, perhaps as one of the numbers on the device."""
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    if isinstance(value, fx.Node) and value.target is torch.ops.aten.select.int and value.args[0] in inputs:
+        packed, _, k = value.args
+        return inputs[packed].numbers[k : k + 1] == ("seed",)  # type: ignore[index, operator]
+    return value in inputs and inputs[value].role is Role.SEED
 
 
 def _info(val: Any, none: bool = False) -> Any:

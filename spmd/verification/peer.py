@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from passes import Axis, Input, Mesh, OutputKind, Program, Role, SpmdError
+from passes.ir.numbers import pack
 from passes.ir.program import is_sharded
 
 from .._torch import DisableAutocast
@@ -98,6 +99,8 @@ class Peer:
             if declared.parts:
                 parts = sorted(declared.parts, key=lambda part: part.offset)
                 given.append(torch.cat([self._state[part.input.name].reshape(-1) for part in parts]))
+            elif declared.numbers:
+                given.append(pack(declared, theirs))
             else:
                 given.append(self._state[declared.name] if declared.name in self._state else theirs[declared.name])
         return given

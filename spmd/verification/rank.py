@@ -92,7 +92,8 @@ class SimulatedRank:
     def _read(self) -> Arguments:
         return self.step.read(self._copied.args, self._copied.kwargs)
 
-    def _given(self) -> Arguments:
+    def given(self) -> Arguments:
+        """The arguments of its next call, with its part of the batch."""
         given = self._read()
         leaves = [
             replace(leaf, value=self._parts[leaf.name].value) if leaf.name in self._parts else leaf
@@ -134,7 +135,7 @@ class SimulatedRank:
     def prepare(self) -> list[Any]:
         """Compile, if need be, and gather the inputs of the next call."""
         with self.active():
-            self.turn = self.step.prepare(self._given(), self._rows)
+            self.turn = self.step.prepare(self.given(), self._rows)
             assert self.turn.call is not None and self.turn.live is not None
             self.running = self.compiled.start(self.turn.call.given, self.turn.live)
         return self.running.inputs
@@ -152,7 +153,7 @@ class SimulatedRank:
     def state(self) -> dict[str, Held]:
         """All that the user can see after a call, by name: state, and tensor arguments, which a step may write to."""
         with self.active():
-            call = Call(with_found(self.step.function, self._given()), self._mode)
+            call = Call(with_found(self.step.function, self.given()), self._mode)
             held: dict[str, Held] = {
                 slot.input.name: (slot.local().detach(), slot.input.shape, slot.input.placement) for slot in call.slots
             }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import passes
 from passes import Pass, Program
+from passes.ir.numbers import pack, unpack
 
 from .._torch import DisableAutocast
 from ..options import Options
@@ -93,12 +94,14 @@ def values_after(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]
 
 
 def by_name(program: Program, inputs: Sequence[Any]) -> Values:
-    """The inputs of a program by name; in the place of a flat one its parts."""
+    """The inputs of a program by name; in the place of one that holds several these."""
     found: Values = {}
     for declared, value in zip(program.inputs, inputs, strict=True):
         if declared.parts:
             for part in declared.parts:
                 found[part.input.name] = value.narrow(0, part.offset, part.numel).view(part.shape)
+        elif declared.numbers:
+            found |= unpack(declared, value)
         else:
             found[declared.name] = value
     return found
@@ -119,6 +122,8 @@ def _each_input(program: Program, values: Values) -> Iterator[Any]:
         if declared.parts:
             parts = sorted(declared.parts, key=lambda part: part.offset)
             yield torch.cat([values[part.input.name].reshape(-1) for part in parts])
+        elif declared.numbers:
+            yield pack(declared, values)
         else:
             value = values[declared.name]
             yield value.detach().clone() if isinstance(value, Tensor) else value

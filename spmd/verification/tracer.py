@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial
 
-from passes import Mesh, Output, Program, Role
+from passes import Mesh, Output, Program
 from passes.ir.collectives import is_collective
 from passes.ir.ops import draws
 from passes.ir.schemas import schema
 from passes.runtime.random import draw
 
 from .._torch import DisableAutocast, OpOverload
+from ..differences import Difference, difference
 from .lockstep import LockstepError
 from .stages import Stage, Values, kept, run_stage
-from .wholes import Difference, UnequalReplicasError, difference, put_together
+from .wholes import UnequalReplicasError, put_together
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
@@ -63,7 +64,7 @@ class Tracer:
     @property
     def draws(self) -> bool:
         """Whether the program has random ops."""
-        return any(declared.role is Role.SEED for declared in self.partitioned[0].inputs)
+        return self.partitioned[0].draws
 
     @cached_property
     def expected(self) -> Values:

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes import OutputKind, Program, Role
+from passes import OutputKind, Program
 from passes.ir.collectives import is_collective
 
 from .._torch import tree_flatten_with_path
 from ..call.found import with_found
 from ..call.rng import random_state_kept
-from ..call.state import hyper_parameters_of, slots_of
+from ..call.state import Arguments, hyper_parameters_of, slots_of
 from ..deferral.pending import calling, finish_pending
+from ..differences import Difference, difference, rounding_of
 from .copies import Copy, Subject, has_single_precision
 from .lockstep import LockstepError, run_in_lockstep
 from .peer import Peer
@@ -25,10 +26,11 @@ from .rank import SimulatedRank
 from .stages import Values, by_name, kept, stages_of
 from .tracer import Guilty, Tracer
 from .verdict import Verdict
-from .wholes import Difference, UnequalReplicasError, difference, put_together, rounding_of
+from .wholes import UnequalReplicasError, put_together
 from .world import AnyMesh, check_mesh, simulated_world
 
 MOST = 16  # ranks
+_FACTOR = 0.75  # of learning rates, from step to step
 
 
 def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh = None, **kwargs: Any) -> Verdict:
@@ -37,7 +39,7 @@ def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh 
     ``step`` is what ``spmd.compile`` made, and the other arguments are those of one call with the whole batch. The
     plain step runs on copies of them, ``steps`` times; the compiled one on ``world`` simulated ranks, each with its
     part of the batch. After every step all is compared: what the step returns, parameters, buffers, gradients,
-    optimizer state. Nothing of yours changes, but what the step itself writes to globals and closure variables.
+    optimizer state. Learning rates change from step to step. Nothing of yours changes, but what the step itself writes to globals and closure variables.
 
     ``mesh``: a dict from the names of axes to their sizes, ``{"dp": 2, "tp": 2}``; by default one axis, ``dp``.
 
@@ -104,9 +106,13 @@ class PlainStep:
         """One step; returns its result."""
         return self.subject.function(*self.copied.args, **self.copied.kwargs)
 
+    def given(self) -> Arguments:
+        """Its arguments, with what else it reaches."""
+        return with_found(self.subject.function, self.subject.read(self.copied.args, self.copied.kwargs))
+
     def state(self) -> dict[str, Any]:
         """Its state by name, as ``SimulatedRank.state``."""
-        given = with_found(self.subject.function, self.subject.read(self.copied.args, self.copied.kwargs))
+        given = self.given()
         found: dict[str, Any] = {slot.input.name: slot.get().detach() for slot in slots_of(given)}
         found |= {hyper.name: hyper.get() for hyper in hyper_parameters_of(given.optimizers)}
         return found | {leaf.name: leaf.value for leaf in given.tensors()}
@@ -136,10 +142,20 @@ class Verification:
     def run(self) -> Verdict:
         """The verdict after all steps, or after the first that is wrong."""
         for number in range(self.steps):
+            if number:
+                self._vary_learning_rates()
             found = self._step(number)
             if found is not None:
                 return found
         return self._verdict()
+
+    def _vary_learning_rates(self) -> None:
+        """Let all learning rates be others in the next step, as a scheduler does: a stale one shows."""
+        for given in (self.plain.given(), self.first.given()):
+            for optimizer in given.optimizers.values():
+                for group in optimizer.param_groups:
+                    if isinstance(group.get("lr"), float):
+                        group["lr"] *= _FACTOR
 
     def _step(self, number: int) -> Verdict | None:
         inputs = [rank.prepare() for rank in self.ranks]
@@ -166,7 +182,7 @@ class Verification:
         assert rank.turn is not None and rank.turn.call is not None
         call = rank.turn.call
         policies = [call.mp_policy, *(unit.mp_policy for unit in call.annotations.units)]
-        draws = any(declared.role is Role.SEED for declared in rank.program.inputs)
+        draws = rank.program.draws
         return not draws and all(policy is None for policy in policies)
 
     def _blame(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,6 +51,39 @@ class Case(ABC):
 
     def after(self, objects: tuple[Any, ...], step: int) -> None:  # noqa: B027 (most loops do nothing)
         """The rest of the user's loop after a step, such as a scheduler's step."""
+
+
+@dataclass(frozen=True)
+class Later(Case):
+    """A case whose third batch is short, whose fourth step evaluates, and whose fifth has a frozen parameter."""
+
+    case: Case
+
+    def build(self) -> tuple[Any, ...]:
+        """As the case."""
+        return self.case.build()
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...] | dict[str, Any]:
+        """As the case, without the last row in the third step."""
+        part = self.case.part(rank, step)
+        return tree_map(lambda leaf: leaf[:-1] if _has_dims(leaf) else leaf, part) if step == 2 else part
+
+    @property
+    def step(self) -> Any:  # type: ignore[override]
+        """As the case."""
+        return self.case.step
+
+    def whole(self, parts: list[Any]) -> Any:
+        """As the case."""
+        return self.case.whole(parts)
+
+    def after(self, objects: tuple[Any, ...], step: int) -> None:
+        """The loop's other changes, each of which needs a program."""
+        self.case.after(objects, step)
+        model = objects[0]
+        model.train(step != 2)
+        if step == 3:
+            next(iter(model.parameters())).requires_grad_(False)
 
 
 def assert_agrees(

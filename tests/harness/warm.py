@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import torch
+from torch.distributed.tensor import debug
 from torch.hub import tqdm
 
 import spmd
@@ -26,6 +27,7 @@ def _warm_up() -> None:
         with suppress(Exception), fake_world(2):
             mode = spmd.DataParallel(parallel_style=style)
             compiled_run(0, MLP(optimizer="AdamW"), 1, parallel_mode=mode)
+    debug._clear_sharding_prop_cache()  # it keeps meshes, and would give every rank those of the fake rank 0
 
 
 if not torch.backends.cuda.is_built():  # autograd would start threads for it, which do not live on in a fork either

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import passes
 import spmd
 from spmd.deferral import pending
 from tests.harness.cases import MLP, make_optimizer
@@ -142,6 +143,13 @@ def test_the_numbers_are_those_of_the_plain_step(
     case = Scheduled(sizes=(15, 7, 7, 5), rows=6, optimizer=optimizer)
     expected: Trained = ([], True, ["first", "steady", "finish"])
     assert ranks.run(2, trained, case, mode, calls) == [expected] * 2
+
+
+def test_numbers_on_the_device_are_those_of_their_call(ranks: Ranks) -> None:
+    case = Scheduled(sizes=(15, 7, 7, 5), rows=6, optimizer="SGD momentum")
+    mode = {"custom_passes": passes.with_numbers_on_device(passes.default())}
+    expected: Trained = ([], True, ["first", "steady", "finish"])
+    assert ranks.run(2, trained, case, mode, 3) == [expected] * 2
 
 
 @pytest.mark.parametrize("mode", MODES[1:])

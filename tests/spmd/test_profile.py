@@ -86,9 +86,6 @@ def test_each_program_has_its_own_calls() -> None:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    compiled = spmd.compile(backend=lambda module, examples: module)(CASE.step)
-    with pytest.raises(SpmdError, match=r"a backend of its own runs them: compile it with backend=\"aten\""):
-        compiled.profile()
     for steps in (-1, 1.5, True):
         with pytest.raises(ValueError, match="expected the number of steps to measure, got"):
             spmd.compile(CASE.step).profile(steps)

@@ -10,10 +10,12 @@ from torch import Tensor, fx
 from passes.analysis.reachability import ancestors
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
+from passes.ir.schemas import schema
 
-from ..._torch import OpOverload, disable_modes, get_proxy_mode
+from ..._torch import OpOverload, disable_modes, get_proxy_mode, tree_flatten
 from ..provenance import proxy_node
 from ..state_branches import extract
+from ..tensor_attributes import is_users
 
 aten = torch.ops.aten
 _LARGEST = 1 << 22  # elements of a value that is worth computing
@@ -23,30 +25,47 @@ def known_value(tensor: Tensor) -> Tensor | None:
     """The value of a traced tensor, or None if it is known only when the program runs."""
     mode = get_proxy_mode()
     node = proxy_node(tensor, mode.tracer) if mode is not None else None
-    if node is None or tensor.numel() > _LARGEST:
+    if mode is None or node is None or tensor.numel() > _LARGEST:
         return None
     needed = ancestors([node])
-    if any(n.op != "call_function" or is_random(n) for n in needed):
+    if any(each.op == "placeholder" for each in needed):
         return None
-    if _written_elsewhere(needed, node.graph):
+    needed = _with_writes(needed)
+    root: Any = mode.tracer.root  # type: ignore[union-attr]  # ``make_fx`` runs
+    made = {each: getattr(root, str(each.target), None) for each in needed if each.op == "get_attr"}
+    constants = [value for value in made.values() if isinstance(value, Tensor) and not is_users(value)]
+    if len(constants) < len(made):
+        return None
+    if any(each.op != "call_function" or is_random(each) for each in needed - made.keys()):
         return None
     with disable_modes(), torch.no_grad():
-        value: Tensor = extract(node, needed, [])()
+        value: Tensor = extract(node, needed, list(made))(*(each.clone() for each in constants))
     return value
 
 
-def _written_elsewhere(needed: set[fx.Node], graph: fx.Graph) -> bool:
-    """Whether an op outside of ``needed`` writes into one of them, or into a view of one."""
-    views = set(needed)
-    for node in graph.nodes:
-        read = node.all_input_nodes[:1]
-        if not isinstance(node.target, OpOverload) or not views.issuperset(read) or not read or node in needed:
-            continue
-        if has(node.target, Trait.MUTABLE):
-            return True
-        if has(node.target, Trait.VIEW):
-            views.add(node)
-    return False
+def _with_writes(needed: set[fx.Node]) -> set[fx.Node]:
+    """These nodes, the ops that write into one of them, or into a view of one, and what those are computed from."""
+    graph = next(iter(needed)).graph
+    while True:
+        views, found = set(needed), set[fx.Node]()
+        for node in graph.nodes:
+            if node in needed or not isinstance(node.target, OpOverload):
+                continue
+            if has(node.target, Trait.VIEW) and not views.isdisjoint(node.all_input_nodes[:1]):
+                views.add(node)
+            elif has(node.target, Trait.MUTABLE) and not views.isdisjoint(_written(node)):
+                found |= ancestors([node])
+        if found <= needed:
+            return needed
+        needed = needed | found
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The nodes that an op writes into."""
+    assert isinstance(node.target, OpOverload)
+    described = schema(node.target)
+    given = {**node.kwargs, **dict(zip(described.names, node.args, strict=False))}
+    return [leaf for each in described.arguments if each.written for leaf in tree_flatten(given.get(each.name))[0]]
 
 
 def known_numbers() -> dict[Any, Any]:

@@ -24,7 +24,7 @@ _OF_MODULES = {PARAMETERS, BUFFERS, CHILDREN, *MODULE_NOTES, *HOOK_DICTS}
 _OF_OPTIMIZERS = {"state", "param_groups", "defaults", "step"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Snapshot:
     """The attributes of one module or optimizer before the step, with all containers in them."""
 

@@ -6,7 +6,7 @@ numbers and fakes in the place of their tensors. A tensor is whole on every rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -26,7 +26,7 @@ from ..reads import ReadSite, Reference
 from .lost_graph import has_lost_graph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CarriedTensor:
     """A tensor at a site, or in a container there: the ``index``-th leaf."""
 
@@ -40,20 +40,22 @@ class CarriedTensor:
         return tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Carried:
     """Sites with numbers, and sites with tensors or containers of them. ``counters`` are entries of parameter groups.
 
-    A counter is (path of the optimizer, index of the group, key). ``leaves`` are numbers among the arguments, by name.
+    A counter is (path of the optimizer, index of the group, key). ``leaves`` are numbers among the arguments, by name,
+    and ``unread`` the numbers and texts among them that the step does not read.
     """
 
     numbers: tuple[ReadSite, ...] = ()
     sites: tuple[ReadSite, ...] = ()
     counters: frozenset[tuple[str, int, str]] = frozenset()
     leaves: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.sites or self.counters or self.leaves)
+        return bool(self.numbers or self.sites or self.counters or self.leaves or self.unread)
 
     def __or__(self, other: Carried) -> Carried:
         known = self.addresses
@@ -62,6 +64,7 @@ class Carried:
             (*self.sites, *(site for site in other.sites if site.address not in known)),
             self.counters | other.counters,
             tuple(dict.fromkeys((*self.leaves, *other.leaves))),
+            tuple(dict.fromkeys((*self.unread, *other.unread))),
         )
 
     def now(self) -> Carried:
@@ -69,8 +72,8 @@ class Carried:
         numbers = [site for site in self.numbers if type(site.get()) in (int, float)]
         held = [(site, tree_flatten(site.get())[0]) for site in (*self.sites, *self.numbers)]
         sites = [site for site, leaves in held if any(isinstance(leaf, torch.Tensor) for leaf in leaves)]
-        lost = [site for site, leaves in held if any(map(has_lost_graph, leaves))]
-        return replace(self, numbers=tuple(numbers), sites=tuple(site for site in sites if site not in lost))
+        lost = {site.address for site, leaves in held if any(map(has_lost_graph, leaves))}
+        return replace(self, numbers=tuple(numbers), sites=tuple(site for site in sites if site.address not in lost))
 
     def with_names_unlike(self, taken: set[str]) -> Carried:
         """The same, with a number after each name that another input has."""
@@ -83,6 +86,11 @@ class Carried:
             return replace(site, name=name)
 
         return replace(self, numbers=tuple(map(renamed, self.numbers)), sites=tuple(map(renamed, self.sites)))
+
+    def without(self, unread: Collection[str]) -> Carried:
+        """The same, where these leaves are none that the program reads."""
+        leaves = tuple(name for name in self.leaves if name not in unread)
+        return replace(self, leaves=leaves, unread=(*self.unread, *sorted(unread)))
 
     @property
     def addresses(self) -> set[tuple[int, str]]:

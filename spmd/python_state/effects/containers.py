@@ -17,7 +17,7 @@ from ..reads import MISSING, Change, ReadSite
 Path = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ArgumentEntry:
     """An entry of a container among the arguments, by the path to the container from ``(args, kwargs)``."""
 
@@ -38,7 +38,7 @@ class ArgumentEntry:
             object.__setattr__(container, self.key, value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Containers:
     """The containers in a tree of arguments, each with its path and its entries before the step."""
 

@@ -34,7 +34,7 @@ class ArgumentLog:
         return next(leaf.value.container for leaf in arguments.leaves if leaf.name == self.name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Effect:
     """A method that each call calls on a live container. ``leaves``: of its arguments, as those of a ``Write``."""
 

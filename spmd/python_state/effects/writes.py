@@ -42,7 +42,7 @@ class GroupEntry:
         return f"{self.path}.{self.index}.{self.key}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Write:
     """A value that each call writes: ``leaves`` are plain, traced, or (once they are outputs) ``FromOutput``."""
 
@@ -121,7 +121,7 @@ def settle(
     return settled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Explained:
     """A change, with what it takes to name the user's line."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from .read_sites import ReadSite
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Change:
     """The value at a site before the step and after it, ``MISSING`` where there is none.
 

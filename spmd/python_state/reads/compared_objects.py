@@ -26,7 +26,7 @@ _WRITES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Object:
     """One of them; ``key`` is the name by which the step's code reads it, ``before`` its state before the step."""
 

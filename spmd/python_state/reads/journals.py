@@ -31,7 +31,7 @@ from .read_sites import ReadSite, Reference
 from .refusing import passed_on
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Written:
     """One write: a method that the step called on a container, and the user's line."""
 
@@ -61,7 +61,7 @@ class _Missing:
     """Stands in a recording list for the entries that were there before: no op takes it for a tensor."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Journal:
     """One live container with what stands in for it; ``references`` are where the step came to it."""
 

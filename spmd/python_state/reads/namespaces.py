@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass
+@dataclass(eq=False)
 class Namespaces:
     """The namespaces that a trace has reached, and the names in the user's code that ran so far."""
 

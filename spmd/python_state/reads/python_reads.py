@@ -58,7 +58,7 @@ _WRAPPERS = {  # of the user's functions, each with the attributes that hold wha
 _CACHED = type(lru_cache(len))
 
 
-@dataclass
+@dataclass(eq=False)
 class Reads:
     """The read sites of one trace, each once, with the value that it had before the step.
 
@@ -245,7 +245,8 @@ class Reads:
             return
         value = vars(cls)[key]
         if isinstance(value, types.MemberDescriptorType):
-            self._note("attribute", instance, key, name)
+            if instance not in self._new:
+                self._note("attribute", instance, key, name)
             return
         self._note("entry", cls, key, f"{cls.__qualname__}.{key}")
         if fields is not None and not hasattr(value, "__set__"):  # that the instance has none of its own

@@ -43,9 +43,9 @@ READERS: dict[str, Callable[..., Any]] = {  # by kind of site, each called with 
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal by its fields it would compare the tensors that holders have
 class ReadSite:
-    """One site; ``name`` describes it in the user's words."""
+    """One site; ``name`` describes it in the user's words. Two are of one place if their addresses are equal."""
 
     # "item" of a dict, "item now" of the one that a ``Reference`` has, "entry" of a class, "attribute" of an object,
     # "cell", or "names" of all items
@@ -85,7 +85,7 @@ class ReadSite:
                 items[self.key] = value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reference:
     """A site, or an item of a list or dict, that holds a container, or a state tensor besides its module."""
 

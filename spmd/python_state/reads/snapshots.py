@@ -12,7 +12,7 @@ from .read_sites import MISSING
 CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ContainerSnapshot:
     """The entries of a container when the trace reached it; ``content`` is None if they cannot change."""
 
@@ -47,7 +47,7 @@ class ContainerSnapshot:
             (self.value.update if isinstance(self.value, set) else self.value.extend)(content)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FieldsSnapshot:
     """The attributes of an object or a function when the trace reached it."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from passes import SpmdError
-from passes.runtime.random import BY_POSITION, draw
+from passes.runtime.random import BY_POSITION, draw, draw_from_tensor
 
 aten = torch.ops.aten
 F64 = torch.float64
@@ -95,6 +95,16 @@ def test_a_draw_depends_on_seed_number_and_region(kind: int) -> None:
     assert torch.equal(first, draw(aten.rand.default, 1 + kind, 2, ((0, 4, 8),), [4]))
     for seed, number, start in ((2, 2, 0), (1, 3, 0), (1, 2, 4)):
         assert not torch.equal(first, draw(aten.rand.default, seed + kind, number, ((start, 4, 8),), [4]))
+
+
+def test_a_seed_that_is_a_tensor_gives_the_same_numbers_by_position() -> None:
+    """What runs on an accelerator, where the host cannot read the seed."""
+    region = ((2, 3, 8), (0, 5, 5))
+    for seed in (BY_POSITION + 5, BY_POSITION + (1 << 61) + 12345):
+        expected = draw(aten.rand.default, seed, 4, region, [3, 5])
+        assert torch.equal(draw_from_tensor(aten.rand.default, torch.tensor(seed), 4, region, [3, 5]), expected)
+    with pytest.raises(SpmdError, match=r"aten\.poisson\.default draws with a kernel of its own"):
+        draw_from_tensor(aten.poisson.default, torch.tensor(5), 4, ((0, 4, 4),), torch.ones(4))
 
 
 def test_by_position_numbers_cover_the_range_of_the_dtype() -> None:

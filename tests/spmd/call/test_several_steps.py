@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
+from spmd.ranks.standing import StateError
 from tests.harness.cases import MLP
 from tests.harness.fake import fake_world
 from tests.harness.oracle import Snapshot, all_unequal, snapshot
@@ -174,3 +175,31 @@ def test_a_step_can_be_pickled() -> None:
     again = pickle.loads(pickle.dumps(step))
     assert again.__wrapped__ is _evaluate
     assert again.programs == ()
+
+
+def fails() -> None:
+    """An op that fails after the step has written state."""
+    raise ArithmeticError("after the update")
+
+
+def failing_last(gm: Any) -> Any:
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        gm.graph.call_function(fails)
+    gm.recompile()
+    return gm
+
+
+def test_only_the_steps_of_a_model_that_is_partly_updated_are_stopped() -> None:
+    broken, whole = CASE.build(), CASE.build()
+    saved = [each.state_dict() for each in map(deepcopy, broken)]
+    batch = CASE.part(0, 0)
+    with pytest.raises(ArithmeticError):
+        spmd.compile(CASE.step, gm_transformation=failing_last)(*broken, *batch)
+    train = spmd.compile(CASE.step)
+    for _ in range(2):
+        train(*whole, *batch)
+        with pytest.raises(StateError, match=r"partly updated.*after the update"):
+            spmd.compile(CASE.step)(*broken, *batch)
+    for each, state in zip(broken, saved, strict=True):
+        each.load_state_dict(state)
+    train(*broken, *batch)

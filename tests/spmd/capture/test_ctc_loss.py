@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import spmd
+from passes.runtime.ctc_loss import ctc_loss
 from tests.harness.cases import STYLES_ON_RANKS, mlp
 from tests.harness.oracle import Case, assert_agrees, random_generator
 from tests.harness.pool import Ranks
@@ -47,12 +48,13 @@ class Aligned(Case):
 def _losses(model: nn.Module, x: Tensor, targets: Tensor, frames: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Lists for lengths, tensors, reduction in three ways; of some rows the frames are too few for the labels."""
     n = len(x)
-    log_probs = model(x).view(n, FRAMES, CLASSES).transpose(0, 1).log_softmax(-1)
+    outputs = model(x).view(n, FRAMES, CLASSES)
+    log_probs, turned = outputs.transpose(0, 1).log_softmax(-1), outputs.log_softmax(-1).transpose(0, 1)
     every = [FRAMES] * n, (LABELS - 1,) * n
     return (
-        F.ctc_loss(log_probs, targets, *every),
+        F.ctc_loss(turned, targets, *every),
         F.ctc_loss(log_probs, targets, torch.full((n,), FRAMES), labels.int(), blank=0, reduction="sum"),
-        nn.CTCLoss(reduction="none", zero_infinity=True)(log_probs, targets, frames, labels),
+        nn.CTCLoss(reduction="none", zero_infinity=True)(turned, targets, frames, labels),
         nn.CTCLoss(blank=CLASSES - 1, zero_infinity=True)(log_probs, targets % (CLASSES - 1), frames, labels),
     )
 
@@ -60,6 +62,16 @@ def _losses(model: nn.Module, x: Tensor, targets: Tensor, frames: Tensor, labels
 @pytest.mark.parametrize("style, world", STYLES_ON_RANKS)
 def test_the_numbers_of_the_plain_step(ranks: Ranks, style: str, world: int) -> None:
     assert_agrees(ranks, world, Aligned(), style, steps=3)
+
+
+def test_what_the_forward_pass_remembers_is_written_whole() -> None:
+    log_probs, targets = torch.randn(5, 3, 4).log_softmax(-1), torch.tensor([[1, 2, 3]] * 3)
+    lengths = torch.tensor([5, 2, 4]), torch.tensor([3, 1, 0])
+    _, remembered = ctc_loss(log_probs, targets, *lengths, 0, False)
+    assert bool((remembered[1, 2:] == -torch.inf).all()), "behind the frames of a row"
+    assert bool((remembered[1, :, 3:] == -torch.inf).all()), "behind its states"
+    expected = torch.ops.aten._ctc_loss(log_probs, targets, *lengths)[1]
+    assert remembered[0].equal(expected[0])
 
 
 def test_rows_stay_on_their_ranks() -> None:

@@ -252,3 +252,24 @@ class unchanged:
         step = spmd.compile(CASE.step)
         losses = [float(step(self.model, self.optimizer, *CASE.part(0, 0))) for _ in range(3)]
         assert losses == sorted(losses, reverse=True)
+
+
+def test_an_op_that_would_resize_state_is_refused_before_anything_is_written() -> None:
+    """Only the kernel of an observer per channel knows how many there are; run once before, it trains."""
+    observer = torch.ao.quantization.MovingAveragePerChannelMinMaxObserver
+    kind = torch.ao.quantization.FusedMovingAvgObsFakeQuantize
+    quantized = {"quant_min": -128, "quant_max": 127, "dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
+    model = nn.Sequential(nn.Linear(6, 6), kind(observer=observer, ch_axis=0, **quantized))
+
+    @spmd.compile
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = model(x)
+        return y
+
+    x, before = torch.randn(8, 6), {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(spmd.CaptureError, match=r"one entry for each of 8 channels.*Run the model once"):
+        step(model, x)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        model(x)
+    torch.testing.assert_close(step(model, x), model(x))

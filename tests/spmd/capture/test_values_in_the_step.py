@@ -153,3 +153,44 @@ def test_a_class_beyond_those_counted_raises() -> None:
     assert compiled(torch.tensor([0, 2, 2])).tolist() == [1, 0, 2]
     with pytest.raises((IndexError, RuntimeError), match="index 3 is out of bounds"):
         compiled(torch.tensor([0, 3, 2]))
+
+
+def writes_a_mask(x: Tensor, y: Tensor) -> Any:
+    keep = torch.ones(12, dtype=torch.bool)
+    keep[10:12] = False
+    out = x.clone()
+    out[keep] = y[keep]
+    return out
+
+
+def lists_a_mask(x: Tensor, y: Tensor) -> Any:
+    return x[torch.tensor([True] * 10 + [False] * 2)]
+
+
+def writes_through_views(x: Tensor, y: Tensor) -> Any:
+    keep = torch.zeros(12, dtype=torch.bool)
+    keep.view(3, 4)[1] = True
+    keep[torch.tensor([0, 2])] = True
+    before = x[keep]
+    keep &= torch.arange(12) > 3
+    keep.logical_not_()
+    return before, y[keep]
+
+
+def depends_on_values(x: Tensor, y: Tensor) -> Any:
+    keep = torch.ones(12, dtype=torch.bool)
+    keep[0] = x.sum() > 0
+    return x[keep]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("plain", [writes_a_mask, lists_a_mask, writes_through_views])
+def test_masks_that_follow_from_no_input_are_known(plain: Any) -> None:
+    x, y = torch.randn(12, 3), torch.randn(12, 3)
+    torch.testing.assert_close(spmd.compile(plain)(x, y), plain(x, y))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mask_with_a_value_of_an_input_is_not() -> None:
+    with pytest.raises(spmd.CaptureError, match="depends on values"):
+        spmd.compile(depends_on_values)(torch.randn(12, 3), torch.randn(12, 3))

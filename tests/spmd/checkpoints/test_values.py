@@ -112,6 +112,38 @@ def test_state_keeps_its_dtype_where_torch_would_cast_it(tmp_path: Path) -> None
     assert unequal(by_name(model, optimizer), by_name(other, its_optimizer)) == []
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex")  # torch casts first, and gets back what it replaces
+def test_tensors_of_any_strides_and_dtypes_come_back(tmp_path: Path) -> None:
+    """Dense in the file, whatever they are in memory; what shares memory is refused as a place to load into."""
+    ten, whole = torch.arange(10.0), torch.arange(1.0, 7.0)
+    layouts = {
+        "one element": ten.as_strided((1,), (0,)),
+        "one row": ten.as_strided((1, 1), (0, 7)),
+        "expanded": ten[:4].view(1, 4).expand(3, 4),
+        "transposed": ten.view(2, 5).t(),
+        "overlapping": ten.as_strided((4, 3), (1, 1)),
+        "empty": torch.empty(0).as_strided((0, 3), (0, 5)),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    }
+    layouts |= {str(dtype): whole.to(dtype) for dtype in (torch.complex64, torch.complex128, torch.float8_e4m3fn)}
+    model, optimizer = trained(torch.optim.SGD, momentum=0.9)
+    optimizer.state[model[0].weight] |= layouts
+    spmd.save(tmp_path, model=model, optimizer=optimizer, others=layouts)
+    got: dict[str, Any] = {}
+    other, its_optimizer = trained(torch.optim.SGD, momentum=0.9)
+    its_optimizer.state[other[0].weight] |= {name: each.clone().zero_() for name, each in layouts.items()}
+    its_optimizer.state[other[0].weight]["expanded"] = torch.zeros(1, 4).expand(3, 4)
+    spmd.load(tmp_path, model=other, optimizer=its_optimizer, others=got)
+    for found in (got, its_optimizer.state[other[0].weight]):
+        for name, want in layouts.items():
+            assert found[name].dtype == want.dtype
+            assert found[name].tolist() == want.tolist(), name
+    model.register_buffer("shared", torch.zeros(1).expand(4))
+    spmd.save(tmp_path, model=model)
+    with pytest.raises(ValueError, match=r"model.shared: expanded here.*clone"):
+        spmd.load(tmp_path, model=model)
+
+
 def test_groups_that_cannot_be_joined_are_named(tmp_path: Path) -> None:
     model, optimizer = trained()
     spmd.save(tmp_path, model=model, optimizer=optimizer)

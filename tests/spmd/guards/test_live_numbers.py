@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import spmd
 from tests.harness.oracle import Case, assert_agrees, random_generator
@@ -57,7 +58,22 @@ def asks_for_the_type(loss: Tensor, x: Tensor, k: int, w: float) -> Any:
 
 
 def computes_outside_of_torch(loss: Tensor, x: Tensor, k: int, w: float) -> Any:
-    return loss * (1 + math.cos(math.pi * k / 10))
+    return loss * (1 + math.cos(math.pi * k / 10)) * math.sqrt(1 - 0.9 ** (k + 1)) / math.pow(w, 2) * math.exp(-w)
+
+
+def takes_logarithms(loss: Tensor, x: Tensor, k: int, w: float) -> Any:
+    return loss * (math.log(1 + w) + math.log(w + 1, 3) + math.log10(w + 1) + math.log2(w + 1) + math.tanh(w))
+
+
+def makes_tensors(loss: Tensor, x: Tensor, k: int, w: float) -> Any:
+    weights = torch.tensor([w, 1.0, k + 0.5], dtype=x.dtype) * x.new_tensor(w)
+    return loss * weights.sum() * torch.as_tensor(w, dtype=x.dtype) + torch.tensor(k)
+
+
+def schedules_a_momentum(loss: Tensor, x: Tensor, k: int, w: float) -> Any:
+    mean, variance = x.new_zeros(4), x.new_ones(4)
+    normed = F.batch_norm(x, mean, variance, training=True, momentum=1 / (w + 1))
+    return loss + (mean + variance * 2).sum() * loss + normed.square().sum() * loss
 
 
 Use = Callable[[Tensor, Tensor, int, float], Any]
@@ -69,9 +85,12 @@ PROGRAMS: dict[Use, int] = {
     takes_a_part: 5,
     looks_up: 5,
     asks_for_the_type: 5,
-    computes_outside_of_torch: 5,
+    computes_outside_of_torch: 2,
+    takes_logarithms: 2,
+    makes_tensors: 2,
+    schedules_a_momentum: 2,
 }
-NEEDS_VALUES = {takes_a_part, looks_up, asks_for_the_type, computes_outside_of_torch}
+NEEDS_VALUES = {takes_a_part, looks_up, asks_for_the_type}
 
 
 def run(use: Use, decorate: Callable[[Any], Any], calls: int) -> tuple[list[Any], Any]:
@@ -153,7 +172,8 @@ def rank_dependent(rank: int, world: int) -> str:
 
 
 def test_ranks_with_other_numbers_raise_and_name_them(ranks: Ranks) -> None:
-    assert all("weight = " in message for message in ranks.run(2, rank_dependent))
+    messages = ranks.run(2, rank_dependent)
+    assert all("weight 0.729" in message and "1.729" in message for message in messages), messages
 
 
 class Counting(nn.Module):
@@ -233,3 +253,109 @@ def test_a_range_may_begin_at_a_number() -> None:
     for first in (1, 2, 3, 0):
         torch.testing.assert_close(step(x, first), counts_from(x, first))
     assert len(step.programs) == 2
+
+
+def drops(x: Tensor, rate: float) -> Tensor:
+    return F.dropout(x, rate)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_drop_rate_on_a_schedule_has_one_program() -> None:
+    step, x = spmd.compile(drops), torch.ones(200, 200)
+    for rate in (0.0, 0.25, 0.5, 0.9):
+        dropped = step(x, rate)
+        assert abs((dropped == 0).float().mean().item() - rate) < 0.02
+        torch.testing.assert_close(dropped[dropped > 0].unique(), torch.tensor([1 / (1 - rate)]))
+    assert len(step.programs) == 1
+
+
+class BiasCorrected(torch.optim.Optimizer):
+    """Adam as most third-party optimizers write it: a Python counter, and functions of ``math`` of it."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["mean"], state["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["step"] += 1
+                state["mean"].mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
+                state["square"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                size = group["lr"] * math.sqrt(1 - beta2 ** state["step"]) / (1 - math.pow(beta1, state["step"]))
+                parameter.addcdiv_(state["mean"], state["square"].sqrt().add_(1e-8), value=-size)
+
+
+@dataclass(frozen=True)
+class ByHand(EveryFourth):
+    """Trains with it; each rank passes other names and numbers of its rows, which the step does not read."""
+
+    def build(self) -> tuple[Any, ...]:
+        model = nn.Linear(4, 4).double()
+        return model, BiasCorrected(model.parameters(), lr=0.1)
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        x, _, weight = super().part(rank, step)
+        rows = {"x": x, "names": [f"{rank}-{step}-{k}.png" for k in range(2)], "ids": [10 * step + rank]}
+        return rows, weight
+
+    def whole(self, parts: list[Any]) -> Any:
+        rows, weights = zip(*parts, strict=True)
+        return {**rows[0], "x": torch.cat([each["x"] for each in rows])}, weights[0]
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: dict[str, Any], weight: float) -> Tensor:  # type: ignore[override]
+        loss: Tensor = model(rows["x"]).square().mean() * weight
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["replicate", "fully_shard", {"shard_optimizer": True}])
+def test_an_optimizer_that_counts_and_arguments_that_nothing_reads(ranks: Ranks, mode: Any) -> None:
+    assert_agrees(ranks, 2, ByHand(), mode)
+
+
+def text_programs(use: Callable[[Tensor, dict[str, Any]], Any]) -> int:
+    step = spmd.compile(lambda batch: use(batch["x"], batch))
+    for k in range(4):
+        x = torch.randn(3)
+        (result, rest), want = step({"x": x, "name": f"{k}.png"}), use(x, {"x": x, "name": f"{k}.png"})
+        assert torch.equal(result, want[0]) and rest == want[1]
+    return len(step.programs)
+
+
+def only_moves(x: Tensor, batch: dict[str, Any]) -> Any:
+    return {key: each.double() if isinstance(each, Tensor) else each for key, each in batch.items()}["x"], None
+
+
+@pytest.mark.usefixtures("alone")
+def test_text_that_a_step_reads_is_compared() -> None:
+    assert text_programs(only_moves) == 2
+    assert text_programs(lambda x, batch: (x * (2 if batch["name"] == "2.png" else 1), 0)) == 4
+    assert text_programs(lambda x, batch: (x * (2 if batch["name"] in ["2.png"] else 1), 0)) == 4
+    assert text_programs(lambda x, batch: (x * len("".join([batch["name"]])), 0)) == 4
+    assert text_programs(lambda x, batch: (x, batch["name"])) == 4
+
+
+def first_call_differs(rank: int, world: int, kind: type) -> str:
+    case = EveryFourth()
+    x, _, _ = case.part(rank, 0)
+    try:
+        spmd.compile(case.step)(*case.build(), x, *((0, 0.5 + rank) if kind is float else (2 + rank, 0.5)))
+    except spmd.RankMismatchError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_number_that_differs_at_the_first_call_is_named_with_both_values(ranks: Ranks) -> None:
+    for message in ranks.run(2, first_call_differs, float):
+        assert "rank 0 passed weight 0.5, rank 1 1.5" in message and "shared_rng" in message
+    for message in ranks.run(2, first_call_differs, int):
+        assert "rank 0 passed index 2, rank 1 3" in message and "aten" not in message

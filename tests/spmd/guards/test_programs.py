@@ -79,8 +79,8 @@ def with_backend(rank: int, world: int) -> tuple[list[str], list[bool]]:
     return all_unequal(plain_run(case, world, 5), got, rank, world), examples
 
 
-def test_a_backend_of_one_s_own_runs_the_graph(ranks: Ranks) -> None:
-    assert ranks.run(2, with_backend) == [([], [True])] * 2
+def test_a_backend_of_one_s_own_runs_the_regions(ranks: Ranks) -> None:
+    assert ranks.run(2, with_backend) == [([], [True] * 3)] * 2
 
 
 @pytest.mark.usefixtures("alone")

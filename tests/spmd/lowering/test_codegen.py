@@ -99,7 +99,7 @@ def test_released_it_holds_no_state() -> None:
     bound(p, torch.rand(4, 2))
     assert p._is_view() is False and bound._state
     bound.release()
-    assert not bound._state and bound._run is None
+    assert not bound._state and bound._halves is None
 
 
 def test_arguments_of_every_kind() -> None:

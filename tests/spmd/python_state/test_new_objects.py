@@ -4,7 +4,10 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import spmd
 from spmd.python_state.reads.new_objects import NewObjects
 
 
@@ -64,3 +67,28 @@ def test_nothing_is_noted_after_the_watch() -> None:
     with NewObjects().watch():
         assert len(gc.callbacks) == before + 1
     assert len(gc.callbacks) == before
+
+
+class Ratio:
+    __slots__ = ("_value", "of")
+
+    def __init__(self, of: int) -> None:
+        self.of, self._value = of, None
+
+    @property
+    def value(self) -> float | None:
+        if self._value is None:
+            self._value = 1 / self.of
+        return self._value
+
+
+@pytest.mark.usefixtures("alone")
+def test_slots_of_an_object_that_the_step_makes_are_no_state() -> None:
+    def scaled(model: nn.Module, x: Tensor) -> Tensor:
+        ratio = Ratio(4)
+        return model(x).sum() * ratio.value * ratio.value
+
+    step = spmd.compile(scaled)
+    model, x = nn.Linear(3, 2), torch.ones(2, 3)
+    assert all(torch.equal(step(model, x), model(x).sum() / 16) for _ in range(3))
+    assert len(step.programs) == 1

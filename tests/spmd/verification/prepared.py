@@ -17,6 +17,7 @@ import passes
 import spmd
 from passes import Pass, Program
 from spmd.call.rng import random_state_kept
+from spmd.differences import rounding_of
 from spmd.options import Options
 from spmd.verification.copies import Subject
 from spmd.verification.peer import Peer
@@ -24,7 +25,6 @@ from spmd.verification.rank import SimulatedRank
 from spmd.verification.stages import RankPrograms, Values, after_each, by_name, kept, stages_of
 from spmd.verification.tracer import Guilty, Tracer
 from spmd.verification.verifier import PlainStep
-from spmd.verification.wholes import rounding_of
 from spmd.verification.world import simulated_world
 
 Edit = Callable[[Program], int]

@@ -1,0 +1,278 @@
+"""Form regions: compute that lies between collectives becomes functions that a backend takes as a whole."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import networkx as nx  # type: ignore[import-untyped]
+import torch
+from torch import fx
+
+from ..analysis.aliases import storages
+from ..analysis.topological import arrange
+from ..base import Numerics, Pass
+from ..communication.published import read_by_peers
+from ..communication.wait_late import WaitLate
+from ..ir.collectives import is_collective, is_shared, is_wait
+from ..ir.edit import insert_before
+from ..ir.effects import is_functional, is_pure, is_random
+from ..ir.infer_shapes import fill_vals
+from ..ir.meta import Relation
+from ..ir.program import Program
+from ..ir.region import Region, regions
+from ..ir.schemas import schema
+from ..memory.pieces import tensors
+from ..runtime import host_memory
+from ..schedule.overlap import Overlap
+from ..update.update_last import UpdateLast
+from .numbers import take_tensors
+
+_COPIES = (host_memory.to_device, host_memory.to_host, host_memory.wait_copy)
+
+
+@dataclass(frozen=True)
+class FormRegions(Pass):
+    """Functional ops of aten between two starts or waits become one region, where no other op has to run in between.
+
+    A region is convex: no path from one of its ops to another leaves it. It stays between the starts and waits that its
+    ops stood between, so that it delays no collective; and ops that have no value in common, and wait for different
+    collectives, are in different regions. Its ops compute on one device. Outside stay collectives, random draws, ops of
+    the user's, kernels of optimizers, what other ranks read, and views of what lies outside: a region returns values,
+    and a view of one is taken outside again. Numbers that a call brings enter as tensors (``numbers.py``), which may
+    round formulas of an optimizer otherwise. Where fewer than ``min_ops`` ops compute, there is no region.
+    """
+
+    min_ops: int = 2
+    numerics: ClassVar[Numerics] = "reassociates"
+    after: ClassVar[tuple[type[Pass], ...]] = (WaitLate, UpdateLast, Overlap)
+
+    def rewrite(self, program: Program) -> int:
+        """Decide for all nodes, then replace the ops of each region by one call; returns how many there are."""
+        take_tensors(program)
+        fill_vals(program)
+        groups = _Groups(program.graph)
+        arrange(program.graph, groups.order())
+        chosen = [group for group in groups.all() if sum(map(groups.computes, group)) >= self.min_ops]
+        names = _Names(program.graph)
+        for group in chosen:
+            _Call(program, group, groups.found).replace(names.next(group))
+        return len(chosen)
+
+
+class _Groups:
+    """Which ops can run together: each node's segment, between two starts or waits, and its level in there.
+
+    Nodes of one segment and level depend on each other through ops of regions alone: a path through any other node, or
+    to another device, leads to a higher level. So any of them make a convex group, and nodes sorted by level, those
+    outside of regions first, follow what they read.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.found = graph, storages(graph)
+        starts = [node for node in graph.nodes if is_shared(node)]
+        self._published = {each for start in starts for each in read_by_peers(start)}
+        self.position = {node: k for k, node in enumerate(graph.nodes)}
+        self.segment: dict[fx.Node, int] = {}
+        self.level: dict[fx.Node, int] = {}
+        self.inside: set[fx.Node] = set()
+        self._waits: dict[fx.Node, frozenset[fx.Node]] = {}  # by which a node outside of regions has what it reads
+        segment = 0
+        for node in graph.nodes:
+            segment += _separates(node)
+            self._see(node, segment)
+            segment += _separates(node)
+
+    def _see(self, node: fx.Node, segment: int) -> None:
+        self.segment[node] = segment
+        if self._can_join(node):
+            self.inside.add(node)
+        self.level[node] = self._level(node)
+        if node in self.inside and any(self._place(each) != self._place(node) for each in self._bases(node)):
+            self.inside.remove(node)
+            self.level[node] = self._level(node)
+        reads = node.all_input_nodes if node not in self.inside else []
+        waits = frozenset({node}) if is_wait(node) else frozenset().union(*(self._waits[each] for each in reads))
+        self._waits[node] = waits
+
+    def _place(self, node: fx.Node) -> tuple[int, int, torch.device]:
+        return self.segment[node], self.level[node], _device(node)
+
+    def _level(self, node: fx.Node) -> int:
+        level = 0
+        for each in node.all_input_nodes:
+            if self.segment.get(each) == self.segment[node]:
+                is_left = each in self.inside and (node not in self.inside or _device(each) != _device(node))
+                level = max(level, self.level[each] + is_left)
+        return level
+
+    def _can_join(self, node: fx.Node) -> bool:
+        """Whether an op may be in a region, by itself and by where its operands lie."""
+        if not is_functional(node) or node in self._published or not _is_of_tensors(node) or _is_kernel(node):
+            return False
+        bases = self._bases(node)
+        others = [each for each in node.all_input_nodes if each not in bases]
+        is_plain = all(isinstance(each.meta["val"], torch.Tensor) for each in others)  # no list of an op elsewhere
+        return is_plain and all(each in self.inside for each in bases)
+
+    def _bases(self, node: fx.Node) -> list[fx.Node]:
+        """What a region has to compute to hold ``node``: what it is a view of, or one of several results of."""
+        made = node.all_input_nodes if node.target is operator.getitem else []
+        return [*made, *(each for each in self.found[node] if each is not node)]
+
+    def computes(self, node: fx.Node) -> bool:
+        """Whether an op has a result in memory of its own."""
+        return self.found[node] == {node} and node.target is not operator.getitem
+
+    def order(self) -> list[fx.Node]:
+        """All nodes, in an order in which those of a group can stand together."""
+        return sorted(self.position, key=lambda node: (self.segment[node], self.level[node], node in self.inside))
+
+    def all(self) -> list[list[fx.Node]]:
+        """The groups, each in order, in the order of their first nodes."""
+        places: dict[Any, list[fx.Node]] = defaultdict(list)
+        for node in self.graph.nodes:
+            if node in self.inside:
+                places[self._place(node)].append(node)
+        found = [group for place in places.values() for group in self._divided(place)]
+        return sorted(found, key=lambda group: self.position[group[0]])
+
+    def _divided(self, nodes: list[fx.Node]) -> Iterable[list[fx.Node]]:
+        """The parts of a place that have nothing in common; those that wait for the same collectives stay together."""
+        here = set(nodes)
+        graph = nx.Graph()
+        graph.add_nodes_from(nodes)
+        graph.add_edges_from((each, node) for node in nodes for each in node.all_input_nodes if each in here)
+        parts: dict[Any, list[fx.Node]] = defaultdict(list)
+        for part in nx.connected_components(graph):
+            waits = (self._waits[each] for node in part for each in node.all_input_nodes if each not in here)
+            parts[frozenset[fx.Node]().union(*waits)] += part
+        return [sorted(part, key=self.position.__getitem__) for part in parts.values()]
+
+
+class _Names:
+    """Names for regions: the phase that they begin in, and a number."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._count = len(regions(graph))
+
+    def next(self, group: list[fx.Node]) -> str:
+        name = f"{_first(group, 'phase') or 'region'}_{self._count}"
+        self._count += 1
+        return name
+
+
+class _Call:
+    """One group of nodes, to be replaced by the call of a region."""
+
+    def __init__(self, program: Program, group: list[fx.Node], found: Mapping[fx.Node, frozenset[fx.Node]]) -> None:
+        self.program, self.group, self.found = program, group, found
+        self.inside = set(group)
+        self.after = group[-1].next
+
+    def replace(self, name: str) -> None:
+        """Let readers outside read results of the call, and erase the group."""
+        outside = [node for node in self.group if any(user not in self.inside for user in node.users)]
+        returned = list(dict.fromkeys(base for node in outside for base in self._returned(node)))
+        read = [each for node in self.group for each in node.all_input_nodes if each not in self.inside]
+        operands = list(dict.fromkeys(read))
+        region = Region(name, self._graph(operands, returned))
+        vals = tuple(node.meta["val"] for node in returned)
+        call = insert_before(self.after, region, *operands, like=None, name=f"{name}_out", val=vals)
+        call.meta |= {key: found for key in ("phase", "source") if (found := _first(self.group, key))}
+        results = {node: self._result(call, k, node) for k, node in enumerate(returned)}
+        for node in outside:
+            self._show(node, results)
+        for node in reversed(self.group):
+            node.graph.erase_node(node)
+        for node, result in results.items():
+            result.name = node.name
+
+    def _returned(self, node: fx.Node) -> list[fx.Node]:
+        """What the region returns so that ``node`` can be had outside: itself, or what it is a view of."""
+        if self._is_own(node):
+            return [node]
+        return [base for each in node.all_input_nodes for base in self._returned(each)]
+
+    def _is_own(self, node: fx.Node) -> bool:
+        """Whether a value lies in no other's memory: what an op makes, or one of several that it makes."""
+        if node.target is operator.getitem:
+            made: Any = node.args[0]
+            return self.found[made] == {made}
+        return self.found[node] == {node}
+
+    def _graph(self, operands: list[fx.Node], returned: list[fx.Node]) -> fx.Graph:
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in operands:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = {"val": node.meta["val"]}
+        needed = set(returned)
+        for node in reversed(self.group):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        for node in self.group:
+            if node in needed:
+                env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(env[node] for node in returned))
+        return graph
+
+    def _result(self, call: fx.Node, number: int, node: fx.Node) -> fx.Node:
+        like: dict[str, Any] = {"like": node, "relation": Relation.REPLACEMENT, "val": node.meta["val"]}
+        return insert_before(self.after, operator.getitem, call, number, **like)
+
+    def _show(self, node: fx.Node, results: dict[fx.Node, fx.Node]) -> None:
+        """Let readers outside read ``node`` there."""
+        node.replace_all_uses_with(self._shown(node, results), delete_user_cb=lambda user: user not in self.inside)
+
+    def _shown(self, node: fx.Node, results: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A value of the region outside: a result, or the same view of one."""
+        if node not in results:
+            sources = {each: self._shown(each, results) for each in node.all_input_nodes}
+            with node.graph.inserting_before(self.after):
+                results[node] = node.graph.node_copy(node, sources.__getitem__)
+        return results[node]
+
+
+def _first(group: list[fx.Node], key: str) -> Any:
+    """What the first node of a group that says something by ``key`` says."""
+    return next((node.meta[key] for node in group if node.meta.get(key)), None)
+
+
+def _separates(node: fx.Node) -> bool:
+    """Whether other nodes stay on their side of ``node``: it starts something or waits, or does more than compute."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op == "get_attr":
+        return False
+    if is_collective(node) or is_wait(node) or node.target in _COPIES:
+        return True
+    return not (is_pure(node) or is_random(node))
+
+
+def _is_of_tensors(node: fx.Node) -> bool:
+    """Whether all operands and results are plain tensors of known sizes on one device; numbers of it aside."""
+    vals = [val for each in (node, *node.all_input_nodes) for val in _vals(each)]
+    if any(not isinstance(val, torch.Tensor) or not _is_plain(val) for val in vals) or not list(_vals(node)):
+        return False
+    return len({val.device for val in vals if val.ndim or val.device.type != "cpu"}) <= 1
+
+
+def _vals(node: fx.Node) -> Iterable[Any]:
+    val = node.meta.get("val")
+    return list(tensors(val)) if isinstance(val, (list, tuple)) else [val]
+
+
+def _is_plain(val: torch.Tensor) -> bool:
+    return val.layout is torch.strided and all(isinstance(size, int) for size in val.shape)
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether an op is an optimizer's kernel, for which torch has no decomposition."""
+    return node.target is not operator.getitem and schema(node.target).name.startswith("_fused_")
+
+
+def _device(node: fx.Node) -> torch.device:
+    return next(iter(tensors(node.meta["val"]))).device

@@ -1,0 +1,134 @@
+"""Options of data parallelism that belong together, each group checked as a whole where the user gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from ..annotations.apply import check_reshard
+from ..annotations.policies import OffloadPolicy
+from .base import check_flag
+from .shares import Style
+
+Reduce = Literal["once", "each"]
+_STYLES, _REDUCE = get_args(Style), get_args(Reduce)
+_WIRE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Split:
+    """What is split over the axes of the role "shard": parameters by ``style``, or optimizer state alone."""
+
+    style: Style
+    shards_optimizer: bool
+
+    @classmethod
+    def check(cls, style: Any, shards_optimizer: Any) -> Split:
+        """Raises ``TypeError`` or ``ValueError`` for another style, or one that splits optimizer state already."""
+        _check_one_of("parallel_style", style, _STYLES)
+        check_flag("shard_optimizer", shards_optimizer)
+        if shards_optimizer and style != "replicate":
+            raise ValueError(
+                f'expected shard_optimizer=True with parallel_style="replicate", got "{style}", which '
+                "splits the optimizer's state together with its parameters"
+            )
+        return cls(style, shards_optimizer)
+
+    @property
+    def needs_axis(self) -> bool:
+        """Whether it makes no sense without an axis to split over."""
+        return self.style == "fully_shard" or self.shards_optimizer
+
+    def __str__(self) -> str:
+        return "shard_optimizer=True" if self.shards_optimizer else f'"{self.style}"'
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How often gradients are reduced, and in which dtypes gradients and parameters are sent."""
+
+    reduce_gradients: Reduce
+    reduce_dtype: torch.dtype | None
+    gather_dtype: torch.dtype | None
+
+    @classmethod
+    def check(cls, reduce_gradients: Any, reduce_dtype: Any, gather_dtype: Any, split: Split) -> Wire:
+        """Raises ``ValueError`` for another reduction or dtype, or a dtype of gathers where there are none."""
+        _check_one_of("reduce_gradients", reduce_gradients, _REDUCE)
+        _check_dtype("reduce_dtype", reduce_dtype)
+        _check_dtype("gather_dtype", gather_dtype)
+        if gather_dtype is not None and split.style == "replicate" and not split.shards_optimizer:
+            raise ValueError(
+                f'expected no gather_dtype, got {gather_dtype}: "replicate" gathers no parameters, unless it has '
+                "shard_optimizer=True"
+            )
+        return cls(reduce_gradients, reduce_dtype, gather_dtype)
+
+    def options(self) -> dict[str, Any]:
+        """The options of a plan, by name."""
+        return {
+            "reduce_gradients": self.reduce_gradients,
+            "reduce_dtype": self.reduce_dtype,
+            "gather_dtype": self.gather_dtype,
+        }
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """When split parameters are gathered: once or again for backward, how far ahead, and how many units at once."""
+
+    reshard: bool | int | None
+    prefetch: tuple[int, int]
+    limit: int | None
+
+    @classmethod
+    def check(cls, reshard: Any, prefetch: Any, limit: Any, split: Split, offload: OffloadPolicy | None) -> Gathers:
+        """Raises ``ValueError`` for what is no such number, or where the style gathers nothing."""
+        return cls(_check_reshard(reshard, split.style, offload), _check_prefetch(prefetch), _check_limit(limit))
+
+
+def _check_one_of(name: str, given: Any, allowed: Sequence[str]) -> None:
+    if given not in allowed:
+        listed = ", ".join(f'"{each}"' for each in allowed)
+        raise ValueError(f"expected {name} to be one of {listed}, got {given!r}")
+
+
+def _check_reshard(given: Any, style: Style, offload_policy: OffloadPolicy | None) -> bool | int | None:
+    kept_together = given is not None and not isinstance(given, bool)
+    if check_reshard(given) and style == "replicate" and (offload_policy is None or kept_together):
+        raise ValueError(f'expected no reshard_after_forward={given}: "replicate" gathers no parameters')
+    return check_reshard(given)
+
+
+def _check_prefetch(given: Any) -> tuple[int, int]:
+    match given:
+        case (int(forward), int(backward)) if min(given) >= 0:
+            return forward, backward
+    raise ValueError(f"expected prefetch to be two numbers of units, for forward and for backward, got {given!r}")
+
+
+def _check_limit(given: Any) -> int | None:
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+        raise ValueError(f"expected limit_gathers to be None or a number of units, 1 or more, got {given!r}")
+    return given
+
+
+def _check_dtype(name: str, given: Any) -> None:
+    if given is not None and given not in _WIRE:
+        listed = ", ".join(map(str, _WIRE))
+        raise ValueError(f"expected {name} to be one of {listed} or None, got {given!r}")
+
+
+def check_modules(given: Any) -> tuple[nn.Module, ...]:
+    """Raise ``TypeError`` unless ``given``, the modules to ignore, is None or modules; returns them."""
+    listed = () if given is None else given
+    if not isinstance(listed, Iterable) or isinstance(listed, nn.Module):
+        raise TypeError(f"expected ignored_modules to be a collection of modules, got {given!r}")
+    listed = tuple(listed)
+    if not all(isinstance(each, nn.Module) for each in listed):
+        raise TypeError(f"expected ignored_modules to hold modules, got {listed!r}")
+    return listed

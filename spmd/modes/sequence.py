@@ -1,0 +1,31 @@
+"""Split sequences: arguments that ranks pass whole, and of which the program of each rank goes on with a part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import prod
+
+from torch.distributed.tensor import Shard
+
+from passes import AxisRole, Program, Role
+from passes.ir.program import Placements, replicated
+
+SEQUENCE_DIM = 1
+
+
+def sequence_cuts(program: Program, named: Collection[str] | None) -> dict[str, Placements]:
+    """The placement with which the program goes on, by argument: split along the sequence, too.
+
+    Not of arguments that are ``named``, nor where the dim is shorter than there are ranks: those stay as they are
+    passed, and every rank computes with them as a whole.
+    """
+    axes = [k for k in program.mesh.axes_with(AxisRole.SEQUENCE) if program.mesh.axes[k].size > 1]
+    ranks = prod(program.mesh.axes[k].size for k in axes)
+    arguments = [i for i in program.inputs if i.role in (Role.BATCH, Role.ARGUMENT)] if axes else []
+    found = {}
+    for each in arguments:
+        is_named = any(f"{each.name}.".startswith(f"{name}.") for name in named or ())
+        if not is_named and len(each.shape) > SEQUENCE_DIM and each.shape[SEQUENCE_DIM] >= ranks:
+            whole = each.placement or replicated(program.mesh)
+            found[each.name] = tuple(Shard(SEQUENCE_DIM) if k in axes else p for k, p in enumerate(whole))
+    return found

@@ -1,0 +1,100 @@
+"""Checks of an assignment that is handed over: each error names the node, its op, and the user's line.
+
+Whether a rule lists an option is checked where it is looked up (``choose.py``); here is all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from torch import fx
+
+from passes import OutputKind, PartitionError
+from passes.ir.program import Placements
+
+from .assignment import Assignment, Choice, Move, MoveKind, shown
+from .calls import Calls
+from .parameters import Parameters
+from .values import Value, leaves, results
+
+
+def check_axes(calls: Calls, given: Assignment) -> None:
+    """Raise ``PartitionError`` unless an assignment is over the axes of the mesh."""
+    if given.axes != calls.axes:
+        raise PartitionError(
+            f"expected an assignment over the mesh axes {list(calls.axes)}, got one over {list(given.axes)}"
+        )
+
+
+def check_names(calls: Calls, given: Assignment, choices: Collection[str], outputs: Collection[str]) -> None:
+    """Raise ``PartitionError`` for names that are no nodes of the program with a choice, and no outputs of it."""
+    for found, there, kind in ((given.choices, choices, "node"), (given.outputs, outputs, "output")):
+        if wrong := [name for name in found if name not in there]:
+            close = get_close_matches(wrong[0], there, 4) or list(there)[:4]
+            raise PartitionError(
+                f"the assignment names {wrong[:4]}, but the program has no such {kind} that is computed on parts; "
+                f"close to {wrong[0]!r} it has {close}"
+            )
+
+
+def check_sizes(calls: Calls, node: fx.Node, given: Choice, operands: Sequence[Value]) -> None:
+    """Raise ``PartitionError`` unless a choice has a placement for each operand and each result."""
+    val = results(node.meta["val"])
+    for field, placements, count in (("reads", given.reads, len(operands)), ("gives", given.gives, len(val))):
+        if placements is not None and not given.decomposed and len(placements) != count:
+            what = "tensor operands" if field == "reads" else "results"
+            raise PartitionError(
+                f"{calls.describe(node)} has {count} {what}, but is assigned {field}={shown(placements)}"
+            )
+    moved = [move.placement for move in (*(given.first or ()), *(given.then or ()))]
+    axes = len(calls.axes)
+    if any(p is not None and len(p) != axes for p in (*given.placements, *moved)):
+        raise PartitionError(
+            f"{calls.describe(node)} needs one placement per mesh axis {list(calls.axes)} for each tensor, but is "
+            f"assigned {shown([p for p in (*given.placements, *moved) if p is not None and len(p) != axes])}"
+        )
+
+
+def check_moves(
+    calls: Calls, node: fx.Node, moves: Sequence[Move], parameters: Parameters, values: Mapping[fx.Node, Any]
+) -> None:
+    """Raise ``PartitionError`` for a move of an operand that is not of its kind, and where a rounded one is read."""
+    operands = [leaf for leaf in leaves(node) if isinstance(values[leaf], Value)]
+    for move in moves:
+        named = move.index < len(operands) and parameters.name(operands[move.index]) is not None
+        fits = {
+            MoveKind.PARAMETER: named,
+            MoveKind.PART: named,
+            MoveKind.GRADIENT: move.index < len(operands) and node in calls.context.complete_gradients,
+            MoveKind.ROWS: move.index < len(operands),
+        }.get(move.kind, False)
+        if not fits:
+            raise PartitionError(f"{calls.describe(node)} has no operand {move.index} that is a {move.kind} to move")
+    own = {move.index for move in moves if move.kind is MoveKind.PART}
+    for k, leaf in enumerate(operands):
+        if k not in own and not parameters.is_gathered(leaf, node) and parameters.rounded(leaf, values[leaf]):
+            raise PartitionError(
+                f"{calls.describe(node)} updates the parameter {parameters.name(leaf)}, of which ranks have only "
+                f"their own part unrounded: its first moves must have part({k}, ...)"
+            )
+
+
+def check_constraint(calls: Calls, node: fx.Node, given: Choice, placement: Placements) -> None:
+    """Raise ``PartitionError`` if a choice for a ``spmd.constrain`` is other than the user's."""
+    if given.gives is not None and given.gives != (placement,):
+        raise PartitionError(
+            f"{calls.describe(node)} constrains its value to {shown([placement])}, but is assigned "
+            f"gives={shown(given.gives)}"
+        )
+
+
+def check_output(calls: Calls, name: str, given: Placements, usual: Placements) -> Placements:
+    """``given``, if an output may have it. Raises ``PartitionError`` else: only a result may, replicated."""
+    if name.startswith(f"{OutputKind.RESULT} ") and given == calls.context.replicated:
+        return given
+    raise PartitionError(
+        f"the output {name!r} is assigned {shown([given])}, but has {shown([usual])}"
+        + (f" or {shown([calls.context.replicated])}" if name.startswith(f"{OutputKind.RESULT} ") else "")
+    )

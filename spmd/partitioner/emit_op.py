@@ -1,0 +1,93 @@
+"""Emit the choices of an assignment: the op of each on this rank's parts, or the ops that a rank computes instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from passes.ir.program import Placements, is_sharded
+
+from ..rules import localize_of
+from .context import Context
+from .emit import Emitter
+from .local_op import LocalOp, Placed
+from .values import Value
+
+
+class OpEmitter(Emitter):
+    """One rank's graph, op by op."""
+
+    def compute(self, op: LocalOp, operands: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> list[Any]:
+        """Emit the nodes that compute this rank's parts of the results, from those of the tensor operands."""
+        remaining = iter(operands)
+
+        def local(operand: fx.Node) -> Any:
+            value = values[operand]
+            return next(remaining) if isinstance(value, Value) else value
+
+        new = self._on_parts(op, *fx.node.map_arg((op.node.args, op.node.kwargs), local))
+        if not isinstance(op.node.meta["val"], torch.Tensor):
+            return [self._item(op, new, index) for index in range(len(op.node.meta["val"]))]
+        new.meta["placement"] = op.gives[0]
+        return [new]
+
+    def own_rows(self, value: Value, node: fx.Node, placement: Placements, length: int) -> fx.Node:
+        """Emit the first ``length`` rows of a count, which number the rows that this rank has by ``placement``."""
+        new = self.call(torch.ops.aten.slice.Tensor, (node, value.iota_dim, 0, length), {}, like=value.source)
+        new.meta["placement"] = placement
+        self.mark(new, (value.shape, placement))
+        return new
+
+    def mark_parts(self, parameter: str, context: Context, given: Value, updated: Value) -> None:
+        """Mark, for passes, this rank's part before and after its update: neither is an input or output."""
+        placement = context.update_placements[parameter]
+        for key, value in (("part_of", given), ("update_of", updated)):
+            if placement in value.nodes:
+                value.nodes[placement].meta[key] = parameter
+
+    def _on_parts(self, op: LocalOp, args: Any, kwargs: Any) -> fx.Node:
+        parts = op.parts(op.call.results, op.gives)
+        shapes = tuple(None if part is None else part.shape for part in parts)
+        if op.local is not None:
+            new: fx.Node = op.local(_Run(self, op), op.call, args, op.parts(op.call.operands, op.reads), parts)
+        else:
+            localize = localize_of(op.call.target)
+            if localize is not None and any(p is not None and is_sharded(p) for p in op.gives):
+                args = localize(op.call, args, kwargs, shapes)
+            new = self.op(op.node, args, kwargs, op.gives)
+        self.check(op.node, new, shapes)
+        self.mark(new, *op.placed_results)
+        return new
+
+    def _item(self, op: LocalOp, new: fx.Node, index: int) -> fx.Node:
+        item, info, placement = self.item(new, index), op.call.results[index], op.gives[index]
+        placed = [] if info is None or placement is None else [(info.shape, placement)]
+        self.mark(item, *placed)
+        if placed:
+            item.meta["placement"] = placement
+        return item
+
+
+class _Run:
+    """Emits the ops that are computed instead of an op itself."""
+
+    def __init__(self, emitter: Emitter, op: LocalOp) -> None:
+        self.emitter, self.op = emitter, op
+
+    def __call__(self, target: Any, args: Any) -> fx.Node:
+        node = self.emitter.call(target, args, {}, like=self.op.node)
+        placed = [*self.op.placed_operands, *self.op.placed_results]
+        if uneven := self.emitter.uneven(*placed):
+            node.meta["numbers"] = f"of {self.op.call.target} on {uneven}"  # such as how many rows this rank has
+        else:
+            node.meta["numbers"] = f"of parts of {_split_lengths(placed)}"
+        return node
+
+
+def _split_lengths(placed: Sequence[Placed]) -> list[tuple[int, int]]:
+    """The lengths that are split, each with its axis: they say with which row each rank starts."""
+    return sorted({(shape[p.dim], k) for shape, places in placed for k, p in enumerate(places) if isinstance(p, Shard)})

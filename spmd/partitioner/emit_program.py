@@ -1,0 +1,80 @@
+"""Emit: the program that an assignment says, one rank's share of the global one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from passes import Program
+from passes.ir.effects import is_pure
+
+from .._torch import LazyGraphModule
+from ..interrupts import interruptible
+from .assignment import Assignment
+from .diagnostics import Diagnostics
+from .emit_op import OpEmitter
+from .offload import offload
+from .plan import Plan
+from .problem import Problem
+from .values import Value
+from .walk import Assigned, Walk
+
+
+@interruptible
+def partition(program: Program, plan: Plan, assignment: Assignment | None = None) -> Program:
+    """One rank's share of ``program`` under ``plan``; ``program`` is left as it is.
+
+    ``assignment``: how nodes are computed, all of them or some, instead of ``plan.assignment``; ``plan.solver`` decides
+    the others. The whole assignment is the result's ``assignment``. Raises ``PartitionError`` if one does not fit the
+    program, or if an op's local result has another shape than its placement says.
+    """
+    problem = Problem.of(program, plan)
+    given = assignment or plan.assignment or Assignment(problem.axes)
+    if plan.solver is not None:
+        given = plan.solver.solve(problem, given)
+    return emit(problem, problem.complete(given))
+
+
+def emit(problem: Problem, assignment: Assignment) -> Program:
+    """Write a whole assignment, which ``problem`` has completed and so checked; decides nothing."""
+    context, program = problem.context, problem.context.program
+    emitter, diagnostics = OpEmitter(program), Diagnostics(context)
+    walk = Walk(problem, emitter, diagnostics)
+    inputs, returned, outputs = walk.run(Assigned(problem, assignment))
+    emitter.graph.output(tuple(returned))
+    _erase_unused(emitter.graph)
+    _note_captured(program.graph, walk)
+    diagnostics.rounded(emitter.graph)
+    emitted = replace(
+        program,
+        graph_module=LazyGraphModule(torch.nn.Module(), emitter.graph),
+        inputs=[*inputs, *emitter.seed_input()],
+        outputs=outputs,
+        history=list(program.history),
+        notes=[*program.notes, *diagnostics.all()],
+        units=context.units,
+        reshard=context.plan.reshard,
+        kept_by=context.plan.kept_by,
+        prefetch=context.plan.prefetch,
+        limit_gathers=context.plan.limit_gathers,
+        assignment=assignment,
+    )
+    offload(emitted, context.plan)
+    return emitted
+
+
+def _note_captured(captured: fx.Graph, walk: Walk) -> None:
+    """Note, in each node that holds a global value, the captured node that computes it."""
+    for node in captured.nodes:
+        value = walk.values.get(node)
+        for holder in value.nodes.values() if isinstance(value, Value) else ():
+            holder.meta.setdefault("captured", node.name)
+
+
+def _erase_unused(graph: fx.Graph) -> None:
+    """Drop nodes that were emitted only for a whole value that no node reads in the end."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op == "call_function" and is_pure(node):
+            graph.erase_node(node)

@@ -1,0 +1,85 @@
+"""Enumerate: the options of a call, axis after axis, by its rule on the shapes that the axes before leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from passes import Mesh
+from passes.ir.program import Placements
+
+from ..memo import memo_key
+from ..rules import OpCall, Option, rule_of
+from .narrow import narrowed
+from .values import Value
+
+
+@dataclass
+class Options:
+    """Lists options for calls on one mesh; a rule is asked once for all calls of one memo key."""
+
+    mesh: Mesh
+    _memo: dict[Any, list[Option]] = field(default_factory=dict)
+
+    def next_axis(
+        self, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], hint: Placements | None = None
+    ) -> list[Option]:
+        """The options along the axis after those of ``chosen`` that are right on all ranks."""
+        first, *others = map(self._of_call, narrowed(call, operands, chosen, self.mesh, hint))
+        return [option for option in first if all(option in other for other in others)] if others else first
+
+    def of_all_axes(
+        self, call: OpCall, operands: Sequence[Value], hint: Placements | None = None, chosen: tuple[Option, ...] = ()
+    ) -> Iterator[tuple[Option, ...]]:
+        """All combinations of an option per axis."""
+        if len(chosen) == len(self.mesh.axes):
+            yield chosen
+            return
+        for option in self.next_axis(call, operands, chosen, hint):
+            yield from self.of_all_axes(call, operands, hint, (*chosen, option))
+
+    def without_traffic(self, call: OpCall, operands: Sequence[Value], result: Placements) -> list[Option] | None:
+        """One option per axis that gives exactly ``result`` and reads only what this rank has."""
+        chosen: list[Option] = []
+        for index in range(len(self.mesh.axes)):
+            options = self.next_axis(call, operands, chosen)
+            fits = [o for o in options if o.results[0] == result[index] and is_free(o, operands, index)]
+            if not fits:
+                return None
+            chosen.append(min(fits, key=lambda o: sum(isinstance(p, Shard) for p in o.operands)))
+        return chosen
+
+    def along(self, call: OpCall, axis: int) -> list[Option]:
+        """The options along one axis for a call on global shapes, whose operands have not been computed yet."""
+        return self._of_call(replace(call, size=self.mesh.axes[axis].size))
+
+    def _of_call(self, call: OpCall) -> list[Option]:
+        """Everything replicated, and the options of the rule."""
+        key = (*key_of(call), call.size, call.interleaved, call.of_parts)
+        if key not in self._memo:
+            rule = rule_of(call.target)
+            self._memo[key] = [_replicated(call), *(rule(call) if rule is not None else [])]
+        return self._memo[key]
+
+
+def key_of(call: OpCall) -> tuple[Any, ...]:
+    """The key of a call on one mesh."""
+    return call.target, memo_key(call.args), memo_key(call.kwargs), call.results
+
+
+def is_free(option: Option, operands: Sequence[Value], axis: int) -> bool:
+    """Whether this rank has every operand of ``option``, or can cut it from one that it has."""
+    return all(
+        any(source[axis] == placement or isinstance(source[axis], Replicate) for source in value.nodes)
+        and not isinstance(placement, Partial)
+        for value, placement in zip(operands, option.operands, strict=True)
+    )
+
+
+def _replicated(call: OpCall) -> Option:
+    return Option(
+        tuple(Replicate() for _ in call.operands), tuple(None if r is None else Replicate() for r in call.results)
+    )

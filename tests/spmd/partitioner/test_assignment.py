@@ -1,0 +1,197 @@
+"""Assignments: written, read back, changed for one node, emitted, refused, and their cost without a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.nn import functional as F
+
+import passes
+import spmd
+from passes.ir.collectives import input_bytes
+from spmd.partitioner.emit_program import emit
+from tests.harness.fake import fake_world
+
+R, P = Replicate(), Partial()
+
+
+def S(dim: int) -> Shard:
+    return Shard(dim)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def training(classes: int = 12) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, classes)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, torch.randn(16, 8, dtype=torch.float64), torch.randint(classes, (16,))
+
+
+class Noting(spmd.DTensorExpand):
+    """Keeps the last program and plan; plans with what it is given."""
+
+    def __init__(self, assignment: Any = None, solver: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.given, self.solver = assignment, solver
+
+    def plan(self, program: passes.Program) -> spmd.Plan:
+        self.noted = program, super().plan(program)
+        return replace(self.noted[1], assignment=self.given, solver=self.solver)
+
+
+COLUMNS = {"model.0.weight": {"tp": Shard(0)}, "model.0.bias": {"tp": Shard(0)}, "model.2.weight": {"tp": Shard(1)}}
+MODES: dict[str, Callable[[], dict[str, Any]]] = {
+    "replicate": lambda: {"mode": spmd.DataParallel("replicate", shard_optimizer=True)},
+    "fully_shard": lambda: {"mode": spmd.DataParallel("fully_shard")},
+    "two axes": lambda: {"sizes": (2, 2), "params": COLUMNS},
+    "classes": lambda: {"sizes": (2, 2), "params": {"model.2.*": {"tp": Shard(0)}}},
+    "uneven": lambda: {"sizes": (1, 3), "params": {"model.2.*": {"tp": Shard(0)}, "model.0.*": {"tp": Shard(0)}}},
+}
+
+
+@cache
+def partitioned(name: str) -> tuple[spmd.Problem, passes.Program]:
+    """The problem of the training step in a mode, and the program that it is partitioned to."""
+    options = MODES[name]()
+    sizes, mode = options.pop("sizes", (4,)), options.pop("mode", None)
+    found: list[tuple[passes.Program, spmd.Plan]] = []
+    with fake_world(torch.Size(sizes).numel()):
+        if mode is None:
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+            mode = spmd.DTensorExpand(mesh=mesh, inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}, **options)
+        plan = mode.plan
+        mode.plan = lambda program: found.append((program, plan(program))) or found[-1][1]
+        spmd.compile(step, parallel_mode=mode, passes=())(*training(12 if name != "uneven" else 10))
+        problem = spmd.Problem.of(*found[0])
+        return problem, spmd.partition(*found[0])
+
+
+def whole(problem: spmd.Problem, **choices: spmd.Choice) -> spmd.Assignment:
+    return spmd.Assignment(problem.axes, choices)
+
+
+def product(problem: spmd.Problem, number: int) -> str:
+    """The name of a forward product of the model, in order."""
+    ops = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return [n.name for n in problem.program.graph.nodes if n.target in ops][number]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_an_assignment_is_read_back_and_emits_the_same_program(name: str) -> None:
+    problem, program = partitioned(name)
+    read = spmd.Assignment.read(program.assignment.text({"mm": "a comment"}))
+    assert read == program.assignment and hash(read) == hash(program.assignment) and read.digest
+    again = spmd.partition(problem.program, problem.plan, read)
+    assert again.assignment == read and passes.print_program(again) == passes.print_program(program)
+    other = read.changed({product(problem, 0): spmd.Choice()})
+    assert other != read and other.digest != read.digest
+    assert spmd.Assignment.read(str(other)) == other
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_cost_of_an_assignment_is_that_of_its_program(name: str) -> None:
+    problem, program = partitioned(name)
+    cost = problem.cost(program.assignment)
+    emitted = program.collectives()
+    assert emitted and cost.seconds > 0
+    expected = Counter((str(n.meta["collective"].kind), n.meta["collective"].axis, input_bytes(n)) for n in emitted)
+    assert Counter((str(each.kind), each.axis, each.nbytes) for each in cost.traffic) == expected
+    assert problem.cost(whole(problem)).traffic == cost.traffic
+
+
+def test_a_part_is_obeyed_and_the_rest_filled_in() -> None:
+    problem, program = partitioned("two axes")
+    name = product(problem, 1)
+    assert program.assignment.choices[name].gives == ((S(0), P),)
+    given = whole(problem, **{name: spmd.Choice(gives=((S(0), S(1)),))})
+    changed = spmd.partition(problem.program, problem.plan, given)
+    assert changed.assignment.choices[name].gives == ((S(0), S(1)),)
+    assert changed.assignment.choices[name].reads != program.assignment.choices[name].reads
+    assert problem.cost(given).seconds > problem.cost(program.assignment).seconds
+    assert problem.cost(given).traffic != problem.cost(program.assignment).traffic
+    assert passes.print_program(emit(problem, problem.complete(given))) == passes.print_program(changed)
+
+
+class Columns:
+    """A solver that computes the second product by columns, and leaves the rest open."""
+
+    def solve(self, problem: spmd.Problem, given: spmd.Assignment) -> spmd.Assignment:
+        return given.changed({product(problem, 1): spmd.Choice(gives=((S(0), S(1)),))})
+
+
+@pytest.mark.parametrize("by", ["assignment", "solver"])
+def test_a_changed_assignment_computes_what_the_plain_step_does(by: str) -> None:
+    def mode(**given: Any) -> Noting:
+        return Noting(inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}, params=COLUMNS, **given)
+
+    usual = mode()
+    assert spmd.verify(spmd.compile(step, parallel_mode=usual), *training(), steps=2, mesh={"dp": 2, "tp": 2})
+    problem = spmd.Problem.of(*usual.noted)
+    before = problem.complete(whole(problem))
+    by_columns = before.changed({product(problem, 1): spmd.Choice(gives=((S(0), S(1)),))})
+    other = mode(**{by: by_columns if by == "assignment" else Columns()})
+    assert spmd.verify(spmd.compile(step, parallel_mode=other), *training(), steps=2, mesh={"dp": 2, "tp": 2})
+    made = spmd.Problem.of(*other.noted)
+    counts = [Counter(each.kind for each in p.cost(a).traffic) for p, a in ((problem, before), (made, by_columns))]
+    assert counts[0] != counts[1]
+
+
+WRONG: dict[str, tuple[Callable[[str], dict[str, spmd.Choice]], str]] = {
+    "no such node": (lambda name: {"mm_99": spmd.Choice(gives=((R, R),))}, "the program has no such node"),
+    "no option": (lambda name: {name: spmd.Choice(gives=((S(0), S(0)),), reads=((R, R),) * 3)}, "no option reads"),
+    "operands": (lambda name: {name: spmd.Choice(reads=((R, R),))}, r"has 3 tensor operands, but is assigned reads="),
+    "axes": (lambda name: {name: spmd.Choice(gives=((R,),))}, r"one placement per mesh axis \['dp', 'tp'\]"),
+    "decomposed": (lambda name: {name: spmd.Choice(decomposed=True)}, "has no decomposition"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused_by_a_sentence(case: str) -> None:
+    problem, _ = partitioned("two axes")
+    name = product(problem, 1)
+    choices, sentence = WRONG[case]
+    with pytest.raises(spmd.PartitionError, match=sentence) as caught:
+        spmd.partition(problem.program, problem.plan, whole(problem, **choices(name)))
+    if case != "no such node":
+        assert f"{name} (aten.addmm.default, test_assignment.py:" in str(caught.value)
+    if case == "no option":
+        assert "The options are: reads [" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("assignment('dp', whole=True)\nnode('mm', reads=[S(x)])", "in line 2"),
+        ("node('mm', reeds=[R])", "line 1"),
+        ("mm = 3", "line 1 is no call"),
+        ("node(", "the text is no assignment"),
+    ],
+)
+def test_text_that_is_no_assignment_is_refused_with_its_line(text: str, sentence: str) -> None:
+    with pytest.raises(spmd.PartitionError, match=sentence):
+        spmd.Assignment.read(text)
+
+
+def test_another_mesh_and_another_placement_of_state_are_refused() -> None:
+    problem, program = partitioned("two axes")
+    with pytest.raises(spmd.PartitionError, match=r"over the mesh axes \['dp', 'tp'\], got one over \['x'\]"):
+        spmd.partition(problem.program, problem.plan, spmd.Assignment(("x",)))
+    outputs = {name: (S(0), S(0)) for name in program.assignment.outputs if "0.weight" in name}
+    with pytest.raises(spmd.PartitionError, match="is assigned"):
+        spmd.partition(problem.program, problem.plan, replace(program.assignment, outputs=outputs))
