@@ -73,7 +73,7 @@ def _pad(leaf: Any, dim: int, length: int, value: float) -> Any:
 
 
 def _all_gather(own: Any, what: str) -> list[Any]:
-    """What all ranks of the world have, in their order."""
+    """The text of each rank of the world, in their order."""
     if get_proxy_mode() is not None:
         raise RuntimeError(f"{what} was called inside of a compiled step: call it before the step, and pass the result")
     connection = MeshRanks.of(world("cpu"), None).connect(what)
