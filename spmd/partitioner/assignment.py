@@ -111,6 +111,9 @@ class Assignment:
     def __hash__(self) -> int:
         return int(self.digest[:15], 16)
 
+    def __reduce__(self) -> Any:
+        return Assignment.read, (self.text(),)
+
     def __str__(self) -> str:
         return self.text()
 

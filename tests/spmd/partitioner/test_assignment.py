@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 import passes
 import spmd
 from passes.ir.collectives import input_bytes
+from spmd.partitioner.assignment import Move, MoveKind
 from spmd.partitioner.emit_program import emit
 from tests.harness.fake import fake_world
 
@@ -43,16 +45,20 @@ def training(classes: int = 12) -> tuple[Any, ...]:
     return model, optimizer, torch.randn(16, 8, dtype=torch.float64), torch.randint(classes, (16,))
 
 
-class Noting(spmd.DTensorExpand):
-    """Keeps the last program and plan; plans with what it is given."""
+SEEN: list[tuple[passes.Program, spmd.Plan]] = []
+
+
+class Given(spmd.DTensorExpand):
+    """Plans with an assignment or a solver."""
 
     def __init__(self, assignment: Any = None, solver: Any = None, **options: Any) -> None:
         super().__init__(**options)
         self.given, self.solver = assignment, solver
 
     def plan(self, program: passes.Program) -> spmd.Plan:
-        self.noted = program, super().plan(program)
-        return replace(self.noted[1], assignment=self.given, solver=self.solver)
+        plan = replace(super().plan(program), assignment=self.given, solver=self.solver)
+        SEEN.append((program, plan))
+        return plan
 
 
 COLUMNS = {"model.0.weight": {"tp": Shard(0)}, "model.0.bias": {"tp": Shard(0)}, "model.2.weight": {"tp": Shard(1)}}
@@ -63,6 +69,9 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
     "classes": lambda: {"sizes": (2, 2), "params": {"model.2.*": {"tp": Shard(0)}}},
     "uneven": lambda: {"sizes": (1, 3), "params": {"model.2.*": {"tp": Shard(0)}, "model.0.*": {"tp": Shard(0)}}},
 }
+
+
+DECOMPOSED = ("classes", "uneven")  # the loss over classes that are split
 
 
 @cache
@@ -101,7 +110,8 @@ def test_an_assignment_is_read_back_and_emits_the_same_program(name: str) -> Non
     assert again.assignment == read and passes.print_program(again) == passes.print_program(program)
     other = read.changed({product(problem, 0): spmd.Choice()})
     assert other != read and other.digest != read.digest
-    assert spmd.Assignment.read(str(other)) == other
+    assert spmd.Assignment.read(str(other)) == other == copy.deepcopy(other)
+    assert any("/" in node for node in read.choices) == (name in DECOMPOSED)
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -128,6 +138,18 @@ def test_a_part_is_obeyed_and_the_rest_filled_in() -> None:
     assert passes.print_program(emit(problem, problem.complete(given))) == passes.print_program(changed)
 
 
+def test_alternatives_are_listed_with_their_costs_and_each_can_be_assigned() -> None:
+    problem, program = partitioned("two axes")
+    name = product(problem, 1)
+    listed = problem.alternatives(program.assignment)[name]
+    assert len(listed) > 4 and all(seconds >= 0 for _, seconds in listed)
+    assert program.assignment.choices[name].gives in [choice.gives for choice, _ in listed]
+    for choice, _ in listed:
+        given = whole(problem, **{name: choice})
+        assert problem.complete(given).choices[name].gives == choice.gives
+    assert len({problem.cost(whole(problem, **{name: choice})).traffic for choice, _ in listed}) > 2
+
+
 class Columns:
     """A solver that computes the second product by columns, and leaves the rest open."""
 
@@ -137,26 +159,29 @@ class Columns:
 
 @pytest.mark.parametrize("by", ["assignment", "solver"])
 def test_a_changed_assignment_computes_what_the_plain_step_does(by: str) -> None:
-    def mode(**given: Any) -> Noting:
-        return Noting(inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}, params=COLUMNS, **given)
-
-    usual = mode()
-    assert spmd.verify(spmd.compile(step, parallel_mode=usual), *training(), steps=2, mesh={"dp": 2, "tp": 2})
-    problem = spmd.Problem.of(*usual.noted)
-    before = problem.complete(whole(problem))
-    by_columns = before.changed({product(problem, 1): spmd.Choice(gives=((S(0), S(1)),))})
-    other = mode(**{by: by_columns if by == "assignment" else Columns()})
-    assert spmd.verify(spmd.compile(step, parallel_mode=other), *training(), steps=2, mesh={"dp": 2, "tp": 2})
-    made = spmd.Problem.of(*other.noted)
-    counts = [Counter(each.kind for each in p.cost(a).traffic) for p, a in ((problem, before), (made, by_columns))]
-    assert counts[0] != counts[1]
+    problem, program = partitioned("two axes")
+    by_columns = program.assignment.changed({product(problem, 1): spmd.Choice(gives=((S(0), S(1)),))})
+    given = {"assignment": by_columns} if by == "assignment" else {"solver": Columns()}
+    mode = Given(inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}, params=COLUMNS, **given)
+    assert spmd.verify(spmd.compile(step, parallel_mode=mode), *training(), steps=2, mesh={"dp": 2, "tp": 2})
+    changed = spmd.Problem.of(*SEEN[-1])
+    usual, other = (counted(changed, each) for each in (spmd.Assignment(problem.axes), by_columns))
+    assert usual == counted(problem, program.assignment) != other
+    emitted = Counter(node.meta["collective"].kind for node in spmd.partition(*SEEN[-1]).collectives())
+    assert emitted == other
 
 
+def counted(problem: spmd.Problem, assignment: spmd.Assignment) -> Counter[Any]:
+    return Counter(each.kind for each in problem.cost(assignment).traffic)
+
+
+GRADIENT = Move(MoveKind.GRADIENT, 0, (R, R))
 WRONG: dict[str, tuple[Callable[[str], dict[str, spmd.Choice]], str]] = {
     "no such node": (lambda name: {"mm_99": spmd.Choice(gives=((R, R),))}, "the program has no such node"),
     "no option": (lambda name: {name: spmd.Choice(gives=((S(0), S(0)),), reads=((R, R),) * 3)}, "no option reads"),
     "operands": (lambda name: {name: spmd.Choice(reads=((R, R),))}, r"has 3 tensor operands, but is assigned reads="),
     "axes": (lambda name: {name: spmd.Choice(gives=((R,),))}, r"one placement per mesh axis \['dp', 'tp'\]"),
+    "moves": (lambda name: {name: spmd.Choice(then=(GRADIENT,))}, "has no result 0 that is a gradient to move"),
     "decomposed": (lambda name: {name: spmd.Choice(decomposed=True)}, "has no decomposition"),
 }
 
