@@ -72,9 +72,6 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-DECOMPOSED = ("classes", "uneven")  # the loss over classes that are split
-
-
 @cache
 def partitioned(name: str) -> tuple[spmd.Problem, passes.Program]:
     """The problem of the training step in a mode, and the program that it is partitioned to."""
@@ -112,18 +109,33 @@ def test_an_assignment_is_read_back_and_emits_the_same_program(name: str) -> Non
     other = read.changed({product(problem, 0): spmd.Choice()})
     assert other != read and other.digest != read.digest
     assert spmd.Assignment.read(str(other)) == other == copy.deepcopy(other)
-    assert any("/" in node for node in read.choices) == (name in DECOMPOSED)
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_the_cost_of_an_assignment_is_that_of_its_program(name: str) -> None:
     problem, program = partitioned(name)
-    cost = problem.cost(program.assignment)
-    emitted = program.collectives()
+    assert_costs_what_it_communicates(problem, program)
+    assert problem.cost(whole(problem)) == problem.cost(program.assignment)
+
+
+def assert_costs_what_it_communicates(problem: spmd.Problem, program: passes.Program) -> None:
+    cost, emitted = problem.cost(program.assignment), program.collectives()
     assert emitted and cost.seconds > 0
-    expected = Counter((str(n.meta["collective"].kind), n.meta["collective"].axis, input_bytes(n)) for n in emitted)
-    assert Counter((str(each.kind), each.axis, each.nbytes) for each in cost.traffic) == expected
-    assert problem.cost(whole(problem)).traffic == cost.traffic
+    expected = Counter((n.meta["collective"].kind, n.meta["collective"].axis, input_bytes(n)) for n in emitted)
+    assert Counter((each.kind, each.axis, each.nbytes) for each in cost.traffic) == expected
+
+
+def test_a_decomposition_can_be_assigned() -> None:
+    problem, usual = partitioned("classes")
+    op = torch.ops.aten._log_softmax.default
+    name = next(node.name for node in problem.program.graph.nodes if node.target is op)
+    given = whole(problem, **{name: spmd.Choice(decomposed=not usual.assignment.choices[name].decomposed)})
+    program = spmd.partition(problem.program, problem.plan, given)
+    inner = [[n for n in p.assignment.choices if n.startswith(f"{name}/")] for p in (usual, program)]
+    assert sorted(map(bool, inner)) == [False, True]
+    read = spmd.Assignment.read(str(program.assignment))
+    assert passes.print_program(emit(problem, problem.complete(read))) == passes.print_program(program)
+    assert_costs_what_it_communicates(problem, program)
 
 
 def test_a_part_is_obeyed_and_the_rest_filled_in() -> None:
