@@ -1,6 +1,6 @@
 """Memo keys of calls: a step repeats the same ops on the same shapes, by layer and by parameter.
 
-Calls of one key share a rule's options (``partitioner/choose.py``) and the shapes of their results (``Shapes``).
+Calls of one key share a rule's options (``partitioner/options.py``) and the shapes of their results (``Shapes``).
 """
 
 from __future__ import annotations

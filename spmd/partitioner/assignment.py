@@ -111,6 +111,9 @@ class Assignment:
     def __hash__(self) -> int:
         return int(self.digest[:15], 16)
 
+    def __reduce__(self) -> Any:
+        return Assignment.read, (self.text(),)
+
     def __str__(self) -> str:
         return self.text()
 
@@ -149,7 +152,7 @@ def _printed(
     for name, choice in choices.items():
         fields = [(key, getattr(choice, key)) for key in _FIELDS]
         given = "".join(f", {key}={one(value)}" for key, value in fields if value != left_out[key])
-        lines.append(f"node({name!r}{given}){'  # ' + notes[name] if name in notes else ''}")
+        lines.append(f"node({name!r}{given}){'  # ' + ' '.join(notes[name].split()) if name in notes else ''}")
     lines += [f"output({name!r}, {one(placement)})" for name, placement in outputs.items()]
     return "\n".join(lines) + "\n"
 

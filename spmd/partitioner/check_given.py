@@ -81,6 +81,20 @@ def check_moves(
             )
 
 
+def check_result_moves(calls: Calls, node: fx.Node, moves: Sequence[Move], value: Any) -> None:
+    """Raise ``PartitionError`` for a move of a result that is not of its kind."""
+    held, context = results(value), calls.context
+    for move in moves:
+        fits = {
+            MoveKind.GRADIENT: node in context.complete_gradients,
+            MoveKind.UPDATE: node in context.updated_in_parts,
+            MoveKind.ROWS: True,
+            MoveKind.SUM: True,
+        }.get(move.kind, False)
+        if not fits or move.index >= len(held) or not isinstance(held[move.index], Value):
+            raise PartitionError(f"{calls.describe(node)} has no result {move.index} that is a {move.kind} to move")
+
+
 def check_constraint(calls: Calls, node: fx.Node, given: Choice, placement: Placements) -> None:
     """Raise ``PartitionError`` if a choice for a ``spmd.constrain`` is other than the user's."""
     if given.gives is not None and given.gives != (placement,):

@@ -59,18 +59,25 @@ class Chooser:
         return self._chosen[key]
 
     def _cheapest(self, ask: _Ask) -> Choice:
-        chosen: list[Option] = []
+        chosen, of_axis = list[Option](), self.costs(ask.call, ask.operands, ask.hint, ask.phase)
         for index, axis in enumerate(self.options.mesh.axes):
             options = self._right(ask, chosen)
-            on_model = index in self.model_axes and ask.phase in (Phase.FORWARD, Phase.BACKWARD)
-            of = OptionCosts(self.options.mesh, index, on_model, ask.call, ask.operands, ask.hint, ask.phase).of
-            costs = [*map(of, options)]
+            costs = [*map(of_axis[index], options)]
             best = _first_cheapest(costs)
             if ask.later is not None and index in self.model_axes and _is_open(options[best], costs[best], axis.rate):
                 share = self._share(chosen)
                 costs = [cost + ask.later(option, index, share) for option, cost in zip(options, costs, strict=True)]
             chosen.append(options[_first_cheapest(costs)])
         return Choice.of(chosen, len(ask.operands))
+
+    def costs(
+        self, call: OpCall, operands: Sequence[Value], hint: Placements | None, phase: Phase | None
+    ) -> list[Callable[[Option], float]]:
+        """The seconds of an option in the op itself, for each axis."""
+        model = self.model_axes if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset[int]()
+        mesh = self.options.mesh
+        axes = range(len(mesh.axes))
+        return [OptionCosts(mesh, index, index in model, call, operands, hint, phase).of for index in axes]
 
     def _right(self, ask: _Ask, chosen: Sequence[Option]) -> list[Option]:
         """The options along the next axis, of those that are given or required."""

@@ -9,12 +9,15 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from passes import Axis, Collective, Kind, Role
+from passes.ir.collectives import WAIT, c10d
 from passes.ir.program import Placements, is_sharded
 
 from ..rules import localize_of
 from .context import Context
 from .emit import Emitter
 from .local_op import LocalOp, Placed
+from .reasons import for_op
 from .values import Value
 
 
@@ -50,10 +53,11 @@ class OpEmitter(Emitter):
                 value.nodes[placement].meta[key] = parameter
 
     def _on_parts(self, op: LocalOp, args: Any, kwargs: Any) -> fx.Node:
-        parts = op.parts(op.call.results, op.gives)
+        parts = op.result_parts
         shapes = tuple(None if part is None else part.shape for part in parts)
-        if op.local is not None:
-            new: fx.Node = op.local(_Run(self, op), op.call, args, op.parts(op.call.operands, op.reads), parts)
+        local = None if op.body is None else op.body[1].local
+        if op.body is not None and local is not None:
+            new: fx.Node = local(_Run(self, op, op.body[0]), op.call, args, op.operand_parts, parts)
         else:
             localize = localize_of(op.call.target)
             if localize is not None and any(p is not None and is_sharded(p) for p in op.gives):
@@ -75,17 +79,25 @@ class OpEmitter(Emitter):
 class _Run:
     """Emits the ops that are computed instead of an op itself."""
 
-    def __init__(self, emitter: Emitter, op: LocalOp) -> None:
-        self.emitter, self.op = emitter, op
+    def __init__(self, emitter: Emitter, op: LocalOp, axis: Axis) -> None:
+        self.emitter, self.op, self.axis = emitter, op, axis
+        self.size, self.rank = axis.size, axis.coordinate
 
-    def __call__(self, target: Any, args: Any) -> fx.Node:
-        node = self.emitter.call(target, args, {}, like=self.op.node)
+    def __call__(self, op: Any, args: tuple[Any, ...]) -> fx.Node:
+        node = self.emitter.call(op, args, {}, like=self.op.node)
         placed = [*self.op.placed_operands, *self.op.placed_results]
         if uneven := self.emitter.uneven(*placed):
             node.meta["numbers"] = f"of {self.op.call.target} on {uneven}"  # such as how many rows this rank has
         else:
             node.meta["numbers"] = f"of parts of {_split_lengths(placed)}"
         return node
+
+    def all_to_all(self, tensor: fx.Node, received: list[int], sent: list[int]) -> fx.Node:
+        """Emit an exchange of rows along the axis of the option."""
+        node = self(c10d.all_to_all_single.default, (tensor, received, sent, self.axis.group))
+        why = f"{Role.ACTIVATION}: passed on {for_op(self.op.node)}"
+        node.meta["collective"] = Collective(Kind.ALL_TO_ALL, self.axis.name, None, Role.ACTIVATION, why)
+        return self(WAIT, (node,))
 
 
 def _split_lengths(placed: Sequence[Placed]) -> list[tuple[int, int]]:

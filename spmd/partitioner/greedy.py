@@ -20,7 +20,15 @@ from ..capture.constraint import CONSTRAIN, constrained_to
 from ..rules import OpCall, decomposition_of
 from .assignment import Assignment, Choice, Move
 from .calls import Calls
-from .check_given import check_axes, check_constraint, check_moves, check_names, check_output, check_sizes
+from .check_given import (
+    check_axes,
+    check_constraint,
+    check_moves,
+    check_names,
+    check_output,
+    check_result_moves,
+    check_sizes,
+)
 from .choose import Chooser
 from .hints import Hints
 from .lookahead import Lookahead
@@ -67,7 +75,7 @@ class Greedy:
     def _first(self, node: fx.Node, operands: Sequence[Value]) -> Iterator[Move]:
         yield from self.moves.of_operands(node)
         if operands:
-            yield from self.moves.of_cut_rows(node, self._call(node, operands), operands)
+            yield from self.moves.of_cut_rows(node, self.call(node, operands), operands)
 
     def choice(self, node: fx.Node, operands: Sequence[Value]) -> Choice:
         """The choice that is given, or the one of the least cost."""
@@ -77,7 +85,7 @@ class Greedy:
         elif self._is_decomposed(node, operands, given):
             choice = Choice((), (), (), (), (), decomposed=True)
         else:
-            choice = self._computed(node, operands, given)
+            choice = self.computed(node, operands, given)
         choice = self.choices[self.calls.name(node)] = replace(choice, first=first) if first else choice
         return choice
 
@@ -85,6 +93,8 @@ class Greedy:
         """The moves of results that are given, or those of rows, gradients, sums and updated parameters."""
         self.hints.note_origin(node)
         given, made = self._given(node).then, list[Move]()
+        if given:
+            check_result_moves(self.calls, node, given, value)
         for move in self.moves.of_results(node, value) if given is None else given:
             made.append(move)
             yield move
@@ -108,18 +118,19 @@ class Greedy:
         choices = self.given.choices
         return choices.get(self.calls.name(node), _OPEN) if choices else _OPEN
 
-    def _call(self, node: fx.Node, operands: Sequence[Value]) -> OpCall:
+    def call(self, node: fx.Node, operands: Sequence[Value]) -> OpCall:
+        """The call of a node on global shapes."""
         return self.calls.call(node, operands, self.walk.values)
 
     def _constrained(self, node: fx.Node, value: Value, given: Choice) -> Choice:
         goal = (given.gives and given.gives[0]) or value.primary
-        placement = constrained_to(node, goal)
+        placement = constrained_to(node, goal, self.context.mesh)
         check_constraint(self.calls, node, given, placement)
         return Choice((placement,), (placement,), (), (), (), decomposed=False)
 
-    def _computed(self, node: fx.Node, operands: Sequence[Value], given: Choice) -> Choice:
+    def computed(self, node: fx.Node, operands: Sequence[Value], given: Choice) -> Choice:
         """The op, by the options that cost least."""
-        call, phase = self._call(node, operands), node.meta.get("phase")
+        call, phase = self.call(node, operands), node.meta.get("phase")
         later = partial(self.lookahead.of, node, operands) if phase in (Phase.FORWARD, Phase.BACKWARD) else None
         hint, required = self.hints.of(node), self.hints.required(node)
         fixed = given if (given.reads, given.gives, given.by) != (None, None, None) else None
@@ -132,7 +143,7 @@ class Greedy:
 
     def _is_decomposed(self, node: fx.Node, operands: Sequence[Value], given: Choice) -> bool:
         """Whether the ops of a decomposition are computed instead, where there is one."""
-        decomposition = decomposition_of(self._call(node, operands))
+        decomposition = decomposition_of(self.call(node, operands))
         if decomposition is None:
             if given.decomposed:
                 raise PartitionError(f"{self.calls.describe(node)} is assigned decomposed, but has no decomposition")

@@ -62,7 +62,7 @@ class Hints:
             return self._of_draw(node)
         user = next(iter(node.users)) if len(node.users) == 1 else None
         if user is not None and user.target is CONSTRAIN:
-            return constrained_to(user, self.context.replicated)
+            return constrained_to(user, self.context.replicated, self.context.mesh)
         return self._of_activation_gradient(node) or self._of_parameter_gradient(node)
 
     def of_output(self, value: Value, output: Output) -> Placements:

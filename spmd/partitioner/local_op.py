@@ -12,13 +12,13 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from passes import Mesh
+from passes import Axis, Mesh
 from passes.ir.program import Placements
 
-from ..placements import local_shape, local_start, smallest_shape
-from ..rules import Info, Local, LocalPart, OpCall, iota_dim_of
+from ..rules import Info, LocalPart, OpCall, Option, iota_dim_of, parts_of
 from ..rules.factories import makes_zeros
 from .assignment import Choice
+from .steps import Traffic
 from .values import Value
 
 
@@ -47,9 +47,19 @@ class LocalOp:
         return {k for option in self.choice.options for k in option.from_zero}
 
     @cached_property
-    def local(self) -> Local | None:
-        """The ops that a rank computes instead of the op itself, if one of the options has some."""
-        return next((option.local for option in self.choice.options if option.local is not None), None)
+    def body(self) -> tuple[Axis, Option] | None:
+        """The axis and the option that has ops of its own for a rank to compute instead of the op itself."""
+        pairs = zip(self.mesh.axes, self.choice.options, strict=True)
+        return next(((axis, option) for axis, option in pairs if option.local is not None), None)
+
+    @property
+    def sends(self) -> list[Traffic]:
+        """The collectives of the ops of its own."""
+        sends = None if self.body is None else self.body[1].sends
+        if self.body is None or sends is None:
+            return []
+        sent = sends(self.call, self.operand_parts, self.result_parts)
+        return [Traffic(each.kind, self.body[0].name, each.nbytes) for each in sent]
 
     def values(self, held: Sequence[Any], batch: frozenset[int], is_weight: bool) -> Any:
         """The results that ``held`` computes, one a result: a ``Value``, or a tuple of them."""
@@ -67,15 +77,15 @@ class LocalOp:
             for whole, placement, item in zip(val, self.gives, held, strict=True)
         )
 
-    def parts(self, infos: Sequence[Info | None], placements: Sequence[Placements | None]) -> list[LocalPart | None]:
-        """This rank's part of each tensor, None for anything else."""
-        return [self._part(info, placement) for info, placement in zip(infos, placements, strict=True)]
+    @cached_property
+    def operand_parts(self) -> list[LocalPart | None]:
+        """This rank's part of each operand."""
+        return parts_of(self.call.operands, self.reads, self.mesh)
 
-    def _part(self, info: Info | None, placement: Any) -> LocalPart | None:
-        if info is None:
-            return None
-        placed = (info.shape, placement, self.mesh)
-        return LocalPart(local_start(*placed), local_shape(*placed), smallest_shape(*placed))
+    @cached_property
+    def result_parts(self) -> list[LocalPart | None]:
+        """This rank's part of each result, None for anything but a tensor."""
+        return parts_of(self.call.results, self.gives, self.mesh)
 
     @property
     def placed_operands(self) -> list[Placed]:

@@ -73,7 +73,7 @@ class Lookahead:
         if not isinstance(user.target, OpOverload) or user in self.values or placement is None:
             return placement, 0.0, 0.0
         if user.target is CONSTRAIN:
-            goal = constrained_to(user, (placement,) * len(self.mesh.axes))[along.index]
+            goal = constrained_to(user, (placement,) * len(self.mesh.axes), self.mesh)[along.index]
             return goal, along.move(placement, goal, nbytes), self._users(user, along, goal, depth)
         if depth == 0 or not any(infos(results(user.meta.get("val")))):
             # A sum that is still pending will be reduced, at the least to parts.

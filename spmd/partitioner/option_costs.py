@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, Mesh, Phase
 from passes.ir.program import Placements
 
-from ..rules import OpCall, Option
+from ..rules import OpCall, Option, parts_of
 from .steps import cost
 from .values import Value
 
@@ -55,7 +55,16 @@ class OptionCosts:
             follows_hint = self.hint is not None and option.results[0] == self.hint[self.index]
             pairs = zip(placed, moves, strict=True)
             total += sum(self._surcharge(value, p, moved, follows_hint) for (value, p), moved in pairs)
-        return total + self._missed_hint(option.results[0])
+        return total + self._missed_hint(option.results[0]) + self._own(option)
+
+    def _own(self, option: Option) -> float:
+        """The cost of what an option communicates by itself, on parts along this axis alone."""
+        if option.sends is None:
+            return 0.0
+        mesh, call = Mesh((self.axis,)), self.call
+        operands = parts_of(call.operands, [(p,) for p in option.operands], mesh)
+        results = parts_of(call.results, [(p,) for p in option.results], mesh)
+        return sum(self.axis.rate.seconds(sent.nbytes) for sent in option.sends(call, operands, results))
 
     def _surcharge(self, value: Value, placement: Placement, moved: float, follows_hint: bool) -> float:
         """A further cost of a move over an axis of the model: weights stay, and an unhinted split is undone."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
 
 from passes import Program
 
-from .assignment import Assignment
+from .assignment import Assignment, Choice
 from .calls import Calls
 from .context import Context
 from .greedy import Greedy
 from .plan import Plan
 from .tally import Cost, Tally
+from .values import Value
 from .walk import Assigned, Walk
 
 
@@ -49,3 +53,34 @@ class Problem(Calls):
         tally = Tally(self.context.mesh)
         _, returned, _ = Walk(self, tally).run(Assigned(self, self.complete(given)))
         return tally.cost(returned)
+
+    def alternatives(self, given: Assignment) -> dict[str, list[tuple[Choice, float]]]:
+        """All choices of each op, by name, on operands as ``given`` leaves them, with the seconds of each in the op.
+
+        Raises ``PartitionError`` as ``complete``.
+        """
+        listing = _Listing(self, given)
+        listing.solve()
+        return listing.listed
+
+
+class _Listing(Greedy):
+    """Solves, and lists what there was to choose from."""
+
+    def __init__(self, calls: Calls, given: Assignment) -> None:
+        super().__init__(calls, given)
+        self.listed = dict[str, list[tuple[Choice, float]]]()
+
+    def computed(self, node: fx.Node, operands: Sequence[Value], given: Choice) -> Choice:
+        """As the solver computes it, after a note of the alternatives."""
+        call, hint = self.call(node, operands), self.hints.of(node)
+        costs = self.chooser.costs(call, operands, hint, node.meta.get("phase"))
+        combined = self.calls.options.of_all_axes(call, operands, hint)
+        self.listed[self.calls.name(node)] = [
+            (
+                replace(Choice.of(options, len(operands)), first=None, then=None),
+                sum(cost(option) for cost, option in zip(costs, options, strict=True)),
+            )
+            for options in combined
+        ]
+        return super().computed(node, operands, given)

@@ -26,8 +26,13 @@ _COPIES = (aten.detach.default, aten.alias.default, aten.view.default, aten.clon
 def for_operand(value: fx.Node, user: fx.Node, context: Context) -> Reason:
     """The reason to move ``value`` to where ``user`` needs it."""
     name = _known(value, context)
-    use = "" if name else f"for {op_name(user)}{_at(user)}"
+    use = "" if name else for_op(user)
     return Reason(value=name or _role(value, context), use=use, reader=user)
+
+
+def for_op(node: fx.Node) -> str:
+    """The use of what ``node`` reads: ``for mm at model.up``."""
+    return f"for {op_name(node)}{_at(node)}"
 
 
 def for_constraint(value: fx.Node, node: fx.Node, context: Context) -> Reason:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import Kind, Mesh
+from passes import Axis, Kind, Mesh
 from passes.ir.effects import is_pure
 from passes.ir.program import Placements
 
@@ -69,8 +69,10 @@ class Tally:
         """An op on this rank's parts: one step that holds all results."""
         numbers = [value for leaf in op.node.all_input_nodes if isinstance(value := values.get(leaf), Step)]
         val = op.node.meta["val"]
-        kept = op.local is None and not is_pure(op.node)
-        step = self._add(Step((*operands, *numbers), kept))
+        kept = op.body is None and not is_pure(op.node)
+        sent = tuple(op.sends)
+        seconds = sum(self._axis(each).rate.seconds(each.nbytes) for each in sent)
+        step = self._add(Step((*operands, *numbers), kept, sent, seconds))
         return [step] * (1 if isinstance(val, torch.Tensor) else len(val))
 
     def own_rows(self, value: Value, step: Step, placement: Placements, length: int) -> Step:
@@ -98,6 +100,9 @@ class Tally:
                 found.append(step)
         sent = tuple(each for step in reversed(found) for each in step.traffic)
         return Cost(sum(step.seconds for step in found), sent)
+
+    def _axis(self, sent: Traffic) -> Axis:
+        return next(axis for axis in self.mesh.axes if axis.name == sent.axis)
 
     def _add(self, step: Step) -> Step:
         self.steps.append(step)

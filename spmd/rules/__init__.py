@@ -27,7 +27,7 @@ from . import loss as loss
 from . import size_arguments as size_arguments
 # isort: on
 
-from .base import Info, Local, Localize, LocalPart, OpCall, Option, P, R, Rule, S
+from .base import Info, Local, Localize, LocalPart, OpCall, Option, P, R, Rule, S, Sent, parts_of
 from .decomposed import decomposition_of
 from .iota import iota_dim_of
 from .registry import LOCALIZE, RULES, localize_of, rule_of
@@ -46,9 +46,11 @@ __all__ = [
     "R",
     "Rule",
     "S",
+    "Sent",
     "decomposition_of",
     "iota_dim_of",
     "localize_of",
+    "parts_of",
     "register_rule",
     "rule_of",
 ]

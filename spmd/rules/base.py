@@ -1,26 +1,29 @@
 """The types of a rule: it maps a call of an op, on global shapes, to the placements it can run with along a mesh axis.
 
-A rule never chooses and never communicates. It lists the combinations that are *correct*: run the op on every rank's
-local operands, and the local results are the global result under the placements of the option. The partitioner chooses
-by cost. On a mesh of several axes it calls the rule once per axis, with the shapes that the previous axes leave.
+A rule never chooses. It lists the combinations that are *correct*: run the op, or a small program of the option's own,
+on every rank's local operands, and the local results are the global result under the placements of the option. The
+partitioner chooses by cost, and communicates before and after; an option's program may also communicate in between. On
+a mesh of several axes it calls the rule once per axis, with the shapes that the previous axes leave.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from passes import Kind, Mesh
+from passes.ir.program import Placements
 from passes.ir.schemas import schema
 
 from .._torch import OpOverload
-from ..placements import Interleaved
+from ..placements import Interleaved, local_shape, local_start, smallest_shape
 
 # As in torch's own notation for placements: R, P, S(0).
 R = Replicate()
@@ -104,9 +107,31 @@ class LocalPart:
     shape: tuple[int, ...]
     smallest: tuple[int, ...]
 
+    @classmethod
+    def of(cls, shape: Sequence[int], placement: Placements, mesh: Mesh) -> LocalPart:
+        """This rank's part of a tensor of a global shape."""
+        placed = (shape, placement, mesh)
+        return cls(local_start(*placed), local_shape(*placed), smallest_shape(*placed))
 
-Run = Callable[..., Any]
-"""``(op, args, kwargs={}) -> result``: runs an op on tensors, or writes it into a graph."""
+
+def parts_of(infos: Sequence[Info | None], placements: Sequence[Any], mesh: Mesh) -> list[LocalPart | None]:
+    """This rank's part of each tensor, None for anything else."""
+    pairs = zip(infos, placements, strict=True)
+    return [None if info is None else LocalPart.of(info.shape, placement, mesh) for info, placement in pairs]
+
+
+class Run(Protocol):
+    """Runs ops on this rank's tensors, or writes them into its graph. ``size``, ``rank``: along the option's axis."""
+
+    size: int
+    rank: int
+
+    def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
+        """The result of an op."""
+
+    def all_to_all(self, tensor: Any, received: list[int], sent: list[int]) -> Any:
+        """The rows that this rank receives from each one of the axis, for those of ``tensor`` that it sends to each."""
+
 
 Parts = list[LocalPart | None]
 """The parts of a call's operands or results on one rank; None for what is no tensor."""
@@ -116,19 +141,33 @@ Local = Callable[[Run, OpCall, tuple[Any, ...], Parts, Parts], Any]
 
 
 @dataclass(frozen=True)
+class Sent:
+    """A collective of an option's own: its kind, and the bytes of this rank's input."""
+
+    kind: Kind
+    nbytes: int
+
+
+Sends = Callable[[OpCall, Parts, Parts], Sequence[Sent]]
+"""``(call, parts of operands, parts of results) -> collectives`` that ``local`` runs along the axis."""
+
+
+@dataclass(frozen=True)
 class Option:
     """One correct combination: a placement for each operand and one for each result (None where no tensor).
 
     ``from_zero``: the positions of iota operands that are split and must number a rank's own rows from 0. ``local``:
     a rank's computation, where it is not the op itself on its parts: an op with indices needs one, since these are
     positions in the whole dim and a rank has a part of it. All ranks must run the same ops; only numbers may differ.
-    ``name``: what tells it from another option of the same placements.
+    ``sends``: the collectives of ``local``, by which the option is counted and chosen; whatever it computes in the end
+    must be as promised. ``name``: what tells it from another option of the same placements.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement | None, ...]
     from_zero: tuple[int, ...] = ()
     local: Local | None = None
+    sends: Sends | None = None
     name: str = ""
 
 

@@ -1,7 +1,7 @@
 """The zoo: one small config per architecture of ``transformers``, with the batch that its train step takes.
 
 Nothing is downloaded. Widths are powers of 2 or thrice that, so that a dim that is a multiple of ``ROWS`` counts rows
-of the batch (``recut_rows.py`` looks for such). What draws at random is switched off, for the numbers drawn are ours
+of the batch (``moves.py`` looks for such). What draws at random is switched off, for the numbers drawn are ours
 and not eager's; everything else is as a user trains it, in training mode.
 """
 

@@ -50,8 +50,9 @@ def check(folder: Path) -> None:
     (program,) = (path for path in folder.iterdir() if path.is_dir())
     names = sorted(path.name for path in program.iterdir())
     numbers = [int(name[:2]) for name in names if name.endswith(".py")]
-    assert names[:2] == ["00_capture.py", "01_partition.py"] and names[-4] == "99_lowered.py"
-    assert names[-3:] == ["nodes.json", "report.json", "timeline.json"]
+    assert names[:2] == ["00_capture.py", "01_partition.py"] and names[-5] == "99_lowered.py"
+    assert names[-4:] == ["assignment.txt", "nodes.json", "report.json", "timeline.json"]
+    assert spmd.Assignment.read((program / "assignment.txt").read_text()).choices
     assert numbers == [*range(len(numbers) - 1), 99] and len(numbers) > 3
     assert all(isinstance(json.loads((program / name).read_text()), dict) for name in names[-3:])
     for path in program.glob("*.py"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +19,11 @@ from torch.nn import functional as F
 import passes
 import spmd
 from passes.ir.collectives import input_bytes
+from spmd.partitioner.assignment import Move, MoveKind
 from spmd.partitioner.emit_program import emit
 from tests.harness.fake import fake_world
 
-R, P = Replicate(), Partial()
+R, P, HALF = Replicate(), Partial(), torch.float32  # half of the model's float64
 
 
 def S(dim: int) -> Shard:
@@ -43,22 +45,27 @@ def training(classes: int = 12) -> tuple[Any, ...]:
     return model, optimizer, torch.randn(16, 8, dtype=torch.float64), torch.randint(classes, (16,))
 
 
-class Noting(spmd.DTensorExpand):
-    """Keeps the last program and plan; plans with what it is given."""
+SEEN: list[tuple[passes.Program, spmd.Plan]] = []
+
+
+class Given(spmd.DTensorExpand):
+    """Plans with an assignment or a solver."""
 
     def __init__(self, assignment: Any = None, solver: Any = None, **options: Any) -> None:
         super().__init__(**options)
         self.given, self.solver = assignment, solver
 
     def plan(self, program: passes.Program) -> spmd.Plan:
-        self.noted = program, super().plan(program)
-        return replace(self.noted[1], assignment=self.given, solver=self.solver)
+        plan = replace(super().plan(program), assignment=self.given, solver=self.solver)
+        SEEN.append((program, plan))
+        return plan
 
 
 COLUMNS = {"model.0.weight": {"tp": Shard(0)}, "model.0.bias": {"tp": Shard(0)}, "model.2.weight": {"tp": Shard(1)}}
 MODES: dict[str, Callable[[], dict[str, Any]]] = {
     "replicate": lambda: {"mode": spmd.DataParallel("replicate", shard_optimizer=True)},
     "fully_shard": lambda: {"mode": spmd.DataParallel("fully_shard")},
+    "narrow": lambda: {"mode": spmd.DataParallel("fully_shard", reduce_dtype=HALF, gather_dtype=HALF)},
     "two axes": lambda: {"sizes": (2, 2), "params": COLUMNS},
     "classes": lambda: {"sizes": (2, 2), "params": {"model.2.*": {"tp": Shard(0)}}},
     "uneven": lambda: {"sizes": (1, 3), "params": {"model.2.*": {"tp": Shard(0)}, "model.0.*": {"tp": Shard(0)}}},
@@ -101,18 +108,34 @@ def test_an_assignment_is_read_back_and_emits_the_same_program(name: str) -> Non
     assert again.assignment == read and passes.print_program(again) == passes.print_program(program)
     other = read.changed({product(problem, 0): spmd.Choice()})
     assert other != read and other.digest != read.digest
-    assert spmd.Assignment.read(str(other)) == other
+    assert spmd.Assignment.read(str(other)) == other == copy.deepcopy(other)
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_the_cost_of_an_assignment_is_that_of_its_program(name: str) -> None:
     problem, program = partitioned(name)
-    cost = problem.cost(program.assignment)
-    emitted = program.collectives()
+    assert_costs_what_it_communicates(problem, program)
+    assert problem.cost(whole(problem)) == problem.cost(program.assignment)
+
+
+def assert_costs_what_it_communicates(problem: spmd.Problem, program: passes.Program) -> None:
+    cost, emitted = problem.cost(program.assignment), program.collectives()
     assert emitted and cost.seconds > 0
-    expected = Counter((str(n.meta["collective"].kind), n.meta["collective"].axis, input_bytes(n)) for n in emitted)
-    assert Counter((str(each.kind), each.axis, each.nbytes) for each in cost.traffic) == expected
-    assert problem.cost(whole(problem)).traffic == cost.traffic
+    expected = Counter((n.meta["collective"].kind, n.meta["collective"].axis, input_bytes(n)) for n in emitted)
+    assert Counter((each.kind, each.axis, each.nbytes) for each in cost.traffic) == expected
+
+
+def test_a_decomposition_can_be_assigned() -> None:
+    problem, usual = partitioned("classes")
+    op = torch.ops.aten._log_softmax.default
+    name = next(node.name for node in problem.program.graph.nodes if node.target is op)
+    given = whole(problem, **{name: spmd.Choice(decomposed=not usual.assignment.choices[name].decomposed)})
+    program = spmd.partition(problem.program, problem.plan, given)
+    inner = [[n for n in p.assignment.choices if n.startswith(f"{name}/")] for p in (usual, program)]
+    assert sorted(map(bool, inner)) == [False, True]
+    read = spmd.Assignment.read(str(program.assignment))
+    assert passes.print_program(emit(problem, problem.complete(read))) == passes.print_program(program)
+    assert_costs_what_it_communicates(problem, program)
 
 
 def test_a_part_is_obeyed_and_the_rest_filled_in() -> None:
@@ -128,6 +151,18 @@ def test_a_part_is_obeyed_and_the_rest_filled_in() -> None:
     assert passes.print_program(emit(problem, problem.complete(given))) == passes.print_program(changed)
 
 
+def test_alternatives_are_listed_with_their_costs_and_each_can_be_assigned() -> None:
+    problem, program = partitioned("two axes")
+    name = product(problem, 1)
+    listed = problem.alternatives(program.assignment)[name]
+    assert len(listed) > 4 and all(seconds >= 0 for _, seconds in listed)
+    assert program.assignment.choices[name].gives in [choice.gives for choice, _ in listed]
+    tried = [choice for choice, _ in listed[:: len(listed) // 4]]
+    completed = [problem.complete(whole(problem, **{name: choice})) for choice in tried]
+    assert [each.choices[name].gives for each in completed] == [choice.gives for choice in tried]
+    assert len({problem.cost(each).traffic for each in completed}) > 1
+
+
 class Columns:
     """A solver that computes the second product by columns, and leaves the rest open."""
 
@@ -137,26 +172,29 @@ class Columns:
 
 @pytest.mark.parametrize("by", ["assignment", "solver"])
 def test_a_changed_assignment_computes_what_the_plain_step_does(by: str) -> None:
-    def mode(**given: Any) -> Noting:
-        return Noting(inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}, params=COLUMNS, **given)
-
-    usual = mode()
-    assert spmd.verify(spmd.compile(step, parallel_mode=usual), *training(), steps=2, mesh={"dp": 2, "tp": 2})
-    problem = spmd.Problem.of(*usual.noted)
-    before = problem.complete(whole(problem))
-    by_columns = before.changed({product(problem, 1): spmd.Choice(gives=((S(0), S(1)),))})
-    other = mode(**{by: by_columns if by == "assignment" else Columns()})
-    assert spmd.verify(spmd.compile(step, parallel_mode=other), *training(), steps=2, mesh={"dp": 2, "tp": 2})
-    made = spmd.Problem.of(*other.noted)
-    counts = [Counter(each.kind for each in p.cost(a).traffic) for p, a in ((problem, before), (made, by_columns))]
-    assert counts[0] != counts[1]
+    problem, program = partitioned("two axes")
+    by_columns = program.assignment.changed({product(problem, 1): spmd.Choice(gives=((S(0), S(1)),))})
+    given = {"assignment": by_columns} if by == "assignment" else {"solver": Columns()}
+    mode = Given(inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}, params=COLUMNS, **given)
+    assert spmd.verify(spmd.compile(step, parallel_mode=mode), *training(), steps=2, mesh={"dp": 2, "tp": 2})
+    changed = spmd.Problem.of(*SEEN[-1])
+    usual, other = (counted(changed, each) for each in (spmd.Assignment(problem.axes), by_columns))
+    assert usual == counted(problem, program.assignment) != other
+    emitted = Counter(node.meta["collective"].kind for node in spmd.partition(*SEEN[-1]).collectives())
+    assert emitted == other
 
 
+def counted(problem: spmd.Problem, assignment: spmd.Assignment) -> Counter[Any]:
+    return Counter(each.kind for each in problem.cost(assignment).traffic)
+
+
+GRADIENT = Move(MoveKind.GRADIENT, 0, (R, R))
 WRONG: dict[str, tuple[Callable[[str], dict[str, spmd.Choice]], str]] = {
     "no such node": (lambda name: {"mm_99": spmd.Choice(gives=((R, R),))}, "the program has no such node"),
     "no option": (lambda name: {name: spmd.Choice(gives=((S(0), S(0)),), reads=((R, R),) * 3)}, "no option reads"),
     "operands": (lambda name: {name: spmd.Choice(reads=((R, R),))}, r"has 3 tensor operands, but is assigned reads="),
     "axes": (lambda name: {name: spmd.Choice(gives=((R,),))}, r"one placement per mesh axis \['dp', 'tp'\]"),
+    "moves": (lambda name: {name: spmd.Choice(then=(GRADIENT,))}, "has no result 0 that is a gradient to move"),
     "decomposed": (lambda name: {name: spmd.Choice(decomposed=True)}, "has no decomposition"),
 }
 

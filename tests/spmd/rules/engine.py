@@ -8,8 +8,10 @@ op runs once a rank with localized arguments, and the results must be the global
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from passes import Axis, Mesh
 from passes.ir.ops import aten as listed_ops
 from spmd.partitioner.operand_layouts import operand_layouts
-from spmd.placements import Interleaved, local_shape, local_start, smallest_shape
-from spmd.rules import Info, LocalPart, OpCall, Option, localize_of, rule_of
+from spmd.placements import Interleaved
+from spmd.rules import Info, OpCall, Option, localize_of, parts_of, rule_of
 from spmd.rules.base import parameters
 
 from .memory import Lay, anyhow, in_a_bucket, is_constant, on_its_own, resized, with_equal_rows
@@ -145,11 +147,50 @@ def _check_option(sample: Sample, call: OpCall, option: Option, expected: list[t
     assert len(option.operands) == len(call.operands), "one placement per operand"
     assert len(option.results) == len(expected), "one placement per result"
     assert option.operands == () or {*option.operands, *option.results} - {Replicate(), None}, "all replicated"
-    per_rank = [flat(_run(sample, call, option, expected, rank)) for rank in range(call.size)]
+    per_rank = [flat(result) for result in _on_all_ranks(sample, call, option, expected)]
     for position, (whole, placement) in enumerate(zip(expected, option.results, strict=True)):
         assert (whole is None) == (placement is None), f"result {position}: {placement} for {whole}"
         if whole is not None:
             _compare(whole, [r[position] for r in per_rank], placement, sample.values)  # type: ignore[misc]
+
+
+def _on_all_ranks(sample: Sample, call: OpCall, option: Option, expected: list[torch.Tensor | None]) -> list[Any]:
+    """The results of each rank; an option that communicates runs on all of them at once."""
+    ranks = range(call.size)
+    if option.sends is None:
+        return [_run(sample, call, option, expected, rank) for rank in ranks]
+    exchange = Exchange(call.size)
+    with ThreadPoolExecutor(call.size) as pool:
+        made = [pool.submit(_run_on, sample, call, option, expected, rank, on_its_own, exchange) for rank in ranks]
+        return [each.result(timeout=60) for each in made]
+
+
+class Exchange:
+    """Rows between the threads that are ranks, and the bytes that each of them sent."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.rows = Barrier(size, timeout=60), dict[int, list[torch.Tensor]]()
+        self.nbytes: list[list[int]] = [[] for _ in range(size)]
+
+
+class RunOnRank:
+    """Runs the ops of an option on one rank."""
+
+    def __init__(self, rank: int, size: int, exchange: Exchange | None) -> None:
+        self.rank, self.size, self.exchange = rank, size, exchange
+
+    def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
+        return op(*args)
+
+    def all_to_all(self, tensor: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+        assert self.exchange is not None, "an option that communicates says what it sends"
+        self.exchange.rows[self.rank] = list(tensor.split(sent))
+        self.exchange.nbytes[self.rank].append(tensor.nbytes)
+        self.exchange.barrier.wait()
+        rows = [self.exchange.rows[other][self.rank] for other in range(self.size)]
+        self.exchange.barrier.wait()
+        assert [len(each) for each in rows] == received
+        return torch.cat(rows)
 
 
 def _run(sample: Sample, call: OpCall, option: Option, expected: list[torch.Tensor | None], rank: int) -> Any:
@@ -197,7 +238,13 @@ def _draw(option: Option, rank: int, position: int) -> Random:
 
 
 def _run_on(
-    sample: Sample, call: OpCall, option: Option, expected: list[torch.Tensor | None], rank: int, lay: Lay
+    sample: Sample,
+    call: OpCall,
+    option: Option,
+    expected: list[torch.Tensor | None],
+    rank: int,
+    lay: Lay,
+    exchange: Exchange | None = None,
 ) -> Any:
     leaves, spec = tree_flatten((sample.args, sample.kwargs))
     placements, lays = iter(enumerate(option.operands)), _lays(sample, lay)
@@ -211,11 +258,13 @@ def _run_on(
     args = _localized(call, tuple(args), kwargs, option, expected, rank)
     if option.local is None:
         return sample.op(*args, **kwargs)
-    operands = [_part(info.shape, placed, rank, call.size) for info, placed in _both(call.operands, option.operands)]
-    results = [
-        info and _part(info.shape, placed, rank, call.size) for info, placed in _both(call.results, option.results)
-    ]
-    return option.local(lambda op, args: op(*args), call, args, operands, results)
+    mesh = Mesh((Axis("ranks", call.size, "ranks", rank),))
+    operands = parts_of(call.operands, [(placement,) for placement in option.operands], mesh)
+    results = parts_of(call.results, [(placement,) for placement in option.results], mesh)
+    result = option.local(RunOnRank(rank, call.size, exchange), call, args, operands, results)
+    if exchange is not None and option.sends is not None:
+        assert exchange.nbytes[rank] == [sent.nbytes for sent in option.sends(call, operands, results)], "bytes sent"
+    return result
 
 
 def _localized(
@@ -235,15 +284,6 @@ def _localized(
         for whole, placement in zip(expected, option.results, strict=True)
     )
     return localize(call, args, kwargs, shapes)
-
-
-def _both(infos: Sequence[Any], placements: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    return zip(infos, placements, strict=True)
-
-
-def _part(shape: Sequence[int], placement: Any, rank: int, size: int) -> LocalPart:
-    of = (shape, (placement,), Mesh((Axis("ranks", size, "ranks", rank),)))
-    return LocalPart(local_start(*of), local_shape(*of), smallest_shape(*of))
 
 
 def _operand(
