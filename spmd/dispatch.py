@@ -34,6 +34,7 @@ from .deferral import pending
 from .guards.guards import Live
 from .guards.leaves import Leaves, can_be_live, is_text
 from .guards.recompiles import FIRST
+from .interpreter.source_lines import warn_user
 from .options import Options
 from .python_state.effects.carried import Carried
 from .python_state.reads import ReadSite
@@ -49,7 +50,6 @@ from .ranks.consensus import (
 )
 from .ranks.failures import StateIs
 from .shared_captures import NONE, SharedCapture, SharedCaptures
-from .source_lines import warn_user
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
 

@@ -25,7 +25,7 @@ from passes import Pass, Program, Report
 from passes.ir.bundle import Bundle, print_bundle
 from passes.page.node_details import NodeDetails
 
-from .source_lines import warn_user
+from .interpreter.source_lines import warn_user
 
 OnStage = Callable[[int, Pass, Program, float], None]
 _OWNER = ".job"  # the file in a step's folder that says which process writes there

@@ -11,7 +11,7 @@ from passes import PassError, Program, print_program
 from passes.ir.dump_text import read_statements
 from passes.ir.read_program import read_program
 
-from .source_lines import warn_user
+from .interpreter.source_lines import warn_user
 
 _FINAL = "99_lowered.py"
 

@@ -21,7 +21,7 @@ from passes.ir.bundle import Bundle
 from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
-from .interrupts import interruptible
+from .interpreter.interrupts import interruptible
 from .lowering.regions import Backend, takes_examples
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel

@@ -22,7 +22,7 @@ from passes.ir.saved_program import save_program
 
 from ._torch import local_tensor, version_of
 from .compiled import Compiled
-from .source_lines import warn_user
+from .interpreter.source_lines import warn_user
 
 Execute = Callable[[Sequence[Any]], list[Any]]
 _MARK = "record.json"

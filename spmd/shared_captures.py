@@ -27,7 +27,7 @@ from .capture import Captured
 from .capture.sizes.any_size import AnySize
 from .capture.sizes.size_symbols import LEAST, TracedSizes
 from .guards.guards import Guards
-from .source_lines import warn_user
+from .interpreter.source_lines import warn_user
 
 NONE = -1
 

@@ -50,7 +50,9 @@ from .first_call import check_first_call
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .guards.recompiles import Compilation, Recompiles
-from .interrupts import held_interrupts
+from .interpreter.interrupts import held_interrupts
+from .interpreter.source_lines import defined_at, warn_user
+from .interpreter.young_collections import young_collections
 from .lowering.arenas import Arenas
 from .lowering.lower import Executable, lower
 from .lowering.regions import Backend, CompiledRegions
@@ -63,7 +65,6 @@ from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, n
 from .ranks.simulated import simulated
 from .ranks.standing import StateError
 from .recorder import Recorder
-from .source_lines import defined_at, warn_user
 from .stages import Stages
 from .state.background_reads import READS
 from .state.distribute import Prepared, check_memory, commit, prepare
@@ -74,7 +75,6 @@ from .state.replace_parameters import rebind_replaced_parameters
 from .state.stale_references import end_stale_references
 from .state.storage_facts import with_storage_facts
 from .unexpected_errors import unexpected_errors
-from .young_collections import young_collections
 
 _DEFERS = "defer_updates=True"
 

@@ -22,7 +22,7 @@ from passes import CaptureError, PartitionError, PassError, SpmdError
 from passes.runtime.peer_connection import PeerLostError
 from passes.unexpected_errors import explained
 
-from .foreign_code import is_foreign_frame
+from .interpreter.foreign_code import is_foreign_frame
 
 _OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parent, Path(passes.__file__).parent))
 _PROGRAM = "<spmd program"  # the file of generated code

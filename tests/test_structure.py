@@ -38,7 +38,8 @@ ORDER = {
         __init__
     """,
     "spmd": """
-        _torch placements source_lines environment foreign_code collector_callbacks young_collections interrupts
+        _torch placements environment
+        interpreter/
         memo differences unexpected_errors
         failed_ops
         annotations/ ranks/
@@ -167,7 +168,10 @@ def _public(package: str) -> list[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_private_torch_names_are_in_one_file(package: str) -> None:
     """They are behind accessors in its ``_torch.py``, each with the reason for it and the versions it was seen in."""
-    assert private_torch_names(ROOT / package) == []
+    names = private_torch_names(ROOT / package)
+    assert [
+        each for each in names if not each.startswith("integrations/")
+    ] == []  # which extend other libraries' classes
 
 
 def test_passes_ask_for_strides_in_one_file() -> None:

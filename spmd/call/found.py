@@ -29,7 +29,7 @@ from torch.amp import GradScaler
 from passes import CaptureError
 
 from .._torch import BUFFERS, CHILDREN, PARAMETERS
-from ..foreign_code import is_foreign_code, is_foreign_module, is_library_file
+from ..interpreter.foreign_code import is_foreign_code, is_foreign_module, is_library_file
 from .paths import Found, Path, cell_of, entry_of, field_of, global_of, item_of
 from .state import Arguments, is_replaced, submodules_of
 

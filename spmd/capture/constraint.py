@@ -23,8 +23,8 @@ from passes import Mesh, PlacementError
 from passes.ir.ops import PURE_FUNCTIONS
 from passes.ir.program import Placements
 
+from ..interpreter.source_lines import user_line
 from ..placements import AnyPlacement, check_dims, normalize
-from ..source_lines import user_line
 
 _library = torch.library.Library("spmd", "DEF")
 _library.define("constrain(Tensor x, int[] dims, str[]? axes=None, *, bool gradient=False) -> Tensor")

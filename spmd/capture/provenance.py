@@ -37,9 +37,9 @@ from .._torch import (
 )
 from ..call.rng import Draws
 from ..failed_ops import note_op
-from ..interrupts import answer_interrupt
+from ..interpreter.interrupts import answer_interrupt
+from ..interpreter.source_lines import user_line
 from ..python_state.reads import Reads
-from ..source_lines import user_line
 from .checkpointing import Recomputed, recomputing
 from .tensor_attributes import check_outside
 from .unsupported import Refused, check_op, refuse_regions

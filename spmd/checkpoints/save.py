@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._torch import local_tensor
 from ..call.rng import rng_state
 from ..deferral.pending import finish_pending
-from ..interrupts import deferred_signals
+from ..interpreter.interrupts import deferred_signals
 from ..state.background_reads import READS, Read, wait_within_hooks
 from . import background
 from .background import Handle

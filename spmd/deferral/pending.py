@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ..source_lines import warn_user
+from ..interpreter.source_lines import warn_user
 
 # One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
 calling = threading.RLock()

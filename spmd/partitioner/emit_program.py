@@ -11,7 +11,7 @@ from passes import Program
 from passes.ir.effects import is_pure
 
 from .._torch import LazyGraphModule
-from ..interrupts import interruptible
+from ..interpreter.interrupts import interruptible
 from .assignment import Assignment
 from .diagnostics import Diagnostics
 from .emit_op import OpEmitter

@@ -7,7 +7,7 @@ import os
 import types
 from collections.abc import Iterable, Iterator
 
-from ..source_lines import source_at
+from ..interpreter.source_lines import source_at
 
 _STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR"}
 

@@ -27,7 +27,7 @@ from passes.runtime.local_peers import abort_local_peers, local_peers_of
 from passes.runtime.peer_connection import PeerLostError, Triple
 
 from .._torch import default_store, new_gloo_group, set_timeout, timeout_of
-from ..interrupts import deferred_signals
+from ..interpreter.interrupts import deferred_signals
 from .failures import Failure, FailureBoard, StateIs
 from .members import Members
 from .patience import LateError, Patience

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..interrupts import interruptible
+from ..interpreter.interrupts import interruptible
 from .members import Members
 
 _SLICE = 1.0  # seconds

@@ -18,7 +18,7 @@ from passes.runtime.gloo import GlooWork
 from .._torch import local_tensor, tree_flatten, tree_unflatten
 from ..call.call import Call
 from ..call.state import Slot
-from ..interrupts import interruptible
+from ..interpreter.interrupts import interruptible
 from ..python_state.effects.carried import Carried
 
 _LARGE = 1_000_000  # bytes from which a tensor is broadcast by itself, without a copy

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..source_lines import warn_user
+from ..interpreter.source_lines import warn_user
 from .replace_parameters import rebind_replaced_parameters
 
 Replaced = Mapping[str, "weakref.ref[torch.Tensor]"]  # by the name of the parameter

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import spmd
 from passes.runtime.peer_connection import PeerLostError
 from spmd._torch import default_store
-from spmd.interrupts import deferred_signals
+from spmd.interpreter.interrupts import deferred_signals
 from spmd.ranks import connection, local_ranks
 from spmd.ranks.failures import Failure, FailureBoard, StateIs
 from spmd.ranks.members import Members

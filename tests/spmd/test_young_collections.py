@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spmd.young_collections import young_collections
+from spmd.interpreter.young_collections import young_collections
 
 
 class Node:

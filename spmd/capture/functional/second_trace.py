@@ -14,7 +14,7 @@ from passes.ir.origin import Origin
 from passes.unexpected_errors import REPORT
 
 from ..._torch import get_proxy_mode
-from ...interrupts import answer_interrupt
+from ...interpreter.interrupts import answer_interrupt
 
 
 class SecondTrace(fx.Interpreter):

@@ -10,7 +10,7 @@ from typing import Any
 from ..._torch import DimDynamic, ShapeEnv, constant_source
 from ...call.dynamic_dims import DynamicSize
 from ...call.inputs import BatchInput
-from ...source_lines import user_line
+from ...interpreter.source_lines import user_line
 
 LEAST = 2  # torch takes a symbolic size for neither 0 nor 1, which broadcast
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..._torch import FakeTensor
-from ...foreign_code import is_foreign_frame
+from ...interpreter.foreign_code import is_foreign_frame
 from ..unsupported import Refused
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float}

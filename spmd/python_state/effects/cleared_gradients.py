@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..._torch import TorchFunctionMode
-from ...interrupts import answer_interrupt
+from ...interpreter.interrupts import answer_interrupt
 
 _gradient: Any = torch.Tensor.grad
 _GET, _SET = _gradient.__get__, _gradient.__set__

@@ -12,9 +12,9 @@ from typing import Any
 
 from passes import CaptureError
 
-from ...collector_callbacks import is_in_callback
-from ...foreign_code import is_foreign_frame
-from ...source_lines import user_line
+from ...interpreter.collector_callbacks import is_in_callback
+from ...interpreter.foreign_code import is_foreign_frame
+from ...interpreter.source_lines import user_line
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _CLOCKS: dict[Any, str] = {getattr(time, name): name for each in _NAMES for name in (each, f"{each}_ns")}

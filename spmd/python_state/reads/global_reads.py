@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...collector_callbacks import callback_codes
-from ...foreign_code import is_foreign_module
+from ...interpreter.collector_callbacks import callback_codes
+from ...interpreter.foreign_code import is_foreign_module
 from .read_sites import MISSING
 
 

@@ -23,8 +23,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..._torch import FakeTensor, register_pytree_node, tree_flatten, tree_unflatten, version_of
-from ...foreign_code import is_foreign_frame
-from ...source_lines import user_line
+from ...interpreter.foreign_code import is_foreign_frame
+from ...interpreter.source_lines import user_line
 from .changes import Change
 from .logging_calls import LogCall, recorded_logging
 from .read_sites import ReadSite, Reference

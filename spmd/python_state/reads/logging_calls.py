@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ...foreign_code import is_foreign_file, is_library_file
+from ...interpreter.foreign_code import is_foreign_file, is_library_file
 
 _FILE = logging.Logger.info.__code__.co_filename
 _LEVELS = {

@@ -27,7 +27,7 @@ from torch import nn
 
 from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS, tree_flatten
 from ...call.state import is_replaced
-from ...foreign_code import is_foreign_code, is_foreign_module
+from ...interpreter.foreign_code import is_foreign_code, is_foreign_module
 from ..traced import holds_fakes
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from passes import CaptureError
 
-from ...foreign_code import is_foreign_file, is_foreign_module, is_library_file
-from ...source_lines import user_line
+from ...interpreter.foreign_code import is_foreign_file, is_foreign_module, is_library_file
+from ...interpreter.source_lines import user_line
 
 _TAKES = (
     "takes the next value of {name}, which each call of its program would get again: pass the value as an argument, "

@@ -16,7 +16,7 @@ import passes
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = ("site-packages", "dist-packages")
 _PACKAGES = {"torch", "spmd", "passes", "sympy", "mpmath", "numpy", "networkx"}  # torch traces with these
-_OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parent, Path(passes.__file__).parent))
+_OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parents[1], Path(passes.__file__).parent))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 

@@ -19,7 +19,7 @@ import passes
 
 from .foreign_code import is_foreign_frame, is_library_file
 
-_PACKAGES = [os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, passes.__file__)]
+_PACKAGES = [os.path.dirname(os.path.abspath(file)) + os.sep for file in (os.path.dirname(__file__), passes.__file__)]
 _BETWEEN = (contextlib.__file__, functools.__file__)
 _INTERNAL = (os.path.dirname(torch.__file__) + os.sep, *_PACKAGES)
 

@@ -29,7 +29,7 @@ import passes
 from .collector_callbacks import is_in_callback
 
 _AGAIN = 0.002  # seconds until a held interrupt is sent again
-_OURS = (os.path.dirname(__file__) + os.sep, os.path.dirname(passes.__file__) + os.sep)
+_OURS = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), passes.__file__))
 _UNSAFE = (os.path.dirname(torch.__file__) + os.sep, weakref.__file__)  # what a weak reference calls raises nowhere
 _ASKED = ("__getattribute__", "__getattr__")  # by torch's C++ code, which drops what they raise
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
