@@ -143,6 +143,7 @@ class _LiftConstants(TorchDispatchMode):
                 "register_buffer."
             )
         sites = self.reads.sites_of(self.constants[constant][1]) if self.reads is not None else []
+        sites = [site for site in sites if not str(site.key).startswith("_tensor_constant")]  # of the tracer itself
         if self.reads is not None and len(sites) == 1 and sites[0].kind in _PUT:
             self.reads.journals.carry(sites)  # raises: in another trace it is an input
         raise Refused(
