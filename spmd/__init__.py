@@ -13,7 +13,6 @@ from passes import (
     SpmdError,
 )
 
-from .agreed import pad_to_longest, shared_rng
 from .annotations import contract
 from .annotations.apply import fully_shard, replicate
 from .annotations.no_sync import no_sync
@@ -31,6 +30,7 @@ from .modes.dtensor_expand import DTensorExpand
 from .override import Override
 from .partitioner import partition
 from .partitioner.plan import Plan
+from .ranks.agreed import pad_to_longest, shared_rng
 from .ranks.world import world
 from .rules import register_rule
 from .step import CompiledStep, compile

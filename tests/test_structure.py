@@ -53,7 +53,7 @@ ORDER = {
         lowering/
         override dump progress stages edited_programs
         deferral/
-        options compiled shared_captures unsharded initialized agreed mesh_picture profile recorder
+        options compiled shared_captures unsharded initialized mesh_picture profile recorder
         checkpoints/
         dispatch
         capture_call

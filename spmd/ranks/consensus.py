@@ -255,7 +255,7 @@ class Agreement:
             passed = "; ".join(self.differing[:3])
             raise RankMismatchError(
                 f"{self.what} depends on arguments that are not the same on all ranks: {passed}. Numbers and text must "
-                "be equal on all: draw them from spmd.shared_rng(), which all ranks seed alike, or pass what is each "
+                "be equal on all: draw them from spmd.shared_rng(), which all ranks seed equally, or pass what is each "
                 "rank's own as a tensor with a row for each row of the batch"
             )
 

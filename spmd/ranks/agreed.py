@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ._torch import get_proxy_mode, tree_flatten_with_path, tree_unflatten
-from .ranks.consensus import MeshRanks
-from .ranks.world import world
+from .._torch import get_proxy_mode, tree_flatten_with_path, tree_unflatten
+from .consensus import MeshRanks
+from .world import world
 
 
 def shared_rng(seed: int | None = None) -> random.Random:
