@@ -13,7 +13,6 @@ from passes import (
     SpmdError,
 )
 
-from .agreed import pad_to_longest, shared_rng
 from .annotations import contract
 from .annotations.apply import fully_shard, replicate
 from .annotations.no_sync import no_sync
@@ -33,6 +32,7 @@ from .partitioner import partition
 from .partitioner.assignment import Assignment, Choice
 from .partitioner.plan import Plan, Solver
 from .partitioner.problem import Problem
+from .ranks.agreed import pad_to_longest, shared_rng
 from .ranks.world import world
 from .rules import register_rule
 from .step import CompiledStep, compile

@@ -13,6 +13,7 @@ from .call.state import submodules_of
 from .capture import Captured, capture, in_rank_zero_order
 from .capture.sizes.any_size import AnySize, capture_any_size
 from .capture.sizes.size_symbols import AS_CALLED, TracedSizes
+from .compiled import text_of
 from .dispatch import Dispatch
 from .guards.read_guards import ReadGuards
 from .options import Options
@@ -55,6 +56,7 @@ def capture_call(
         if len(set(agreement.all_gather_text(str(found.any_size is not None)))) > 1:
             found = found.for_this_size()  # some rank could trace it for no other
     captured = in_rank_zero_order(found.captured, call, agreement.all_gather_text)
+    agreement.check_captured(text_of(captured, call))
     return CapturedCall(captured, found.reads, found.any_size)
 
 

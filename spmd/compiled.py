@@ -467,7 +467,11 @@ def describe_for_agreement(
     inputs += [f"{hyper.name} = {number(hyper.get())}" for hyper in call.hyper_parameters]
     inputs += [f"{x.name} = {contents(x.value)}" for x in call.inputs if all(p.is_replicate() for p in x.placement)]
     inputs += [f"{i.name} in {i.memory} memory" for i in program.inputs if i.memory is not Memory.DEVICE]
-    constants = [str(constant.tolist()) for constant in captured.constants]
+    constants = [
+        f"a tensor that is no argument but found by its name, so that it must be equal on all ranks (pass rows of the "
+        f"batch as arguments): {contents(constant)}"
+        for constant in captured.constants
+    ]
     numbers = _numbers(captured, call)
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]

@@ -326,7 +326,7 @@ class Dispatch:
         for name in sorted(found - self._warned):
             warn_user(
                 f"{self.name} compiles a program for each value of {name}, which has changed: the step needs its "
-                "value, for a size, text (print the number itself), a function of math, or since it cannot be traced "
+                "value, for a size, text (print the number itself), or since it cannot be traced "
                 "with a number that is not known. If it changes often, pass a 0-dim tensor, or keep it out of the step"
             )
         self._warned |= found

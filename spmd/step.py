@@ -41,7 +41,7 @@ from .call.unequal_rows import UnequalRows
 from .capture import Captured
 from .capture.explain_errors import shorten_traceback
 from .capture_call import capture_call
-from .compiled import Compiled, describe_for_agreement, text_of
+from .compiled import Compiled, describe_for_agreement
 from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .dispatch import Dispatch, Turn
@@ -253,7 +253,6 @@ class CompiledStep:
             notes, modes = self._settle(call, agreement), torch_settings()
         with stages.stage("capture"):
             captured, reads, any_size = capture_call(self._function, call, name, options, self._dispatch, agreement)
-            agreement.check_captured(text_of(captured, call))
             check_memory(captured.program, call, captured.carried)
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)

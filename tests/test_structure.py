@@ -54,7 +54,7 @@ ORDER = {
         lowering/
         override dump progress stages edited_programs
         deferral/
-        options compiled first_call shared_captures unsharded initialized agreed mesh_picture profile recorder
+        options compiled first_call shared_captures unsharded initialized mesh_picture profile recorder
         checkpoints/
         dispatch
         capture_call

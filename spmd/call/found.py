@@ -31,7 +31,7 @@ from passes import CaptureError
 from .._torch import BUFFERS, CHILDREN, PARAMETERS
 from ..interpreter.foreign_code import is_foreign_code, is_foreign_module, is_library_file
 from .paths import Found, Path, cell_of, entry_of, field_of, global_of, item_of
-from .state import Arguments, is_replaced, submodules_of
+from .state import Arguments, delegates, is_replaced, submodules_of
 
 OWNERS = (nn.Module, torch.optim.Optimizer, GradScaler)
 
@@ -75,6 +75,9 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _is_given(value: Any, given: Arguments) -> bool:
+    """Whether a value is an argument, or wraps an optimizer, which is found by itself."""
+    if isinstance(value, torch.optim.Optimizer) and delegates(value):
+        return True
     return any(value is each for each in (*given.optimizers.values(), *given.scalers.values()))
 
 
@@ -255,5 +258,5 @@ def _is_of_library(value: Any, file: str) -> bool:
 
 def _check_separate(path: str, key: str, owner: Any, held: torch.optim.Optimizer) -> None:
     """Raise ``CaptureError`` for two optimizers that share their state, which would be two things to a program."""
-    if isinstance(owner, torch.optim.Optimizer) and held.state is owner.state:
+    if isinstance(owner, torch.optim.Optimizer) and not delegates(owner) and held.state is owner.state:
         raise CaptureError(f"{path} and {path}.{key} share one state: let the outer optimizer keep a state of its own")

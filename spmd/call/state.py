@@ -226,11 +226,18 @@ def _with_held(modules: dict[str, nn.Module], given: dict[str, Any]) -> dict[str
             if isinstance(value, Optimizer) and all(value is not known for known in found.values()):
                 found[f"{path}.{key}"] = value
                 pending.append((f"{path}.{key}", value))
-                if isinstance(owner, Optimizer) and value.state is owner.state:
+                if isinstance(owner, Optimizer) and delegates(owner):
+                    found.pop(path, None)
+                elif isinstance(owner, Optimizer) and value.state is owner.state:
                     raise CaptureError(
                         f"{path} and {path}.{key} share one state: let the outer optimizer keep a state of its own"
                     )
     return found
+
+
+def delegates(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has no state of its own but that of one it wraps, as those of accelerate and Fabric."""
+    return "state" not in vars(optimizer)
 
 
 def _names(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[str]:

@@ -135,6 +135,9 @@ _AS_NUMBER = (
     "submodule through spmd.Override."
 )
 _CLIPPING = os.path.join("torch", "nn", "utils", "clip_grad.py")
+_OF_STATE = (
+    "A branch on 0-dim state compares the tensor itself (if self.count == 0, not self.count.item() or int(self.count))."
+)
 _BACKWARD = os.path.join("torch", "autograd", "graph.py")
 _MEMORY = (
     "it takes a tensor's memory out of torch. Return the tensor and look at it outside of the step, compute with "
@@ -200,4 +203,4 @@ def _needs_a_value(error: Exception) -> str:
     condition = getattr(error, "cond", None)
     if condition is not None and not (condition.is_Relational or condition.is_Boolean):  # such as ``float(loss)``
         return f"it needs the value of a tensor as a number, which is not known while tracing. {_AS_NUMBER}"
-    return f"it needs the value of a tensor, which is not known while tracing. {_ALTERNATIVES}"
+    return f"it needs the value of a tensor, which is not known while tracing. {_OF_STATE} {_ALTERNATIVES}"

@@ -23,6 +23,7 @@ from ..python_state.reads import CONTAINERS, Reads
 from .unsupported import FROM_OUTSIDE, OutsideTensor, Refused
 
 aten = torch.ops.aten
+_PUT = ("item", "attribute", "cell")  # kinds of sites whose tensors may be inputs, and are written in place
 NO_CONSTANTS = {PARAMETERS, BUFFERS, CHILDREN}
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)  # of tensors that the step makes
 
@@ -141,6 +142,10 @@ class _LiftConstants(TorchDispatchMode):
                 f"it may write into {name} ({func}), a plain attribute of a module. Make that a buffer, with "
                 "register_buffer."
             )
+        sites = self.reads.sites_of(self.constants[constant][1]) if self.reads is not None else []
+        sites = [site for site in sites if not str(site.key).startswith("_tensor_constant")]  # of the tracer itself
+        if self.reads is not None and len(sites) == 1 and sites[0].kind in _PUT:
+            self.reads.journals.carry(sites)  # raises: in another trace it is an input
         raise Refused(
             f"it may write into {name} ({func}), which is no buffer of a module. Put a new tensor there instead, "
             "or register a buffer in a module."

@@ -31,6 +31,7 @@ from .world import axis_names
 
 AllGatherText = Callable[[str], list[str]]  # from this rank's text to those of all ranks, in the order of the mesh
 COMPILE, FAILED = 1, 2  # sent in place of a program's identity
+_SHOWN = 300  # characters of a line, in a message
 _COMPARED = 20_000  # characters of a text in which the first difference is found; the whole text is compared by hash
 
 
@@ -292,5 +293,15 @@ _calls = 0  # the number of the last call, of any step
 def _first_difference(a: str, b: str) -> str:
     for line, other in zip(a.splitlines(), b.splitlines(), strict=False):
         if line != other:
-            return f"  the one:   {line}\n  the other: {other}"
+            at = next((k for k, pair in enumerate(zip(line, other, strict=False)) if len({*pair}) > 1), 0)
+            return f"  the one:   {_around(line, at)}\n  the other: {_around(other, at)}"
     return f"  the one:   ...{a[-80:]}\n  the other: ...{b[-80:]}"
+
+
+def _around(line: str, at: int) -> str:
+    """A line, and of a long one what stands around a position."""
+    if len(line) <= _SHOWN:
+        return line
+    start = max(0, at - _SHOWN // 2)
+    end = start + _SHOWN
+    return f"{'...' * (start > 0)}{line[start:end]}{'...' * (end < len(line))}"

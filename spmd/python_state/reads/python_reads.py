@@ -125,11 +125,15 @@ class Reads:
         self.refusals.check()
         self._compared.check(self.code)
 
+    def sites_of(self, tensor: torch.Tensor) -> list[ReadSite]:
+        """The sites that the step read and that hold a tensor, or a container with it."""
+        sites = [*self.sites.values()]
+        return [site for site in sites if any(leaf is tensor for leaf in tree_flatten(site.get())[0])]
+
     def name_of(self, tensor: torch.Tensor) -> str:
         """The name of a site that holds a tensor, or a container with it; nothing if the step read none."""
-        for site in [*self.sites.values()]:
-            if any(leaf is tensor for leaf in tree_flatten(site.get())[0]):
-                return site.name
+        for site in self.sites_of(tensor):
+            return site.name
         containers = [*self.containers.values()]
         return next((each.name for each in containers if any(item is tensor for item in each.content or ())), "")
 

@@ -358,10 +358,6 @@ class Odd(Trainer):
     def an_optimizer_without_model(self, x: Tensor) -> None:
         self.stranger.step()
 
-    def writes_into_a_tensor(self, x: Tensor) -> Tensor:
-        self.count.add_(1)
-        return self.model(x).sum()
-
     def parameters_in_a_tuple(self, x: Tensor) -> Tensor:
         self.model(x).sum().backward()
         return nn.utils.clip_grad_norm_(self.fixed, 1.0)
@@ -374,7 +370,6 @@ ODD = {
     "a_parameter_without_module": r"a parameter that no module holds.*keep parameters in modules.*\.sum\(\)",
     "an_optimizer_of_one": r"self\.several updates 1 parameter\(s\) of shape \[\(4,\)\] that belong.*param_groups",
     "an_optimizer_without_model": r"an optimizer \(SGD\) that is not among its arguments, nor found with its module",
-    "writes_into_a_tensor": r"may write into self\.count .*no buffer.*Put a new tensor there",
     "parameters_in_a_tuple": r"reads self\.fixed, which refers to state of a model from a tuple.*keep them in a list",
     "keeps_a_graph": r"keeps a tensor with its graph in self\.last at .*self\.last = .*Keep tensor\.detach\(\)",
 }

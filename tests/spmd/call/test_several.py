@@ -160,3 +160,46 @@ CASES: list[Case] = [TwoOptimizers(), Adversaries(), OneForBoth(), OneWithinAnot
 def test_several_modules_and_optimizers(ranks: Ranks, which: int, request: pytest.FixtureRequest) -> None:
     for style, world in in_turn(request, which, STYLES_ON_RANKS[::-1]):
         assert_agrees(ranks, world, CASES[which], style)
+
+
+class Delegating(torch.optim.Optimizer):
+    """Wraps an optimizer and has no state of its own, as those of accelerate and Fabric."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Wrapped(Case):
+    def build(self) -> tuple[Any, ...]:
+        model = mlp(15, 7, 3)
+        return model, Delegating(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        random = random_generator(rank, step)
+        return tuple(torch.randn(6, size, generator=random, dtype=torch.float64) for size in (15, 3))
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", {"shard_optimizer": True}])
+def test_an_optimizer_that_delegates_is_the_one_that_it_wraps(ranks: Ranks, mode: Any) -> None:
+    assert_agrees(ranks, 2, Wrapped(), mode)

@@ -361,3 +361,43 @@ def test_what_a_hook_on_a_parameter_reads_and_writes_is_state(later: bool) -> No
             step(model, optimizer, *case.part(0, k))
             seen.append((weight.detach().clone(), hook.calls, hook.norm.item()))
     torch.testing.assert_close(seen[4:], seen[:4], rtol=0, atol=0)
+
+
+class Meter:
+    """A plain object with tensors that the step writes into."""
+
+    def __init__(self) -> None:
+        self.mean, self.seen = torch.zeros(4, dtype=FLOAT), {"square": torch.zeros(4, dtype=FLOAT)}
+
+
+class Measures(Keeps):
+    """Writes into tensors at an attribute and in a dict of a plain object."""
+
+    def build(self) -> tuple[Any, ...]:
+        model = nn.Linear(4, 4).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), Meter()
+
+    @staticmethod
+    def step(model: nn.Module, optimizer: Any, meter: Meter, x: Tensor) -> Any:  # type: ignore[override]
+        y = model(x)
+        meter.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        meter.seen["square"].lerp_(y.detach().square().mean(0), 0.1)
+        loss = (y - meter.mean).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, meter.mean.clone(), meter.seen["square"].clone()
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_tensors_of_plain_objects_are_written_in_place(ranks: Ranks, style: str) -> None:
+    assert_agrees(ranks, 2, Measures("flips"), style)
+
+
+def test_a_tensor_that_is_written_in_place_stays_the_same_object() -> None:
+    model, optimizer, meter = Measures("flips").build()
+    step, mean = spmd.compile(Measures.step), meter.mean
+    for k in range(3):
+        result = step(model, optimizer, meter, torch.ones(2, 4, dtype=FLOAT) * k)
+    assert meter.mean is mean and torch.equal(mean, result[1]) and mean.abs().sum() > 0
+    assert len(step.programs) == 1

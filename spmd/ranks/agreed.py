@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ._torch import get_proxy_mode, tree_flatten_with_path, tree_unflatten
-from .ranks.consensus import MeshRanks
-from .ranks.world import world
+from .._torch import get_proxy_mode, tree_flatten_with_path, tree_unflatten
+from .consensus import MeshRanks
+from .world import world
 
 
 def shared_rng(seed: int | None = None) -> random.Random:
@@ -48,9 +48,8 @@ def pad_to_longest(batch: Any, *, dim: int = 1, value: float = 0, values: Mappin
     sizes = [_size(leaf, dim) for _, leaf in leaves]
     gathered = _all_gather(sizes, "spmd.pad_to_longest()")
     if any(len(other) != len(sizes) for other in gathered):
-        raise ValueError(
-            f"expected batches of one structure on all ranks, got {[len(each) for each in gathered]} values"
-        )
+        counts = [len(each) for each in gathered]
+        raise ValueError(f"expected batches of one structure on all ranks, got {counts} values")
     longest = [max(each) for each in zip(*gathered, strict=True)]
     padded = [
         _pad(leaf, dim, length, values.get(key, value))
