@@ -22,6 +22,7 @@ from .capture.constraint import constrain
 from .checkpoints.export import export
 from .checkpoints.load import load
 from .checkpoints.save import save
+from .checkpoints.whole import state_dict
 from .initialized import materialize
 from .mesh_picture import show
 from .modes.base import ParallelMode, PlannedMode
@@ -78,6 +79,7 @@ __all__ = [
     "seed",
     "set_rng_state",
     "show",
+    "state_dict",
     "unshard",
     "verify",
     "world",

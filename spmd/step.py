@@ -31,7 +31,7 @@ from passes.defer import Deferred
 from passes.pipeline import table_of, with_rates
 from passes.prefetch import Prefetched
 
-from ._torch import DisableAutocast, get_proxy_mode
+from ._torch import DisableAutocast, DisableTorchFunctionSubclass, get_proxy_mode
 from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
@@ -70,12 +70,14 @@ from .state.equal_on_ranks import make_kept_equal
 from .state.initialize import check_initializable, initialize, seed_to_initialize
 from .state.recover import recover
 from .state.replace_parameters import rebind_replaced_parameters
+from .state.split_tensor import own_looks
 from .state.stale_references import end_stale_references
 from .state.storage_facts import with_storage_facts
 from .unexpected_errors import unexpected_errors
 from .young_collections import young_collections
 
 _DEFERS = "defer_updates=True"
+_ONE_BATCH = "all ranks passed one batch"  # among what was warned of
 
 
 class CompiledStep:
@@ -146,7 +148,7 @@ class CompiledStep:
         if get_proxy_mode() is not None:
             return self._function(*args, **kwargs)
         try:
-            with calling:
+            with calling, own_looks():
                 result = self._step(args, kwargs)
         except Exception as error:
             shorten_traceback(error)
@@ -172,7 +174,8 @@ class CompiledStep:
             raise
 
     def _run(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._dispatch.begin(turn, args, kwargs)
+        with DisableTorchFunctionSubclass():  # what guards look at is not a read
+            self._dispatch.begin(turn, args, kwargs)
         assert turn.call is not None, "a call that has begun was read"
         compiled = self._ready(turn)
         assert turn.live is not None, "a program fits the call that it was compiled for"
@@ -366,6 +369,9 @@ class CompiledStep:
         ranks, exchange = agreement.members, agreement.all_gather_text
         compared = compare_arguments(call.arguments, call.inputs, ranks, exchange, self._rows)
         agreement.differing = compared.differing
+        if compared.one_batch and not self._rows and _ONE_BATCH not in self._warned and agreement.is_first_rank:
+            warn_user(compared.one_batch)
+        self._warned.update([_ONE_BATCH] if compared.one_batch else ())
         self._rows.update(compared.rows)
         for name in sorted(compared.tables.keys() - self._warned):
             warn_user(compared.tables[name])

@@ -39,7 +39,8 @@ def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh 
     ``step`` is what ``spmd.compile`` made, and the other arguments are those of one call with the whole batch. The
     plain step runs on copies of them, ``steps`` times; the compiled one on ``world`` simulated ranks, each with its
     part of the batch. After every step all is compared: what the step returns, parameters, buffers, gradients,
-    optimizer state. Learning rates change from step to step. Nothing of yours changes, but what the step itself writes to globals and closure variables.
+    optimizer state. Learning rates change from step to step. Nothing of yours changes, but what the step itself writes
+    to globals and closure variables.
 
     ``mesh``: a dict from the names of axes to their sizes, ``{"dp": 2, "tp": 2}``; by default one axis, ``dp``.
 
