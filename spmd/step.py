@@ -48,7 +48,6 @@ from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .deferral.prefetched_gathers import InFlight, PrefetchedGathers
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
-from .first_call import check_first_call
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .interrupts import held_interrupts
@@ -234,7 +233,7 @@ class CompiledStep:
                 with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                     compiled = self._compile(turn, call, agreement, stages)
             if self._options.check_first:
-                check_first_call(compiled, call.given, self._name)
+                compiled.check_first_call(call.given, self._name)
             self._dispatch.add(compiled, change, call)
             end_stale_references(call.replaced)
         return compiled
@@ -519,24 +518,23 @@ def compile(
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
     - ``backend``: ``"aten"``, or ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
-    - ``timeout``: how many seconds a rank waits for the others to come to a call; then all raise. None: as long as the
-      process group waits for a collective.
+    - ``timeout``: seconds that a rank waits for the others at a call, then all raise; None: as for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).
     - ``max_programs``: keep at most so many programs; the one run longest ago goes. None: all, but 64 of one capture.
     - ``program``: a step's folder in a dump. Its final programs, which you may have edited, run in place of those made,
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
     - ``dynamic``: names of sizes that change, as ``{"tokens": {1: "time"}}``; None: a second size shows which do.
-    - ``check``: ``"first"`` compares what a program computes at its first call, on copies, with what it computes before
-      any pass; where they differ all ranks raise, and state is as before. It takes a step more and twice the memory.
+    - ``check``: ``"first"`` compares each program's first call, on copies, with the program before its passes.
 
     Raises ``TypeError`` for arguments of another kind. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.
     """
     bare = callable(module_override) and not isinstance(module_override, (nn.Module, type, Override))
-    graphs = gm_transformation, parallel_mode, passes, backend
     others = dump, timeout, keep_freed_memory, max_programs, program, memory, dynamic, check
-    options = Options.check(None if bare else module_override, *graphs, *others)
+    options = Options.check(
+        None if bare else module_override, gm_transformation, parallel_mode, passes, backend, *others
+    )
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:
         if not callable(function):

@@ -119,8 +119,7 @@ def unshard(
     - ``rank0_only``: only the first rank of the mesh has whole tensors; its edits reach all ranks.
     - ``offload_to_cpu``: the whole tensors are on the CPU.
     - ``with_grads``: ``.grad`` is whole, too, and edits of it are written back.
-    - ``recurse``: False takes the module's own tensors only, not those of its children; of a module with an annotation
-      (``spmd.fully_shard``) those of its unit, which ends where another one begins.
+    - ``recurse``: False takes the module's own tensors only; of an annotated module, those of its own unit.
 
     If the block raises on any rank, nothing is written back, and the other ranks raise ``SpmdError``. So do all if a
     parameter was replaced by one of another shape or dtype, or if parameters, buffers or children were added, removed

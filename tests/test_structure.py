@@ -39,7 +39,7 @@ ORDER = {
     """,
     "spmd": """
         _torch placements source_lines environment foreign_code collector_callbacks young_collections interrupts
-        memo differences unexpected_errors
+        memo unexpected_errors
         failed_ops
         annotations/ ranks/
         call/
@@ -53,7 +53,7 @@ ORDER = {
         lowering/
         override dump progress stages edited_programs
         deferral/
-        options compiled first_call shared_captures unsharded initialized mesh_picture profile recorder
+        options compiled shared_captures unsharded initialized mesh_picture profile recorder
         checkpoints/
         dispatch
         capture_call
