@@ -512,8 +512,7 @@ def compile(
     (``spmd.compile(step, parallel_mode=...)``). The compiled step computes what the plain step computes on one device
     that holds the whole batch.
 
-    - ``module_override``: a list of ``Override``.
-    - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
+    - ``module_override``: a list of ``Override``. ``gm_transformation``: takes each final graph, returns the one to run.
     - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``.
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
     - ``backend``: ``"aten"``, or ``callable(gm, example_inputs) -> callable``.
@@ -532,9 +531,8 @@ def compile(
     """
     bare = callable(module_override) and not isinstance(module_override, (nn.Module, type, Override))
     others = dump, timeout, keep_freed_memory, max_programs, program, memory, dynamic, check
-    options = Options.check(
-        None if bare else module_override, gm_transformation, parallel_mode, passes, backend, *others
-    )
+    graphs = gm_transformation, parallel_mode, passes, backend
+    options = Options.check(None if bare else module_override, *graphs, *others)
 
     def decorate(function: Callable[..., Any]) -> CompiledStep:
         if not callable(function):
