@@ -512,7 +512,7 @@ def compile(
     (``spmd.compile(step, parallel_mode=...)``). The compiled step computes what the plain step computes on one device
     that holds the whole batch.
 
-    - ``module_override``: a list of ``Override``. ``gm_transformation``: takes each final graph, returns the one to run.
+    - ``module_override``: a list of ``Override``. ``gm_transformation``: takes each final graph, returns that to run.
     - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``.
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
     - ``backend``: ``"aten"``, or ``callable(gm, example_inputs) -> callable``.
