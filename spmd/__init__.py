@@ -22,6 +22,7 @@ from .capture.constraint import constrain
 from .checkpoints.export import export
 from .checkpoints.load import load
 from .checkpoints.save import save
+from .checkpoints.whole import state_dict
 from .initialized import materialize
 from .mesh_picture import show
 from .modes.base import ParallelMode, PlannedMode
@@ -87,6 +88,7 @@ __all__ = [
     "set_rng_state",
     "shared_rng",
     "show",
+    "state_dict",
     "unshard",
     "verify",
     "world",

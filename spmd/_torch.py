@@ -72,6 +72,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 # Run ops in the dtypes of their operands: a traced graph contains all casts. 2.11 to 2.15.
 from torch._C import _DisableAutocast as DisableAutocast
 
+# Operations on tensors without the ``__torch_function__`` of their classes. Seen in 2.11 to 2.15.
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+
 # The base of all batch norms, SyncBatchNorm included. 2.11 to 2.15.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
@@ -561,6 +564,7 @@ __all__ = [
     "DataDependentOutputException",
     "DimDynamic",
     "DisableAutocast",
+    "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
     "FakeStore",
     "FakeTensor",

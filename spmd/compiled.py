@@ -12,7 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import Input, Memory, Output, OutputKind, Pass, Program, RankMismatchError, Report, SpmdError, Table
+from passes import (
+    Input,
+    Memory,
+    Output,
+    OutputKind,
+    Pass,
+    PassError,
+    Program,
+    RankMismatchError,
+    Report,
+    SpmdError,
+    Table,
+)
 from passes.ir.bundle import Bundle
 from passes.ir.numbers import pack
 from passes.ir.program import is_pending, is_sharded
@@ -25,6 +37,7 @@ from .capture.sizes.any_size import AnySize
 from .deferral import pending
 from .deferral.deferred_update import DeferredUpdate
 from .guards.guards import Guards, Live
+from .lowering.first_call import first_difference
 from .lowering.lower import Executable
 from .python_state.reads import ReadSite
 from .ranks.connection import Connection
@@ -283,6 +296,24 @@ class Compiled:
         self.deferred.is_lost = False
         pending.remove(self)
         return f"the update that the call before had left pending ({self.program.name}) is lost, or done in part only"
+
+    def check_first_call(self, arguments: Arguments, name: str) -> None:
+        """Raise on all ranks if the program computes something else on any than before its passes ran."""
+        live = self.guards.live(arguments)
+        assert live is not None, "a program fits the call that it was compiled for"
+        found = first_difference(self.partitioned, self.program, self.executable, self.values(arguments, live))
+        sentence = f"{name} computes something else than before its passes ran: {found}" if found else ""
+        gathered = [sentence]
+        if self.connection is not None:
+            gathered = self.connection.all_gather_text(sentence, f"the check of {name}")
+        wrong = next(filter(None, gathered), "")
+        if not wrong:
+            return
+        self.drop()
+        if self.connection is not None:
+            self.connection.is_in_call = False  # all ranks know, and none has changed anything
+        advice = "spmd.verify(step, ...) names the pass, and passes=() runs none. State is as it was before the call"
+        raise (PassError if sentence else RankMismatchError)(f"{sentence or wrong}. {advice}")
 
     def values(self, arguments: Arguments, live: Live) -> dict[str, Any]:
         """The inputs of a call by name, each by itself, as the call finds them; one seed for all calls."""

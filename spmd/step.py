@@ -30,7 +30,7 @@ from passes import (
 from passes.ir.bundle import Bundle
 from passes.pipeline import table_of, with_rates
 
-from ._torch import DisableAutocast, get_proxy_mode
+from ._torch import DisableAutocast, DisableTorchFunctionSubclass, get_proxy_mode
 from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
@@ -46,7 +46,6 @@ from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
-from .first_call import check_first_call
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .guards.recompiles import Compilation, Recompiles
@@ -72,11 +71,13 @@ from .state.equal_on_ranks import make_kept_equal
 from .state.initialize import check_initializable, initialize, seed_to_initialize
 from .state.recover import recover
 from .state.replace_parameters import rebind_replaced_parameters
+from .state.split_tensor import own_looks
 from .state.stale_references import end_stale_references
 from .state.storage_facts import with_storage_facts
 from .unexpected_errors import unexpected_errors
 
 _DEFERS = "defer_updates=True"
+_ONE_BATCH = "all ranks passed one batch"  # among what was warned of
 
 
 class CompiledStep:
@@ -148,7 +149,7 @@ class CompiledStep:
         if get_proxy_mode() is not None:
             return self._function(*args, **kwargs)
         try:
-            with calling:
+            with calling, own_looks():
                 result = self._step(args, kwargs)
         except Exception as error:
             shorten_traceback(error)
@@ -174,7 +175,8 @@ class CompiledStep:
             raise
 
     def _run(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._dispatch.begin(turn, args, kwargs)
+        with DisableTorchFunctionSubclass():  # what guards look at is not a read
+            self._dispatch.begin(turn, args, kwargs)
         assert turn.call is not None, "a call that has begun was read"
         compiled = self._ready(turn)
         assert turn.live is not None, "a program fits the call that it was compiled for"
@@ -233,7 +235,7 @@ class CompiledStep:
                 with no_hooks_on_calls(), begun, progress.show(), stages.explained("compiling"):
                     compiled = self._compile(turn, call, agreement, stages)
             if self._options.check_first:
-                check_first_call(compiled, call.given, self._name)
+                compiled.check_first_call(call.given, self._name)
             self._dispatch.add(compiled, reason, call)
             seconds = sum(progress.seconds.values())
             self._compilations.append(Compilation(compiled.program.name, reason, self._calls + 1, seconds))
@@ -371,6 +373,9 @@ class CompiledStep:
         ranks, exchange = agreement.members, agreement.all_gather_text
         compared = compare_arguments(call.arguments, call.inputs, call.mesh, ranks, exchange, self._rows)
         agreement.differing = compared.differing
+        if compared.one_batch and not self._rows and _ONE_BATCH not in self._warned and agreement.is_first_rank:
+            warn_user(compared.one_batch)
+        self._warned.update([_ONE_BATCH] if compared.one_batch else ())
         self._rows.update(compared.rows)
         for name in sorted(compared.tables.keys() - self._warned):
             warn_user(compared.tables[name])
@@ -525,16 +530,14 @@ def compile(
     - ``backend``: ``"aten"``, or what compiles regions of functional aten ops: ``torch.compile``, or
       ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
-    - ``timeout``: how many seconds a rank waits for the others to come to a call; then all raise. None: as long as the
-      process group waits for a collective.
+    - ``timeout``: seconds that a rank waits for the others at a call, then all raise; None: as for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).
     - ``max_programs``: keep no more than this number; the one run longest ago goes. None: all, but 64 of one capture.
     - ``program``: a step's folder in a dump. Its final programs, which you may have edited, run in place of those made,
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
     - ``dynamic``: names of sizes that change, as ``{"tokens": {1: "time"}}``; None: a second size shows which do.
-    - ``check``: ``"first"`` compares what a program computes at its first call, on copies, with what it computes before
-      any pass; where they differ all ranks raise, and state is as before. It takes a step more and twice the memory.
+    - ``check``: ``"first"`` compares each program's first call, on copies, with the program before its passes.
 
     Raises ``TypeError`` or ``ValueError`` for other arguments. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.

@@ -26,6 +26,7 @@ from ._torch import (
     own_parameters,
     storage_id,
 )
+from .annotations import contract
 from .deferral.pending import finish_pending
 from .ranks.world import describe
 from .state.background_reads import READS
@@ -118,14 +119,14 @@ def unshard(
     - ``rank0_only``: only the first rank of the mesh has whole tensors; its edits reach all ranks.
     - ``offload_to_cpu``: the whole tensors are on the CPU.
     - ``with_grads``: ``.grad`` is whole, too, and edits of it are written back.
-    - ``recurse``: False takes the module's own tensors only, not those of its children.
+    - ``recurse``: False takes the module's own tensors only; of an annotated module, those of its own unit.
 
     If the block raises on any rank, nothing is written back, and the other ranks raise ``SpmdError``. So do all if a
     parameter was replaced by one of another shape or dtype, or if parameters, buffers or children were added, removed
     or made anew, as ``weight_norm`` does: modules then consist of what they did. And, at once, this inside of a step
     that is being compiled, or for a module of which a part is unsharded already.
     """
-    named = list(module.named_modules()) if recurse else [("", module)]
+    named = list(module.named_modules()) if recurse else list(_own_unit(module))
     modules = [each for _, each in named]
     _check(modules)
     finish_pending()
@@ -150,6 +151,15 @@ def unshard(
                 _write_back(entry, groups if rank0_only else (), with_grads)
         if done and not all_done:
             raise SpmdError(f"nothing was written back: {wrong or 'the block failed on another rank'}")
+
+
+def _own_unit(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """``module``, and if an annotation claims it the modules below that no annotation of their own claims."""
+    yield path, module
+    if path or contract.state(module) is not None:
+        for name, child in module.named_children():
+            if contract.state(child) is None:
+                yield from _own_unit(child, f"{path}.{name}".lstrip("."))
 
 
 def _restored(structures: Sequence[_Structure]) -> str:

@@ -40,7 +40,7 @@ ORDER = {
     "spmd": """
         _torch placements environment
         interpreter/
-        memo differences unexpected_errors
+        memo unexpected_errors
         failed_ops
         annotations/ ranks/
         call/
@@ -54,7 +54,7 @@ ORDER = {
         lowering/
         override dump progress stages edited_programs
         deferral/
-        options compiled first_call shared_captures unsharded initialized mesh_picture profile recorder
+        options compiled shared_captures unsharded initialized mesh_picture profile recorder
         checkpoints/
         dispatch
         capture_call

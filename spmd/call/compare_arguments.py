@@ -25,12 +25,14 @@ class Compared:
     """What all ranks found. ``tables``: by name, a sentence for each argument that looks like a table.
 
     ``rows``: arguments that differ between ranks, as rows of the batch do. ``differing``: a sentence for each Python
-    value that differs; harmless, if the programs are equal all the same.
+    value that differs; harmless, if the programs are equal all the same. ``one_batch``: a sentence, if all ranks passed
+    the same batch.
     """
 
     tables: dict[str, str]
     rows: list[str]
     differing: list[str]
+    one_batch: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ def compare_arguments(
     for each in taken:
         _check_equal_along_other_axes(each, mesh, ranks, [other.contents[each.name] for other in by_rank])
     rows = [each.name for each in taken if _differ([other.contents[each.name] for other in by_rank])]
-    if not rows:  # one batch for all, as in a test
-        return Compared({}, [], differing)
+    if not rows:
+        same = [each for each in taken if each.name not in known and _is_cut(each) and _varies(each)]
+        return Compared({}, [], differing, _one_batch(same[0]) if len(by_rank) > 1 and same else "")
     equal = [each for each in taken if each.name not in rows and each.name not in known]
     return Compared(_tables(equal, rows[0]), rows, differing)
 
@@ -198,6 +201,20 @@ def _varies(argument: BatchInput) -> bool:
     """Whether a tensor has several values: a mask of ones says nothing."""
     value = argument.value
     return value.numel() > 0 and bool((value != value.flatten()[0]).any())
+
+
+def _is_cut(argument: BatchInput) -> bool:
+    """Whether ranks hold parts of an argument, of a mesh on which there is more than one."""
+    return tuple(argument.shape) != tuple(argument.value.shape)
+
+
+def _one_batch(argument: BatchInput) -> str:
+    return (
+        f"all ranks passed the same {argument.name}, of shape {list(argument.value.shape)}: each rank's part of the "
+        "batch is to be its own, so that these rows count once for each rank, and a sum over the batch is that many "
+        "times too large. Pass other rows on each rank (torch.utils.data.DistributedSampler, or "
+        f"{argument.name}.chunk(world_size)[rank])"
+    )
 
 
 def _table(argument: BatchInput, differing: str) -> str:

@@ -6,8 +6,10 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,21 @@ from .trees import leaves
 _LEAST, _MOST = 16_000_000, 1_000_000_000  # bytes of a file
 
 
-def export(folder: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+def export(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    only: str | Sequence[str] | None = None,
+) -> None:
     """Write the parameters and persistent buffers of a model as safetensors, under their names; all ranks call it.
 
     One file ``model.safetensors``, or, for a large model, several with an index: what ``from_pretrained`` of Hugging
     Face's libraries reads, with the ``config.json`` of a model that has a configuration. Tied tensors are written once.
-    ``dtype``: cast floating-point tensors to it. No rank holds the whole model: each writes its parts to a temporary
-    folder beside the files, and puts some of the files together. ``spmd.load(folder, model=...)`` reads them.
+    ``dtype``: cast floating-point tensors to it. ``only``: an fnmatch pattern, or several, of the names to write, as
+    ``"*lora*"`` for adapters alone; ``ValueError`` for one that matches none. No rank holds the whole model: each
+    writes its parts to a temporary folder beside the files, and puts some of the files together.
+    ``spmd.load(folder, model=...)`` reads them.
     """
     path = path_of(folder)
     if not isinstance(model, nn.Module):
@@ -40,13 +50,26 @@ def export(folder: str | os.PathLike[str], model: nn.Module, *, dtype: torch.dty
         raise TypeError(f"expected dtype to be a floating-point torch.dtype or None, got {dtype!r}")
     finish_pending()
     with together(f"exporting to {path}") as ranks:
-        prepared = prepare({"": model}, ranks)
+        prepared = _selected(prepare({"": model}, ranks), only, ranks)
         _check_values(prepared, ranks)
         with _temporary(path, ranks) as parts:
             write(parts, prepared.tensors, ranks, dtype)
             files = _assign(prepared, dtype, ranks.size)
             ranks.run(lambda: _write_files(parts, files, prepared, dtype, ranks))
             ranks.first(lambda: _publish(path, parts, files, model))
+
+
+def _selected(prepared: Prepared, only: str | Sequence[str] | None, ranks: Together) -> Prepared:
+    """What has a name that a pattern of ``only`` matches; None matches all."""
+    if only is None:
+        return prepared
+    tree, patterns = prepared.trees[""], [only] if isinstance(only, str) else list(only)
+    idle = [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in tree)]
+    if idle or not patterns:
+        ranks.fail(ValueError(f"expected only to match names of {', '.join(list(tree)[:3])}, ..., got {only!r}"))
+    names = {name for name in tree if any(fnmatch(name, pattern) for pattern in patterns)}
+    tensors = {name: tensor for name, tensor in prepared.tensors.items() if name[1:] in names}
+    return replace(prepared, tensors=tensors, trees={"": {name: tree[name] for name in tree if name in names}})
 
 
 def _check_values(prepared: Prepared, ranks: Together) -> None:

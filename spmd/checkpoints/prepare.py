@@ -124,11 +124,12 @@ def _exact_parts(objects: Objects, tensors: Mapping[str, torch.Tensor]) -> dict[
                 continue
             for each in optimizer.state.get(parameter, {}).values():
                 if isinstance(each, DTensor) and each.shape == parameter.shape and is_sharded(tuple(each.placements)):
-                    found[name] = _part_like(parameter.detach(), each)
+                    found[name] = part_like(parameter.detach(), each)
     return found
 
 
-def _part_like(whole: torch.Tensor, other: DTensor) -> DTensor:
+def part_like(whole: torch.Tensor, other: DTensor) -> DTensor:
+    """This rank's part of a whole tensor, split as another one."""
     mesh, placements = other.device_mesh, tuple(other.placements)
     return as_dtensor(part_of(whole, placements, describe_mesh(mesh)), placements, mesh, whole.shape, whole.stride())
 

@@ -1,8 +1,9 @@
 """Whatever looks at state from outside of compiled steps finishes the updates that these have deferred.
 
 While an update is pending, hooks on its modules and optimizers finish it before a state dict is made or loaded, before
-a forward or an optimizer's step outside of compiled steps, and before a module is copied or pickled. ``spmd.save`` and
-the like call ``finish_pending``, and so does the end of the process. To finish an update takes all its ranks.
+a forward or an optimizer's step outside of compiled steps, before a module is copied or pickled, and before values of
+split tensors are read. ``spmd.save`` and the like call ``finish_pending``, and so does the end of the process. To
+finish an update takes all its ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..interpreter.source_lines import warn_user
+from ..state.split_tensor import SplitTensor
 
 # One call after the other, of all steps: they share connections with the other ranks, and programs share memory.
 calling = threading.RLock()
@@ -161,4 +163,5 @@ def _finish_at_exit() -> None:
 
 _pending: dict[int, Hooks] = {}  # by the id of what has an update pending
 _stale: list[Hooks] = []  # of those that have finished
+SplitTensor.before_read.append(finish_pending)
 atexit.register(_finish_at_exit)

@@ -26,7 +26,7 @@ from .base import PlannedMode, check_callable, check_flag
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
 from .option_groups import Gathers, Reduce, Split, Wire, check_modules
 from .sequence import SEQUENCE_DIM, sequence_cuts
-from .shares import Share, Style, check_untrained
+from .shares import Share, Style, check_gather_dtype, check_untrained
 
 
 class DataParallel(PlannedMode):
@@ -61,10 +61,11 @@ class DataParallel(PlannedMode):
     the same, with the same traffic and less memory; the state becomes DTensors, split as in ``"fully_shard"``. A
     gradient that the step leaves in ``.grad`` is reduced whole, since all ranks keep it.
 
-    ``reduce_dtype``, ``gather_dtype``: reduce gradients, and gather parameters, in this dtype if theirs is wider. None
-    by default, because it rounds: each rank's share of a gradient, and the sums; and the gathered parameters that
-    forward and backward read, while updates use exact parts. With ``shard_optimizer`` a rank's own part is exact in
-    ``state_dict``, too, and the other parts are rounded.
+    ``reduce_dtype``: reduce gradients in this dtype, and cast the sums back; a wider one than theirs sums exactly.
+    ``gather_dtype``: gather parameters in this dtype, which must be narrower than that of some parameter. None by
+    default, because a narrower dtype rounds: each rank's share of a gradient, and the sums; and the gathered parameters
+    that forward and backward read, while updates use exact parts. With ``shard_optimizer`` a rank's own part is exact
+    in ``state_dict``, too, and the other parts are rounded.
 
     ``reshard_after_forward``, where parameters are split: True gathers each for forward, and again for backward, so
     that few units are whole at once. False gathers once and keeps parameters whole in between: less traffic, and the
@@ -187,6 +188,7 @@ class DataParallel(PlannedMode):
         """Parameters by annotation or style; optimizer state as its parameter is updated; buffers replicated."""
         annotations: Annotations = program.annotations or Annotations()
         check_untrained(program, annotations)
+        check_gather_dtype(program, self.wire.gather_dtype)
         parameters = [i for i in program.inputs if i.role is Role.PARAMETER]
         shares = {i.name: self._share(annotations.marks.get(i.name)) for i in parameters}
         named = parameter_placements(program, self.params)

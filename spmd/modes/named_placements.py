@@ -27,9 +27,11 @@ def parameter_placements(program: Program, params: Mapping[str, Any]) -> dict[st
 
 
 def named_over(program: Program, params: Mapping[str, Any], axis: str) -> set[str]:
-    """The parameters whose pattern names a placement over this axis by its name."""
+    """The parameters whose pattern gives a placement over this axis: by its name, or for all axes."""
     return {
-        parameter.name for parameter, given in _given(program, params) if isinstance(given, Mapping) and axis in given
+        parameter.name
+        for parameter, given in _given(program, params)
+        if not isinstance(given, Mapping) or axis in given
     }
 
 

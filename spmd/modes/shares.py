@@ -95,3 +95,14 @@ def check_untrained(program: Program, annotations: Annotations) -> None:
                 f"{name} is among the ignored parameters, but the step trains it: each rank would do so with the "
                 "gradient of its own part of the batch. Freeze it with requires_grad_(False), or do not ignore it"
             )
+
+
+def check_gather_dtype(program: Program, dtype: torch.dtype | None) -> None:
+    """Raise ``PlacementError`` for a dtype to gather in that is narrower than that of no parameter."""
+    dtypes = {i.dtype for i in program.inputs if i.role is Role.PARAMETER}
+    found = {each for each in dtypes if each is not None and each.is_floating_point}
+    if dtype is not None and found and all(each.itemsize <= dtype.itemsize for each in found):
+        raise PlacementError(
+            f"expected gather_dtype to be narrower than the parameters, got {dtype} for {', '.join(map(str, found))}: "
+            "gathered in it they would have the same values, so leave it out"
+        )

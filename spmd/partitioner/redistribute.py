@@ -33,7 +33,8 @@ class Reason:
     """The purpose of a collective, as the graph and reports have it.
 
     ``value`` names what is moved, where its role says too little; ``use`` ends the text: "for mm at model.up".
-    ``wire``: the dtype in which it is sent, where that is narrower than the value's. ``keeps_own``: after a gather in
+    ``wire``: the dtype in which it is sent, where that is narrower than the value's; a gradient is summed in it also
+    where it is wider. ``keeps_own``: after a gather in
     that dtype, a rank's own part is put back unrounded. ``reader``: the op of the global graph that reads the value.
     """
 
@@ -53,6 +54,11 @@ class Reason:
     def narrows(self, dtype: torch.dtype) -> bool:
         """Whether a value of this dtype is rounded to be sent."""
         return self.wire is not None and dtype.is_floating_point and dtype.itemsize > self.wire.itemsize
+
+    def casts(self, dtype: torch.dtype) -> bool:
+        """Whether a value of this dtype is sent in another one."""
+        differs = self.wire is not None and dtype.is_floating_point and dtype is not self.wire
+        return differs and (self.role is Role.GRADIENT or self.narrows(dtype))
 
 
 @dataclass(frozen=True)
@@ -236,13 +242,13 @@ class Redistribution:
         why = self.reason.why(kind, axis.name, reduction)
         described = Collective(kind, axis.name, reduction, self.reason.role, why, self.reason.of)
         sent, *others = arguments
-        dtype, narrow = sent.meta["val"].dtype, self.reason.narrows(sent.meta["val"].dtype)
-        if narrow:
+        dtype, casts = sent.meta["val"].dtype, self.reason.casts(sent.meta["val"].dtype)
+        if casts:
             sent = self.emit(aten._to_copy.default, (sent,), dtype=self.reason.wire)
         started = self.emit(op, (sent, *others), collective=described)
         started.meta["most_bytes"] = most * sent.meta["val"].dtype.itemsize
         node = self.emit(WAIT, (started,))
-        return self.emit(aten._to_copy.default, (node,), dtype=dtype) if narrow else node
+        return self.emit(aten._to_copy.default, (node,), dtype=dtype) if casts else node
 
 
 def _with(placements: Placements, index: int, placement: Placement) -> Placements:

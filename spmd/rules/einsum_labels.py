@@ -164,11 +164,14 @@ def partial(call: OpCall, names: Sequence[str], kind: Partial) -> list[Option]:
 
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether ``target`` represents every number of ``source``, so that conversion and summation commute."""
-    return (
-        source != torch.bool
-        and torch.promote_types(source, target) == target
-        and (source == target or source.is_floating_point or source.is_complex)
-    )
+    if source == target or source == torch.bool:
+        return source == target != torch.bool
+    if not (source.is_floating_point or source.is_complex) or source.is_complex > target.is_complex:
+        return False
+    if not (target.is_floating_point or target.is_complex):
+        return False
+    held, wide = torch.finfo(source), torch.finfo(target)
+    return wide.eps <= held.eps and wide.max >= held.max and wide.smallest_normal <= held.smallest_normal
 
 
 def is_zero(value: Any) -> bool:

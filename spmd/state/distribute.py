@@ -28,6 +28,7 @@ from ..python_state.effects.carried import Carried
 from ..ranks.world import extend_placement
 from .equal_on_ranks import EqualState
 from .replace_parameters import rebind, replace_parameter
+from .split_tensor import split
 
 
 @dataclass
@@ -179,7 +180,7 @@ def as_dtensor(
 ) -> DTensor:
     """A DTensor over this rank's part, without communication."""
     if local.device.type != mesh.device_type:  # from_local would move it
-        return dtensor_over(local, mesh, placement, shape, stride)
+        return split(dtensor_over(local, mesh, placement, shape, stride))
     tensor = DTensor.from_local(local, mesh, placement, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
     set_local_tensor(tensor, local)
-    return tensor
+    return split(tensor)

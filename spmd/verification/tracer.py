@@ -24,7 +24,7 @@ from passes.ir.schemas import schema
 from passes.runtime.random import draw
 
 from .._torch import DisableAutocast, OpOverload
-from ..differences import Difference, difference
+from ..ranks.differences import Difference, difference
 from .lockstep import LockstepError
 from .stages import Stage, Values, kept, run_stage
 from .wholes import UnequalReplicasError, put_together

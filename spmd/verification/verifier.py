@@ -18,7 +18,7 @@ from ..call.found import with_found
 from ..call.rng import random_state_kept
 from ..call.state import Arguments, hyper_parameters_of, slots_of
 from ..deferral.pending import calling, finish_pending
-from ..differences import Difference, difference, rounding_of
+from ..ranks.differences import Difference, difference, rounding_of
 from .copies import Copy, Subject, has_single_precision
 from .lockstep import LockstepError, run_in_lockstep
 from .peer import Peer

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Partial, Shard
 from passes import Mesh
 from passes.ir.program import Placements
 
-from ..differences import Difference, difference
 from ..placements import Interleaved, chunk
+from ..ranks.differences import Difference, difference
 
 
 class UnequalReplicasError(Exception):

@@ -13,6 +13,7 @@ from passes.ir.ops import find
 from spmd._torch import OpOverload, OpOverloadPacket
 from spmd.placements import Interleaved
 from spmd.rules import RULES, P, R, S, rule_of
+from spmd.rules.einsum_labels import widens
 from spmd.rules.optional_ops import ABSENT
 
 from .engine import Sample, check, options_of, unusual
@@ -251,3 +252,9 @@ def test_sampling_counting_and_lookup_keep_the_batch_split() -> None:
     assert ((S(0), S(0)), (S(0), S(0))) in _has("fractional_max_pool2d", image, [2, 2], [3, 3], u(4, 6, 2))
     assert ((S(0),), (S(0),)) in _has("_upsample_bilinear2d_aa", image, [5, 4], False)
     assert ((S(0),), (S(0),)) in _has("linalg_pinv.atol_rtol_tensor", f(4, 3, 2))
+
+
+def test_a_dtype_that_torch_does_not_promote_is_no_error() -> None:
+    assert widens(torch.float8_e4m3fn, torch.float32) and not widens(torch.float32, torch.float8_e4m3fn)
+    assert widens(torch.float32, torch.complex64) and not widens(torch.int64, torch.float64)
+    assert not widens(torch.float16, torch.bfloat16) and not widens(torch.bool, torch.bool)

@@ -17,8 +17,8 @@ import passes
 import spmd
 from passes import Pass, Program
 from spmd.call.rng import random_state_kept
-from spmd.differences import rounding_of
 from spmd.options import Options
+from spmd.ranks.differences import rounding_of
 from spmd.verification.copies import Subject
 from spmd.verification.peer import Peer
 from spmd.verification.rank import SimulatedRank

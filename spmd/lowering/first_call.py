@@ -9,41 +9,20 @@ from typing import Any
 
 import torch
 
-from passes import Input, OutputKind, PassError, Program, RankMismatchError
+from passes import Input, OutputKind, Program
 from passes.ir.interpret import interpret
 
-from ._torch import DisableAutocast
-from .call.state import Arguments
-from .compiled import Compiled
-from .differences import difference, rounding_of
-from .lowering.lower import input_refs
+from .._torch import DisableAutocast
+from ..ranks.differences import difference, rounding_of
+from .lower import Executable, input_refs
 
 
-def check_first_call(compiled: Compiled, arguments: Arguments, name: str) -> None:
-    """Raise ``PassError`` on all ranks if the program computes something else on any than before its passes ran."""
-    live = compiled.guards.live(arguments)
-    assert live is not None, "a program fits the call that it was compiled for"
-    found = _first_difference(compiled, compiled.values(arguments, live))
-    sentence = f"{name} computes something else than before its passes ran: {found}" if found else ""
-    connection = compiled.connection
-    others = connection.all_gather_text(sentence, f"the check of {name}") if connection is not None else [sentence]
-    wrong = next(filter(None, others), "")
-    if not wrong:
-        return
-    compiled.drop()
-    if connection is not None:
-        connection.is_in_call = False  # all ranks know, and none has changed anything
-    advice = "spmd.verify(step, ...) names the pass, and passes=() runs none. State is as it was before the call"
-    raise (PassError if sentence else RankMismatchError)(f"{sentence or wrong}. {advice}")
-
-
-def _first_difference(compiled: Compiled, values: dict[str, Any]) -> str:
-    """The first result or update that differs on this rank by more than rounding."""
-    before, after = compiled.partitioned, compiled.program
+def first_difference(before: Program, after: Program, executable: Executable, values: dict[str, Any]) -> str:
+    """The first result or update that differs on this rank by more than rounding; empty if none does."""
     inputs = [_copy(declared, values) for declared in after.inputs]
     with torch.no_grad(), DisableAutocast():
         expected = interpret(before, *(_copy(declared, values) for declared in before.inputs))
-        returned = iter(compiled.executable(inputs))
+        returned = iter(executable(inputs))
     refs, rounding = input_refs(after), rounding_of(_dtypes(before))
     for output, value in zip(before.outputs, expected, strict=True):
         actual = refs[output.name].of(inputs) if output.kind is OutputKind.UPDATE else next(returned)

@@ -1,0 +1,165 @@
+"""Split state as users see it outside of steps: a DTensor that reads as the whole tensor does, or says what to do.
+
+A number that is computed from a split tensor is that of the whole: pending sums are reduced where they come about, so
+that ``p.grad.norm()`` and ``float(p.abs().max())`` are those of the plain model, on all ranks, which all must ask.
+Where torch has no rule, or plain tensors take part (a moving average of the user's), the whole tensor is gathered. A
+whole tensor that is copied into a split one writes this rank's part. A look at memory is refused, and so is a pickle,
+which would have this rank's part alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from passes import SpmdError
+
+from .._torch import DisableTorchFunctionSubclass, local_tensor, tree_flatten, tree_map
+from ..placements import chunk
+from ..ranks.world import describe
+
+_NUMBERS = {
+    Tensor.item,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__bool__,
+    Tensor.__index__,
+    Tensor.__complex__,
+    Tensor.__format__,
+}
+_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__}
+_WAYS_OUT = (
+    "inside of `with spmd.unshard(model):` all parameters are whole and plain, `tensor.full_tensor()` gives one whole, "
+    "and `spmd.state_dict(model)` all; all ranks call these together"
+)
+_FACTS = {"__get__", "__set__", "size", "stride", "dim", "numel"}  # what says nothing of the values, by name
+# What torch says where a DTensor meets plain tensors, has no memory, or where a function has no rule for its split.
+_NO_RULE = ("mixed torch.Tensor and DTensor", "invalid python storage", "Sharding propagation failed")
+
+
+class SplitTensor(DTensor):
+    """A part of a state tensor, of which the other ranks have the others. It has the whole tensor's shape."""
+
+    __slots__ = ()
+    before_read: ClassVar[list[Callable[[], None]]] = []  # what is called before values are read outside of steps
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            if _own or getattr(func, "__name__", "") in _FACTS:
+                found = func(*args, **kwargs)
+                return split(found) if isinstance(found, DTensor) else found
+            with own_looks():
+                for call in cls.before_read:
+                    call()
+                return _read(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with own_looks():
+            made: Tensor = self.detach().clone()
+            is_parameter = isinstance(self, nn.Parameter)
+            made = nn.Parameter(made, self.requires_grad) if is_parameter else made.requires_grad_(self.requires_grad)
+            made.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise SpmdError(
+            f"a tensor of shape {list(self.shape)} that is split over the ranks was about to be pickled on this one, "
+            "which has a part of it: torch.save(spmd.state_dict(model, optimizer)) writes whole tensors (all ranks "
+            "call spmd.state_dict, one saves), and spmd.save(folder, model=model) writes all parts in parallel"
+        )
+
+
+_own = 0
+
+
+@contextmanager
+def own_looks() -> Iterator[None]:
+    """Look at split state as at a DTensor: nothing is reduced, gathered or waited for."""
+    global _own
+    _own += 1
+    try:
+        yield
+    finally:
+        _own -= 1
+
+
+def split(tensor: DTensor) -> DTensor:
+    """``tensor`` itself, as a ``SplitTensor``."""
+    tensor.__class__ = SplitTensor
+    return tensor
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _NUMBERS:
+        return func(_whole(args[0]), *args[1:], **kwargs)
+    if func in _MEMORY and any(placement.is_shard() for placement in args[0].placements):
+        raise SpmdError(f"the memory of a tensor that is split over the ranks is not the whole tensor's: {_WAYS_OUT}")
+    if func is Tensor.copy_ and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
+        return _write_part(*args[:2])
+    try:
+        found = func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if not _is_of_dtensors(error):
+            raise
+        if _writes_to_split(func, args):
+            raise SpmdError(
+                f"{func.__name__} writes a plain tensor into one that is split over the ranks: {_WAYS_OUT}. A copy of "
+                "the model that copy.deepcopy makes after the first call of the step is split as the model is"
+            ) from None
+        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+    if isinstance(found, DTensor) and any(placement.is_partial("avg") for placement in found.placements):
+        found = func(*tree_map(_whole, args), **tree_map(_whole, kwargs))  # parts may be unequal
+    return _ours(found)
+
+
+def _is_of_dtensors(error: Exception) -> bool:
+    """Whether torch knows an op for plain tensors only, or not for this split."""
+    return isinstance(error, NotImplementedError) or any(each in str(error) for each in _NO_RULE)
+
+
+def _writes_to_split(func: Any, args: tuple[Any, ...]) -> bool:
+    name = str(getattr(func, "__name__", ""))
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return in_place and any(isinstance(each, DTensor) for each in tree_flatten(args[:1])[0])
+
+
+def _write_part(live: DTensor, whole: Tensor) -> DTensor:
+    """Write this rank's part of ``whole``, which broadcasts as ever."""
+    values = whole.detach().expand(live.shape)
+    for placement, axis in zip(live.placements, describe(live.device_mesh).axes, strict=True):
+        if isinstance(placement, Shard):
+            values = values.narrow(placement.dim, *chunk(values.shape[placement.dim], axis.size, axis.coordinate))
+    local_tensor(live).copy_(values)
+    return live
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _ours(result: Any) -> Any:
+    """``result`` with each DTensor in it as one of ours, and sums that are pending among them reduced."""
+    if isinstance(result, DTensor):
+        return _reduced(result)
+    if isinstance(result, (list, tuple, dict)) and any(isinstance(x, DTensor) for x in tree_flatten(result)[0]):
+        return tree_map(lambda each: _reduced(each) if isinstance(each, DTensor) else each, result)
+    return result
+
+
+def _reduced(found: DTensor) -> DTensor:
+    if any(placement.is_partial() for placement in found.placements):
+        done = [Replicate() if placement.is_partial() else placement for placement in found.placements]
+        found = found.redistribute(placements=done)
+    return split(found)
