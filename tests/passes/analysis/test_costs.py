@@ -76,7 +76,7 @@ def test_any_other_file_is_an_error(text: str, tmp_path: Path) -> None:
 def test_the_built_in_table_has_what_gloo_can_do() -> None:
     (built_in,) = BUILT_IN.links
     together = Axis("dp", 2, "0", shared=True)
-    for kind in ALGORITHMS:
+    for kind in ALGORITHMS.keys() - {Kind.ALL_TO_ALL}:  # which goes by the rate of its axis until it is measured
         for algorithm in algorithms_along(together, kind, "gloo"):
             costs = [built_in.cost(kind, algorithm, size) for size in (1 << 20, 1 << 24)]
             assert costs[0] is not None and costs[1] is not None and costs[0] < costs[1]

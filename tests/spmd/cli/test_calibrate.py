@@ -43,7 +43,7 @@ def test_every_algorithm_of_every_axis_is_measured_and_all_ranks_know_the_same(r
     families = {"matmul", "memory", "transcendental", "launches", "views"}
     assert {name.split()[0] for name in table.compute} == families
     assert {"matmul float32", "matmul float32 64", "matmul bfloat16 256", "memory 65536"} <= table.compute.keys()
-    assert reports[0] == "0/13 all_reduce over dp, 4,096 bytes" and reports[-1] == "13/13 done"
+    assert reports[0] == "0/17 all_reduce over dp, 4,096 bytes" and reports[-1] == "17/17 done"
 
 
 def measured_as_nccl(rank: int, world: int) -> Table:
