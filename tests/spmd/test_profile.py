@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import spmd
-from passes import Report, SpmdError
+from passes import Report
 from passes.measured import collective_of
 from tests.harness.cases import MLP
 from tests.harness.pool import Ranks
