@@ -236,8 +236,8 @@ def test_an_error_of_a_backend_names_the_region_and_leaves_state(backend: Backen
     before = [p.detach().clone() for p in objects[0].parameters()]
     with pytest.raises(kind, match=why) as caught:
         spmd.compile(backend=backend)(MLP.step)(*objects)
-    said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-    assert kind is passes.PassError or ("forward_0, " in said and "cases.py" in said), said
+    message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert kind is passes.PassError or ("forward_0, " in message and "cases.py" in message), message
     if "operands" not in why:
         assert all(torch.equal(p, q) for p, q in zip(objects[0].parameters(), before, strict=True))
 
