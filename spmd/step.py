@@ -511,7 +511,7 @@ def compile(
     - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
     - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``.
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
-    - ``backend``: ``"aten"``, or what compiles regions: ``torch.compile``, ``callable(gm, example_inputs) -> callable``.
+    - ``backend``: ``"aten"``, or for regions ``torch.compile``, ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
     - ``timeout``: how many seconds a rank waits for the others to come to a call; then all raise. None: as long as the
       process group waits for a collective.
