@@ -527,8 +527,7 @@ def compile(
     - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``. By name: ``"replicate"`` or
       ``"ddp"``; ``"fully_shard"`` or ``"fsdp"``; ``"zero1"``, which is ``"replicate"`` with ``shard_optimizer=True``.
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
-    - ``backend``: ``"aten"``, or what compiles regions of functional aten ops: ``torch.compile``, or
-      ``callable(gm, example_inputs) -> callable``.
+    - ``backend``: ``"aten"``, or for regions ``torch.compile``, ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
     - ``timeout``: seconds that a rank waits for the others at a call, then all raise; None: as for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).

@@ -56,7 +56,7 @@ class FormRegions(Pass):
         fill_vals(program)
         groups = _Groups(program.graph)
         arrange(program.graph, groups.order())
-        chosen = [group for group in groups.all() if sum(map(groups.computes, group)) >= self.min_ops]
+        chosen = [group for group in groups.all() if groups.is_worth_it(group, self.min_ops)]
         names = _Names(program.graph)
         for group in chosen:
             _Call(program, group, groups.found).replace(names.next(group))
@@ -123,9 +123,12 @@ class _Groups:
         made = node.all_input_nodes if node.target is operator.getitem else []
         return [*made, *(each for each in self.found[node] if each is not node)]
 
-    def computes(self, node: fx.Node) -> bool:
-        """Whether an op has a result in memory of its own."""
-        return self.found[node] == {node} and node.target is not operator.getitem
+    def is_worth_it(self, group: list[fx.Node], least: int) -> bool:
+        """Whether so many ops of a group make values in memory of their own, and somebody outside reads one."""
+        here = set(group)
+        made = [node for node in group if self.found[node] == {node} and node.target is not operator.getitem]
+        is_read = any(not here.issuperset(node.users) for node in group)
+        return len(made) >= least and is_read
 
     def order(self) -> list[fx.Node]:
         """All nodes, in an order in which those of a group can stand together."""
@@ -177,9 +180,7 @@ class _Call:
         """Let readers outside read results of the call, and erase the group."""
         outside = [node for node in self.group if any(user not in self.inside for user in node.users)]
         returned = list(dict.fromkeys(base for node in outside for base in self._returned(node)))
-        read = [each for node in self.group for each in node.all_input_nodes if each not in self.inside]
-        operands = list(dict.fromkeys(read))
-        region = Region(name, self._graph(operands, returned))
+        region, operands = self._region(name, returned)
         vals = tuple(node.meta["val"] for node in returned)
         call = insert_before(self.after, region, *operands, like=None, name=f"{name}_out", val=vals)
         call.meta |= {key: found for key in ("phase", "source") if (found := _first(self.group, key))}
@@ -204,20 +205,23 @@ class _Call:
             return self.found[made] == {made}
         return self.found[node] == {node}
 
-    def _graph(self, operands: list[fx.Node], returned: list[fx.Node]) -> fx.Graph:
-        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in operands:
-            env[node] = graph.placeholder(node.name)
-            env[node].meta = {"val": node.meta["val"]}
+    def _region(self, name: str, returned: list[fx.Node]) -> tuple[Region, list[fx.Node]]:
+        """The region, without what it does not return, and its operands in the order of their first readers."""
         needed = set(returned)
         for node in reversed(self.group):
             if node in needed:
                 needed.update(node.all_input_nodes)
-        for node in self.group:
-            if node in needed:
-                env[node] = graph.node_copy(node, env.__getitem__)
+        inside = [node for node in self.group if node in needed]
+        read = [each for node in inside for each in node.all_input_nodes]
+        operands = [each for each in dict.fromkeys(read) if each not in self.inside]
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in operands:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = {"val": node.meta["val"]}
+        for node in inside:
+            env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[node] for node in returned))
-        return graph
+        return Region(name, graph), operands
 
     def _result(self, call: fx.Node, number: int, node: fx.Node) -> fx.Node:
         like: dict[str, Any] = {"like": node, "relation": Relation.REPLACEMENT, "val": node.meta["val"]}

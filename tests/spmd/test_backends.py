@@ -31,18 +31,19 @@ Backend = Callable[..., Any]
 class Normed(MLP):
     """A norm and a GELU between two layers, clipped. The rate changes in each step, and the fourth batch is short.
 
-    Ranks have unequal numbers of rows.
+    ``fewer``: rows that each rank has less than the one before.
     """
 
     sizes: tuple[int, ...] = (6, 8, 3)
     rows: int = 5
+    fewer: int = 1
 
     def build(self) -> tuple[Any, ...]:
         model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)).double()
         return model, make_optimizer(self.optimizer, model.parameters())
 
     def part(self, rank: int, step: int) -> tuple[Any, ...]:
-        return tuple(x[: (3 if step == 3 else self.rows) - rank] for x in super().part(rank, step))
+        return tuple(x[: (3 if step == 3 else self.rows) - self.fewer * rank] for x in super().part(rank, step))
 
     def after(self, objects: tuple[Any, ...], step: int) -> None:
         objects[1].param_groups[0]["lr"] *= 0.5
@@ -103,7 +104,7 @@ def trained(rank: int, world: int, case: MLP, name: str, mode: dict[str, Any]) -
 
 def between_calls(rank: int, world: int, mode: dict[str, Any]) -> tuple[list[str], str]:
     """What differs after five calls of a step that leaves something in flight, and the program that it ran last."""
-    case, backend = Normed(optimizer="SGD momentum", rows=3), Counting()
+    case, backend = Normed(optimizer="SGD momentum", rows=3, fewer=0), Counting()
     with messages(rank):
         torch.manual_seed(0)
         objects = case.build()
