@@ -101,6 +101,7 @@ KEYS: tuple[Key, ...] = (
             _CAPTURE,
             _PRINTER,
             "passes/ir/check_bundle.py",
+            "spmd/dump.py",
             _PARTITIONER,
             "passes/update",
             _ERRORS,

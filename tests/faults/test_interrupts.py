@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import spmd
-from spmd import interrupts
+from spmd.interpreter import interrupts
 from spmd.python_state.effects.cleared_gradients import ClearedGradients
 from tests.harness.cases import MLP
 from tests.harness.pool import Ranks

@@ -189,6 +189,7 @@ def failing_last(gm: Any) -> Any:
     return gm
 
 
+@pytest.mark.usefixtures("alone")
 def test_only_the_steps_of_a_model_that_is_partly_updated_are_stopped() -> None:
     broken, whole = CASE.build(), CASE.build()
     saved = [each.state_dict() for each in map(deepcopy, broken)]

@@ -39,7 +39,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[spmd.Compil
         train(model, x, 1.0)
         model.train()
         train(model, x, 1.0)
-        yield train, folder / "train"
+    yield train, folder / "train"
 
 
 REASONS = [

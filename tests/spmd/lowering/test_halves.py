@@ -201,6 +201,7 @@ def test_captured_halves_read_the_numbers_of_each_call(ranks: Ranks, style: str)
     assert not found, "\n".join(found[:20])
 
 
+@pytest.mark.usefixtures("alone")
 def test_kernels_take_the_learning_rate_as_a_tensor() -> None:
     """The other numbers stay on the host, where the kernels read them."""
     case = Scheduled()
@@ -222,6 +223,7 @@ def test_kernels_take_the_learning_rate_as_a_tensor() -> None:
     assert all_unequal(plain, got, 0, 1) == []
 
 
+@pytest.mark.usefixtures("alone")
 def test_statistics_are_written_behind_forward_and_backward() -> None:
     """Also on one rank, so that the first half ends with the last gradient."""
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
