@@ -18,10 +18,10 @@ from spmd.guards.recompiles import Compilation, Recompiles
 from tests.harness.fake import fake_world
 
 
-@pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[spmd.CompiledStep, Path]]:
+@pytest.fixture
+def step(tmp_path: Path) -> Iterator[tuple[spmd.CompiledStep, Path]]:
     """A step that was called with another shape, argument and attribute, and again as at first."""
-    folder = tmp_path_factory.mktemp("dumps")
+    folder = tmp_path
 
     @spmd.compile(dump=folder)
     def train(model: torch.nn.Module, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -39,7 +39,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[spmd.Compil
         train(model, x, 1.0)
         model.train()
         train(model, x, 1.0)
-    yield train, folder / "train"
+        yield train, folder / "train"
 
 
 REASONS = [
@@ -57,6 +57,10 @@ def test_each_program_has_its_reason_and_its_call(step: tuple[spmd.CompiledStep,
     assert [each.program for each in found] == [program.name for program in step[0].programs]
     assert all(each.is_kept and each.seconds > 0 for each in found)
     assert json.loads(json.dumps(found.to_dict()))["programs"][1]["reason"] == REASONS[1]
+    reports = [json.loads((step[1] / f"program-{k}" / "report.json").read_text()) for k in range(4)]
+    assert [each["reason"] for each in reports] == REASONS
+    assert spmd.Report.from_dict(reports[1]).reason == REASONS[1]
+    assert f"; because of {REASONS[0]}" in " ".join(str(step[0].report()).split())
 
 
 def test_it_prints_as_a_table() -> None:
@@ -66,15 +70,6 @@ def test_it_prints_as_a_table() -> None:
     title, _, row = [line.rstrip() for line in text.getvalue().splitlines()]
     assert title == "train: 1 program" and row.split() == ["train/program-0", "x[0]:", "1", "->", "2", "7", "1.2", "no"]
     assert str(found).splitlines()[0] == title
-
-
-def test_the_report_and_the_dump_of_a_program_say_it(step: tuple[spmd.CompiledStep, Path]) -> None:
-    compiled, folder = step
-    reports = [json.loads((folder / f"program-{k}" / "report.json").read_text()) for k in range(4)]
-    assert [each["reason"] for each in reports] == REASONS
-    assert spmd.Report.from_dict(reports[1]).reason == REASONS[1]
-    assert compiled.report().reason == REASONS[0]
-    assert f"; because of {REASONS[0]}" in " ".join(str(compiled.report()).split())
 
 
 def test_the_command_lists_the_programs_of_a_step(
