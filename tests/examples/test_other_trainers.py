@@ -1,6 +1,8 @@
-"""The examples of trainer classes in the manner of other libraries: they learn, with few programs."""
+"""The examples of trainer classes of other libraries, and in their manner: they learn, with few programs."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import lightning_like
 import pytest
@@ -15,12 +17,12 @@ def test_a_module_with_a_training_step_learns() -> None:
     assert loss < 0.4 and float(loop.module.logged["accuracy"]) > 0.9
 
 
-def test_a_model_of_transformers_learns_from_the_batches_of_a_tokenizer() -> None:
-    pytest.importorskip("transformers")
-    import hugging_face
+def test_a_model_of_transformers_trains_resumes_and_generates(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    import transformers_trainer as example
 
-    trainer = hugging_face.make()
-    losses = trainer.train(40, rows=16)
-    assert len(hugging_face.Trainer.training_step.programs) == 1
-    assert sum(losses[-5:]) / 5 < 0.5 * losses[0]
-    assert trainer.state["logits"].shape == (16, 2)
+    example.make(tmp_path, num_train_epochs=1).train()
+    trainer = example.make(tmp_path, num_train_epochs=12)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 12 * 8
+    assert trainer.evaluate()["eval_loss"] < 0.1 and example.continues(trainer)
