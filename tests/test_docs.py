@@ -11,8 +11,8 @@ an excerpt of it, or the report of a step of the document's code::
 
 from __future__ import annotations
 
-import importlib
 import io
+import pkgutil
 import re
 import shlex
 import shutil
@@ -191,10 +191,11 @@ def words() -> frozenset[str]:
 
 
 def has(package: str, attributes: list[str]) -> bool:
-    found: Any = importlib.import_module(package)
-    for attribute in attributes:
-        found = getattr(found, attribute, None)
-    return found is not None
+    try:
+        pkgutil.resolve_name(".".join([package, *attributes]))
+    except (AttributeError, ImportError):
+        return False
+    return True
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
