@@ -152,3 +152,22 @@ def test_zeros_and_ones_may_be_labels(ranks: Ranks) -> None:
     labels = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     for error, warned, changed in ranks.run(2, on_ranks, labels, False, None):
         assert not error and changed and len(warned) == 1
+
+
+def one_batch(rank: int, world: int, same: bool) -> list[str]:
+    """The warnings of two calls, where all arguments are the same on all ranks, or none is."""
+    model, optimizer = linear()
+    step = spmd.compile(lambda model, optimizer, x, y: train(model, optimizer, x, x, y))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(2):
+            seen = 0 if same else rank
+            step(model, optimizer, batch(seen, k)[0], batch(seen, k + 2)[0])
+    return [str(each.message) for each in caught if "all ranks passed the same" in str(each.message)]
+
+
+def test_one_batch_for_all_ranks_is_warned_of_once_on_the_first(ranks: Ranks) -> None:
+    first, second = ranks.run(2, one_batch, True)
+    assert len(first) == 1 and not second
+    assert "Pass other rows on each rank" in first[0] and "x.chunk(world_size)[rank]" in first[0]
+    assert ranks.run(2, one_batch, False) == [[], []]
