@@ -510,6 +510,8 @@ def describe_for_agreement(
     traffic += [f"the bundle {bundle.name}: {bundle.digest()}"] if bundle is not None else []
     outputs = [f"output {o.name}: {o.dtype}{list(o.shape)}" for o in captured.program.outputs]
     code = [captured.program.code, *draws, *traffic]
+    if program.assignment is not None:  # a solver of the user's may choose other placements on other ranks
+        code.append(f"the assignment of nodes: sha256 {program.assignment.digest}")
     return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, *outputs, *code])
 
 

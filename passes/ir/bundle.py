@@ -23,6 +23,7 @@ from .collectives import Collective, Kind, channel_of, group_of, is_message, kin
 from .printer import print_program, short_dtype
 from .program import Axis, OutputKind, Placements, Program
 from .read_program import read_program
+from .region import region_of
 from .roles import Role
 
 Orders = tuple[tuple[str, ...], ...]  # the programs that each rank runs, by its coordinate; one for all without an axis
@@ -296,6 +297,10 @@ def _facts(program: Program) -> Iterator[str]:
         if is_message(node):
             facts += [channel_of(node), f"peer {peer_of(node)}"]
         yield " ".join(facts)
+        if (region := region_of(node)) is not None:
+            within = {inner: k for k, inner in enumerate(region.graph.nodes)}
+            for inner in region.graph.nodes:
+                yield f"{inner.op} {_target(inner.target)} {_shared((inner.args, inner.kwargs), within, program)}"
     yield from (f"{each.kind} {each.name}: {each.role} {each.dtype}{each.placement}" for each in program.outputs)
 
 

@@ -164,7 +164,7 @@ KEYS: tuple[Key, ...] = (
         "uneven",
         str,
         "the global shapes and placements of which ranks hold unequal parts; empty if all parts are equal",
-        (_PARTITIONER,),
+        (_PARTITIONER, _REGIONS),
         (_MERGE_EQUAL, "passes/analysis"),
     ),
     Key(

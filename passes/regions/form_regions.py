@@ -183,7 +183,7 @@ class _Call:
         region, operands = self._region(name, returned)
         vals = tuple(node.meta["val"] for node in returned)
         call = insert_before(self.after, region, *operands, like=None, name=f"{name}_out", val=vals)
-        call.meta |= {key: found for key in ("phase", "source") if (found := _first(self.group, key))}
+        call.meta |= {key: found for key in ("phase", "source", "uneven") if (found := _first(self.group, key))}
         results = {node: self._result(call, k, node) for k, node in enumerate(returned)}
         for node in outside:
             self._show(node, results)

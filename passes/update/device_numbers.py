@@ -105,6 +105,9 @@ class _Edit:
 
     def rewrite(self, node: fx.Node) -> bool:
         """Let an op that gives tensors read tensors in the place of numbers, if it can."""
+        if node.op == "call_function" and _is_number(node):
+            self.tensor(node)  # in the graph's order, so that a cast stands before all that reads it
+            return False
         if node.op != "call_function" or not any(map(self.tensor, node.all_input_nodes)):
             return False
         if node.target is draw:
@@ -165,7 +168,8 @@ class _Typed:
         if common is torch.bool:
             numbers = [each for each in node.args if not _is_tensor(each) and _is_number(each)]
             common = torch.result_type(operands[0], _present(numbers[0]))
-        self.dtype = torch.float32 if common in _LOW else common
+        rounds = self.result is torch.bool or node.target is aten.remainder.Scalar  # the number to the tensor's dtype
+        self.dtype = torch.float32 if common in _LOW and not rounds else common
         self.shape = val.shape if isinstance(val, torch.Tensor) else None
 
     def apply(self, formula: Callable[..., Any]) -> fx.Node:
@@ -177,7 +181,7 @@ class _Typed:
         tensor = self.edit.tensor(value)
         if tensor is not None:
             return self._number(tensor)
-        low = _is_tensor(value) and value.meta["val"].dtype in _LOW
+        low = _is_tensor(value) and value.meta["val"].dtype in _LOW and self.dtype not in _LOW
         return self.edit.converted(value, torch.float32, self.node) if low else value
 
     def _number(self, tensor: fx.Node) -> fx.Node:

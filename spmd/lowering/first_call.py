@@ -11,6 +11,7 @@ import torch
 
 from passes import Input, OutputKind, Program
 from passes.ir.interpret import interpret
+from passes.ir.numbers import pack
 
 from .._torch import DisableAutocast
 from ..ranks.differences import difference, rounding_of
@@ -19,9 +20,10 @@ from .lower import Executable, input_refs
 
 def first_difference(before: Program, after: Program, executable: Executable, values: dict[str, Any]) -> str:
     """The first result or update that differs on this rank by more than rounding; empty if none does."""
-    inputs = [_copy(declared, values) for declared in after.inputs]
+    devices = [getattr(node.meta["val"], "device", None) for node in after.placeholders]
+    inputs = [_copy(*pair, values) for pair in zip(after.inputs, devices, strict=True)]
     with torch.no_grad(), DisableAutocast():
-        expected = interpret(before, *(_copy(declared, values) for declared in before.inputs))
+        expected = interpret(before, *(_copy(declared, None, values) for declared in before.inputs))
         returned = iter(executable(inputs))
     refs, rounding = input_refs(after), rounding_of(_dtypes(before))
     for output, value in zip(before.outputs, expected, strict=True):
@@ -34,8 +36,10 @@ def first_difference(before: Program, after: Program, executable: Executable, va
     return ""
 
 
-def _copy(declared: Input, values: dict[str, Any]) -> Any:
-    """A copy of an input; of a flat one, put together from its parts."""
+def _copy(declared: Input, device: torch.device | None, values: dict[str, Any]) -> Any:
+    """A copy of an input; of a flat one, put together from its parts; of numbers, packed on their ``device``."""
+    if declared.numbers:
+        return pack(declared, values).to(device)
     if declared.parts:
         parts = sorted(declared.parts, key=lambda part: part.offset)
         return torch.cat([values[part.input.name].reshape(-1) for part in parts])

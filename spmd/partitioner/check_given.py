@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from operator import or_
 from typing import Any
 
 from torch import fx
+from torch.distributed.tensor import Replicate, Shard
 
 from passes import OutputKind, PartitionError
 from passes.ir.program import Placements
@@ -72,6 +74,7 @@ def check_moves(
         }.get(move.kind, False)
         if not fits:
             raise PartitionError(f"{calls.describe(node)} has no operand {move.index} that is a {move.kind} to move")
+        check_placement(calls, node, move, [values[leaf] for leaf in operands])
     own = {move.index for move in moves if move.kind is MoveKind.PART}
     for k, leaf in enumerate(operands):
         if k not in own and not parameters.is_gathered(leaf, node) and parameters.rounded(leaf, values[leaf]):
@@ -81,18 +84,32 @@ def check_moves(
             )
 
 
-def check_result_moves(calls: Calls, node: fx.Node, moves: Sequence[Move], value: Any) -> None:
-    """Raise ``PartitionError`` for a move of a result that is not of its kind."""
+def check_placement(calls: Calls, node: fx.Node, move: Move, values: Sequence[Any]) -> None:
+    """Raise ``PartitionError`` for a move of no value, or to a placement that its value cannot have."""
+    value = values[move.index] if 0 <= move.index < len(values) else None
+    dims = len(value.shape) if isinstance(value, Value) else 0
+    sums = value.primary if isinstance(value, Value) and move.kind is not MoveKind.ROWS else ()
+    fits = (isinstance(p, Replicate) or (isinstance(p, Shard) and 0 <= p.dim < dims) for p in move.placement)
+    stays = (k < len(sums) and p == sums[k] for k, p in enumerate(move.placement))
+    if not isinstance(value, Value) or not all(map(or_, fits, stays)):
+        raise PartitionError(
+            f"{calls.describe(node)} has no value {move.index} that can be moved to {shown([move.placement])}"
+        )
+
+
+def check_result_moves(calls: Calls, node: fx.Node, moves: Sequence[Move], value: Any, first: Sequence[Move]) -> None:
+    """Raise ``PartitionError`` for a move of a result that is not of its kind. ``first``: the moves of operands."""
     held, context = results(value), calls.context
     for move in moves:
         fits = {
             MoveKind.GRADIENT: node in context.complete_gradients,
             MoveKind.UPDATE: node in context.updated_in_parts,
-            MoveKind.ROWS: True,
+            MoveKind.ROWS: any(each.kind is MoveKind.ROWS for each in first),  # rows that were gathered to be cut
             MoveKind.SUM: True,
         }.get(move.kind, False)
         if not fits or move.index >= len(held) or not isinstance(held[move.index], Value):
             raise PartitionError(f"{calls.describe(node)} has no result {move.index} that is a {move.kind} to move")
+        check_placement(calls, node, move, held)
 
 
 def check_constraint(calls: Calls, node: fx.Node, given: Choice, placement: Placements) -> None:

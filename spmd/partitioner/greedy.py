@@ -94,7 +94,7 @@ class Greedy:
         self.hints.note_origin(node)
         given, made = self._given(node).then, list[Move]()
         if given:
-            check_result_moves(self.calls, node, given, value)
+            check_result_moves(self.calls, node, given, value, self.walk.materializer.moves.get(node, ()))
         for move in self.moves.of_results(node, value) if given is None else given:
             made.append(move)
             yield move

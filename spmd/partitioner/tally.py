@@ -82,7 +82,7 @@ class Tally:
     def redistributed(self, value: Value, placement: Placements, reason: Reason) -> Step:
         """A redistribution, from the nearest placement that the value has."""
         source = value.nearest(placement, self.mesh)
-        dtype = reason.wire if reason.wire is not None and reason.narrows(value.dtype) else value.dtype
+        dtype = reason.wire if reason.wire is not None and reason.casts(value.dtype) else value.dtype
         sent = tuple(traffic(value.shape, dtype.itemsize, source, placement, self.mesh))
         seconds = total_cost(source, placement, value.nbytes, self.mesh)
         return self._add(Step((value.nodes[source],), False, sent, seconds))

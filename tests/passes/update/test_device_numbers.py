@@ -141,3 +141,24 @@ def test_it_stands_before_what_fuses_updates() -> None:
     assert names.index("DeviceNumbers") + 1 == names.index("FuseUpdate")
     with pytest.raises(ValueError, match="must come after DeviceNumbers"):
         run(program_of(lambda x, n: (aten.mul.Tensor(x, n),), x=f64(3), n=0.1), [*default(), DeviceNumbers()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge", "remainder"])
+def test_a_number_is_compared_as_torch_rounds_it(name: str, dtype: torch.dtype) -> None:
+    """Of each two neighbours of the number one is below, and it rounds to one of them."""
+    x = torch.tensor([VALUES["n"], VALUES["n"] * 1.004, VALUES["n"] * 0.996, 1.0]).to(dtype)
+    program = program_of(lambda x, n: (getattr(aten, name).Scalar(x, n),), x=x, n=VALUES["n"])
+    after = run(program, [DeviceNumbers()])
+    assert host_numbers(after) == []
+    assert torch.equal(*(results(each, {"x": x})[0] for each in (program, after)))
+
+
+def test_a_number_that_is_read_in_two_dtypes_is_there_before_both() -> None:
+    def step(x: Any, n: Any, m: Any, k: Any) -> Any:
+        late = m * k
+        return (aten.mul.Tensor(aten.mul.Tensor(x, k * n), late),)
+
+    program = program_of(step, x=f64(3), **{name: VALUES[name] for name in "nmk"})
+    after, x = run(program, [DeviceNumbers()]), torch.rand(3, dtype=torch.float64)
+    torch.testing.assert_close(results(after, {"x": x}), results(program, {"x": x}))

@@ -22,6 +22,7 @@ from passes.ir.collectives import input_bytes
 from spmd.partitioner.assignment import Move, MoveKind
 from spmd.partitioner.emit_program import emit
 from tests.harness.fake import fake_world
+from tests.harness.pool import Ranks
 
 R, P, HALF = Replicate(), Partial(), torch.float32  # half of the model's float64
 
@@ -66,6 +67,7 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
     "replicate": lambda: {"mode": spmd.DataParallel("replicate", shard_optimizer=True)},
     "fully_shard": lambda: {"mode": spmd.DataParallel("fully_shard")},
     "narrow": lambda: {"mode": spmd.DataParallel("fully_shard", reduce_dtype=HALF, gather_dtype=HALF)},
+    "wide": lambda: {"mode": spmd.DataParallel("replicate", reduce_dtype=torch.float32), "dtype": torch.bfloat16},
     "two axes": lambda: {"sizes": (2, 2), "params": COLUMNS},
     "classes": lambda: {"sizes": (2, 2), "params": {"model.2.*": {"tp": Shard(0)}}},
     "uneven": lambda: {"sizes": (1, 3), "params": {"model.2.*": {"tp": Shard(0)}, "model.0.*": {"tp": Shard(0)}}},
@@ -76,7 +78,7 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
 def partitioned(name: str) -> tuple[spmd.Problem, passes.Program]:
     """The problem of the training step in a mode, and the program that it is partitioned to."""
     options = MODES[name]()
-    sizes, mode = options.pop("sizes", (4,)), options.pop("mode", None)
+    sizes, mode, dtype = options.pop("sizes", (4,)), options.pop("mode", None), options.pop("dtype", torch.float64)
     found: list[tuple[passes.Program, spmd.Plan]] = []
     with fake_world(torch.Size(sizes).numel()):
         if mode is None:
@@ -84,7 +86,8 @@ def partitioned(name: str) -> tuple[spmd.Problem, passes.Program]:
             mode = spmd.DTensorExpand(mesh=mesh, inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}, **options)
         plan = mode.plan
         mode.plan = lambda program: found.append((program, plan(program))) or found[-1][1]
-        spmd.compile(step, parallel_mode=mode, passes=())(*training(12 if name != "uneven" else 10))
+        model, optimizer, x, y = training(12 if name != "uneven" else 10)
+        spmd.compile(step, parallel_mode=mode, passes=())(model.to(dtype), optimizer, x.to(dtype), y)
         problem = spmd.Problem.of(*found[0])
         return problem, spmd.partition(*found[0])
 
@@ -195,6 +198,9 @@ WRONG: dict[str, tuple[Callable[[str], dict[str, spmd.Choice]], str]] = {
     "operands": (lambda name: {name: spmd.Choice(reads=((R, R),))}, r"has 3 tensor operands, but is assigned reads="),
     "axes": (lambda name: {name: spmd.Choice(gives=((R,),))}, r"one placement per mesh axis \['dp', 'tp'\]"),
     "moves": (lambda name: {name: spmd.Choice(then=(GRADIENT,))}, "has no result 0 that is a gradient to move"),
+    "rows": (lambda name: {name: spmd.Choice(then=(Move(MoveKind.ROWS, 0, (S(0), R)),))}, "no result 0 that is a rows"),
+    "sum": (lambda name: {name: spmd.Choice(then=(Move(MoveKind.SUM, 0, (S(7), R)),))}, "that can be moved to"),
+    "before": (lambda name: {name: spmd.Choice(then=(Move(MoveKind.SUM, -1, (R, R)),))}, "no value -1 that can"),
     "decomposed": (lambda name: {name: spmd.Choice(decomposed=True)}, "has no decomposition"),
 }
 
@@ -233,3 +239,29 @@ def test_another_mesh_and_another_placement_of_state_are_refused() -> None:
     outputs = {name: (S(0), S(0)) for name in program.assignment.outputs if "0.weight" in name}
     with pytest.raises(spmd.PartitionError, match="is assigned"):
         spmd.partition(problem.program, problem.plan, replace(program.assignment, outputs=outputs))
+
+
+class ByDim:
+    """Computes the batched product by one of its dims."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def solve(self, problem: Any, given: spmd.Assignment) -> spmd.Assignment:
+        graph = problem.program.graph
+        (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+        return given.changed({product.name: spmd.Choice(gives=((S(self.dim),),))})
+
+
+def solves_alone(rank: int, world: int) -> str:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    model, x = nn.Linear(4, 4).double(), torch.rand(2, 4, 4, dtype=torch.float64)
+    mode = Given(solver=ByDim(1 + rank), mesh=mesh, inputs={"x": {"tp": R}})
+    with pytest.raises(passes.RankMismatchError, match="assignment of nodes") as raised:
+        spmd.compile(lambda model, x: torch.bmm(x, x) + model.bias, parallel_mode=mode)(model, x)
+    return str(raised.value)
+
+
+def test_ranks_whose_solvers_choose_differently_raise(ranks: Ranks) -> None:
+    ranks.run(2, solves_alone)
