@@ -328,4 +328,4 @@ BUILT_IN = Table(
         ),
     ),
 )
-"""What is known without measuring."""
+"""The costs to use where nothing was measured."""

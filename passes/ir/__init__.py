@@ -1,1 +1,1 @@
-"""What a program is: its types, what may be done to it, how it is checked, printed, run and reported."""
+"""Programs: their types, the edits they allow, and how they are checked, printed, run and reported."""

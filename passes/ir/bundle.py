@@ -195,7 +195,7 @@ class Ends:
 
 
 def written_to(program: Program, given: Mapping[str, str]) -> dict[str, Ends]:
-    """What a program puts into channels, by name: what it returns as pending, sends, or hands on as it was given."""
+    """The channels a program writes, by name: outputs it leaves pending, messages, and values handed on as given."""
     outputs = [each for each in program.outputs if each.kind is OutputKind.PENDING]
     found = {each.name: Ends(each.shape, each.dtype, each.placement) for each in outputs}
     names = {each.name: each for each in program.inputs}
@@ -207,7 +207,7 @@ def written_to(program: Program, given: Mapping[str, str]) -> dict[str, Ends]:
 
 
 def read_from(program: Program) -> dict[str, Ends]:
-    """What a program takes from channels, by name."""
+    """The channels that a program reads, by name."""
     inputs = [each for each in program.inputs if each.role is Role.PENDING]
     return {each.name: Ends(each.shape, each.dtype, each.placement) for each in inputs} | _messages(program, Kind.RECV)
 
@@ -254,9 +254,9 @@ class InFlight:
             values.clear()
 
     def take(self, role: str, order: Sequence[str]) -> dict[str, Any]:
-        """What a program reads, by channel; of values that no other program of this ``order`` reads, the last hold.
+        """Take a value from each channel that a program reads, by channel: the oldest that it has not read.
 
-        Raises ``PassError`` if a channel has none.
+        A value is dropped once its readers in ``order`` have taken it. Raises ``PassError`` if a channel has none.
         """
         taken = {}
         for channel in self._read[role]:
@@ -273,7 +273,7 @@ class InFlight:
         return taken
 
     def put(self, role: str, values: Mapping[str, Any]) -> None:
-        """What a program has written, by channel."""
+        """Put the values that a program has written into its channels."""
         for channel in self._written[role]:
             self.put_one(channel.name, values[channel.name])
 
@@ -283,7 +283,7 @@ class InFlight:
 
 
 def _facts(program: Program) -> Iterator[str]:
-    """What ranks of a program have in common, a line for each input, node and output."""
+    """The facts that all ranks of a program share, a line for each input, node and output."""
     position = {node: k for k, node in enumerate(program.graph.nodes)}
     for declared in program.inputs:
         inside = [each.input for each in declared.parts] or [declared]

@@ -35,7 +35,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Collective:
-    """What is known of one collective, kept in ``node.meta["collective"]``.
+    """The description of one collective, kept in ``node.meta["collective"]``.
 
     ``axis`` is the name of the mesh axis, ``reduction`` is ``"sum"``, ``"max"``, ... or None, ``role`` says what is
     communicated, ``why`` is a sentence for reports, ``of`` names the values (parameters, results) it serves.

@@ -42,7 +42,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between the programs ``names``, in the order of the second; true if anything does."""
+    """The differences between the programs ``names``, in the order of the second; true if there are any."""
 
     names: tuple[str, str]
     changes: tuple[Change, ...]

@@ -20,7 +20,7 @@ from .roles import Phase
 
 
 class Relation(IntEnum):
-    """What a new node is to the node it is made for, from the closest relation to the most distant one.
+    """The relation of a new node to the node it is made for, from the closest to the most distant one.
 
     A key is carried to a relation and to all closer ones.
     """
@@ -298,7 +298,7 @@ def is_declared(name: str) -> bool:
 
 
 def carried(node: fx.Node, relation: Relation) -> dict[str, Any]:
-    """What the meta of a node says that also holds for a node of this relation to it."""
+    """The meta of a node that also holds for a node of this relation to it."""
     return {key: value for key, value in node.meta.items() if _reach(key) >= relation}
 
 

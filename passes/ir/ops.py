@@ -1,4 +1,4 @@
-"""What is known of ops: one table, and the functions that read it.
+"""Traits of ops: one table, and the functions that read it.
 
 Most of it is read from torch's schemas and tags. ``_LISTED`` has what they lack: a row for each trait, with the reason.
 Passes, analyses, the partitioner and sharding rules ask here for the traits of an op: a view, random, pointwise, ...

@@ -9,7 +9,7 @@ from .roles import Phase
 
 @dataclass
 class Origin:
-    """What is known of one traced op; kept in ``node.meta["origin"]``."""
+    """The provenance of one traced op; kept in ``node.meta["origin"]``."""
 
     number: int
     phase: Phase

@@ -50,8 +50,8 @@ class Axis:
 class Mesh:
     """The mesh of a program: plain data, no process group is needed to look at it.
 
-    ``subgroups``: parts of axes, called ``"dp/2"``, that the program communicates in, too: each group of so many ranks
-    that follow each other along ``dp``.
+    ``subgroups``: parts of axes, called ``"dp/2"``, that the program communicates in, too: here each group of 2
+    consecutive ranks along ``dp``.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -74,7 +74,7 @@ class Mesh:
         return next((a for a in (*self.axes, *self.subgroups) if group and group in (a.group, a.gathers)), None)
 
     def subgroup(self, axis: str, size: int) -> Axis:
-        """The part of an axis that has so many ranks."""
+        """The part of ``axis`` whose groups have ``size`` ranks."""
         return next(each for each in self.subgroups if each.name == f"{axis}/{size}")
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Input:
-    """What one placeholder is.
+    """The declaration of one placeholder.
 
     ``shape`` is the global shape; a hyper-parameter is a plain float and has no ``dtype``. ``of`` names the parameter
     that optimizer state or a gradient belongs to. ``in_place`` says that the graph itself writes the update into it.
@@ -132,7 +132,7 @@ class OutputKind(StrEnum):
 
 @dataclass(frozen=True)
 class Output:
-    """What one output is: a result, the update of the input ``name``, new state, or what is left to another program."""
+    """The declaration of one output: a result, the update of the input ``name``, new state, or a pending value."""
 
     kind: OutputKind
     name: str
@@ -165,7 +165,7 @@ class Program:
     notes: list[str] = field(default_factory=list)  # sentences for the report: what ran whole, and what it cost
     units: tuple[tuple[str, ...], ...] = ()  # parameters by name that are communicated and stored together
     reshard: frozenset[str] = frozenset()  # parameters that are gathered again for backward, instead of kept whole
-    kept_by: Mapping[str, int] = field(default_factory=dict)  # of these, those that so many ranks keep together
+    kept_by: Mapping[str, int] = field(default_factory=dict)  # of these, how many ranks keep one together, by name
     prefetch: tuple[int, int] = (1, 1)  # how many units ahead such gathers may start, in forward and in backward
     limit_gathers: int | None = None  # how many units may be gathered at once, with the one that is read next
     stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
@@ -272,7 +272,7 @@ class Program:
 
 
 def output_values(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a graph returns, as a flat tuple."""
+    """The values that a graph returns, as a flat tuple."""
     returned = graph.output_node().args[0]
     return tuple(returned) if isinstance(returned, (list, tuple)) else (returned,)
 

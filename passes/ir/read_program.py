@@ -94,7 +94,7 @@ def _fill_inside(region: Region, operands: list[Any]) -> None:
 
 
 def _headings(given: Statement) -> dict[str, Any]:
-    """What the headings say of a new line."""
+    """The meta that the headings give a new line."""
     found: dict[str, Any] = {"phase": Phase(given.phase)} if given.phase in list(Phase) else {}
     return found | ({"module": given.module} if given.module else {})
 

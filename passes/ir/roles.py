@@ -1,10 +1,10 @@
-"""What a value is. Roles and phases are known at capture and carried along, never guessed from the graph."""
+"""Roles and phases of values: known at capture and carried along, never guessed from the graph."""
 
 from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What an input of a program is, or what a collective carries."""
+    """The role of an input of a program, or of what a collective carries."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"

@@ -46,7 +46,7 @@ def save_program(program: Program) -> dict[str, Any]:
 
 
 def load_program(saved: Mapping[str, Any]) -> Program:
-    """What ``save_program`` saved. Its nodes have no other meta than where they are, and what collectives are.
+    """Load a program of ``save_program``. Nodes have no other meta than phase, module, source and collectives.
 
     Its text is code, which runs. Raises ``PassError`` where it is none.
     """

@@ -1,4 +1,4 @@
-"""What torch declares of an op, in plain Python, and what a call gives for each argument.
+"""The schemas of ops, in plain Python, and the values that a call passes for their arguments.
 
 Read once for each op: torch builds its schema objects anew at every look.
 """
@@ -105,7 +105,7 @@ def position_of(op: OpOverload | Region, name: str) -> int | None:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """What a node that calls an op gives for its argument ``name``; None if it gives nothing, or the op has none."""
+    """The value that a node passes for argument ``name`` of its op; None if it passes none, or the op has none."""
     position = position_of(node.target, name)  # type: ignore[arg-type]
     if position is not None and position < len(node.args):
         return node.args[position]

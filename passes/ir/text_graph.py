@@ -117,7 +117,7 @@ class TextGraph:
 
 
 def _scope(tree: ast.Module) -> dict[str, Any]:
-    """What the lines above the function define: imports, and short names of ops."""
+    """The names that the lines above the function define: imports, and short names of ops."""
     head: list[ast.stmt] = [each for each in tree.body if isinstance(each, (ast.Import, ast.ImportFrom, ast.Assign))]
     scope: dict[str, Any] = dict(vars(builtins))
     exec(compile(ast.Module(head, []), "<program>", "exec"), scope)

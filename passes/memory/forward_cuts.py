@@ -33,7 +33,7 @@ class ForwardCuts:
         self._kept = list(accumulate(lives.found.kept.get(node, 0) for node in forward))
 
     def crossed(self, parts: int) -> frozenset[fx.Node]:
-        """What is kept for backward and crosses a cut, if each of so many ``parts`` keeps about as many bytes."""
+        """The ops whose kept values cross a cut, if forward is cut into ``parts`` that keep about as many bytes."""
         cuts = set(self._cuts(parts))
         spans = ((op, *self._spans[op]) for op in self._found.kept if op in self._spans)
         return frozenset(op for op, first, last in spans if any(first <= cut < last for cut in cuts))

@@ -87,7 +87,7 @@ def _by_size(blocks: Sequence[Block], chosen: Sequence[int], before: Packed | No
 
 
 def _taken_before(before: Packed) -> list[_Taken]:
-    """What is taken in an arena; its end is, at all times, so that nothing lies across it."""
+    """The ranges taken in an arena; its end is taken at all times, so that no block lies across it."""
     taken = [
         (offset, offset + aligned(block.size), -1, block.first, block.last)
         for block, offset in zip(before.blocks, before.offsets, strict=True)

@@ -190,7 +190,7 @@ class _Copied:
 
     @classmethod
     def of(cls, flattened: Any) -> _Copied | None:
-        """What ``flattened``, of one dim, is computed from; None if that is something else."""
+        """Find the copy that ``flattened``, of one dim, is computed from; None if there is none."""
         node, cast = flattened, None
         while isinstance(node, fx.Node) and len(node.users) == 1:
             if node.target is to_device:

@@ -53,7 +53,7 @@ class PlannedMemory:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> PlannedMemory:
-        """What ``dataclasses.asdict`` made into plain data."""
+        """Build from the plain data that ``dataclasses.asdict`` makes."""
         largest = tuple(LiveValue(**{**each, "shape": tuple(each["shape"])}) for each in given["largest"])
         return cls(**{**given, "largest": largest})
 
@@ -82,7 +82,7 @@ def _arenas(program: Program) -> Sequence[fx.Node]:
 
 
 class _Plan:
-    """What is known of a program's memory."""
+    """The analyses of a program's memory from which the plan of each space is made."""
 
     def __init__(self, program: Program) -> None:
         self.pieces = Pieces(program.graph)

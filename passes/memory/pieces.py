@@ -145,7 +145,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _of_their_own(graph: fx.Graph, layouts: Layouts) -> dict[fx.Node, Storages]:
-    """What lies in no memory but its own: views of an arena, copies, and each result of an op that gives several."""
+    """The nodes that have memory of their own: views of an arena, copies, and each result of an op with several."""
     known: dict[fx.Node, Storages] = {}
     results: dict[Any, fx.Node] = {}
     for node in graph.nodes:

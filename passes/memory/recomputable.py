@@ -1,4 +1,4 @@
-"""What forward keeps for backward, and what of it could be computed again instead, out of what.
+"""Saved activations and how to recompute each.
 
 Forward keeps a value whose memory backward or the update reads. Its op can run again there if what it reads still
 exists then: inputs, gathered parameters, values that are kept, and all that can be computed again of these. What no

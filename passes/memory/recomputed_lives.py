@@ -25,7 +25,7 @@ from .recomputable import Recomputable
 
 @dataclass(frozen=True)
 class Lives:
-    """What some recomputation makes of a program.
+    """The memory use of a program under some recomputation.
 
     ``peak``: the most bytes. ``again``: the ops that run twice. ``idle``: by op of forward, the bytes of it that wait
     for backward while most is in use.
@@ -151,7 +151,7 @@ class _Clock:
                     self._pairs.append((value, read))
 
     def _value(self, piece: fx.Node, later: bool) -> _Value | None:
-        """What is read of a piece: what forward made, or what was made again."""
+        """The value that readers of a piece get: the one that forward made, or the recomputed one."""
         if later and self._is_gone(self._lives.origin[piece]):
             return self._repeated.get(piece)
         return self._values.get(piece)

@@ -1,4 +1,4 @@
-"""What ops need beside their results while they run, as far as it is large: convolutions on the CPU.
+"""Temporary memory that ops need beside their results, as far as it is large: convolutions on the CPU.
 
 oneDNN copies operands and results into blocks of channels. Measured (torch 2.13, AVX-512, one thread): forward needs
 0.4 to 1 times what is counted here, backward 0.5 to 1.6 times.

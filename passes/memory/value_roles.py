@@ -1,4 +1,4 @@
-"""What each piece of memory holds: parameters, gathered ones, gradients, optimizer state, activations, or other things.
+"""Contents of each piece of memory: parameters, gathered ones, gradients, optimizer state, activations, or others.
 
 That is what capture and partitioner recorded: roles of inputs and outputs, what a collective carries, whose gradient a
 value is. It holds for the memory of a value and for copies on the way to a collective or from one.
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Holds(StrEnum):
-    """What memory holds."""
+    """The kind of value that memory holds."""
 
     PARAMETERS = "parameters"
     GATHERED = "gathered"  # parameters made whole, and the parts of them that are sent for it
@@ -46,7 +46,7 @@ _CARRIES = (Trait.ALIAS, Trait.UNDECLARED_VIEW, Trait.COPIES, Trait.JOINS, Trait
 
 
 def holds(program: Program, pieces: Pieces) -> dict[fx.Node, Holds]:
-    """What each piece holds, by the node that names it."""
+    """The kind of value that each piece holds, by the node that names it."""
     found: dict[fx.Node, Holds] = {}
     for declared, node in zip(program.inputs, program.placeholders, strict=True):
         found[node] = _of_input(declared) or Holds.OTHER
@@ -62,7 +62,7 @@ def holds(program: Program, pieces: Pieces) -> dict[fx.Node, Holds]:
 
 
 def names(program: Program, pieces: Pieces) -> dict[fx.Node, str]:
-    """What each piece is called: as the user calls inputs and what collectives serve, else by op and module."""
+    """The name of each piece: the user's for inputs and for what collectives serve, else op and module."""
     found = {node: declared.name for declared, node in zip(program.inputs, program.placeholders, strict=True)}
     for node in program.graph.nodes:
         served = _served(node)

@@ -119,12 +119,12 @@ class _Groups:
         return is_plain and all(each in self.inside for each in bases)
 
     def _bases(self, node: fx.Node) -> list[fx.Node]:
-        """What a region has to compute to hold ``node``: what it is a view of, or one of several results of."""
+        """The nodes a region needs to hold ``node``: those it is a view of, and the op that it is one result of."""
         made = node.all_input_nodes if node.target is operator.getitem else []
         return [*made, *(each for each in self.found[node] if each is not node)]
 
     def is_worth_it(self, group: list[fx.Node], least: int) -> bool:
-        """Whether so many ops of a group make values in memory of their own, and somebody outside reads one."""
+        """Whether at least ``least`` ops of a group make values in memory of their own, and one is read outside."""
         here = set(group)
         made = [node for node in group if self.found[node] == {node} and node.target is not operator.getitem]
         is_read = any(not here.issuperset(node.users) for node in group)
@@ -193,7 +193,7 @@ class _Call:
             result.name = node.name
 
     def _returned(self, node: fx.Node) -> list[fx.Node]:
-        """What the region returns so that ``node`` can be had outside: itself, or what it is a view of."""
+        """The values that the region returns so that ``node`` can be had outside: itself, or those it is a view of."""
         if self._is_own(node):
             return [node]
         return [base for each in node.all_input_nodes for base in self._returned(each)]
@@ -241,7 +241,7 @@ class _Call:
 
 
 def _first(group: list[fx.Node], key: str) -> Any:
-    """What the first node of a group that says something by ``key`` says."""
+    """The meta ``key`` of the first node in a group that has it; None if none has."""
     return next((node.meta[key] for node in group if node.meta.get(key)), None)
 
 

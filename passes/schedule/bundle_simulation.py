@@ -112,7 +112,7 @@ class _BundleRank:
         return all(counts[each.name] for each in self.bundle.channels if not each.sent and role in each.readers)
 
     def _left(self, value: Any, receiving: dict[Any, fx.Node]) -> Any:
-        """What is in flight of a value that is handed on: a flight, or the recv."""
+        """The flight or the recv behind a value that is handed on; None if the value is there."""
         if value in receiving:
             return receiving[value]
         return self.rank.started.get(value) if isinstance(value, fx.Node) and is_collective(value) else None

@@ -53,7 +53,7 @@ GPUS: dict[str, Gpu] = {
 }
 
 ACHIEVED = {"matmul": 0.7, "memory": 0.85, "nvlink": 0.8, "network": 0.9, "host link": 0.8}
-"""What a program reaches of a peak: assumptions, neither published nor measured by us."""
+"""The fraction of each peak that programs reach: assumptions, neither published nor measured by us."""
 
 LAUNCH, VIEW = 5e-6, 2e-6
 """Seconds of the host for a kernel, and for a view: assumptions, too."""

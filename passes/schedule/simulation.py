@@ -3,7 +3,7 @@
 The thread that launches ops computes them, too, or runs ahead of a device that does. A collective stands in line with
 the others of its axis from its start on, and its wait blocks compute until it is done. While gloo moves data it takes
 CPU time from compute; a collective through shared memory is done by the thread that computes, when it waits. All ranks
-are assumed to run as this one does, so that nobody waits for a late one.
+are assumed to run as this one does, so that no rank waits for a late one.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Flight:
                 self.behind[label] = self.behind.get(label, 0.0) + seconds
 
     def time(self) -> TransferTime:
-        """What reports show of it."""
+        """The times of the transfer that reports show."""
         longest = sorted(self.behind.items(), key=lambda entry: -entry[1])[:_NAMED]
         exposed, name, queue = sum(self.exposed_by.values()), self.node.name, self.transfer.queue
         cause = max(self.exposed_by, key=self.exposed_by.__getitem__, default=None)

@@ -255,7 +255,7 @@ def _pending_output(node: fx.Node) -> Output:
 
 
 def _pending_input(node: fx.Node) -> Input:
-    """What another program has left as the value of ``node``."""
+    """The input that takes the value of ``node``, left by another program."""
     shape, dtype = _described(node)
     return Input(Role.PENDING, f"pending.{node.name}", shape, dtype)
 

@@ -86,8 +86,8 @@ def fully_shard(
     - ``mesh``: by default of all ranks. On two axes, parameters are split over the second and replicated over the
       first, and the batch is split over both.
     - ``reshard_after_forward``: True gathers again for backward, False keeps what forward gathered; None, the default,
-      keeps it for the root alone: the outermost annotated module. A number, which divides that of the ranks: so many
-      ranks that follow each other keep it together, and gather it again among themselves.
+      keeps it for the root alone: the outermost annotated module. A number, which divides that of the ranks: groups of
+      that many consecutive ranks keep it together, and gather it again among themselves.
     - ``shard_placement_fn``: the ``Shard(dim)`` of a parameter, called when a step is compiled; None for the first dim.
     - ``mp_policy``, ``offload_policy``, ``ignored_params``: as for ``replicate``.
 

@@ -43,7 +43,7 @@ _OF_STATE = ("slots", "arguments", "hyper_parameters", "inputs")  # facts that f
 
 
 class Layout(Protocol):
-    """What a call reads of its parallel mode; ``modes/base.py`` describes it."""
+    """The part of a parallel mode that a call reads; ``modes/base.py`` describes it."""
 
     mesh: DeviceMesh | None
     inputs: Mapping[str, Any] | None
@@ -117,7 +117,7 @@ class Call:
 
     @cached_property
     def annotations(self) -> Annotations:
-        """What ``spmd.replicate`` and ``spmd.fully_shard`` ask for the modules of the call."""
+        """The annotations by ``spmd.replicate`` and ``spmd.fully_shard`` on the modules of the call."""
         modules = self.given.modules
         names = {id(each.tensor): each.name for each in [*parameters_of(modules), *buffers_of(modules)]}
         found = Annotations.of(modules, names, self._mode.ignored, self._mode.units)

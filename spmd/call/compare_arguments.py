@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 @dataclass(frozen=True)
 class Compared:
-    """What all ranks found. ``tables``: by name, a sentence for each argument that looks like a table.
+    """The comparison of all ranks' arguments. ``tables``: by name, a sentence for each that looks like a table.
 
     ``rows``: arguments that differ between ranks, as rows of the batch do. ``differing``: a sentence for each Python
     value that differs; harmless, if the programs are equal all the same. ``one_batch``: a sentence, if all ranks passed
@@ -37,7 +37,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class _Passed:
-    """What one rank passes, by name, as text that others can read.
+    """The arguments of one rank, by name, as text that other ranks can read.
 
     ``shapes``: of tensors; ``contents``: of those that are taken for rows; ``values``: of plain Python values.
     """
@@ -161,7 +161,7 @@ def describe_shapes(
 
 
 def _shape_difference(argument: BatchInput, ranks: Sequence[int], shapes: list[Any]) -> str:
-    """What ranks passed of one argument, and what to do, where its shapes differ; else nothing."""
+    """Describe what ranks passed of one argument, and what to do, if its shapes differ; else empty."""
     if not _differ(shapes):
         return ""
     rows = {entry.dim % max(1, argument.value.ndim) for entry in argument.placement if isinstance(entry, Shard)}

@@ -38,7 +38,7 @@ def argument_shapes(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def named_sizes(dynamic: Mapping[str, Mapping[int, str]], inputs: Sequence[BatchInput]) -> list[DynamicSize]:
-    """What ``spmd.compile(dynamic=...)`` names, by the arguments of a call.
+    """The sizes that ``spmd.compile(dynamic=...)`` names, each with the dims of the arguments that have it.
 
     Raises ``CaptureError`` for an argument or a dim that is not there, and for two sizes under one name.
     """

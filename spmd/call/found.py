@@ -128,7 +128,7 @@ class _Search:
             pending += self._steps(path, value)
 
     def _steps(self, path: Path, value: Any) -> Iterator[Step]:
-        """What a value leads to."""
+        """Yield the objects that a value refers to, each with its path."""
         if isinstance(value, types.FunctionType):
             yield from self._of_function(path, value)
         elif isinstance(value, types.MethodType):

@@ -57,7 +57,7 @@ class Path:
         return Path(joined, self.root, self.leaf, (*self.keys, (access, key)))
 
     def walk(self, leaves: Sequence[_Leaf]) -> Iterator[Any]:
-        """What stands on the path now, from the root to its end. Stops where the path ends early."""
+        """Yield the values on the path now, from the root to its end. Stops where the path ends early."""
         value = self.root if self.leaf is None else leaves[self.leaf].value
         yield value
         try:
@@ -68,7 +68,7 @@ class Path:
             return
 
     def get(self, leaves: Sequence[_Leaf]) -> Any:
-        """What stands at the end of the path now; None if it ends early."""
+        """The value at the end of the path now; None if it ends early."""
         passed = [*self.walk(leaves)]
         return passed[-1] if len(passed) > len(self.keys) else None
 

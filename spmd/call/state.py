@@ -395,7 +395,7 @@ def state_name(optimizer: str, key: Any, parameter: str) -> str:
 def hyper_parameters_of(
     optimizers: dict[str, Optimizer], counters: Collection[tuple[str, int, str]] = ()
 ) -> list[HyperParameter]:
-    """What is read anew at each call: floats (and float tensors) of parameter groups, then numbers of state.
+    """The hyper-parameters that each call reads anew: floats (and float tensors) of groups, then numbers of state.
 
     ``counters``: the (optimizer, group, key) of ints in groups that the step writes.
     """

@@ -71,7 +71,7 @@ def paths_of(spec: TreeSpec) -> list[str]:
 
 
 def _entries(spec: TreeSpec) -> Sequence[Any]:
-    """What stands before each child in its path."""
+    """The path entry of each child: the name of an attribute, a key or an index."""
     context = spec.context
     if isinstance(context, _Structure):
         return [*context.items, *context.attributes]

@@ -110,7 +110,7 @@ class UnequalRows:
     def _move(
         self, tensor: torch.Tensor, dim: int, before: Sequence[int], after: Sequence[int], exchange: Exchange
     ) -> torch.Tensor:
-        """Exchange rows, of which the ranks have so many before and after."""
+        """Exchange rows between ranks; ``before`` and ``after`` are the numbers of rows that each has."""
         rows = tensor.movedim(dim, 0).contiguous()
         width = prod(rows.shape[1:]) * rows.element_size()
         sent = [width * each for each in _overlaps(before, after, self.index)]
@@ -120,7 +120,7 @@ class UnequalRows:
 
 
 class Shows(Protocol):
-    """What tells which outputs of a program users see, by index among those that are no updates."""
+    """The part of ``Captured`` used here: the outputs that users see, by index among those that are no updates."""
 
     def shown(self) -> list[int]:
         """Their indices."""
@@ -175,7 +175,7 @@ def _split_dims(shown: Mapping[int, Output]) -> dict[int, int]:
 def restore(
     returned: Sequence[Any], rows: UnequalRows, program: Program, dims: Mapping[int, int], exchange: Exchange
 ) -> list[Any]:
-    """What a program returns, with the rows that this rank brought; ``dims``: see ``RowsOfResults.of``."""
+    """The results of a program, with the rows that this rank brought; ``dims``: see ``RowsOfResults.of``."""
     outputs = [output for output in program.outputs if output.kind is not OutputKind.UPDATE]
     restored = list(returned)
     for k, dim in dims.items():
@@ -198,7 +198,7 @@ def find_unequal_rows(
     ranks: Sequence[int],
     all_gather_text: Callable[[str], list[str]],
 ) -> UnequalRows | None:
-    """What all ``ranks``, those of ``mesh``, bring, if they differ in the numbers of rows and in nothing else.
+    """Find what all ``ranks``, those of ``mesh``, bring, if they differ in the numbers of rows and in nothing else.
 
     All call it together.
     """

@@ -59,7 +59,7 @@ class Captured:
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient is cleared before it is read
 
     def all_carried(self) -> Carried:
-        """What the program takes as inputs, and the other sites that it writes, which may hold tensors then."""
+        """The state that becomes inputs, and the other sites that the program writes, which may hold tensors then."""
         sites = [write.target for write in self.writes if isinstance(write.target, ReadSite)]
         return self.carried | Carried(sites=tuple(sites))
 
@@ -74,6 +74,6 @@ class Captured:
         self.carried = Carried()
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """What the user's function returns, from the program's results in order."""
+        """The return value of the user's function, from the program's results in order."""
         leaves = [outputs[leaf.index] if isinstance(leaf, FromOutput) else leaf for leaf in self.result_leaves]
         return tree_unflatten(leaves, self.result_spec)

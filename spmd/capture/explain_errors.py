@@ -169,7 +169,7 @@ def is_from_outside(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str | None:
-    """What the step does and what to do instead, in sentences; None for an error of the user's own."""
+    """Explain in sentences what the step does and what to do instead; None for an error of the user's own."""
     if isinstance(error, Refused):
         return str(error)
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):

@@ -98,7 +98,7 @@ class ShapesOnly(FakeTensorMode):
         return tree_map(_placed_anywhere, result) if self._is_traced else result
 
     def cpp_meta_supports_symint(self, func: Any) -> bool:
-        """What torch asks before it takes a decomposition."""
+        """Whether an op's C++ meta kernel takes symbolic sizes; torch asks before it takes a decomposition."""
         known = not isinstance(self.shape_env, SizeEnv) and func in BY_META_KERNEL
         return known or super().cpp_meta_supports_symint(func)
 

@@ -102,7 +102,7 @@ class FinalState:
 
 
 def _writes(swap: StateSwap, carried: Carried, reads: Reads, entries: Entries) -> list[Write | Effect]:
-    """What each call writes to Python state, and to containers among its arguments."""
+    """The writes of each call to Python state, and to containers among its arguments."""
     if reads.journals.read():
         raise Incomplete(carried, read=reads.journals.read())
     passed = logs_among(entries) - swap.call.no_logs
@@ -246,7 +246,7 @@ def _new_gradients(swap: StateSwap) -> dict[str, Any]:
 
 
 def _new_state(swap: StateSwap, skips: list[Any]) -> list[NewEntry]:
-    """What optimizers made; the conditions under which they did not are appended to ``skips``."""
+    """The state that optimizers created; the conditions under which they did not are appended to ``skips``."""
     known = {slot.input.name for slot, _ in swap.pairs}
     names = {id(fake): name for name, fake in swap.fake_of.items()}
     found = []

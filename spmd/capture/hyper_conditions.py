@@ -72,7 +72,7 @@ class HyperGuards:
         )
 
     def at(self, sizes: Sequence[int]) -> HyperGuards | None:
-        """What is left of the conditions where these are the sizes; None if they do not admit them."""
+        """The conditions that remain to be checked at these sizes; None if they do not admit the sizes."""
         rest = replace(self, sizes=tuple(sizes), positions=[], checks=[])
         for positions, check in zip(self.positions, self.checks, strict=True):
             if any(k < self.numbers for k in positions):

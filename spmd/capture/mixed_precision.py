@@ -33,7 +33,7 @@ class _Entry:
     holders: tuple[tuple[dict[str, Any], str], ...]
 
     def get(self) -> Any:
-        """What the module holds now."""
+        """The tensor that the module holds now."""
         holder, key = self.holders[0]
         return holder.get(key)
 

@@ -117,7 +117,7 @@ def _keys(captured: Captured) -> dict[fx.Node, str]:
 
 
 def _constant_ids(captured: Captured) -> list[str]:
-    """What each constant is, in order: they are numbered as they are met."""
+    """The identity of each constant, by its contents, in order: names only number constants as they are met."""
     return [f"constant {c.dtype} {list(c.shape)} {_bytes_digest(c)}" for c in captured.constants]
 
 
@@ -126,7 +126,7 @@ def _bytes_digest(constant: torch.Tensor) -> str:
 
 
 def _output_ids(captured: Captured) -> list[str]:
-    """What each output is: a result by its path in what the step returns, all else by its name."""
+    """The identity of each output: a result by its path in what the step returns, all others by name."""
     leaves = zip(captured.result_leaves, paths_of(captured.result_spec), strict=True)
     paths = {leaf.index: path for leaf, path in leaves if isinstance(leaf, FromOutput)}
     index, found = count(), []

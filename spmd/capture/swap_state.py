@@ -134,7 +134,7 @@ class StateSwap:
         stack.enter_context(traced.watch_steps())
 
     def objects_in_groups(self) -> Iterator[tuple[str, Any]]:
-        """What can change in place in parameter groups, by name: groups are dicts, whose reads nothing observes."""
+        """Mutable objects in parameter groups, by name: groups are dicts, whose reads nothing observes."""
         for path, index, group, _ in self.groups:
             for key, value in group.items():
                 if key not in ("params", *SCHEDULER_NOTES) and _can_change(value):

@@ -174,7 +174,7 @@ class Trace:
         return list(map(stand_in, self.call.arguments.leaves))
 
     def _around(self, swap: StateSwap) -> list[Any]:
-        """What of the user's runs besides the function: hooks on parameters, and function modes."""
+        """The user's code that runs besides the function: hooks on parameters, and function modes."""
         found = [(f"a hook on {name}", hook) for name, live in swap.live_of.items() for hook in _hooks_on(live)]
         found += [("a function mode", mode) for mode in self._modes]
         self.reads.names.update((id(each), name) for name, each in found)

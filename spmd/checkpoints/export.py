@@ -60,7 +60,7 @@ def export(
 
 
 def _selected(prepared: Prepared, only: str | Sequence[str] | None, ranks: Together) -> Prepared:
-    """What has a name that a pattern of ``only`` matches; None matches all."""
+    """Select the entries whose names match a pattern of ``only``; None selects all."""
     if only is None:
         return prepared
     tree, patterns = prepared.trees[""], [only] if isinstance(only, str) else list(only)

@@ -66,7 +66,7 @@ def load_optimizer(optimizer: Optimizer, tree: dict[str, Any], names: list[list[
 
 
 def by_number(tree: dict[str, Any], state_dict: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """What the optimizer with this ``state_dict`` and these ``names`` loads, of the ``tree`` that ``by_name`` made.
+    """The part of a ``tree`` of ``by_name`` that the optimizer with this ``state_dict`` and these ``names`` loads.
 
     State of parameters that it does not have is left out; of those that the tree does not have, it keeps its own.
     """

@@ -1,4 +1,4 @@
-"""What a save is about to write: this rank's parts of tensors by name, and plain values that all ranks have."""
+"""Prepare a save: read this rank's parts of tensors, and plain values; compare those that ranks must agree on."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def part_like(whole: torch.Tensor, other: DTensor) -> DTensor:
 
 
 def _lines(prepared: Prepared, left_out: frozenset[str]) -> list[str]:
-    """What must be equal on all ranks, a line each; without the values of those ``left_out``."""
+    """The entries that must be equal on all ranks, a line each; without the values of those ``left_out``."""
     lines = [
         f"{name} = {tensor.dtype}{list(tensor.shape)}" if name in left_out else line_of(name, tensor)
         for name, tensor in prepared.tensors.items()

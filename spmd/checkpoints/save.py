@@ -42,9 +42,9 @@ def save(
     (``spmd.rng_state``) is saved, too. Each rank writes its parts, and ``spmd.load`` reads them into any other layout.
 
     - ``step``: write ``folder/step-<step>``; without it, ``folder`` itself is the checkpoint, in place of an older one.
-    - ``keep``: afterwards remove all but so many of the newest steps.
+    - ``keep``: afterwards remove all but the ``keep`` newest steps.
     - ``wait``: False returns at once, and a thread writes while training goes on. Parameters and optimizer state of
-      compiled steps, on the CPU, are not copied: who writes to them first waits until they have been read. All else is
+      compiled steps, on the CPU, are not copied: the first write to them waits until they have been read. All else is
       copied before the call returns.
 
     Returns a handle with ``done()``, ``wait()`` and ``error``. A save that fails in the background is logged, and its
@@ -166,7 +166,7 @@ class _Background:
     lengths: dict[str, int] = field(default_factory=dict)
 
     def reads(self, files: list[File], ranks: int) -> Iterator[Read]:
-        """What is to be read, in order: files, then what is compared with other ranks. Copies what may change.
+        """The reads of a save, in order: files, then tensors that ranks compare. Copies tensors that may change.
 
         Each file is read at once, and so is each tensor that is compared.
         """

@@ -85,7 +85,7 @@ def plan_files(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dty
 
 @dataclass(frozen=True)
 class _Plan:
-    """What this rank writes of tensors in this ``layout``: the items of each file, by number.
+    """This rank's part of a save of tensors in this ``layout``: the items that it writes to each file, by number.
 
     ``token``: the same on the ranks that made the plan together, and of no other plan.
     """
@@ -108,7 +108,7 @@ _last: _Plan | None = None  # made last: the next save is mostly of the same
 
 
 def _layout(tensors: Tensors, dtype: torch.dtype | None, ranks: Together) -> Any:
-    """What a plan depends on, on this rank."""
+    """Everything that a plan depends on, on this rank."""
     meshes: dict[int, Any] = {}
 
     def placed(tensor: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What is stored in a folder: a checkpoint of ours, or safetensors files of another tool, such as Hugging Face's."""
+"""A stored checkpoint: a folder of ours, or safetensors files of another tool, such as Hugging Face's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stored:
 
     @classmethod
     def read(cls, folder: Path, objects: Objects) -> Stored:
-        """What there is for these objects. Raises ``SpmdError`` with the name of a file that is damaged."""
+        """Find what a folder stores for these objects. Raises ``SpmdError`` with the name of a file that is damaged."""
         return _of_ours(folder) if (folder / MARKER).is_file() else _of_others(folder, objects)
 
     def source(self, name: str) -> str:

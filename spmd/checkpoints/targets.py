@@ -52,7 +52,7 @@ class Targets:
         self.trees[name] = map_leaves(stored, take, name)
 
     def _add_model(self, name: str, objects: Objects, stored: dict[str, Any]) -> None:
-        """What the model has is what it loads: stored values take the place of its own, and it keeps all others."""
+        """Add the targets of a model: stored values under its own names, its own values where none is stored."""
         tree = dict(objects.trees[name])
         for key, live in tree.items():
             path, leaf = f"{name}.{key}", stored.get(key, live)

@@ -47,7 +47,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _saved(value: Any) -> bytes | None:
-    """What ``torch.save`` writes, if it can be loaded again without executing code."""
+    """The bytes that ``torch.save`` writes; None unless they load again without executing code."""
     file = io.BytesIO()
     try:
         torch.save(value, file)

@@ -63,7 +63,7 @@ class DeferredUpdate:
         return self.bundle.programs["steady"]
 
     def of_call(self, arguments: Arguments, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], list[Any]]:
-        """What runs a call on these state tensors: it takes inputs and returns results, as the whole program does."""
+        """Make a function that runs a call on these state tensors; it takes and returns what the whole program does."""
         owners = [*arguments.modules.values(), *arguments.optimizers.values()]
 
         def run(inputs: Sequence[Any]) -> list[Any]:

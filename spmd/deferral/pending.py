@@ -28,7 +28,7 @@ _GETSTATE = "__getstate__"
 
 
 class Finisher(Protocol):
-    """What has an update pending."""
+    """An object that has an update pending."""
 
     def owners(self) -> list[Any]:
         """The modules and optimizers whose state it updates."""
@@ -52,7 +52,7 @@ def remove(finisher: Finisher) -> None:
 
 
 def pending_on(owners: Iterable[Any]) -> list[Finisher]:
-    """What has an update of one of ``owners`` pending, in the order in which they became so."""
+    """The finishers that have an update of one of ``owners`` pending, oldest first."""
     remove_stale()
     found = set(map(id, owners))
     each = [hooks.finisher for hooks in _pending.values()]
@@ -137,7 +137,7 @@ class Hooks:
 
 
 class _CopiedState:
-    """What ``copy`` and ``pickle`` ask a module for, in the place of its class's ``__getstate__``."""
+    """A module's ``__getstate__`` for ``copy`` and ``pickle``: finishes the update, then calls that of the class."""
 
     def __init__(self, module: nn.Module, hooks: Hooks) -> None:
         self._module, self._hooks = module, hooks

@@ -16,7 +16,7 @@ from ..call.state import NO_INSTANCES, Arguments
 
 @dataclass
 class FoundOwners:
-    """What was found when a program was compiled; nothing of it is kept alive."""
+    """The owners found when a program was compiled; keeps none of them alive."""
 
     paths: list[Path]
     expected: list[weakref.ref[Any]]
@@ -26,7 +26,7 @@ class FoundOwners:
 
     @classmethod
     def of(cls, arguments: Arguments) -> FoundOwners:
-        """What there is now."""
+        """Record the owners that ``arguments`` have now."""
         values = [each.value for each in arguments.found]
         settings = list(map(_settings_of, values))
         paths = [each.path for each in arguments.found]

@@ -34,7 +34,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Live:
-    """What a call runs on, read once: state ``tensors``, as ``layout.names``, and ``numbers``, as ``groups.names``."""
+    """The live state of a call, read once: ``tensors``, as ``layout.names``, and ``numbers``, as ``groups.names``."""
 
     tensors: list[torch.Tensor]
     numbers: list[Any]
@@ -144,7 +144,7 @@ class Guards:
         return None if live is None else (arguments, live)
 
     def live(self, arguments: Arguments) -> Live | None:
-        """What a call runs on; None if state is laid out otherwise."""
+        """The live state of a call; None if state is laid out otherwise."""
         tensors = self.layout.read(arguments)
         return None if tensors is None else Live(tensors, self.groups.values(arguments))
 
@@ -161,7 +161,7 @@ class Guards:
         return live if self.conditions.hold_for_state(self.layout.names, live.tensors) else None
 
     def differences(self, arguments: Arguments, slots: Sequence[Slot]) -> list[str]:
-        """What differs between a call and the compiled one, in the user's words: one or more sentences.
+        """The differences between a call and the compiled one, in the user's words: one or more sentences.
 
         Of the arguments, or of one kind of Python state, it is the first that differs; of tensors each one.
         """

@@ -155,7 +155,7 @@ class Leaves:
         return [name for name, spec in zip(self.names, self.expected, strict=True) if isinstance(spec, TensorSpec)]
 
     def tensor_specs(self) -> list[TensorSpec]:
-        """What is expected of each."""
+        """The expected spec of each of those."""
         return [spec for spec in self.expected if isinstance(spec, TensorSpec)]
 
     def tensors(self, arguments: Arguments) -> list[torch.Tensor]:
@@ -211,7 +211,7 @@ def can_be_live(before: Any, now: Any) -> bool:
 
 
 def expectation(value: Any, named: frozenset[str] = frozenset()) -> Any:
-    """What a later value is compared with: a tensor's spec, a scaler's settings, or ``value`` itself.
+    """The expectation that later values are compared with: a tensor's spec, a scaler's settings, or ``value`` itself.
 
     ``named``: the attributes of tensors that count.
     """

@@ -46,7 +46,7 @@ class TensorPositions:
 
 
 def _value_or_type(value: Any) -> Any:
-    """What must stay the same of an entry that is no tensor: of a number that each call reads anew, its type."""
+    """The part of an entry that must not change, if it is no tensor: the type of a number that each call reads anew."""
     return type(value) if is_number(value) else value
 
 

@@ -44,7 +44,7 @@ class WeakValues:
                     yield each
 
     def of(self, value: Any, within: tuple[int, ...] = ()) -> Any:
-        """What ``matches`` compares with: ``value`` where there is nothing to refer to weakly."""
+        """The form of ``value`` that ``matches`` compares with; ``value`` where there is nothing to refer to weakly."""
         if self._is_one(value):
             return weakref.ref(value)
         if not isinstance(value, _CONTAINERS) or id(value) in within:

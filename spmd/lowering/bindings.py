@@ -96,7 +96,7 @@ def _has_tensor(node: fx.Node) -> bool:
 
 
 def _example(node: fx.Node) -> Any:
-    """What stands for an argument: tensors without data, and for a number that a call brings any number."""
+    """An example of an argument: tensors have no data, and a number that a call brings is an arbitrary one."""
     val = node.meta.get("val")
     if isinstance(val, (torch.SymFloat, float)):
         return 0.5

@@ -20,7 +20,7 @@ Given = Callable[[str], Sequence[Any]]  # the inputs of a program that are not p
 
 
 class BundleExecutable:
-    """What the rank at ``coordinate`` runs, lowered, and what it has in flight between programs and between calls."""
+    """The lowered programs of the rank at ``coordinate``, and values in flight between programs and between calls."""
 
     def __init__(
         self, bundle: Bundle, coordinate: int, arenas: Arenas, commit: Commit, regions: CompiledRegions | None = None
@@ -69,7 +69,7 @@ class _Lowered:
         self.pending = [(each.name, k) for k, each in enumerate(returned) if each.kind is OutputKind.PENDING]
 
     def as_inputs(self, taken: dict[str, Any]) -> list[Any]:
-        """What was taken from channels, as the program takes it: a tensor in a list, from which it goes once read."""
+        """Turn values taken from channels into inputs: a tensor comes in a list, from which the program takes it."""
         return [[taken.pop(name)] if is_taken else taken.pop(name) for name, is_taken in self._taken]
 
 

@@ -1,4 +1,4 @@
-"""What measures each node of a program while it runs: a tick between any two."""
+"""A clock that measures each node of a program while it runs: a tick between any two nodes."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Bound:
         return [inputs[k] for k in self._given]
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the graph returns."""
+        """Run the graph, and return its outputs."""
         gradients, update = self.halves(*inputs)
         if self.clock is not None:
             self.clock.restart()
@@ -188,7 +188,7 @@ def is_fixed(node: fx.Node, declared: Input) -> bool:
 def is_taken(node: fx.Node, declared: Input) -> bool:
     """Whether an input is a tensor that the call before has left, and that goes as soon as it has been read.
 
-    It is handed over in a list, from which the code takes it: who calls holds on to arguments until the end.
+    It is handed over in a list, from which the code takes it: the caller holds on to arguments until the end.
     """
     return declared.role is Role.PENDING and isinstance(node.meta.get("val"), torch.Tensor)
 
@@ -300,7 +300,7 @@ class _Writer:
         self.each_call.append(line)
 
     def _write_on_stream(self, node: fx.Node, on: str) -> None:
-        """Issue a transfer on its stream; a wait stands for its operand, since the operations say who waits for it."""
+        """Issue a transfer on its stream; a wait stands for its operand, since stream operations do the waiting."""
         name, target = self.names[node], _returned_argument(node)
         if target is not None and self._all_fixed(_nodes(target)):
             self.fixed.add(node)

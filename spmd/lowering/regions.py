@@ -47,7 +47,7 @@ class CompiledRegions:
         self._made: WeakValueDictionary[str, CompiledRegion] = WeakValueDictionary()
 
     def compiled(self, region: Region) -> CompiledRegion:
-        """What computes ``region``, compiled now unless an equal one was."""
+        """The compiled form of ``region``; compiles it unless an equal region was compiled."""
         key = key_of(region)
         found = self._made.get(key)
         if found is None:
@@ -69,7 +69,7 @@ class CompiledRegions:
 
 
 class CompiledRegion:
-    """What a backend made of a region. It returns tensors that are laid out as planned, in memory of their own."""
+    """A region that a backend compiled. It returns tensors laid out as planned, in memory of their own."""
 
     def __init__(self, region: Region, function: Callable[..., Any]) -> None:
         self.region, self._function = region, function

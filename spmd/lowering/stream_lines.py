@@ -1,7 +1,7 @@
 """The operations of a stream program as lines of generated code.
 
 A node that runs on a stream of its own is issued with that as the current stream, into memory that was allocated as the
-stream goes on that computes. The waits in the graph have no line: the operations say who waits for what.
+stream goes on that computes. The waits in the graph have no line: the stream program has operations for them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StreamLines:
         self.freed = {node for nodes in self._freed.values() for node in nodes}  # their names have their own lines
 
     def prepare(self) -> Iterator[str]:
-        """What is made once: streams and events."""
+        """The lines that run once: they make streams and events."""
         device = self._name(self._device)
         for stream, name in self._streams.items():
             if stream != COMPUTE:
@@ -71,7 +71,7 @@ class StreamLines:
             yield from self._line(self._pending.pop(), {}, ())
 
     def on(self, node: fx.Node) -> str:
-        """What opens a line that issues ``node`` on a stream of its own; empty for what computes or the host does."""
+        """The prefix of a line that issues ``node`` on its own stream; empty for the compute stream and the host."""
         stream = self._stream.get(node, COMPUTE)
         return "" if stream in (COMPUTE, HOST) else f"with {self._name(self._device)}.on({self._streams[stream]}): "
 
@@ -102,7 +102,7 @@ def _freed(memory: TouchedMemory, streams: StreamProgram) -> dict[Free, list[fx.
 
 
 def allocation(node: fx.Node) -> Callable[..., Tensor] | None:
-    """What makes memory for the result of a transfer, of the transfer's arguments; None where it is given memory."""
+    """The function that allocates a transfer's result from the transfer's arguments; None if it is given memory."""
     if node.target in (to_device, to_host):
         return like if node.target is to_device else _like_on_host
     val = node.meta["val"]
@@ -110,7 +110,7 @@ def allocation(node: fx.Node) -> Callable[..., Tensor] | None:
 
 
 def writer(node: fx.Node) -> Callable[..., Any]:
-    """What performs a transfer into memory that it gets as ``out``, behind its other arguments."""
+    """The function that performs a transfer into memory given as ``out``, after its other arguments."""
     if node.target in (to_device, to_device_out):
         return _to_device
     if node.target is to_host:

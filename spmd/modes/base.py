@@ -31,7 +31,8 @@ class ParallelMode(ABC):
     - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``.
     - ``units``: the modules whose parameters are communicated together, None for what passes form.
     - ``ignored``: state that ranks do not make equal; ``sync``: False if they make none equal.
-    - ``reshard_after_forward``: a number, if so many ranks keep gathered parameters together until backward.
+    - ``reshard_after_forward``: a number is the size of the groups of ranks that keep gathered parameters together
+      until backward.
     - ``mp_policy``: the dtypes of modules without an annotation. ``offload_policy``: keeps their state in host memory.
     - ``param_init_fn``: initializes a module that is on the meta device.
     - ``defer_updates``: whether a call leaves its reductions and its update to the next one.

@@ -21,7 +21,7 @@ _WIRE = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Split:
-    """What is split over the axes of the role "shard": parameters by ``style``, or optimizer state alone."""
+    """The state split over the axes of the role "shard": parameters by ``style``, or optimizer state alone."""
 
     style: Style
     shards_optimizer: bool

@@ -78,7 +78,7 @@ class Choice:
 
     @classmethod
     def of(cls, options: Sequence[Option], operands: int) -> Choice:
-        """The choice of one option per mesh axis, for so many operands, without moves."""
+        """The choice of one option per mesh axis, without moves; ``operands``: the number of operands."""
         reads = tuple(tuple(option.operands[k] for option in options) for k in range(operands))
         columns = zip(*(option.results for option in options), strict=True)
         gives = tuple(None if column[0] is None else column for column in columns)

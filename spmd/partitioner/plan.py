@@ -44,9 +44,9 @@ class Plan:
 
     ``reduce_dtypes``: for single parameters, by name, another dtype than that option; None is their own.
 
-    ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``kept_by``: of these, the
-    parameters that so many ranks, which follow each other, keep together until then. ``prefetch``: how many units ahead
-    of their readers these gathers may start, in forward and in backward. ``limit_gathers``: how many units may be
+    ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``kept_by``: of these,
+    by name, the size of the groups of consecutive ranks that keep one together until then. ``prefetch``: how many units
+    ahead of their readers these gathers may start, in forward and in backward. ``limit_gathers``: how many units may be
     gathered at once, with the one that is read next; also of those that are kept whole then.
 
     ``memory``: of parameters that are not on the device, by name; their gradients and optimizer state go with them.

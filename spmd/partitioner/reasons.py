@@ -52,7 +52,7 @@ def for_output(value: fx.Node, output: Output, context: Context) -> Reason:
 
 
 def _role(node: fx.Node, context: Context) -> str:
-    """What kind of value a node holds."""
+    """The kind of value that a node holds."""
     if node in context.inputs:
         return str(context.inputs[node].role)
     return "update" if node.meta.get("phase") is Phase.UPDATE else str(Role.ACTIVATION)

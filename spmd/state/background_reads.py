@@ -1,4 +1,4 @@
-"""Background reads: state that a thread reads where it lies, while training goes on; who writes to it waits first.
+"""Background reads: a thread reads state in place while training goes on; writers block until theirs is read.
 
 A save in the background (``spmd/checkpoints/background.py``) copies no state. Forward and backward run while it reads.
 Before a program writes to a tensor, it asks here whether that was read (``codegen.py``: one look at a flag while
@@ -31,7 +31,7 @@ class Read:
     tensors: dict[str, torch.Tensor]
     work: Callable[[], None]
     is_over: threading.Event = field(default_factory=threading.Event)
-    is_awaited: bool = False  # by somebody who may write to the tensors afterwards
+    is_awaited: bool = False  # by a writer that may write to the tensors afterwards
     changed_before: list[str] = field(default_factory=list)  # what had been written to when it was awaited
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Read:
     def changed(self) -> list[str]:
         """The tensors that somebody wrote to without waiting."""
         written = self._written_to()
-        return self.changed_before if self.is_awaited else written  # asked last: who waited may be writing by now
+        return self.changed_before if self.is_awaited else written  # asked last: a waiting writer may be writing by now
 
     def _written_to(self) -> list[str]:
         pairs = zip(self.tensors.items(), self.versions, strict=True)

@@ -192,7 +192,7 @@ class _Certification:
         return _first([*found, shown])
 
     def expected(self) -> dict[str, Any]:
-        """What the captured program returns and leaves in its inputs, by name."""
+        """The values that the captured program returns and leaves in its inputs, by name."""
         given = [self.whole.env[node] for node in self.captured.placeholders]
         return values_after(self.captured, given, self.whole.returned)
 
@@ -209,7 +209,7 @@ class _Certification:
                 yield from self.compared(name, value, after[name], machine)
 
     def compared(self, name: str, value: Any, own: Any, machine: Machine) -> Iterator[Certificate]:
-        """What is wrong with one output of a rank, or not shown."""
+        """Compare one output of a rank with the expected value; yields a certificate if it is wrong or not shown."""
         placed = _placements(machine.program).get(name, ())
         if not self._is_output(value, own, placed, machine.program):
             yield self._mismatch(name, own, placed, machine)

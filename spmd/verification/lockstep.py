@@ -133,7 +133,7 @@ class _Rendezvous:
     results: list[Any] | None = None
 
     def result(self, coordinate: int) -> Any:
-        """What a rank gets; operands are read when the first one waits."""
+        """The result of a rank; operands are read when the first rank waits."""
         if self.results is None:
             operands, arguments = zip(*(self.brought[k] for k in range(self.size)), strict=True)
             self.results = SEMANTICS[self.nodes[0].target](operands, arguments)
@@ -141,7 +141,7 @@ class _Rendezvous:
 
 
 class Crossing:
-    """What crosses from ranks of one program to those of another: messages, and collectives of both."""
+    """Traffic between ranks of one program and those of another: messages, and collectives of both."""
 
     def __init__(self) -> None:
         self._letters: dict[Any, deque[_Letter]] = defaultdict(deque)
@@ -157,7 +157,7 @@ class Crossing:
         return letter
 
     def arrived(self, program: Program, node: fx.Node, is_taken: bool) -> Tensor | None:
-        """What a rank receives next from the peer of ``node``; None while nothing was sent."""
+        """The next message for a rank from the peer of ``node``; None while none was sent."""
         letters = self._letters[ends_of(program, node)]
         if not letters:
             return None
@@ -191,7 +191,7 @@ class Crossing:
 
 
 def ends_of(program: Program, node: fx.Node) -> tuple[Any, ...]:
-    """What the two ends of a message have in common: the axis, and the coordinates of sender and receiver."""
+    """The key that both ends of a message share: the axis, and the coordinates of sender and receiver."""
     axis = program.mesh.axis_of_group(group_of(node))
     others, coordinate = _position(program.mesh, group_of(node), node)
     ends = (coordinate, peer_of(node)) if kind_of(node) is Kind.SEND else (peer_of(node), coordinate)

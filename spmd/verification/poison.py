@@ -1,4 +1,4 @@
-"""Memory that shows whether it was read too early: it holds NaN, or the largest number, until a result is there."""
+"""Fill memory with NaN, or the largest integer, until a result is written, so that an early read shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def poisoned(val: Any, device: torch.device | None = None) -> Any:
 
 
 def poison(tensors: Sequence[Tensor]) -> None:
-    """NaN, or the largest number, so that an early read shows."""
+    """Fill with NaN, or the largest number of an integer dtype, so that an early read shows."""
     for x in tensors:
         if x.is_floating_point() or x.is_complex():
             x.fill_(float("nan"))

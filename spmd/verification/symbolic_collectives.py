@@ -52,7 +52,7 @@ class _Message:
 
 @dataclass
 class Messages:
-    """What ranks of several programs send to each other: by the two ends, symbols and the node that sent them."""
+    """Messages between ranks of several programs, by their two ends: symbols and the node that sent them."""
 
     letters: dict[Any, deque[tuple[fx.Node, Tensor]]] = field(default_factory=lambda: defaultdict(deque))
     moves: int = 0  # how often something was sent or received

@@ -238,4 +238,4 @@ ARITHMETIC: dict[str, Callable[..., Tensor]] = {
     "addcdiv": lambda x, y, z, value=_ONE: plus(x, times(value, over(y, z))),
     "lerp": lambda x, end, weight: plus(x, times(weight, minus(end, x))),
 }
-"""What the ops mean that are sums, products and quotients of elements, by name."""
+"""Symbolic semantics of the ops that are sums, products and quotients of elements, by name."""

@@ -59,7 +59,7 @@ class TracedSizes:
     are_symbolic: bool = True
 
     def shape_env(self) -> NumberEnv:
-        """What holds the symbols of a trace, and the conditions on them."""
+        """Make the shape environment of a trace, which holds its symbols and the conditions on them."""
         kind = SizeEnv if self.sizes and self.are_symbolic else NumberEnv
         return kind(allow_dynamic_output_shape_ops=False)  # a shape that depends on values raises at its line
 

@@ -18,7 +18,7 @@ from .writes import GroupEntry, Write
 def group_changes(
     groups: Iterable[tuple[str, int, dict[str, Any], dict[str, Any]]], carried: Carried
 ) -> tuple[list[Write], Carried]:
-    """What each call writes to groups, given as (optimizer, index, group, its entries before), and what to carry.
+    """Each call's writes to groups, given as (optimizer, index, group, its entries before), and what to carry.
 
     Raises ``CaptureError`` for changes of anything but numbers.
     """

@@ -76,7 +76,7 @@ def _target(journal: Journal | LogCall | None) -> Reference | ArgumentLog | LogC
 
 
 def effects_of(written: Iterable[Written]) -> list[Effect]:
-    """What each call repeats."""
+    """The effects that each call repeats."""
     found = []
     for each in written:
         if each.changed():

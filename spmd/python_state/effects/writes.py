@@ -1,4 +1,4 @@
-"""What each call of a program writes back to Python state, and which of that state it must take as inputs.
+"""Find what each call of a program writes back to Python state, and which of that state must be its inputs.
 
 In come the changes that one trace of a step found. Numbers, strings and flags are written back as they are; tensors
 and numbers that the graph computes become outputs. What was read before it was written, and differs from call to call,
@@ -138,7 +138,7 @@ class _Explained:
 
 
 def _to_carry(change: Change, explained: _Explained) -> Carried:
-    """What must be an input, since the step read the value before it wrote another."""
+    """The state that must be an input, since the step read the value before it wrote another."""
     if change.grew:
         refused = explained.reads.journals.refused
         lines = next((refused[id(each)] for each in containers_in(change.after) if id(each) in refused), Lines())
@@ -161,7 +161,7 @@ def _to_carry(change: Change, explained: _Explained) -> Carried:
 
 
 def _write(change: Change, explained: _Explained) -> Write:
-    """What to write back. A tensor with its graph becomes one without, where the step itself never reads it."""
+    """The write of a change. A tensor with its graph becomes one without, where the step itself never reads it."""
     leaves, spec = tree_flatten(change.after)
     leaves = [bool(leaf) if isinstance(leaf, torch.SymBool) else passed_on(leaf) for leaf in leaves]
     for leaf in leaves:

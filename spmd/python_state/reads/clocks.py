@@ -39,7 +39,7 @@ def is_clock(value: Any) -> bool:
 
 
 def refusing(clock: Callable[[], Any]) -> Callable[[], Any]:
-    """What stands in the place of ``clock`` while this thread traces."""
+    """Make a stand-in for ``clock`` that raises if the step asks it while this thread traces."""
     return _refusing(_CLOCKS[clock], clock)
 
 

@@ -121,7 +121,7 @@ class Journal:
             self.read(next(iter(self.entries.values())).line)
 
     def changes(self) -> Iterator[Change]:
-        """What the step reads of a dict, with what it leaves there."""
+        """The entries of a dict that the step reads, each with the value that the step leaves there."""
         for key, each in self.entries.items():
             after = dict.get(self.stand_in, key)
             yield Change(self._site(key), each.value, after, True, [each.value])
@@ -159,7 +159,7 @@ class Journals:
         self.carry: Callable[[list[ReadSite]], None] = lambda sites: None  # raises, so that these become inputs
 
     def changes(self) -> list[Change]:
-        """What the step reads of dicts, with what it leaves there."""
+        """The entries of dicts that the step reads, each with the value that the step leaves there."""
         return [change for journal in self.by_id.values() for change in journal.changes()]
 
     def logged(self) -> list[Written]:
@@ -224,7 +224,7 @@ def _is_of_entry(written: Written) -> bool:
 
 
 class Recording:
-    """What the recording classes have in common."""
+    """Base of the recording classes."""
 
     _journal: Journal
 

@@ -99,7 +99,7 @@ class Reference:
         return self.holder.address if isinstance(self.holder, ReadSite) else id(self.holder), self.key
 
     def get(self) -> Any:
-        """What is there now; ``MISSING`` if nothing is."""
+        """The value there now; ``MISSING`` if there is none."""
         if isinstance(self.holder, ReadSite):
             return self.holder.get()
         try:
@@ -108,7 +108,7 @@ class Reference:
             return MISSING
 
     def find(self, arguments: Any) -> Any:
-        """What a call has there, whatever its arguments."""
+        """The value there in a call, whatever its arguments."""
         return self.get()
 
     def put(self, value: Any) -> None:

@@ -113,7 +113,7 @@ class Refusals:
         self.in_vain: list[str] = []  # names of what needs a stand-in and lies where none can be put
 
     def stand_in(self, value: Any, name: str) -> Any:
-        """What stands in the place of ``value``; None if it needs nothing."""
+        """The stand-in for ``value``; None if it needs none."""
         if isinstance(value, _BOUND):  # ``it.__next__``
             owner = self.stand_in(value.__self__, name)
             return None if owner is None else getattr(owner, value.__name__)
