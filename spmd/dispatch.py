@@ -247,7 +247,8 @@ class Dispatch:
         """The Python state that the programs so far write, of the models of a call: what may be inputs of the next."""
         alive = [compiled.captured for compiled in self._own(call)]
         found = reduce(or_, [captured.all_carried() for captured in alive], Carried())
-        return replace(found, numbers=tuple(n for n in found.numbers if n.name not in self._live), leaves=())
+        numbers = tuple(number for number in found.numbers if number.name not in self._live)
+        return replace(found, numbers=numbers, leaves=(), unread=())
 
     def find_capture(self, call: Call, all_gather_text: AllGatherText) -> tuple[SharedCapture | None, Carried]:
         """The capture that serves a call, if there is one on all ranks, and the numbers that a new one takes as inputs.

@@ -255,7 +255,7 @@ class CompiledStep:
             notes, modes = self._settle(call, agreement), torch_settings()
         with stages.stage("capture"):
             captured, reads, any_size = capture_call(self._function, call, name, options, self._dispatch, agreement)
-            check_memory(captured.program, call, captured.carried)
+            check_memory(captured.program, call, captured.carried, captured.constants)
             captured.program.notes += [*notes, *call.notes]
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():

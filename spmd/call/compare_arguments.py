@@ -76,7 +76,7 @@ def compare_arguments(
     """
     own = _Passed.of(arguments, inputs)
     by_rank = [_Passed(**json.loads(text)) for text in all_gather_text(json.dumps(asdict(own)))]
-    differing = _differing_values(own, by_rank, ranks)
+    differing = _differing_values(by_rank, ranks)
     if not all(each.names_tensors_as(by_rank[0]) for each in by_rank):
         return Compared({}, [], differing)  # on all ranks: the comparison of programs finds what some do not have
     for each in inputs:
@@ -97,9 +97,10 @@ def _passed_shape(argument: BatchInput) -> list[int]:
     return list(argument.shape if argument.is_uneven else argument.value.shape)
 
 
-def _differing_values(own: _Passed, by_rank: Sequence[_Passed], ranks: Sequence[int]) -> list[str]:
-    """A sentence for each Python value of this rank that is another one on some rank."""
-    values = [(name, [other.values.get(name) for other in by_rank]) for name in own.values]
+def _differing_values(by_rank: Sequence[_Passed], ranks: Sequence[int]) -> list[str]:
+    """A sentence for each Python value that is another one on some rank, or is passed on some ranks alone."""
+    names = dict.fromkeys(name for other in by_rank for name in other.values)  # the same on all ranks
+    values = [(name, [other.values.get(name) for other in by_rank]) for name in names]
     return [_passed(name, ranks, given) for name, given in values if _differ(given)]
 
 

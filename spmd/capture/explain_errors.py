@@ -49,7 +49,7 @@ def explained_errors(
         name = getattr(function, "__qualname__", type(function).__name__)
         where = _describe_location(error.__traceback__, function, arguments)
         reason = _reason(error)
-        if reason is None and not is_from_users_code(error):
+        if reason is None and not (is_users(error) or is_from_users_code(error)):
             raise explained(
                 CaptureError, f"capture of {name}", error, f"{describe_failed_op(error)}\n    {where}"
             ) from error

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .._torch import SYMBOLIC_MATH
+from ..unexpected_errors import mark_as_users
 
 _SYMBOLS = (torch.SymFloat, torch.SymInt)
 
@@ -29,9 +30,14 @@ def symbolic_math() -> Iterator[None]:
     builtins.min, builtins.max = _of_items(least, torch.sym_min), _of_items(most, torch.sym_max)
     for name, symbolic in _MATH.items():
         setattr(math, name, _with_symbols(before[name], symbolic))
+    divisions = {name: getattr(torch.SymFloat, name) for name in _DIVISIONS}
+    for name, division in _DIVISIONS.items():
+        setattr(torch.SymFloat, name, division)
     try:
         yield
     finally:
+        for name, division in divisions.items():
+            setattr(torch.SymFloat, name, division)
         builtins.min, builtins.max = least, most
         vars(math).update(before)
 
@@ -41,7 +47,7 @@ def _of_items(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) ->
     def extended(*args: Any, **kwargs: Any) -> Any:
         items = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
         if kwargs or not any(isinstance(item, _SYMBOLS) for item in items):
-            return plain(*args, **kwargs)
+            return _of_the_user(plain, *args, **kwargs)
         return reduce(symbolic, items)
 
     return extended
@@ -50,9 +56,18 @@ def _of_items(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) ->
 def _with_symbols(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Any:
     @wraps(plain)
     def extended(*args: Any) -> Any:
-        return symbolic(*args) if any(isinstance(each, _SYMBOLS) for each in args) else plain(*args)
+        return symbolic(*args) if any(isinstance(each, _SYMBOLS) for each in args) else _of_the_user(plain, *args)
 
     return extended
+
+
+def _of_the_user(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns; an error in it is the user's."""
+    try:
+        return plain(*args, **kwargs)
+    except Exception as error:
+        mark_as_users(error)
+        raise
 
 
 def _pow(x: Any, y: Any) -> Any:
@@ -63,6 +78,13 @@ def _log(x: Any, base: Any = math.e) -> Any:
     log2 = SYMBOLIC_MATH["log2"]
     return log2(x) * math.log(2) if base == math.e else log2(x) / log2(base)
 
+
+def _floor_divided(a: Any, b: Any) -> Any:
+    """``a // b`` as Python has it: torch rounds the quotient first, so that 1.0 // 0.1 were 10."""
+    return torch.sym_float(round((a - a % b) / b))
+
+
+_DIVISIONS = {"__floordiv__": _floor_divided, "__rfloordiv__": lambda a, b: _floor_divided(b, a)}
 
 _MATH: dict[str, Callable[..., Any]] = {
     **SYMBOLIC_MATH,

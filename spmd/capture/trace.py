@@ -77,6 +77,7 @@ class Trace:
     _modes: tuple[Any, ...] = ()  # function modes of the user's around the call
     _numbers: dict[str, Any] = field(default_factory=dict)  # symbols of arguments, by name
     _unread: list[weakref.ref[Unread]] = field(default_factory=list)
+    _unread_names: list[str] = field(default_factory=list)  # those of them that were read after all
     _pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (name, tensor, its fake)
 
     def graph_module(self) -> fx.GraphModule:
@@ -85,8 +86,8 @@ class Trace:
         self._modes = function_modes()  # it has some of its own
         with use_lazy_graph_module(True):
             made = make_fx(self._run, decomposition_table=first_trace_table(), tracing_mode="fake")(*self.fakes.flat)
-        if any(reference() is not None for reference in self._unread):
-            raise TypeError("the step keeps or returns a text among its arguments")
+        if self._unread_names or any(reference() is not None for reference in self._unread):
+            raise TypeError("the step reads, keeps or returns a text among its arguments")
         return made
 
     def _run(self, *flat: Any) -> list[Any]:
@@ -167,7 +168,7 @@ class Trace:
                 journal.arguments.append((leaf.name, leaf.value.path))
                 return journal.stand_in
             if leaf.name in self.carried.unread:
-                self._unread.append(weakref.ref(unread := Unread(leaf.name)))
+                self._unread.append(weakref.ref(unread := Unread(leaf.name, self._unread_names)))
                 return unread
             return self._numbers.get(leaf.name, self.reads.refusals.stand_in(leaf.value, leaf.name) or leaf.value)
 

@@ -69,6 +69,12 @@ def _selected(prepared: Prepared, only: str | Sequence[str] | None, ranks: Toget
         ranks.fail(ValueError(f"expected only to match names of {', '.join(list(tree)[:3])}, ..., got {only!r}"))
     names = {name for name in tree if any(fnmatch(name, pattern) for pattern in patterns)}
     tensors = {name: tensor for name, tensor in prepared.tensors.items() if name[1:] in names}
+    written = set(tensors)
+    for name in sorted(names):  # of tied tensors the first name that is left
+        first = prepared.ties.get(f".{name}", "")
+        if first in prepared.tensors and first not in written:
+            tensors[f".{name}"] = prepared.tensors[first]
+            written.add(first)
     return replace(prepared, tensors=tensors, trees={"": {name: tree[name] for name in tree if name in names}})
 
 

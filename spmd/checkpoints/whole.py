@@ -32,7 +32,9 @@ def state_dict(model: nn.Module, *optimizers: Optimizer, full: bool = True) -> A
     if full:
         exact = _exact_parts(model, optimizers)
         states[0] |= {
-            name: exact[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in exact
+            name: exact[id(p)]
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if id(p) in exact and name in states[0]
         }
         states = [tree_map(_whole, state) for state in states]
     return states[0] if not optimizers else tuple(states)

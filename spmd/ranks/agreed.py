@@ -43,14 +43,14 @@ def pad_to_longest(batch: Any, *, dim: int = 1, value: float = 0, values: Mappin
     leaves, spec = tree_flatten_with_path(batch)
     keys = [str(getattr(path[-1], "key", getattr(path[-1], "idx", ""))) if path else "" for path, _ in leaves]
     values = dict(values or {})
+    sizes = [_size(leaf, dim) for _, leaf in leaves]
+    gathered = _all_gather([keys, sizes], "spmd.pad_to_longest()")
+    if any(other != keys for other, _ in gathered):
+        found = [other for other, _ in gathered]
+        raise ValueError(f"expected batches of one structure on all ranks, got the keys {found}")
     if unknown := values.keys() - set(keys):
         raise ValueError(f"values has {sorted(unknown)}, but the batch has the keys {sorted(set(keys))}")
-    sizes = [_size(leaf, dim) for _, leaf in leaves]
-    gathered = _all_gather(sizes, "spmd.pad_to_longest()")
-    if any(len(other) != len(sizes) for other in gathered):
-        counts = [len(each) for each in gathered]
-        raise ValueError(f"expected batches of one structure on all ranks, got {counts} values")
-    longest = [max(each) for each in zip(*gathered, strict=True)]
+    longest = [max(each) for each in zip(*(other for _, other in gathered), strict=True)]
     padded = [
         _pad(leaf, dim, length, values.get(key, value))
         for (_, leaf), key, length in zip(leaves, keys, longest, strict=True)

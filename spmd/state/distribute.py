@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -92,18 +91,22 @@ def local_storage(live: torch.Tensor, placement: Placements, call: Call) -> torc
     return local_tensor(live)
 
 
-def check_memory(program: Program, call: Call, carried: Carried) -> None:
+def check_memory(program: Program, call: Call, carried: Carried, constants: Sequence[torch.Tensor] = ()) -> None:
     """Raise ``CaptureError`` if two inputs share memory and the step writes one of them: the other would not see it."""
     written = {output.name for output in program.outputs if output.kind is OutputKind.UPDATE}
     named = [(slot.input.name, slot.local()) for slot in call.slots]
     named += [(leaf.name, local_of(leaf.value)) for leaf in call.arguments.tensors()]
     named += [(each.name, local_of(each.get())) for each in carried.tensors()]
+    named += [("another tensor that the step reads", local_of(each)) for each in constants]
     spans = sorted((*_span(tensor), name) for name, tensor in named if tensor.numel() and not tensor.is_meta)
-    for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end and (name in written or other in written):
-            raise CaptureError(
-                f"{name} and {other} share memory, and the step writes into it: pass one of them, or a clone"
-            )
+    for k, (_, end, name) in enumerate(spans):
+        for start, _, other in spans[k + 1 :]:
+            if start >= end:
+                break
+            if name in written or other in written:
+                raise CaptureError(
+                    f"{name} and {other} share memory, and the step writes into it: pass one of them, or a clone"
+                )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

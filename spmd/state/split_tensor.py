@@ -10,6 +10,7 @@ which would have this rank's part alone.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from passes import SpmdError
 
-from .._torch import DisableTorchFunctionSubclass, local_tensor, tree_flatten, tree_map
+from .._torch import DisableTorchFunctionSubclass, local_tensor, storage_id, tree_flatten, tree_map
 from ..placements import chunk
 from ..ranks.world import describe
 
@@ -33,11 +34,25 @@ _NUMBERS = {
     Tensor.__format__,
 }
 _MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__}
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split()}
 _WAYS_OUT = (
     "inside of `with spmd.unshard(model):` all parameters are whole and plain, `tensor.full_tensor()` gives one whole, "
     "and `spmd.state_dict(model)` all; all ranks call these together"
 )
-_FACTS = {"__get__", "__set__", "size", "stride", "dim", "numel"}  # what says nothing of the values, by name
+# Functions that say nothing of the values, by name.
+_FACTS = set(
+    "__get__ __set__ __len__ size stride dim ndimension numel nelement element_size is_floating_point is_complex "
+    "is_contiguous storage_offset get_device type requires_grad_ register_hook".split()
+)
+# Reductions that have no value for a part without elements.
+_OF_ELEMENTS = set(
+    "max min amax amin aminmax argmax argmin median nanmedian norm vector_norm linalg_vector_norm linalg_norm".split()
+)
+_VIEWS = set(
+    "__getitem__ select narrow view view_as reshape flatten chunk split unbind tensor_split diagonal unfold squeeze "
+    "unsqueeze transpose t permute movedim __iter__".split()
+)
 # What torch says where a DTensor meets plain tensors, has no memory, or where a function has no rule for its split.
 _NO_RULE = ("mixed torch.Tensor and DTensor", "invalid python storage", "Sharding propagation failed")
 
@@ -54,7 +69,10 @@ class SplitTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
-            if _own or getattr(func, "__name__", "") in _FACTS:
+            if not _looks.own and func == _SET_DATA and isinstance(args[0], DTensor):
+                with own_looks():
+                    return _assign(*args)
+            if _looks.own or getattr(func, "__name__", "") in _FACTS:
                 found = func(*args, **kwargs)
                 return split(found) if isinstance(found, DTensor) else found
             with own_looks():
@@ -81,18 +99,29 @@ class SplitTensor(DTensor):
         )
 
 
-_own = 0
+class CopiedView(SplitTensor):
+    """A view of a split tensor that had to be gathered, or moved: a write to it would not reach the tensor."""
+
+    __slots__ = ()
+
+
+class _Looks(threading.local):
+    """How many looks of our own this thread is at, one within the other."""
+
+    own = 0
+
+
+_looks = _Looks()
 
 
 @contextmanager
 def own_looks() -> Iterator[None]:
     """Look at split state as at a DTensor: nothing is reduced, gathered or waited for."""
-    global _own
-    _own += 1
+    _looks.own += 1
     try:
         yield
     finally:
-        _own -= 1
+        _looks.own -= 1
 
 
 def split(tensor: DTensor) -> DTensor:
@@ -106,14 +135,35 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(_whole(args[0]), *args[1:], **kwargs)
     if func in _MEMORY and any(placement.is_shard() for placement in args[0].placements):
         raise SpmdError(f"the memory of a tensor that is split over the ranks is not the whole tensor's: {_WAYS_OUT}")
+    if (func is Tensor.__setitem__ and isinstance(args[0], CopiedView)) or _writes_to(CopiedView, func, args):
+        raise SpmdError(f"{func.__name__} writes into a part of a tensor that had to be gathered: {_WAYS_OUT}")
     if func is Tensor.copy_ and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
         return _write_part(*args[:2])
+    if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
+        whole = _whole(args[0].detach()).clone()
+        func(whole, *tree_map(_whole, args[1:]))
+        _write_part(args[0], whole)
+        return None
+    if isinstance(out := kwargs.get("out"), DTensor):
+        others = {key: value for key, value in kwargs.items() if key != "out"}
+        return _assign(out, func(*tree_map(_whole, args), **tree_map(_whole, others)))
+    name = getattr(func, "__name__", "")
+    if name in _OF_ELEMENTS and any(map(_has_empty_part, tree_flatten((args, kwargs))[0])):
+        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+    is_view = name in _VIEWS and isinstance(args[0], DTensor)
+    is_view = is_view and not any(isinstance(each, Tensor) for each in tree_flatten(args[1:])[0])
+    found = _computed(func, args, kwargs)
+    return _as_views(found, args[0]) if is_view else found
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch computes of DTensors, with sums reduced; else what it computes of whole tensors."""
     try:
         found = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
         if not _is_of_dtensors(error):
             raise
-        if _writes_to_split(func, args):
+        if _writes_to(DTensor, func, args):
             raise SpmdError(
                 f"{func.__name__} writes a plain tensor into one that is split over the ranks: {_WAYS_OUT}. A copy of "
                 "the model that copy.deepcopy makes after the first call of the step is split as the model is"
@@ -129,10 +179,50 @@ def _is_of_dtensors(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or any(each in str(error) for each in _NO_RULE)
 
 
-def _writes_to_split(func: Any, args: tuple[Any, ...]) -> bool:
+def _writes_to(kind: type[DTensor], func: Any, args: tuple[Any, ...]) -> bool:
     name = str(getattr(func, "__name__", ""))
-    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    return in_place and any(isinstance(each, DTensor) for each in tree_flatten(args[:1])[0])
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return in_place and any(isinstance(each, kind) for each in tree_flatten(args[:1])[0])
+
+
+def _has_empty_part(value: Any) -> bool:
+    """Whether some rank has no element of a split tensor, which all ranks know alone."""
+    if not isinstance(value, DTensor):
+        return False
+    axes = zip(value.placements, value.device_mesh.mesh.shape, strict=True)
+    split_over = [(value.shape[p.dim], size) for p, size in axes if isinstance(p, Shard)]
+    return any(length <= (size - 1) * -(-length // size) for length, size in split_over)
+
+
+def _as_views(found: Any, source: DTensor) -> Any:
+    """Views of ``source``; those that lie elsewhere are marked as copies, whole ones as replicated DTensors."""
+
+    def marked(view: Any) -> Any:
+        if not isinstance(view, Tensor):
+            return view
+        if not isinstance(view, DTensor):
+            mesh = source.device_mesh
+            view = split(DTensor.from_local(view, mesh, [Replicate()] * mesh.ndim, run_check=False))
+        elif not isinstance(source, CopiedView) and storage_id(local_tensor(view)) == storage_id(local_tensor(source)):
+            return view
+        view.__class__ = CopiedView
+        return view
+
+    return tree_map(marked, found)
+
+
+def _assign(live: DTensor, value: Tensor) -> DTensor:
+    """Write all of ``live``, from a tensor of its shape."""
+    if value.shape != live.shape:
+        raise SpmdError(
+            f"a tensor of shape {list(value.shape)} was about to take the place of one of {list(live.shape)} that is "
+            f"split over the ranks: {_WAYS_OUT}"
+        )
+    if not isinstance(value, DTensor):
+        return _write_part(live, value)
+    placed: Any = value.detach()
+    local_tensor(live).copy_(local_tensor(placed.redistribute(live.device_mesh, live.placements)))
+    return live
 
 
 def _write_part(live: DTensor, whole: Tensor) -> DTensor:

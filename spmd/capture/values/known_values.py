@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -49,11 +50,13 @@ def _with_writes(needed: set[fx.Node]) -> set[fx.Node]:
     while True:
         views, found = set(needed), set[fx.Node]()
         for node in graph.nodes:
-            if node in needed or not isinstance(node.target, OpOverload):
+            if node in needed:
                 continue
-            if has(node.target, Trait.VIEW) and not views.isdisjoint(node.all_input_nodes[:1]):
+            is_op = isinstance(node.target, OpOverload)
+            is_view = node.target is operator.getitem or (is_op and has(node.target, Trait.VIEW))
+            if is_view and not views.isdisjoint(node.all_input_nodes[:1]):
                 views.add(node)
-            elif has(node.target, Trait.MUTABLE) and not views.isdisjoint(_written(node)):
+            elif is_op and has(node.target, Trait.MUTABLE) and not views.isdisjoint(_written(node)):
                 found |= ancestors([node])
         if found <= needed:
             return needed

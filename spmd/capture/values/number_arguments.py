@@ -94,7 +94,8 @@ def _dropout(input: Tensor, p: Any = 0.5, training: bool = True, inplace: bool =
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training:
         return input
-    kept = (torch.rand_like(input) >= p).to(input.dtype) / (1.0 - p if p < 1.0 else 1.0)
+    drawn = torch.rand_like(input, dtype=torch.promote_types(input.dtype, torch.float32))  # bf16 has 256 values here
+    kept = (drawn >= p).to(input.dtype) / (1.0 - p if p < 1.0 else 1.0)
     return input.mul_(kept) if inplace else input * kept
 
 

@@ -12,19 +12,26 @@ from typing import Any
 class Unread:
     """Raises ``TypeError`` for whatever reads it."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, reads: list[str]) -> None:
+        """``reads``: gets the name at each read, also one of which the step catches the error."""
+        self._name, self._reads = name, reads
 
 
 def _attribute(self: Unread, key: str) -> Any:
     if key == "__class__":  # of which ``isinstance`` asks
         return Unread
-    raise TypeError(f"the step reads {object.__getattribute__(self, '_name')}")
+    raise _read(self)
+
+
+def _read(self: Unread) -> TypeError:
+    name = object.__getattribute__(self, "_name")
+    object.__getattribute__(self, "_reads").append(name)
+    return TypeError(f"the step reads {name}")
 
 
 def _raising(method: str) -> Callable[..., Any]:
     def read(self: Unread, *_: Any) -> Any:
-        raise TypeError(f"the step reads {object.__getattribute__(self, '_name')}")
+        raise _read(self)
 
     read.__name__ = method
     return read

@@ -254,6 +254,7 @@ class unchanged:
         assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_op_that_would_resize_state_is_refused_before_anything_is_written() -> None:
     """Only the kernel of an observer per channel knows how many there are; run once before, it trains."""
     observer = torch.ao.quantization.MovingAveragePerChannelMinMaxObserver

@@ -156,17 +156,17 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path)
 
 
 def by_torch(rank: int, world: int, layout: str, trains: bool, folder: Path) -> list[str]:
-    """What differs after torch's own ways to save: gathered on rank 0, by DCP, and each rank's own parts."""
+    """What differs after torch's own ways to save: gathered on rank 0, by DCP, and of whole tensors."""
     run, other = run_in(rank, layout, "Adam", 0, trains), Run(layout, "Adam", seed=1, on_meta=True)
     model, wrong = run.model, list[str]()
     expected = {name: whole(value) for name, value in model.state_dict().items()}
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     wrong += unequal(expected if rank == 0 else {}, full)
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "dcp")
-    torch.save(model.state_dict(), folder / f"{rank}.pt")
+    torch.save(spmd.state_dict(model), folder / f"{rank}.pt")
     by_dcp = get_model_state_dict(other.model)
     dcp.load({"model": by_dcp}, checkpoint_id=folder / "dcp")
-    for state_dict in (by_dcp, torch.load(folder / f"{rank}.pt", weights_only=False)):
+    for state_dict in (by_dcp, torch.load(folder / f"{rank}.pt")):
         other.model.load_state_dict(state_dict)
         wrong += unequal(expected, {name: whole(value) for name, value in other.model.state_dict().items()})
     return wrong

@@ -247,8 +247,10 @@ def test_bytes_are_those_of_the_narrow_dtype_and_the_report_lists_rounded_values
 
 
 def test_values_that_are_no_wider_are_sent_unchanged() -> None:
-    plain, asked = report_of(InHalf(), **IN_PARTS), report_of(InHalf(), **IN_PARTS, **BOTH)
+    plain, asked = report_of(InHalf(), **IN_PARTS), report_of(InHalf(), **IN_PARTS, reduce_dtype=BF16)
     assert asked.traffic == plain.traffic and asked.notes == plain.notes
+    with pytest.raises(spmd.PlacementError, match=r"got torch\.float16 for torch\.bfloat16"):
+        report_of(InHalf(), **IN_PARTS, **BOTH)
 
 
 def test_the_repr_of_a_mode_has_its_options() -> None:

@@ -394,6 +394,7 @@ def test_tensors_of_plain_objects_are_written_in_place(ranks: Ranks, style: str)
     assert_agrees(ranks, 2, Measures("flips"), style)
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_tensor_that_is_written_in_place_stays_the_same_object() -> None:
     model, optimizer, meter = Measures("flips").build()
     step, mean = spmd.compile(Measures.step), meter.mean
