@@ -106,7 +106,7 @@ def measure(system: System, workload: Workload, options: argparse.Namespace) -> 
             each.start()
         theirs.close()
         try:
-            found: Resident = ours.recv()
+            found = Resident(**ours.recv())
         except EOFError:
             raise SystemExit(f"{system.name} failed: see above") from None
         finally:
@@ -132,7 +132,7 @@ def run_rank(
         report = getattr(getattr(step, "func", None), "report", None)
         planned = report().memory["cpu"].peak if system.ours and report is not None else 0
         peak, later = status("VmHWM") - idle, status("VmRSS") - idle
-        answers.send(Resident(system.name, idle, peak, later, status("RssShmem"), planned, loss))
+        answers.send(asdict(Resident(system.name, idle, peak, later, status("RssShmem"), planned, loss)))
     answers.close()
     dist.barrier()
     dist.destroy_process_group()

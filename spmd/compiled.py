@@ -508,7 +508,9 @@ def describe_for_agreement(
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
     traffic += [f"the bundle {bundle.name}: {bundle.digest()}"] if bundle is not None else []
-    outputs = [f"output {o.name}: {o.dtype}{list(o.shape)}" for o in captured.program.outputs]
+    outputs = [
+        f"output {o.name}: {o.dtype}{list(o.shape)}{', left pending' * o.pending}" for o in captured.program.outputs
+    ]
     code = [captured.program.code, *draws, *traffic]
     if program.assignment is not None:  # a solver of the user's may choose other placements on other ranks
         code.append(f"the assignment of nodes: sha256 {program.assignment.digest}")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from passes.runtime.local_peers import mapped_addresses
@@ -65,6 +66,8 @@ def _buckets() -> int:
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int] | None:
     """The first address of a tensor's memory and the one after its last; None without memory, as of a fake tensor."""
+    if issubclass(type(tensor), DTensor):
+        return None  # this rank's part is a tensor by itself
     try:
         storage = tensor.untyped_storage()
         if storage.device.type != "cpu" or not storage.data_ptr():
