@@ -146,7 +146,7 @@ def test_it_stands_before_what_fuses_updates() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge", "remainder"])
 def test_a_number_is_compared_as_torch_rounds_it(name: str, dtype: torch.dtype) -> None:
-    """Of each two neighbours of the number one is below, and it rounds to one of them."""
+    """Of the two values beside the number in a dtype one is below it, and it rounds to one of them."""
     x = torch.tensor([VALUES["n"], VALUES["n"] * 1.004, VALUES["n"] * 0.996, 1.0]).to(dtype)
     program = program_of(lambda x, n: (getattr(aten, name).Scalar(x, n),), x=x, n=VALUES["n"])
     after = run(program, [DeviceNumbers()])
