@@ -257,7 +257,8 @@ class Dispatch:
         them at each call. A number stays live in later programs.
         """
         if not self.compiled:  # a float may be on a schedule, most ints are sizes
-            self._live = {leaf.name for leaf in call.given.leaves if type(leaf.value) is float}
+            floats = (leaf for leaf in call.given.leaves if type(leaf.value) is float)
+            self._live = {leaf.name for leaf in floats if can_be_live(leaf.value, leaf.value)}
             return None, Carried(leaves=tuple(sorted(self._live)))
         leaves: dict[str, bool] = {}
         sites: dict[str, tuple[ReadSite, bool]] = {}

@@ -337,13 +337,12 @@ class Frozen:
     [
         (1, 1, 2),
         (1, int("1"), True),
-        (0.0, float("0"), -0.0),
         (math.nan, float("nan"), 1.0),
         ("sum", "".join(["su", "m"]), "mean"),
         (None, None, 0),
         ((1, 2.0), (1, 2.0), (1, 2)),
         (Kind.SUM, Kind("sum"), Kind.MEAN),
-        (Frozen(1.0), Frozen(1.0), Frozen(2.0)),
+        (Frozen(True), Frozen(True), Frozen(False)),
         (torch.float32, torch.float32, torch.float64),
         ([1, {"a": 2}], [1, {"a": 2}], [1, {"a": 3}]),
     ],
@@ -359,6 +358,14 @@ def test_python_values_among_the_arguments(first: Any, same: Any, other: Any) ->
     assert len(compiled.programs) == 2
     assert repr(compiled(x, first)[1]) == repr(first)
     assert len(compiled.programs) == 2
+
+
+@pytest.mark.parametrize("first, other", [(0.0, -0.0), (0.5, 2.5), (Frozen(1.0), Frozen(2.0))], ids=repr)
+def test_floats_among_the_arguments_are_read_at_each_call(first: Any, other: Any) -> None:
+    compiled = spmd.compile(lambda x, value: (x + 1, value))
+    for value in (first, other, first):
+        assert repr(compiled(torch.ones(3), value)[1]) == repr(value)
+    assert len(compiled.programs) == 1
 
 
 def test_an_object_among_the_arguments_is_followed() -> None:
