@@ -156,6 +156,7 @@ def trains_as_plain(backend: Backend, calls: int = 2, **options: Any) -> spmd.Co
     return step  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("module, name", [("torch", "compile"), ("torch._inductor.compile_fx", "compile_fx")])
 def test_inductor_computes_the_same(module: str, name: str) -> None:

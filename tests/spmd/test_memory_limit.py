@@ -66,6 +66,7 @@ def train(rank: int, world: int) -> list[float]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+@pytest.mark.slow
 def test_it_trains_in_less_memory_than_its_parameters_take() -> None:
     """On ranks of their own: those of the pool may give back at any time what earlier tests have left with them."""
     ranks = Ranks()

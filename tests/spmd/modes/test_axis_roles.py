@@ -166,6 +166,7 @@ def rows_of_blocks() -> tuple[Any, ...]:
     return *blocks(), *whole(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, mode, arguments", [
     ({"a": 2, "b": 2}, {"axes": {"batch": ("a", "b")}, **STYLES["fully_shard"]}, rows_of_blocks),
     ({"a": 2, "b": 2}, {"axes": {"batch": ("a", "b")}, **STYLES["shard_optimizer"]}, rows_of_blocks),
@@ -189,6 +190,7 @@ def compiled(names: tuple[str, ...], arguments: Any, **mode: Any) -> Any:
     return step
 
 
+@pytest.mark.slow
 def test_each_rank_computes_with_its_part_of_the_sequence() -> None:
     """As with placements in ``inputs``, where ranks pass their parts and get those of rows."""
     model, optimizer, x, y = attention(10)

@@ -54,6 +54,7 @@ def differs(given: Prepared, whole: list[Program], bundles: list[Bundle]) -> lis
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["replicate", "odd"])
 def test_a_deferred_update_is_the_same_step(base: str) -> None:
     given, whole, bundles = deferred(base)

@@ -48,11 +48,13 @@ def compiled(*behind: Pass) -> Any:
     return spmd.compile(train_step, passes=[*pipeline[:at], *behind, *pipeline[at:]])
 
 
+@pytest.mark.slow
 def test_a_program_with_numbers_on_the_device_is_shown() -> None:
     found = spmd.certify(compiled(), *arguments(), world=2)
     assert found, found
 
 
+@pytest.mark.slow
 def test_numbers_in_each_others_place_are_found() -> None:
     step = compiled(Swapped())
     assert spmd.certify(step, *arguments(), world=2).outcome == "wrong"
@@ -60,6 +62,7 @@ def test_numbers_in_each_others_place_are_found() -> None:
     assert not verdict and verdict.stage == "Swapped"
 
 
+@pytest.mark.slow
 def test_a_program_with_numbers_on_the_device_is_verified() -> None:
     verdict = spmd.verify(compiled(), *arguments(), world=2)
     assert verdict, verdict
