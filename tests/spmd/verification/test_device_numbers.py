@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,6 +14,7 @@ import passes
 import spmd
 from passes import DeviceNumbers, Pass, Program
 
+pytestmark = pytest.mark.slow
 aten = torch.ops.aten
 
 
@@ -48,13 +50,11 @@ def compiled(*behind: Pass) -> Any:
     return spmd.compile(train_step, passes=[*pipeline[:at], *behind, *pipeline[at:]])
 
 
-@pytest.mark.slow
 def test_a_program_with_numbers_on_the_device_is_shown() -> None:
     found = spmd.certify(compiled(), *arguments(), world=2)
     assert found, found
 
 
-@pytest.mark.slow
 def test_numbers_in_each_others_place_are_found() -> None:
     step = compiled(Swapped())
     assert spmd.certify(step, *arguments(), world=2).outcome == "wrong"
@@ -62,7 +62,6 @@ def test_numbers_in_each_others_place_are_found() -> None:
     assert not verdict and verdict.stage == "Swapped"
 
 
-@pytest.mark.slow
 def test_a_program_with_numbers_on_the_device_is_verified() -> None:
     verdict = spmd.verify(compiled(), *arguments(), world=2)
     assert verdict, verdict
