@@ -1,4 +1,4 @@
-"""Put the ops of regions in the place of their calls, for whoever looks at each op of a program by itself."""
+"""Put the ops of regions in the place of their calls, for analyses of each op of a program by itself."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ _OF_ELEMENTS = set(
     "max min amax amin aminmax argmax argmin median nanmedian norm vector_norm linalg_vector_norm linalg_norm".split()
 )
 _VIEWS = set(
-    "__getitem__ select narrow view view_as reshape flatten chunk split unbind tensor_split diagonal unfold squeeze "
-    "unsqueeze transpose t permute movedim __iter__".split()
+    "__getitem__ detach select narrow view view_as reshape flatten chunk split unbind tensor_split diagonal unfold "
+    "squeeze unsqueeze transpose t permute movedim __iter__".split()
 )
 # What torch says where a DTensor meets plain tensors, has no memory, or where a function has no rule for its split.
 _NO_RULE = ("mixed torch.Tensor and DTensor", "invalid python storage", "Sharding propagation failed")
@@ -74,7 +74,9 @@ class SplitTensor(DTensor):
                     return _assign(*args)
             if _looks.own or getattr(func, "__name__", "") in _FACTS:
                 found = func(*args, **kwargs)
-                return split(found) if isinstance(found, DTensor) else found
+                if isinstance(found, DTensor):
+                    split(found).__class__ = CopiedView if args and isinstance(args[0], CopiedView) else SplitTensor
+                return found
             with own_looks():
                 for call in cls.before_read:
                     call()

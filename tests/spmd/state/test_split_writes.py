@@ -30,6 +30,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "view of a row": lambda t: t[0].zero_(),
     "view of rows": lambda t: t.narrow(0, 1, 1).fill_(4.0),
     "row of a view": lambda t: t.view(-1)[0].fill_(6.0),
+    "data of a row": lambda t: t[0].data.zero_(),
+    "a row, detached": lambda t: t[0].detach().zero_(),
     "chunk": lambda t: t.chunk(2)[0].fill_(8.0),
     "unbind": lambda t: t.unbind(0)[0].fill_(8.0),
     "item of a view": lambda t: t[1].__setitem__(0, 1.0),
