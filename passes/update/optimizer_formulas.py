@@ -1,13 +1,15 @@
 """The formulas of torch's fused optimizer kernels: one set for each combination of their flags.
 
-A kernel updates lists: parameters, then gradients, then a list for each kind of state. Hyper-parameters are Python
-floats, bias corrections are computed per tensor in fp64 from an fp32 count. The kernels exist for CPU and CUDA, in
-fp64, fp32, bf16 and fp16, in torch 2.11 to 2.15. They assume that all lists have the same layout, and do not check it.
+The one table of them: ``FuseUpdate`` matches a graph with it, a step that calls a kernel itself is decomposed by it,
+and the certificate computes kernels by it on symbols. A kernel updates lists: parameters, then gradients, then a list
+for each kind of state. Hyper-parameters are Python floats, bias corrections are computed per tensor in fp64 from an
+fp32 count. The kernels exist for CPU and CUDA, in fp64, fp32, bf16 and fp16, in torch 2.11 to 2.15. They assume that
+all lists have the same layout, and do not check it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 
 from ..ir.ops import find
 from ..ir.schemas import schema
-from .terms import lerp, maximum, sqrt, unknown
+from .terms import Term, lerp, maximum, sqrt, unknown
 
 aten = torch.ops.aten
 
@@ -48,18 +50,32 @@ class Kernel:
         """The lists of state in the formulas, counts included."""
         return [name for name in self.updates if name != "p"]
 
-
-def kernels() -> Iterator[Kernel]:
-    """All of them."""
-    yield from _adam()
-    yield from _sgd()
-    yield from _adagrad()
+    def has(self, options: Mapping[str, Any]) -> bool:
+        """Whether the numbers that are no unknowns are these."""
+        return all(isinstance(mine, str) or options.get(name) == mine for name, mine in self.options.items())
 
 
 p, g, step, lr, eps = (unknown(name) for name in ("p", "g", "step", "lr", "eps"))
+COUNT = unknown("count")
+"""The number of this step, where counts are known after it; else it is one more than ``step``."""
 
 
-def _adam() -> Iterator[Kernel]:
+def kernels(count: Term = step + 1) -> Iterator[Kernel]:
+    """All of them. ``count``: the number of this step in the formulas."""
+    yield from _adam(count)
+    yield from _sgd()
+    yield from _adagrad(count)
+
+
+def kernel_of(op: Any, options: Mapping[str, Any]) -> Kernel | None:
+    """The kernel that an op is with these options, its formulas over ``COUNT``; None for an op that is none."""
+    if options.get("momentum") == 0:
+        options = {**options, "dampening": 0.0, "nesterov": False, "is_first_step": False}  # without a meaning then
+    name = schema(op).name
+    return next((each for each in kernels(COUNT) if schema(each.op).name == name and each.has(options)), None)
+
+
+def _adam(count: Term) -> Iterator[Kernel]:
     """Adam and AdamW. Kingma and Ba 2015; Loshchilov and Hutter 2019; amsgrad: Reddi et al. 2018."""
     mean, square, largest = unknown("mean"), unknown("square"), unknown("largest")
     beta1, beta2, decay = unknown("beta1"), unknown("beta2"), unknown("decay")
@@ -74,11 +90,11 @@ def _adam() -> Iterator[Kernel]:
         root = sqrt(new_largest if amsgrad else new_square)
         start = p * (1 - lr * decay) if decoupled else p
         state = {"mean": new_mean, "square": new_square} | ({"largest": new_largest} if amsgrad else {})
-        for step_of in (_folded_step, _plain_step):
-            new = step_of(start, new_mean, root, 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1))
+        for step_of in (_plain_step, _folded_step):
+            new = step_of(start, new_mean, root, 1 - beta1**count, 1 - beta2**count)
             yield Kernel(
                 op.default,
-                {"p": new, **state, "step": step + 1},
+                {"p": new, **state, "step": count},
                 ("p", "g", "mean", "square", "largest", "step"),
                 {
                     **{"lr": "lr", "beta1": "beta1", "beta2": "beta2", "eps": "eps", "amsgrad": amsgrad},
@@ -99,13 +115,14 @@ def _plain_step(start: Any, mean: Any, root: Any, correction1: Any, correction2:
 
 
 def _sgd() -> Iterator[Kernel]:
-    """Stochastic gradient descent after its first step, in which momentum is the gradient."""
+    """Stochastic gradient descent. In the first step, the momentum is the gradient."""
     buffer, momentum, dampening, decay = (unknown(x) for x in ("buffer", "momentum", "dampening", "decay"))
-    for maximize, decays, moves, nesterov, dampens in product(_FLAGS, _FLAGS, _FLAGS, _FLAGS, _FLAGS):
-        if (nesterov or dampens) and not moves:
+    for maximize, decays, moves, nesterov, dampens, first in product(*[_FLAGS] * 6):
+        if (nesterov or dampens or first) and not moves:
             continue
         gradient = _decayed(-g if maximize else g, decay if decays else None)
-        moving = buffer * momentum + (gradient * (1 - dampening) if dampens else gradient)
+        moved = buffer * momentum + (gradient * (1 - dampening) if dampens else gradient)
+        moving = gradient if first else moved
         along = (gradient + moving * momentum if nesterov else moving) if moves else gradient
         for new in (p + along * -lr, p - along * lr):
             yield Kernel(
@@ -115,21 +132,21 @@ def _sgd() -> Iterator[Kernel]:
                 {
                     **{"weight_decay": "decay" if decays else 0.0, "momentum": "momentum" if moves else 0.0},
                     **{"dampening": "dampening" if dampens else 0.0, "nesterov": nesterov, "maximize": maximize},
-                    **{"lr": "lr", "is_first_step": False},
+                    **{"lr": "lr", "is_first_step": first},
                 },
             )
 
 
-def _adagrad() -> Iterator[Kernel]:
+def _adagrad(count: Term) -> Iterator[Kernel]:
     """Adagrad. Duchi et al. 2011."""
     total, rate_decay, decay = unknown("total"), unknown("rate_decay"), unknown("decay")
     for maximize, decays in product(_FLAGS, _FLAGS):
         gradient = _decayed(-g if maximize else g, decay if decays else None)
         new_total = total + gradient * gradient
-        rate = lr / ((step + 1 - 1) * rate_decay + 1)
+        rate = lr / ((count - 1) * rate_decay + 1)
         yield Kernel(
             aten._fused_adagrad.default,
-            {"p": p + gradient / (sqrt(new_total) + eps) * -rate, "total": new_total, "step": step + 1},
+            {"p": p + gradient / (sqrt(new_total) + eps) * -rate, "total": new_total, "step": count},
             ("p", "g", "total", "step"),
             {
                 **{"lr": "lr", "lr_decay": "rate_decay", "weight_decay": "decay" if decays else 0.0, "eps": "eps"},

@@ -85,6 +85,29 @@ def lerp(start: Any, end: Any, weight: Any) -> Term:
     return Term("lerp", (start, end, weight))
 
 
+def evaluate(
+    formulas: Mapping[str, Any], known: Bindings, operations: Mapping[str, Callable[..., Any]]
+) -> dict[str, Any]:
+    """The values of formulas whose unknowns are ``known``, by ``operations`` under the names of those of terms."""
+    values: dict[int, Any] = {}  # what formulas share is computed once
+
+    def value(formula: Any) -> Any:
+        if not isinstance(formula, Term):
+            return formula
+        if formula.op == "unknown":
+            return known[formula.operands[0]]
+        if id(formula) not in values:
+            values[id(formula)] = operations[formula.op](*map(value, formula.operands))
+        return values[id(formula)]
+
+    return {name: value(formula) for name, formula in formulas.items()}
+
+
+def has(formula: Any, op: str) -> bool:
+    """Whether an operation is in a formula."""
+    return isinstance(formula, Term) and (formula.op == op or any(has(each, op) for each in formula.operands))
+
+
 def solutions(
     formula: Any, value: Any, found: Bindings, admits: Admits, rounded: Collection[fx.Node]
 ) -> Iterator[Bindings]:

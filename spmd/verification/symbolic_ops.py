@@ -17,11 +17,12 @@ from passes.ir.ops import Trait, has, over_lists, with_list_ops
 from passes.ir.schemas import schema
 from passes.runtime import host_memory
 from passes.runtime.random import draw
+from passes.update.optimizer_formulas import Kernel
 
 from .._torch import OpOverload, tree_flatten, tree_map
 from ..rules.pointwise import LINEAR
 from . import symbols
-from .symbolic_updates import UPDATES, Update, why_unknown
+from .symbolic_updates import UPDATES, WITH_ROOTS, described, new_values
 
 aten = torch.ops.aten
 Results = list[Any]
@@ -104,7 +105,7 @@ def hashed(op: OpOverload, results: Results) -> list[Tensor]:
     """Those of the results that are hashes, and not computed in the field."""
     name = schema(_LISTED.get(op, op)).name
     if name in UPDATES:
-        return [] if UPDATES[name].exact else symbols.tensors_of(results[0])
+        return symbols.tensors_of(results[0]) if name in WITH_ROOTS else []
     if name in _EXACT or computed(op) not in (_pointwise, _over_lists):
         return []
     return symbols.tensors_of(results)
@@ -280,28 +281,27 @@ def _over_lists(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Resu
 
 def _updated(sizes: Sizes, op: OpOverload, *args: Any, **kwargs: Any) -> Results:
     """The lists that a kernel of an optimizer returns: gradients and counts as they are."""
-    update = UPDATES[schema(op).name]
-    why = why_unknown(update, kwargs)
-    if why:
-        raise Unknown(f"{op}: {why}")
-    lists = {each.name: given for each, given in zip(schema(op).arguments, args, strict=False)}
+    kernel = described(op, kwargs)
+    if isinstance(kernel, str):
+        raise Unknown(f"{op}: {kernel}")
+    lists = dict(zip(kernel.lists, args, strict=True))
     if any(bool((symbols.pieces(x)[1] & symbols.PENDING).any()) for x in symbols.tensors_of(lists)):
         raise Unknown("it reads a value that is still to be reduced, which is not linear", wrong=True)
-    numbers = {name: symbols.symbol(value) for name, value in kwargs.items() if value is not None}
     results = {name: list(given) for name, given in lists.items()}
-    for k, param in enumerate(lists["self"]):
+    for k, param in enumerate(lists["p"]):
         entry = {name: given[k] for name, given in lists.items() if given}
-        for name, new in _one_update(update, entry, numbers).items():
+        for name, new in new_values(kernel, _in_one_dtype(kernel, entry), kwargs).items():
             unknown = reduce(torch.bitwise_or, (symbols.pieces(x)[1] & symbols.UNKNOWN for x in entry.values()))
             results[name][k] = symbols.elements(new, (symbols.pieces(param)[1] & ~symbols.UNKNOWN) | unknown)
     return list(results.values())[: len(schema(op).results)]
 
 
-def _one_update(update: Update, entry: dict[str, Tensor], numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-    dtypes = {symbols.dtype_of(x) for name, x in entry.items() if name != update.count and x.numel()}
+def _in_one_dtype(kernel: Kernel, entry: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The symbols of a parameter and its state; a count is computed in their dtype."""
+    dtypes = {symbols.dtype_of(x) for name, x in entry.items() if name != kernel.counts and x.numel()}
     if len(dtypes) > 1 or None in dtypes:
         raise Unknown("it updates a parameter by values of another dtype")
     dtype = next(iter(dtypes), None)
-    if update.count and dtype is not None:
-        entry = entry | {update.count: symbols.with_dtype(entry[update.count], dtype)}
-    return update.results({name: symbols.pieces(x)[0] for name, x in entry.items()} | numbers)
+    if kernel.counts is not None and dtype is not None:
+        entry = entry | {kernel.counts: symbols.with_dtype(entry[kernel.counts], dtype)}
+    return {name: symbols.pieces(x)[0] for name, x in entry.items()}
