@@ -32,6 +32,7 @@ from .schedule.overlap import Overlap
 from .update.device_numbers import DeviceNumbers
 from .update.fuse_foreach import FuseForeach
 from .update.fuse_update import FuseUpdate
+from .update.split_micro_batches import SplitMicroBatches
 from .update.update_last import UpdateLast
 
 
@@ -91,6 +92,16 @@ def with_numbers_on_device(pipeline: Iterable[Pass], names: tuple[str, ...] = ("
     pipeline = tuple(pipeline)
     at = next((k for k, each in enumerate(pipeline) if isinstance(each, (FuseUpdate, FuseForeach))), 0)
     return (*pipeline[:at], DeviceNumbers(names), *pipeline[at:])
+
+
+def with_micro_batches(pipeline: Iterable[Pass]) -> tuple[Pass, ...]:
+    """``pipeline`` for programs that run for each micro-batch, split before the first pass that writes or plans."""
+    passes = tuple(pipeline)
+    if not passes or any(isinstance(each, SplitMicroBatches) for each in passes):
+        return passes
+    kinds = (FormRegions, UpdateInPlace)
+    at = next((k for k, each in enumerate(passes) if isinstance(each, kinds) or each.last or each.keeps_order), len(passes))
+    return (*passes[:at], SplitMicroBatches(), *passes[at:])
 
 
 def with_regions(pipeline: Iterable[Pass]) -> tuple[Pass, ...]:

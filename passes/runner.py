@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ._torch import LazyGraphModule
 from .base import Pass
@@ -11,6 +12,7 @@ from .errors import PassError
 from .ir.check import check as check_program
 from .ir.infer_shapes import fill_vals
 from .ir.program import Program
+from .update.split_micro_batches import SplitMicroBatches
 from .unexpected_errors import REPORT, describe_op
 
 OnStage = Callable[[int, Pass, Program, float], None]  # stage number, pass, program after it, seconds it took
@@ -50,6 +52,7 @@ def _stage(number: int, each: Pass, program: Program, promised: Program | None) 
     start = time.perf_counter()
     try:
         edits = each.rewrite(program)
+        _rewrite_accumulating(each, program)
         seconds = time.perf_counter() - start
         _complete(program, edits)
         if promised is not None:
@@ -58,6 +61,16 @@ def _stage(number: int, each: Pass, program: Program, promised: Program | None) 
         raise _failure(number, each, program, error) from error
     program.history.append(f"{number:02} {each}: {_outcome(each, edits, communicated, len(program.collectives()))}")
     return seconds
+
+
+def _rewrite_accumulating(each: Pass, program: Program) -> None:
+    """Rewrite the program of all runs but the last one, too, once that is one of its own."""
+    micro = program.micro_batches
+    if micro is not None and micro.accumulating is not None and not isinstance(each, SplitMicroBatches):
+        own = micro.accumulating.copy()
+        _complete(own, each.rewrite(own))
+        check_program(own, micro.accumulating)
+        program.micro_batches = replace(micro, accumulating=own)
 
 
 def _complete(program: Program, edits: object) -> None:

@@ -22,6 +22,7 @@ from passes import (
     Program,
     RankMismatchError,
     Report,
+    Role,
     SpmdError,
     Table,
 )
@@ -49,6 +50,7 @@ from .state.freed_pages import return_freed_pages
 
 _INTENT_BITS = (1 << 60) - 1
 _IS_PENDING = 1 << 59
+_OF_RUNS = "of runs"  # the place of what no call brings
 
 Restore = Callable[[list[Any]], list[Any]]  # from what a program returns to what users see
 
@@ -422,12 +424,13 @@ class Pool:
             *compiled.added,
             *constants,
             "seed",
+            _OF_RUNS,
         ]
         at = {name: k for k, name in enumerate(order)}
         packed = [(declared, node) for declared, node in compiled.program.values().values() if declared.numbers]
         self._packed = [DeviceBuffer(declared, node.meta["val"].device, at) for declared, node in packed]
         at |= {declared.name: len(order) + k for k, (declared, _) in enumerate(packed)}
-        self._positions = [at[declared.name] for declared in compiled.program.inputs]
+        self._positions = [at[_value_of(declared, compiled.program)] for declared in compiled.program.inputs]
         outputs = compiled.captured.program.outputs
         writes = {o.name for o in outputs if o.kind is OutputKind.UPDATE and not o.role.is_state}
         self.names, self.written = names, [k for k, name in enumerate(names) if name in writes]
@@ -442,6 +445,7 @@ class Pool:
             *compiled.added.values(),
             *compiled.captured.constants,
             self._seed(),
+            None,
         ]
         if self._packed:
             values += [each.filled(values) for each in self._packed]
@@ -463,7 +467,7 @@ class Pool:
         """The program's inputs as far as they are at the same place at each call, and None for all others."""
         compiled = self.compiled
         values: list[Any] = [*state, *[None] * (len(compiled.guards.groups.names) + len(self.names))]
-        values += [*compiled.added.values(), *compiled.captured.constants, None]
+        values += [*compiled.added.values(), *compiled.captured.constants, None, None]
         values += [each.tensor for each in self._packed]
         return [values[k] for k in self._positions]
 
@@ -472,6 +476,14 @@ class Pool:
             return None
         torch.empty((), dtype=torch.int64).random_()  # as eager, a call with random ops moves the generator on
         return next_call()
+
+
+def _value_of(declared: Input, program: Program) -> str:
+    """The name of the value of a call that an input takes; runs of a micro-batch bring some of their own."""
+    if declared.role in (Role.ACCUMULATOR, Role.RUN):
+        return _OF_RUNS
+    whole = program.micro_batches.whole if program.micro_batches is not None else {}
+    return whole.get(declared.name, declared.name)
 
 
 class DeviceBuffer:

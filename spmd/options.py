@@ -18,6 +18,7 @@ from passes import Pass, Program
 from passes.defer import run_and_defer
 from passes.fit_memory import AllGather, fit
 from passes.ir.bundle import Bundle
+from passes.pipeline import with_micro_batches
 from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
@@ -87,6 +88,8 @@ class Options:
         """The passes to run: the user's, else the mode's, else the default ones; which form regions for a backend."""
         given = self.mode.custom_passes if self.passes is None else self.passes
         chosen = passes.default() if given is None else tuple(given)
+        if self.mode.micro_batches > 1:
+            chosen = with_micro_batches(chosen)
         return chosen if self.backend == "aten" else passes.with_regions(chosen)
 
     @interruptible

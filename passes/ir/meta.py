@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from .._torch import OpOverload
+from .._torch import OpOverload, Placement
 from .collectives import Collective
 from .origin import Origin
 from .roles import Phase
@@ -152,6 +152,13 @@ KEYS: tuple[Key, ...] = (
         "how the ranks hold the global value: a torch ``Placement`` for each axis of the mesh",
         (_PARTITIONER,),
         (_MERGE_EQUAL, "passes/cleanup/fold_views.py", "passes/ir/bundle.py", _PARTITIONER, _PAGE, "spmd/verification"),
+    ),
+    Key(
+        "in_time",
+        Placement,
+        "how the runs of a call hold the value, where each micro-batch has a part of it",
+        ("spmd/micro_batches",),
+        ("spmd/verification",),
     ),
     Key(
         "captured",

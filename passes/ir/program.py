@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -20,6 +20,9 @@ from .._torch import LazyGraphModule, Placement
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
 from .roles import AxisRole, Memory, Role
+
+if TYPE_CHECKING:
+    from .micro_batches import MicroBatches
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 
@@ -171,6 +174,7 @@ class Program:
     stored: tuple[tuple[str, ...], ...] = ()  # state that makes up one storage already, in the order in which it lies
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
     annotations: Any = None  # what users asked for modules, for the parallel mode to read
+    micro_batches: MicroBatches | None = None  # if it runs several times in a call, how
     assignment: Any = None  # how each captured node is computed on the ranks, if a partitioner noted it
 
     @classmethod

@@ -16,6 +16,8 @@ class Role(StrEnum):
     ARGUMENT = "argument"  # any other argument of the step
     CONSTANT = "constant"  # a tensor the step itself made from Python values
     SEED = "seed"
+    ACCUMULATOR = "accumulator"  # a sum over the micro-batches of a call
+    RUN = "micro-batch"  # the number of the run of a call
     PENDING = "pending communication"
     RESULT = "result"
     ACTIVATION = "activation"
@@ -39,6 +41,7 @@ class AxisRole(StrEnum):
     SEQUENCE = "sequence"  # the program splits the sequence of each argument
     EXPERTS = "experts"
     STAGES = "stages"
+    MICRO_BATCHES = "micro_batches"  # its parts run one after the other; no ranks
 
 
 class Memory(StrEnum):

@@ -72,6 +72,8 @@ aten = torch.ops.aten
 _number = count()
 _pointer = torch.Tensor.data_ptr
 
+_KEPT = (Role.CONSTANT, Role.ACCUMULATOR)
+
 Halves = tuple[Callable[..., Any], Callable[[list[Any]], Any] | None]
 """``gradients(*given) -> handed`` and ``update(handed) -> results``; without a write the first returns the results."""
 
@@ -181,7 +183,7 @@ def _closed(*state: torch.Tensor) -> Halves:
 
 def is_fixed(node: fx.Node, declared: Input) -> bool:
     """Whether an input is a tensor that outlives a call."""
-    outlives = declared.role.is_state or declared.role is Role.CONSTANT or bool(declared.numbers)
+    outlives = declared.role.is_state or declared.role in _KEPT or bool(declared.numbers)
     return outlives and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -416,11 +418,11 @@ def first_write(program: Program) -> Any:
 
 
 def writes_to_inputs(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes that write to inputs, in order, and the inputs that each writes to."""
+    """The nodes that write to inputs, in order, and the inputs that each writes to; accumulators are no state."""
     found = storages(program.graph)
     inputs: dict[fx.Node, list[fx.Node]] = {}  # by storage
-    for node in program.placeholders:
-        for storage in found[node]:
+    for node, declared in zip(program.placeholders, program.inputs, strict=True):
+        for storage in found[node] if declared.role is not Role.ACCUMULATOR else ():
             inputs.setdefault(storage, []).append(node)
     writes: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from passes import OutputKind, Part, Program
+from passes import OutputKind, Part, Program, Role
+from passes.ir.micro_batches import accumulating
 
 from .._torch import DisableAutocast
 from ..state.background_reads import READS
@@ -35,6 +36,40 @@ class InputRef:
 
 
 @dataclass
+class Runs:
+    """All runs of a call but the last one. ``accumulators``: their positions among the inputs, and their memory."""
+
+    program: Program
+    executable: Executable
+    accumulators: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, program: Program, arenas: Arenas, regions: CompiledRegions | None) -> Runs | None:
+        """Those of a program that runs for each micro-batch; None for any other."""
+        micro = program.micro_batches
+        if micro is None:
+            return None
+        inputs = enumerate(zip(program.inputs, program.placeholders, strict=True))
+        made = {k: _zeros(node.meta["val"]) for k, (declared, node) in inputs if declared.role is Role.ACCUMULATOR}
+        first = micro.accumulating or accumulating(program)
+        return cls(program, lower(first, arenas, Commit(), regions), made)
+
+    def accumulate(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one."""
+        micro, given = self.program.micro_batches, list(inputs)
+        assert micro is not None
+        for k, memory in self.accumulators.items():
+            given[k] = memory.zero_()
+        for k in range(micro.count - 1):
+            self.executable(micro.of_run(self.program, given, k))
+        return micro.of_run(self.program, given, micro.count - 1)
+
+
+def _zeros(val: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(val.shape, dtype=val.dtype, device=val.device)
+
+
+@dataclass
 class Executable:
     """Runs a program: results and new state come back, updates are written into the inputs they belong to."""
 
@@ -42,11 +77,13 @@ class Executable:
     updates: list[tuple[int, InputRef]]  # each output that is an update, and which the graph itself does not write
     returned: list[int]  # the outputs that are results or new state
     commit: Commit  # called before anything is written
+    runs: Runs | None = None  # of a program that runs for each micro-batch
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run on this rank's inputs, in the order of ``Program.inputs``; updates them in place."""
         with torch.no_grad(), DisableAutocast():
-            return self.finish(self.function(*inputs), inputs)
+            last = inputs if self.runs is None else self.runs.accumulate(inputs)
+            return self.finish(self.function(*last), last)
 
     def finish(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Write the updates among what the function returned into ``inputs``; returns the rest."""
@@ -66,6 +103,8 @@ class Executable:
     def close_code(self) -> None:
         """Drop the generated code, and keep the arenas, which other programs use."""
         self.function.close()
+        if self.runs is not None:
+            self.runs.executable.close_code()
 
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if not self.updates:
@@ -95,7 +134,7 @@ def lower(
     refs = input_refs(program)
     updates = [(k, refs[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
     returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
-    return Executable(function, updates, returned, commit)
+    return Executable(function, updates, returned, commit, Runs.of(program, function.arenas, regions))
 
 
 def input_refs(program: Program) -> dict[str, InputRef]:

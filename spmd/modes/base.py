@@ -36,6 +36,7 @@ class ParallelMode(ABC):
     - ``mp_policy``: the dtypes of modules without an annotation. ``offload_policy``: keeps their state in host memory.
     - ``param_init_fn``: initializes a module that is on the meta device.
     - ``defer_updates``: whether a call leaves its reductions and its update to the next one.
+    - ``micro_batches``: how often a program runs in a call, each time on a part of this rank's rows.
     - ``names_axes``: whether the user has given roles to axes by name.
     - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
       that carry annotations.
@@ -53,6 +54,7 @@ class ParallelMode(ABC):
     reshard_after_forward: bool | int | None = None
     offload_policy: OffloadPolicy | None = None
     defer_updates: bool = False
+    micro_batches: int = 1
     names_axes: bool = False
     follows_annotations: bool = False
 

@@ -19,12 +19,21 @@ from ..annotations.apply import check_offload_policy, check_parameters, check_po
 from ..annotations.chosen_units import Choice, chosen_units
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
+from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
 from ..ranks.world import axis_names
 from .base import PlannedMode, check_callable, check_flag
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
-from .option_groups import Gathers, Reduce, Split, Wire, check_modules
+from .option_groups import (
+    Gathers,
+    Reduce,
+    Split,
+    Wire,
+    check_accumulate_dtype,
+    check_micro_batches,
+    check_modules,
+)
 from .sequence import SEQUENCE_DIM, sequence_cuts
 from .shares import Share, Style, check_gather_dtype, check_untrained
 
@@ -96,6 +105,12 @@ class DataParallel(PlannedMode):
     state (a state dict, a save, a forward or a step outside of this one) finishes the update first, on all ranks
     together; before you read or write a parameter itself, call ``flush()`` of the step.
 
+    ``micro_batches``: the step runs on this many parts of each rank's rows, one after the other, for the memory of one;
+    gradients, losses and whatever else sums over rows are accumulated, in ``accumulate_dtype`` (None: their own), and
+    reduced and used once, after the last part. The numbers are those of the whole batch: counts are global, and draws
+    follow the rows. What needs other rows at once (batch statistics, a result with rows) is an error with the user's
+    line.
+
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
     treated as theirs asks.
 
@@ -131,6 +146,8 @@ class DataParallel(PlannedMode):
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
         defer_updates: bool = False,
+        micro_batches: int = 1,
+        accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
@@ -147,6 +164,14 @@ class DataParallel(PlannedMode):
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), check_modules(ignored_modules))
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.defer_updates = check_flag("defer_updates", defer_updates)
+        self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
+        self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
+
+    def partition(self, program: Program) -> Program:
+        """One rank's share; a program that runs several times in a call where there are micro-batches."""
+        if self.micro_batches == 1:
+            return super().partition(program)
+        return partition_in_time(program, self.plan(program), self.micro_batches, self.accumulate_dtype)
 
     @property
     def parallel_style(self) -> Style:
@@ -247,6 +272,7 @@ class DataParallel(PlannedMode):
             "gather_dtype": self.wire.gather_dtype,
             "reshard_after_forward": self.gathers.reshard,
             "defer_updates": self.defer_updates or None,
+            "micro_batches": self.micro_batches if self.micro_batches > 1 else None,
         }
         given = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)
         return f"DataParallel({self.split.style!r}{given})"

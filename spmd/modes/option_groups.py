@@ -132,3 +132,26 @@ def check_modules(given: Any) -> tuple[nn.Module, ...]:
     if not all(isinstance(each, nn.Module) for each in listed):
         raise TypeError(f"expected ignored_modules to hold modules, got {listed!r}")
     return listed
+
+
+def check_micro_batches(count: Any, reduce_gradients: Reduce, defers: bool) -> int:
+    """Raise ``TypeError`` or ``ValueError`` for no number of parts, or for options that exclude them; returns it."""
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"expected micro_batches to be an int, got {count!r}")
+    if count < 1:
+        raise ValueError(f"expected micro_batches to be 1 or more, got {count}")
+    if count > 1 and reduce_gradients == "each":
+        raise ValueError(
+            'expected reduce_gradients="once" with micro_batches, whose gradients are accumulated whole, and reduced '
+            "after the last one"
+        )
+    if count > 1 and defers:
+        raise ValueError("expected no defer_updates=True with micro_batches: leave out one of them")
+    return count
+
+
+def check_accumulate_dtype(given: Any) -> torch.dtype | None:
+    """Raise ``ValueError`` unless ``given`` is None or a dtype of floating point; returns it."""
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise ValueError(f"expected accumulate_dtype to be a dtype of floating point or None, got {given!r}")
+    return given

@@ -18,6 +18,7 @@ Roles = Mapping[str, tuple[AxisRole, ...]]
 
 HYBRID = ("replicate", "shard")  # first axes that both split the batch; the second alone splits parameters
 _NOT_YET = (AxisRole.EXPERTS, AxisRole.STAGES)
+_GIVEN = tuple(role for role in AxisRole if role is not AxisRole.MICRO_BATCHES)  # to axes of ranks
 
 
 def roles_by_position(names: Sequence[str], batch: int = 1) -> Roles:
@@ -44,8 +45,8 @@ def check_axes(given: Any) -> Roles | None:
 
 
 def _role(given: Any) -> AxisRole:
-    if given not in list(AxisRole):
-        listed = ", ".join(f'"{role}"' for role in AxisRole if role not in _NOT_YET)
+    if given not in _GIVEN:
+        listed = ", ".join(f'"{role}"' for role in _GIVEN if role not in _NOT_YET)
         raise ValueError(f"expected axes to give the roles {listed}, got {given!r}")
     role = AxisRole(given)
     if role in _NOT_YET:

@@ -27,7 +27,7 @@ from passes.runtime.arena import reserve, view_at, whole
 
 from .._torch import tree_flatten
 from ..recorder import STATE, parts_of, recorded_calls
-from .lockstep import run_in_lockstep
+from .runs import run_programs
 
 _RECEIVED = "received:"
 
@@ -90,7 +90,7 @@ def replay(folder: Path, rank: int, call: int | None = None) -> Replay:
         programs, inputs = zip(*(each.inputs(number) for each in ranks), strict=True)
         watch.note_inputs(programs[rank])
         try:
-            outputs = run_in_lockstep(programs, inputs, watch if number == wanted else None)
+            outputs = run_programs(programs, inputs, watch if number == wanted else None)
         except _FirstFound:
             break
         for each, given, returned in zip(ranks, inputs, outputs, strict=True):

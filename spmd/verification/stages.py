@@ -16,7 +16,8 @@ from passes.ir.numbers import pack, unpack
 from .._torch import DisableAutocast
 from ..options import Options
 from ..override import Override
-from .lockstep import Watch, run_in_lockstep
+from .lockstep import Watch
+from .runs import run_programs
 
 Values = dict[str, Any]  # by the names of inputs and outputs
 
@@ -81,7 +82,7 @@ def transforms(options: Options) -> bool:
 def run_stage(programs: Sequence[Program], inputs: Sequence[Values], watch: Watch | None = None) -> list[Values]:
     """Run a stage; returns, for each rank, its results and the values of all inputs afterwards."""
     given = [inputs_for(program, values) for program, values in zip(programs, inputs, strict=True)]
-    returned = run_in_lockstep(programs, given, watch)
+    returned = run_programs(programs, given, watch)
     return [
         values_after(program, after, outputs) for program, after, outputs in zip(programs, given, returned, strict=True)
     ]

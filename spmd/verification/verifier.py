@@ -20,9 +20,10 @@ from ..call.state import Arguments, hyper_parameters_of, slots_of
 from ..deferral.pending import calling, finish_pending
 from ..ranks.differences import Difference, difference, rounding_of
 from .copies import Copy, Subject, has_single_precision
-from .lockstep import LockstepError, run_in_lockstep
+from .lockstep import LockstepError
 from .peer import Peer
 from .rank import SimulatedRank
+from .runs import run_programs
 from .stages import Values, by_name, kept, stages_of
 from .tracer import Guilty, Tracer
 from .verdict import Verdict
@@ -162,7 +163,7 @@ class Verification:
         inputs = [rank.prepare() for rank in self.ranks]
         before = [kept(by_name(rank.program, given)) for rank, given in zip(self.ranks, inputs, strict=True)]
         try:
-            outputs = run_in_lockstep([rank.program for rank in self.ranks], inputs)
+            outputs = run_programs([rank.program for rank in self.ranks], inputs)
             returned = [rank.finish(each) for rank, each in zip(self.ranks, outputs, strict=True)]
         except LockstepError as error:
             return self._blame(before, number, str(error.node), Difference("", "", str(error)))

@@ -1,0 +1,53 @@
+"""Micro-batches: a program that runs several times in a call, each time on a part of its batch, and adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from .program import Input, OutputKind
+from .roles import Role
+
+if TYPE_CHECKING:
+    from .program import Program
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How often a program runs in a call, and what each run takes.
+
+    Of the inputs in ``split``, by name, run k takes the k-th of ``count`` equal parts along a dim. An accumulator (an
+    input of that role) is zero in the first run, and in the others what the run before made of it. All other outputs,
+    state included, are those of the last run. ``whole``: inputs that are all of an argument, by name, with that of the
+    argument. ``accumulating``: the program of all runs but the last one, which computes accumulators alone; None as
+    long as one program says it all.
+    """
+
+    count: int
+    split: Mapping[str, int]
+    whole: Mapping[str, str] = field(default_factory=dict)
+    accumulating: Program | None = None
+
+    def of_run(self, program: Program, inputs: Sequence[Any], k: int) -> list[Any]:
+        """The inputs of run ``k``, of those of a call."""
+        return [self._input(each, value, k) for each, value in zip(program.inputs, inputs, strict=True)]
+
+    def _input(self, declared: Input, value: Any, k: int) -> Any:
+        if declared.role is Role.RUN:
+            return k
+        if declared.name not in self.split:
+            return value
+        dim = self.split[declared.name]
+        rows = value.shape[dim] // self.count
+        return value.narrow(dim, k * rows, rows)
+
+
+def accumulating(program: Program) -> Program:
+    """A copy of a functional program that computes accumulators alone, and nothing else that depends on nothing."""
+    names = {each.name for each in program.inputs if each.role is Role.ACCUMULATOR}
+    own = program.copy()
+    pairs = zip(own.output_values(), own.outputs, strict=True)
+    kept = [(value, out) for value, out in pairs if out.kind is OutputKind.UPDATE and out.name in names]
+    own.set_outputs([value for value, _ in kept], [out for _, out in kept])
+    return replace(own, name=f"{program.name}-accumulating", micro_batches=None)

@@ -1,0 +1,94 @@
+"""Run the programs of all ranks as a call does: once, or once for each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from passes import Program, Role
+from passes.ir.micro_batches import MicroBatches
+
+from .lockstep import Watch, run_in_lockstep
+
+
+def run_programs(
+    programs: Sequence[Program], inputs: Sequence[list[Any]], watch: Watch | None = None
+) -> list[tuple[Any, ...]]:
+    """``run_in_lockstep``, for each micro-batch where there are some; returns the outputs of the last one.
+
+    Accumulators are made among ``inputs``. ``watch`` sees the value that a node has in all micro-batches together; of a
+    program that is split in two it sees nothing.
+    """
+    micro = programs[0].micro_batches
+    if micro is None:
+        return run_in_lockstep(programs, inputs, watch)
+    for program, given in zip(programs, inputs, strict=True):
+        _add_accumulators(program, given)
+    is_split = micro.accumulating is not None
+    seen = None if watch is None or is_split else _Seen()
+    for k in range(micro.count):
+        now = [_of_run(program, is_last=k == micro.count - 1) for program in programs]
+        taken = [_inputs_of(program, each, k) for program, each in zip(programs, inputs, strict=True)]
+        returned = run_in_lockstep(now, taken, seen)
+        for program, of_rank, outputs in zip(now, inputs, returned, strict=True):
+            _keep_accumulators(program, programs[0], of_rank, outputs)
+    if seen is not None and watch is not None:
+        seen.show(watch)
+    return returned
+
+
+def _of_run(program: Program, is_last: bool) -> Program:
+    micro = program.micro_batches
+    assert micro is not None
+    return program if is_last or micro.accumulating is None else micro.accumulating
+
+
+def _inputs_of(program: Program, given: Sequence[Any], k: int) -> list[Any]:
+    micro: MicroBatches = program.micro_batches  # type: ignore[assignment]
+    return micro.of_run(program, given, k)
+
+
+def _add_accumulators(program: Program, given: list[Any]) -> None:
+    """Put zeros where accumulators are among the inputs of a call."""
+    for k, (declared, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
+        if declared.role is Role.ACCUMULATOR:
+            val = node.meta["val"]
+            given[k] = torch.zeros(val.shape, dtype=val.dtype, device=val.device)
+
+
+def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Write what a functional program returns for its accumulators where the next run reads it."""
+    position = whole.positions()
+    for output, value in zip(program.outputs, outputs, strict=True):
+        if output.role is Role.ACCUMULATOR:
+            given[position[output.name]].copy_(value)
+
+
+@dataclass
+class _Seen:
+    """The values of each node in all runs, by rank."""
+
+    nodes: dict[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
+    values: dict[fx.Node, list[Sequence[Any]]] = field(default_factory=dict)
+
+    def __call__(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
+        """Keep the values of a node in one run."""
+        self.nodes[nodes[0]] = nodes
+        self.values.setdefault(nodes[0], []).append(values)
+
+    def show(self, watch: Watch) -> None:
+        """Show what each node computed in all runs together."""
+        for node, runs in self.values.items():
+            watch(self.nodes[node], [_together(node, of_rank) for of_rank in zip(*runs, strict=True)])
+
+
+def _together(node: fx.Node, runs: Sequence[Any]) -> Any:
+    along = node.meta.get("in_time")
+    if along is None or not isinstance(runs[0], torch.Tensor):
+        return runs[-1]
+    return torch.cat(list(runs), along.dim) if isinstance(along, Shard) else sum(runs[1:], runs[0])
