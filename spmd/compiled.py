@@ -482,8 +482,7 @@ def _value_of(declared: Input, program: Program) -> str:
     """The name of the value of a call that an input takes; runs of a micro-batch bring some of their own."""
     if declared.role in (Role.ACCUMULATOR, Role.RUN):
         return _OF_RUNS
-    whole = program.micro_batches.whole if program.micro_batches is not None else {}
-    return whole.get(declared.name, declared.name)
+    return program.taken_from(declared)
 
 
 class DeviceBuffer:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .program import Input, OutputKind
+import torch
+
+from .program import Input, Output
 from .roles import Role
 
 if TYPE_CHECKING:
@@ -18,16 +20,27 @@ class MicroBatches:
     """How often a program runs in a call, and what each run takes.
 
     Of the inputs in ``split``, by name, run k takes the k-th of ``count`` equal parts along a dim. An accumulator (an
-    input of that role) is zero in the first run, and in the others what the run before made of it. All other outputs,
-    state included, are those of the last run. ``whole``: inputs that are all of an argument, by name, with that of the
-    argument. ``accumulating``: the program of all runs but the last one, which computes accumulators alone; None as
-    long as one program says it all.
+    input of that role) is zero in the first run, and in the others what the run before made of it. Results in
+    ``joined`` are rows of all runs, one after the other along a dim. All other outputs, state included, are those of
+    the last run. ``whole``: inputs that are all of an argument, by name, with that of the argument. ``accumulating``:
+    the program of all runs but the last one, which computes accumulators and rows alone; None as long as one program
+    says it all.
     """
 
     count: int
     split: Mapping[str, int]
     whole: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, int] = field(default_factory=dict)
     accumulating: Program | None = None
+
+    def join(self, outputs: Sequence[Output], last: Sequence[Any], before: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The values of ``outputs`` in the last run, with the rows of the runs ``before`` it, by name of the result."""
+        return [
+            torch.cat([*(each[output.name] for each in before), value], dim=self.joined[output.name])
+            if output.name in self.joined
+            else value
+            for output, value in zip(outputs, last, strict=True)
+        ]
 
     def of_run(self, program: Program, inputs: Sequence[Any], k: int) -> list[Any]:
         """The inputs of run ``k``, of those of a call."""
@@ -44,10 +57,9 @@ class MicroBatches:
 
 
 def accumulating(program: Program) -> Program:
-    """A copy of a functional program that computes accumulators alone, and nothing else that depends on nothing."""
-    names = {each.name for each in program.inputs if each.role is Role.ACCUMULATOR}
-    own = program.copy()
+    """A copy of a functional program that returns accumulators and joined results alone."""
+    own, joined = program.copy(), program.micro_batches.joined if program.micro_batches is not None else {}
     pairs = zip(own.output_values(), own.outputs, strict=True)
-    kept = [(value, out) for value, out in pairs if out.kind is OutputKind.UPDATE and out.name in names]
+    kept = [(value, out) for value, out in pairs if out.role is Role.ACCUMULATOR or out.name in joined]
     own.set_outputs([value for value, _ in kept], [out for _, out in kept])
     return replace(own, name=f"{program.name}-accumulating", micro_batches=None)

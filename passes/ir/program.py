@@ -234,6 +234,10 @@ class Program:
             found |= _shown(declared.parts, node) if declared.parts else {declared.name: (declared, node)}
         return found
 
+    def taken_from(self, declared: Input) -> str:
+        """The name of the value that an input takes; that of an argument for all of its rows beside a micro-batch's."""
+        return declared.name if self.micro_batches is None else self.micro_batches.whole.get(declared.name, declared.name)
+
     @property
     def code(self) -> str:
         """The graph as torch.fx writes it, from which nothing is compiled."""

@@ -54,15 +54,22 @@ class Runs:
         first = micro.accumulating or accumulating(program)
         return cls(program, lower(first, arenas, Commit(), regions), made)
 
-    def accumulate(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one."""
+    def accumulate(self, inputs: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+        """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one, and rows."""
         micro, given = self.program.micro_batches, list(inputs)
         assert micro is not None
         for k, memory in self.accumulators.items():
             given[k] = memory.zero_()
-        for k in range(micro.count - 1):
-            self.executable(micro.of_run(self.program, given, k))
-        return micro.of_run(self.program, given, micro.count - 1)
+        rows = [self.executable(micro.of_run(self.program, given, k)) for k in range(micro.count - 1)]
+        return micro.of_run(self.program, given, micro.count - 1), rows
+
+    def join(self, returned: list[Any], rows: Sequence[Sequence[Any]]) -> list[Any]:
+        """What the last run ``returned``, with the rows of those before it."""
+        micro = self.program.micro_batches
+        assert micro is not None
+        outputs = [each for each in self.program.outputs if each.kind is not OutputKind.UPDATE]
+        names = [each.name for each in outputs if each.name in micro.joined]
+        return micro.join(outputs, returned, [dict(zip(names, each, strict=True)) for each in rows])
 
 
 def _zeros(val: torch.Tensor) -> torch.Tensor:
@@ -82,8 +89,10 @@ class Executable:
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run on this rank's inputs, in the order of ``Program.inputs``; updates them in place."""
         with torch.no_grad(), DisableAutocast():
-            last = inputs if self.runs is None else self.runs.accumulate(inputs)
-            return self.finish(self.function(*last), last)
+            if self.runs is None:
+                return self.finish(self.function(*inputs), inputs)
+            last, rows = self.runs.accumulate(inputs)
+            return self.runs.join(self.finish(self.function(*last), last), rows)
 
     def finish(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Write the updates among what the function returned into ``inputs``; returns the rest."""

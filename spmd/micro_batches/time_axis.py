@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from passes import Axis, AxisRole, Input, PartitionError, Program, Role
+from passes.ir.micro_batches import MicroBatches
 from passes.ir.program import Placements
 
 from ..partitioner.assignment import Assignment
@@ -16,7 +17,8 @@ from ..partitioner.emit_program import emit
 from ..partitioner.plan import Plan
 from ..partitioner.problem import Problem
 from ..placements import local_shape
-from .accumulate import TIME, accumulated
+from .accumulate import TIME, accumulate, follow_the_run, joined_outputs, sums_in_time, without_axis
+from .ahead import compute_ahead, early
 
 
 def partition_in_time(program: Program, plan: Plan, count: int, dtype: torch.dtype | None = None) -> Program:
@@ -28,8 +30,14 @@ def partition_in_time(program: Program, plan: Plan, count: int, dtype: torch.dty
     rows = _rows(program, plan, count)
     problems = [Problem.of(_on_axis(program, rows, count, k), _over_axis(program, plan, rows)) for k in (0, 1)]
     assignment = problems[0].complete(Assignment(problems[0].axes))
-    first, second = (emit(problem, problem.complete(assignment)) for problem in problems)
-    return accumulated(first, second, {name: dim for name, dim in rows.items()}, count, dtype)
+    local, second = (emit(problem, problem.complete(assignment)) for problem in problems)
+    sums = sums_in_time(local)
+    follow_the_run(local, second)
+    ahead = early(local.graph, sums)
+    whole = compute_ahead(local, program, plan, rows, ahead) if ahead else {}
+    accumulate(local, sums_in_time(local), dtype)
+    joined = joined_outputs(local)
+    return replace(without_axis(local, rows, count), micro_batches=MicroBatches(count, rows, whole, joined))
 
 
 def _rows(program: Program, plan: Plan, count: int) -> dict[str, int]:

@@ -78,7 +78,8 @@ class Peer:
     def prepare(self) -> list[Any]:
         """The inputs of the call that the first rank has prepared."""
         compiled, theirs = self.first.compiled, by_name(self.first.program, self.first.inputs)
-        declared = {each.name: each for each in compiled.partitioned.inputs}
+        partitioned = compiled.partitioned
+        declared = {each.name: each for each in partitioned.inputs if partitioned.taken_from(each) == each.name}
         self._wholes = {name: self._wholes[name] for name in self._wholes.keys() - self._state.keys()}
         for name, each in declared.items():
             if name in compiled.guards.carried.names:
@@ -102,7 +103,8 @@ class Peer:
             elif declared.numbers:
                 given.append(pack(declared, theirs))
             else:
-                given.append(self._state[declared.name] if declared.name in self._state else theirs[declared.name])
+                name = self.program.taken_from(declared)
+                given.append(self._state[name] if name in self._state else theirs[declared.name])
         return given
 
     def _first_value(self, declared: Input, theirs: Any) -> Any:

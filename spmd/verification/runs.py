@@ -31,15 +31,19 @@ def run_programs(
         _add_accumulators(program, given)
     is_split = micro.accumulating is not None
     seen = None if watch is None or is_split else _Seen()
+    rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
         now = [_of_run(program, is_last=k == micro.count - 1) for program in programs]
         taken = [_inputs_of(program, each, k) for program, each in zip(programs, inputs, strict=True)]
         returned = run_in_lockstep(now, taken, seen)
-        for program, of_rank, outputs in zip(now, inputs, returned, strict=True):
+        for program, of_rank, outputs, before in zip(now, inputs, returned, rows, strict=True):
             _keep_accumulators(program, programs[0], of_rank, outputs)
+            named = {out.name: value for out, value in zip(program.outputs, outputs, strict=True)}
+            before.append({name: named[name] for name in micro.joined})
     if seen is not None and watch is not None:
         seen.show(watch)
-    return returned
+    ends = zip(programs, returned, rows, strict=True)
+    return [tuple(micro.join(program.outputs, outputs, before[:-1])) for program, outputs, before in ends]
 
 
 def _of_run(program: Program, is_last: bool) -> Program:

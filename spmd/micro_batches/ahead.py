@@ -1,0 +1,137 @@
+"""Sums over the whole batch that a micro-batch needs before it can go on: computed ahead, from inputs alone.
+
+The count of labels that a loss divides by is the example. A sum that follows from parameters (batch statistics) cannot
+be known before all micro-batches have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from passes import Input, Output, OutputKind, PartitionError, Program, Role
+from passes.ir.effects import is_random
+
+from ..partitioner.emit_program import partition
+from ..partitioner.plan import Plan
+from .lines import described
+
+WHOLE = "all of "
+"""How the inputs begin that are all rows of an argument."""
+_GIVEN = (Role.BATCH, Role.ARGUMENT, Role.CONSTANT, Role.HYPER_PARAMETER)
+
+
+def early(graph: fx.Graph, sums: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of the sums that others are computed from."""
+    sources: dict[fx.Node, set[fx.Node]] = {}
+    found = dict.fromkeys(sums, False)
+    for node in graph.nodes:
+        reached = set[fx.Node]().union(*(sources[each] for each in node.all_input_nodes))
+        if node in found:
+            found |= dict.fromkeys(reached, True)
+            reached = {node}
+        sources[node] = reached
+    return [node for node, is_early in found.items() if is_early]
+
+
+def compute_ahead(program: Program, captured: Program, plan: Plan, rows: Mapping[str, int], sums: Sequence[fx.Node]) -> dict[str, str]:
+    """Let ``program`` compute these sums from all rows of its arguments; returns the inputs that it takes for these.
+
+    ``captured``: the global program, ``plan``: that of the ranks alone. Raises ``PartitionError``, with the user's
+    line, for a sum that does not follow from arguments alone.
+    """
+    names = list(dict.fromkeys(_captured(node) for node in sums))
+    ahead = partition(_of_nodes(captured, names, sums), plan)
+    whole = {name: f"{WHOLE}{name}" for name in rows}
+    copies: dict[fx.Node, fx.Node] = {}
+    nodes = {each.name: node for each, node in zip(program.inputs, program.placeholders, strict=True)}
+    taken = dict[str, str]()
+    for declared, node in zip(ahead.inputs, ahead.placeholders, strict=True):
+        if node.users and declared.name in rows:
+            copies[node] = _input(program, replace(declared, name=whole[declared.name]), node)
+            taken[whole[declared.name]] = declared.name
+        elif node.users:
+            copies[node] = nodes[declared.name]
+    first = next(node for node in program.graph.nodes if node.op != "placeholder")
+    with program.graph.inserting_before(first):
+        for node in ahead.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                copies[node] = program.graph.node_copy(node, copies.__getitem__)
+    for name, value, output in zip(names, ahead.output_values(), ahead.outputs, strict=True):
+        _replace(program, name, copies[value], output)
+    erase_unused(program.graph)
+    return taken
+
+
+def _captured(node: fx.Node) -> str:
+    """The captured node whose value a collective sums up."""
+    (value,) = node.all_input_nodes
+    return str(value.meta["captured"])
+
+
+def _replace(program: Program, name: str, value: fx.Node, output: Output) -> None:
+    """Let all readers of a captured node's whole value read what was computed ahead."""
+    for node in list(program.graph.nodes):
+        placement = node.meta.get("placement", ())
+        if node.meta.get("captured") != name or len(placement) != len(program.mesh.axes) or node is value:
+            continue
+        if placement[-1].is_replicate() and placement[:-1] == output.placement:
+            node.replace_all_uses_with(value)
+
+
+def _input(program: Program, declared: Input, like: fx.Node) -> fx.Node:
+    with program.graph.inserting_after(program.placeholders[-1]):
+        node = program.graph.placeholder(f"{like.name}_whole")
+    node.meta |= like.meta
+    program.inputs = [*program.inputs, declared]
+    return node
+
+
+def _of_nodes(captured: Program, names: Sequence[str], sums: Sequence[fx.Node]) -> Program:
+    """The captured program that computes the values of some nodes alone."""
+    own = captured.copy()
+    by_name = {node.name: node for node in own.graph.nodes}
+    for node in sums:
+        _check_given(own, by_name[_captured(node)], node)
+    values = [by_name[name] for name in names]
+    outputs = [_result(f"ahead.{k}", value.meta["val"]) for k, value in enumerate(values)]
+    own.set_outputs(values, outputs)
+    erase_unused(own.graph)
+    return own
+
+
+def _result(name: str, val: torch.Tensor) -> Output:
+    return Output(OutputKind.RESULT, name, Role.RESULT, tuple(val.shape), val.dtype)
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """Erase what nothing reads, collectives included."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)
+
+
+def _check_given(program: Program, value: fx.Node, wait: fx.Node) -> None:
+    declared = dict(zip(program.placeholders, program.inputs, strict=True))
+    for node in _ancestors(value):
+        needs = declared[node].name if node.op == "placeholder" and declared[node].role not in _GIVEN else ""
+        needs = "a random draw" if is_random(node) else needs
+        if needs:
+            raise PartitionError(
+                f"{described(wait)} is a sum over the whole batch that each micro-batch needs, and it follows from "
+                f"{needs}: it is known only when all have run. Keep the batch whole (micro_batches=1), or use what "
+                "looks at each row by itself (LayerNorm or GroupNorm instead of BatchNorm)"
+            )
+
+
+def _ancestors(value: fx.Node) -> Iterator[fx.Node]:
+    pending, seen = [value], {value}
+    while pending:
+        node = pending.pop()
+        yield node
+        new = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(new)
+        pending += new
