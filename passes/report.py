@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from .ir.program import Program
 from .measured import MeasuredTime, OpTime, collective_of
 from .memory.peak_memory import PlannedMemory, planned_memory
 from .page.render import render
-from .schedule.critical_path import PathPart, critical_path
-from .schedule.estimate import estimate
-from .schedule.simulation import Timeline, TransferTime
+from .schedule.critical_path import PathPart, critical_path, in_all
+from .schedule.estimate import estimate_runs
+from .schedule.simulation import Timeline, TransferTime, in_turn
 from .trace import trace_events
 
 _IDLE = "nothing to do"  # in the history of a program, of a pass
@@ -157,9 +157,10 @@ class Report:
         ``costs`` estimate the time, for the axes' backends or for this one.
         """
         mesh, history = str(program.mesh), tuple(program.history)
-        found = estimate(program, costs, backend=backend)
-        times = {each.node: each for each in found.transfers} if found else {}
-        every = tuple(_one(node, times.get(node.name)) for node in program.collectives())
+        runs = estimate_runs(program, costs, backend=backend)
+        every = tuple(one for each, timeline in runs for one in _every(each, timeline))
+        found = in_turn([timeline for _, timeline in runs if timeline is not None])
+        path = in_all(critical_path(each, timeline) for each, timeline in runs if timeline is not None)
         traffic, memory = _traffic(every), planned_memory(program)
         return cls(
             program.name,
@@ -173,7 +174,7 @@ class Report:
             EstimatedTime.of(found) if found else None,
             tuple(passes),
             reason=reason,
-            path=critical_path(program, found) if found else (),
+            path=path,
             timeline=found,
         )
 
@@ -392,6 +393,12 @@ def _sizes(heading: str) -> Table:
     table.add_column(heading, overflow="fold")
     table.add_column("bytes", justify="right", no_wrap=True)
     return table
+
+
+def _every(program: Program, timeline: Timeline | None) -> Iterator[OneCollective]:
+    """The collectives of one run of a program, in order."""
+    times = {each.node: each for each in timeline.transfers} if timeline else {}
+    return (_one(node, times.get(node.name)) for node in program.collectives())
 
 
 def _one(node: fx.Node, time: TransferTime | None) -> OneCollective:

@@ -63,3 +63,12 @@ def accumulating(program: Program) -> Program:
     kept = [(value, out) for value, out in pairs if out.role is Role.ACCUMULATOR or out.name in joined]
     own.set_outputs([value for value, _ in kept], [out for _, out in kept])
     return replace(own, name=f"{program.name}-accumulating", micro_batches=None)
+
+
+def runs_of(program: Program) -> list[Program]:
+    """The programs that a call runs, in order: one for each micro-batch, or ``program`` alone."""
+    micro = program.micro_batches
+    if micro is None:
+        return [program]
+    last = replace(program, micro_batches=None)
+    return [micro.accumulating or last] * (micro.count - 1) + [last]

@@ -6,7 +6,9 @@ Whatever is not on it may take a little longer without making the step longer.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import fx
 
@@ -71,6 +73,15 @@ def critical_path(program: Program, timeline: Timeline) -> tuple[PathPart, ...]:
         if span is not _BEGIN:
             sums[_kind(nodes[span.node], span)].append(span.end - span.start)
     parts = [PathPart(*kind, sum(each), len(each)) for kind, each in sums.items()]
+    return tuple(sorted(parts, key=lambda part: -part.seconds))
+
+
+def in_all(paths: Iterable[Sequence[PathPart]]) -> tuple[PathPart, ...]:
+    """The parts of several paths, one after the other; the longest part first."""
+    sums: dict[tuple[str, str], list[PathPart]] = defaultdict(list)
+    for part in chain.from_iterable(paths):
+        sums[part.what, part.where].append(part)
+    parts = [PathPart(*kind, sum(p.seconds for p in each), sum(p.count for p in each)) for kind, each in sums.items()]
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 
 

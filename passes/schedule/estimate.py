@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..analysis.costs import BUILT_IN, Table
+from ..ir.micro_batches import runs_of
 from ..ir.program import Program
 from .node_costs import NodeCosts, device_of
 from .rates import rates_of
-from .simulation import Timeline, simulate
+from .simulation import Timeline, in_turn, simulate
 from .streams import runs_on_streams
+
+
+def estimate_runs(program: Program, table: Table = BUILT_IN, **options: Any) -> list[tuple[Program, Timeline | None]]:
+    """The programs that a call runs, in order, each with the time that it takes; ``options`` as for ``estimate``."""
+    first, last = runs_of(program)[0], runs_of(program)[-1]
+    times = {id(each): estimate(each, table, **options) for each in (first, last)}
+    count = program.micro_batches.count if program.micro_batches is not None else 1
+    return [*[(first, times[id(first)])] * (count - 1), (last, times[id(last)])]
 
 
 def estimate(
@@ -23,8 +33,11 @@ def estimate(
     """The step of one rank as it is expected to run; None on a device of which nothing is known.
 
     ``backend`` overrides that of the mesh; ``measured``: seconds of ops by the name of their node, where known.
-    ``with_memory``: with the bytes in use.
+    ``with_memory``: with the bytes in use. Of a program with micro-batches, it is all of their runs.
     """
+    if program.micro_batches is not None:
+        found = estimate_runs(program, table, backend=backend, measured=measured, with_memory=with_memory)
+        return in_turn([timeline for _, timeline in found if timeline is not None])
     rates = rates_of(table, device_of(program), program.mesh)
     if rates is None:
         return None

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
 
 from torch import fx
 
@@ -103,6 +104,31 @@ class Timeline:
     def exposed(self) -> float:
         """Seconds by which transfers make the step longer."""
         return sum(each.exposed for each in self.transfers)
+
+
+def in_turn(timelines: Sequence[Timeline]) -> Timeline | None:
+    """Steps that run one after the other, as one; None for none."""
+    if not timelines:
+        return None
+    ends = list(accumulate(each.seconds for each in timelines))
+    moved = [_moved(each, end - each.seconds) for each, end in zip(timelines, ends, strict=True)]
+    return Timeline(
+        ends[-1],
+        sum(each.compute for each in moved),
+        tuple(transfer for each in moved for transfer in each.transfers),
+        tuple(span for each in moved for span in each.spans),
+        {device: tuple(change for each in moved for change in each.memory[device]) for device in moved[0].memory},
+    )
+
+
+def _moved(timeline: Timeline, by: float) -> Timeline:
+    """The same, ``by`` seconds later."""
+    return replace(
+        timeline,
+        transfers=tuple(replace(each, start=each.start + by, end=each.end + by) for each in timeline.transfers),
+        spans=tuple(replace(each, start=each.start + by, end=each.end + by) for each in timeline.spans),
+        memory={k: tuple((at + by, size) for at, size in changes) for k, changes in timeline.memory.items()},
+    )
 
 
 def simulate(program: Program, costs: NodeCosts, *, with_memory: bool = True) -> Timeline:
