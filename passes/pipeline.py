@@ -100,7 +100,9 @@ def with_micro_batches(pipeline: Iterable[Pass]) -> tuple[Pass, ...]:
     if not passes or any(isinstance(each, SplitMicroBatches) for each in passes):
         return passes
     kinds = (FormRegions, UpdateInPlace)
-    at = next((k for k, each in enumerate(passes) if isinstance(each, kinds) or each.last or each.keeps_order), len(passes))
+    at = next(
+        (k for k, each in enumerate(passes) if isinstance(each, kinds) or each.last or each.keeps_order), len(passes)
+    )
     return (*passes[:at], SplitMicroBatches(), *passes[at:])
 
 

@@ -12,8 +12,8 @@ from .errors import PassError
 from .ir.check import check as check_program
 from .ir.infer_shapes import fill_vals
 from .ir.program import Program
-from .update.split_micro_batches import SplitMicroBatches
 from .unexpected_errors import REPORT, describe_op
+from .update.split_micro_batches import SplitMicroBatches
 
 OnStage = Callable[[int, Pass, Program, float], None]  # stage number, pass, program after it, seconds it took
 
@@ -68,6 +68,7 @@ def _rewrite_accumulating(each: Pass, program: Program) -> None:
     micro = program.micro_batches
     if micro is not None and micro.accumulating is not None and not isinstance(each, SplitMicroBatches):
         own = micro.accumulating.copy()
+        own.micro_batches = None
         _complete(own, each.rewrite(own))
         check_program(own, micro.accumulating)
         program.micro_batches = replace(micro, accumulating=own)

@@ -67,6 +67,7 @@ class Options:
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
+        _check_micro_batches(parallel_mode, program=program, check=_check_check(check) or None)
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=check_callable("gm_transformation", gm_transformation),
@@ -139,6 +140,13 @@ def _check_deferring(mode: Any, **options: Any) -> None:
     given = [name for name, value in options.items() if value is not None]
     if given and isinstance(mode, ParallelMode) and mode.defer_updates:
         raise ValueError(f"expected no {given[0]} with defer_updates=True, which divides a step into several programs")
+
+
+def _check_micro_batches(mode: Any, **options: Any) -> None:
+    """Raise ``ValueError`` for options that know of one run of a program a call, where micro-batches have several."""
+    given = [name for name, value in options.items() if value is not None]
+    if given and isinstance(mode, ParallelMode) and mode.micro_batches > 1:
+        raise ValueError(f"expected no {given[0]} with micro_batches, of which each runs a program in a call")
 
 
 def _check_overrides(given: Any) -> tuple[Override, ...]:

@@ -274,6 +274,8 @@ class CompiledStep:
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
         make_report = stages.reporting(deferred.steady if deferred else program, program.notes, costs)
         dump.stage(99, "lowered", program)
+        for each in _first_runs(program):
+            self._dumps.dump(options.dump_folder, each.name).stage(99, "lowered", each)
         dump.report(make_report)
         description = describe_for_agreement(captured, program, costs, call, deferred.bundle if deferred else None)
         description += options.describe_edits(made)
@@ -424,6 +426,11 @@ class CompiledStep:
             raise SpmdError(
                 f"a call of {self._name} is not a whole step, and cannot be {done}: compile it without defer_updates"
             )
+        if self._options.mode.micro_batches > 1:
+            raise SpmdError(
+                f"a call of {self._name} runs a program for each micro-batch, and cannot be {done}: compile it without "
+                "micro_batches"
+            )
 
     def dump(self, folder: str | Path) -> None:
         """Write the stages of all programs under ``folder``, as ``compile(dump=folder)`` does."""
@@ -433,7 +440,7 @@ class CompiledStep:
             dump.report(partial(getattr, each, "report"))
             if each.deferred is not None:
                 dump.bundle(each.deferred.bundle)
-            for program in each.between_calls:
+            for program in (*each.between_calls, *_first_runs(each.program)):
                 self._dumps.dump(Path(folder), program.name).stage(99, "lowered", program)
 
     def diff(self, *stages: str) -> Diff:
@@ -498,6 +505,12 @@ class CompiledStep:
         for each in list(self._dispatch.programs):
             each.finish_pending(is_asked=True)
         remove_stale()
+
+
+def _first_runs(program: Program) -> list[Program]:
+    """The program of all micro-batches but the last one, where it is another than that."""
+    micro = program.micro_batches
+    return [] if micro is None or micro.accumulating is None else [micro.accumulating]
 
 
 def compile(

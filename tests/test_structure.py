@@ -49,6 +49,7 @@ ORDER = {
         capture/
         guards/
         partitioner/
+        micro_batches/
         modes/
         state/
         lowering/

@@ -27,6 +27,7 @@ def check(program: Program, before: Program | None = None) -> None:
     _graph_is_sound(program)
     _inputs_match(program)
     _outputs_match(program)
+    _micro_batches_are_sound(program)
     for node in program.graph.nodes:
         _node_is_described(node)
         _keys_are_declared(node)
@@ -55,6 +56,27 @@ def _inputs_match(program: Program) -> None:
         )
     _unique("inputs", [declared.name for each in program.inputs for declared in (each, *_parts(each))])
     _parts_are_shown(program)
+
+
+def _micro_batches_are_sound(program: Program) -> None:
+    """Accumulators grow from run to run, and runs but the last one write nothing else."""
+    micro = program.micro_batches
+    if micro is None:
+        return
+    inputs = {each.name: each for declared in program.inputs for each in (_parts(declared) or [declared])}
+    missing = sorted({*micro.split, *micro.whole} - inputs.keys())
+    if missing:
+        raise PassError(f"micro-batches of {program.name} divide {missing}, but it has no such inputs")
+    accumulators = {each.name for each in inputs.values() if each.role is Role.ACCUMULATOR}
+    first = micro.accumulating
+    for each in [program] if first is None else [program, first]:
+        lost = sorted(accumulators - _updated(each))
+        if lost:
+            raise PassError(f"{each.name} runs for each micro-batch, but does not add to {lost}")
+    if first is not None and any(declared.in_place for declared in program.inputs):
+        written = sorted(_updated(first) - accumulators)
+        if written:
+            raise PassError(f"{first.name} is not the last run of a call, but writes to {written}")
 
 
 def _parts(declared: Input) -> list[Input]:

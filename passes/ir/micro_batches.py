@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class MicroBatches:
     """How often a program runs in a call, and what each run takes.
 
-    Of the inputs in ``split``, by name, run k takes the k-th of ``count`` equal parts along a dim. An accumulator (an
-    input of that role) is zero in the first run, and in the others what the run before made of it. Results in
-    ``joined`` are rows of all runs, one after the other along a dim. All other outputs, state included, are those of
-    the last run. ``whole``: inputs that are all of an argument, by name, with that of the argument. ``accumulating``:
-    the program of all runs but the last one, which computes accumulators and rows alone; None as long as one program
-    says it all.
+    Of the inputs in ``split``, by name, run k takes the k-th of ``count`` parts along a dim, cut as by ``torch.chunk``.
+    An accumulator (an input of that role) is zero in the first run, and in the others what the run before made of it.
+    Results in ``joined`` are rows of all runs, one after the other along a dim. All other outputs, state included, are
+    those of the last run. ``whole``: inputs that are all of an argument, by name, with that of the argument.
+    ``accumulating``: the program of all runs but the last one, with the same inputs, once it is another one: its parts
+    are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone.
     """
 
     count: int
@@ -32,6 +32,10 @@ class MicroBatches:
     whole: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, int] = field(default_factory=dict)
     accumulating: Program | None = None
+
+    def __str__(self) -> str:
+        split = ", ".join(f"{name} along dim {dim}" for name, dim in self.split.items())
+        return f"runs {self.count} times in a call, on parts of {split}"
 
     def join(self, outputs: Sequence[Output], last: Sequence[Any], before: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The values of ``outputs`` in the last run, with the rows of the runs ``before`` it, by name of the result."""
@@ -52,13 +56,13 @@ class MicroBatches:
         if declared.name not in self.split:
             return value
         dim = self.split[declared.name]
-        rows = value.shape[dim] // self.count
-        return value.narrow(dim, k * rows, rows)
+        step = -(-value.shape[dim] // self.count)
+        return value.narrow(dim, k * step, min(step, value.shape[dim] - k * step))
 
 
-def accumulating(program: Program) -> Program:
-    """A copy of a functional program that returns accumulators and joined results alone."""
-    own, joined = program.copy(), program.micro_batches.joined if program.micro_batches is not None else {}
+def accumulating(program: Program, joined: Collection[str]) -> Program:
+    """A copy of a functional program that returns accumulators and ``joined`` results alone."""
+    own = program.copy()
     pairs = zip(own.output_values(), own.outputs, strict=True)
     kept = [(value, out) for value, out in pairs if out.role is Role.ACCUMULATOR or out.name in joined]
     own.set_outputs([value for value, _ in kept], [out for _, out in kept])

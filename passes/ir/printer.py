@@ -244,7 +244,8 @@ class _Printer:
 
 def _header(program: Program) -> list[str]:
     units = [f"unit {k}: {_unit(names)}" for k, names in enumerate(program.units)]
-    lines = [program.name, *program.history, f"mesh: {program.mesh}", *units, "", *_LEGEND.splitlines()]
+    runs = [] if program.micro_batches is None else [str(program.micro_batches)]
+    lines = [program.name, *program.history, f"mesh: {program.mesh}", *runs, *units, "", *_LEGEND.splitlines()]
     return [f"# {_one_line(line)}".rstrip() for line in lines]
 
 

@@ -236,7 +236,9 @@ class Program:
 
     def taken_from(self, declared: Input) -> str:
         """The name of the value that an input takes; that of an argument for all of its rows beside a micro-batch's."""
-        return declared.name if self.micro_batches is None else self.micro_batches.whole.get(declared.name, declared.name)
+        return (
+            declared.name if self.micro_batches is None else self.micro_batches.whole.get(declared.name, declared.name)
+        )
 
     @property
     def code(self) -> str:

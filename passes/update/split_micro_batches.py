@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..base import Pass
 from ..cleanup.dead_code import DeadCode
+from ..errors import PassError
 from ..ir.micro_batches import accumulating
 from ..ir.program import Program
 
@@ -20,9 +21,17 @@ class SplitMicroBatches(Pass):
     def rewrite(self, program: Program) -> int:
         """Make the program, once."""
         micro = program.micro_batches
-        if micro is None or micro.accumulating is not None:
+        if micro is None:
             return 0
-        first = accumulating(program)
+        first = accumulating(micro.accumulating or program, micro.joined)
+        _check_inputs(first, program)
         DeadCode().rewrite(first)
         program.micro_batches = replace(micro, accumulating=first)
         return 1
+
+
+def _check_inputs(first: Program, last: Program) -> None:
+    """Both find state where the other one does: where programs differ in sizes, passes have formed the same units."""
+    one, other = ([(each.name, [part.input.name for part in each.parts]) for each in p.inputs] for p in (first, last))
+    if one != other:
+        raise PassError(f"{first.name} keeps state otherwise than {last.name} does: pass batches that divide evenly")

@@ -51,7 +51,7 @@ class Runs:
             return None
         inputs = enumerate(zip(program.inputs, program.placeholders, strict=True))
         made = {k: _zeros(node.meta["val"]) for k, (declared, node) in inputs if declared.role is Role.ACCUMULATOR}
-        first = micro.accumulating or accumulating(program)
+        first = accumulating(micro.accumulating or program, micro.joined)
         return cls(program, lower(first, arenas, Commit(), regions), made)
 
     def accumulate(self, inputs: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -12,19 +13,18 @@ from torch import fx
 from torch.distributed.tensor import Replicate
 
 from passes import Input, Kind, Output, OutputKind, PartitionError, Program, Role
-from passes.ir.collectives import group_of, is_collective, is_wait, kind_of, reduction_of
+from passes.ir.collectives import group_of, is_collective, kind_of, reduction_of
 from passes.ir.edit import insert_before
-from passes.ir.meta import Relation
-from passes.ir.program import Placements
 from passes.runtime.random import draw
 
+from ..placements import chunk, splits
 from .lines import described
 
 aten = torch.ops.aten
 
 TIME = "micro-batches"
 """The name of the axis, and of its group, in which nothing communicates."""
-_RUN = "micro-batch"  # the input that says which one runs
+RUN = "micro-batch"  # the input that says which one runs
 
 
 def sums_in_time(program: Program) -> list[fx.Node]:
@@ -45,11 +45,20 @@ def accumulate(program: Program, sums: Sequence[fx.Node], dtype: torch.dtype | N
         _accumulate(program, node, f"accumulated.{k}", dtype)
 
 
+def add_run(program: Program) -> None:
+    """The input that says which micro-batch runs, where some op draws."""
+    if program.draws:
+        _input(program, Input(Role.RUN, RUN), 0)
+
+
 def follow_the_run(program: Program, second: Program) -> None:
     """Let the draws whose rows are others in each micro-batch begin there; all else must be equal."""
-    run: fx.Node | None = None
+    run = next(
+        (node for each, node in zip(program.inputs, program.placeholders, strict=True) if each.name == RUN), None
+    )
     other = {}
-    for node, its in zip(list(program.graph.nodes), second.graph.nodes, strict=False):
+    nodes = [node for node in program.graph.nodes if node is not run]
+    for node, its in zip(nodes, second.graph.nodes, strict=False):
         other[node] = its
         moved = node.target is draw and its.target is draw and node.args[3] != its.args[3]
         here = (node.args[:3], *node.args[4:]) if moved else node.args
@@ -60,7 +69,7 @@ def follow_the_run(program: Program, second: Program) -> None:
                 "does not support: compute it before the step, and pass it as an argument with rows of the batch"
             )
         if moved:
-            run = run or _input(program, Input(Role.RUN, _RUN), 0)
+            assert run is not None, "the program draws"
             node.update_arg(3, _moving(node, run, its.args[3]))
 
 
@@ -104,7 +113,10 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
     program.graph.erase_node(node)
     program.set_outputs(
         [*program.output_values(), grown],
-        [*program.outputs, Output(OutputKind.UPDATE, name, Role.ACCUMULATOR, declared.shape, declared.dtype, placement)],
+        [
+            *program.outputs,
+            Output(OutputKind.UPDATE, name, Role.ACCUMULATOR, declared.shape, declared.dtype, placement),
+        ],
     )
 
 
@@ -118,7 +130,7 @@ def _input(program: Program, declared: Input, val: Any) -> fx.Node:
     return node
 
 
-def without_axis(program: Program, rows: Mapping[str, int], count: int) -> Program:
+def without_axis(program: Program, rows: Mapping[str, int], count: int, k: int) -> Program:
     """The same without the axis: in placements, in the mesh, and in the shapes of what each run has a part of."""
     for node in program.graph.nodes:
         placement = node.meta.get("placement") or ()
@@ -127,17 +139,19 @@ def without_axis(program: Program, rows: Mapping[str, int], count: int) -> Progr
             if not isinstance(placement[-1], Replicate):
                 node.meta["in_time"] = placement[-1]
     outputs = [replace(each, placement=each.placement[: len(program.mesh.axes) - 1]) for each in program.outputs]
-    inputs = [_of_one_run(each, program, rows, count) for each in program.inputs]
+    inputs = [_of_one_run(each, program, rows, count, k) for each in program.inputs]
     mesh = replace(program.mesh, axes=program.mesh.axes[:-1])
     return replace(program, inputs=inputs, outputs=outputs, mesh=mesh)
 
 
-def _of_one_run(declared: Input, program: Program, rows: Mapping[str, int], count: int) -> Input:
+def _of_one_run(declared: Input, program: Program, rows: Mapping[str, int], count: int, k: int) -> Input:
     placement = declared.placement[: len(program.mesh.axes) - 1]
     dim = rows.get(declared.name)
     if dim is None:
         return replace(declared, placement=placement)
-    shape = tuple(size // count if k == dim else size for k, size in enumerate(declared.shape))
+    ranks = prod(axis.size for axis, p in zip(program.mesh.axes, placement, strict=False) if splits(p, dim))
+    length = ranks * chunk(declared.shape[dim] // ranks, count, k)[1]
+    shape = (*declared.shape[:dim], length, *declared.shape[dim + 1 :])
     return replace(declared, placement=placement, shape=shape)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -11,45 +12,87 @@ from torch.distributed.tensor import Replicate, Shard
 from passes import Axis, AxisRole, Input, PartitionError, Program, Role
 from passes.ir.micro_batches import MicroBatches
 from passes.ir.program import Placements
+from passes.ir.rates import Rate
 
 from ..partitioner.assignment import Assignment
 from ..partitioner.emit_program import emit
 from ..partitioner.plan import Plan
 from ..partitioner.problem import Problem
 from ..placements import local_shape
-from .accumulate import TIME, accumulate, follow_the_run, joined_outputs, sums_in_time, without_axis
-from .ahead import compute_ahead, early
+from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_outputs, sums_in_time, without_axis
+from .early_sums import compute_early, early
 
 
 def partition_in_time(program: Program, plan: Plan, count: int, dtype: torch.dtype | None = None) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
-    ``dtype``: that of accumulators; None is that of what they add up. Raises ``PartitionError``, with the op and the
-    user's line, where a run would have to know rows of another one.
+    Rows are cut as ``torch.chunk`` does it, so that the last part may be shorter, and parts may be fewer. ``dtype``:
+    that of accumulators; None is that of what they add up. Raises ``PartitionError``, with the op and the user's line,
+    where a run would have to know rows of another one.
     """
     rows = _rows(program, plan, count)
-    problems = [Problem.of(_on_axis(program, rows, count, k), _over_axis(program, plan, rows)) for k in (0, 1)]
-    assignment = problems[0].complete(Assignment(problems[0].axes))
-    local, second = (emit(problem, problem.complete(assignment)) for problem in problems)
-    sums = sums_in_time(local)
-    follow_the_run(local, second)
-    ahead = early(local.graph, sums)
-    whole = compute_ahead(local, program, plan, rows, ahead) if ahead else {}
-    accumulate(local, sums_in_time(local), dtype)
-    joined = joined_outputs(local)
-    return replace(without_axis(local, rows, count), micro_batches=MicroBatches(count, rows, whole, joined))
+    batch = [each for each in program.inputs if each.name in rows]
+    lengths = [local_shape(each.shape, each.placement, program.mesh)[rows[each.name]] for each in batch]
+    most = max(lengths)
+    count = -(-most // -(-most // count))
+    shares = _Shares(program, plan, rows, count, dtype)
+    if not any(length % count for length in lengths):
+        return shares.of(0, follows=True)
+    full, last = shares.of(0, follows=count > 2), shares.of(count - 1)
+    assert [each.name for each in full.inputs] == [each.name for each in last.inputs], (
+        "the shares differ in sizes alone"
+    )
+    assert last.micro_batches is not None
+    micro = replace(last.micro_batches, accumulating=replace(full, micro_batches=None))
+    return replace(last, micro_batches=micro)
+
+
+@dataclass
+class _Shares:
+    """The shares of single micro-batches; all are computed as the first one is."""
+
+    program: Program
+    plan: Plan
+    rows: Mapping[str, int]
+    count: int
+    dtype: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        problem = self._problem(0)
+        self._assignment = problem.complete(self.plan.assignment or Assignment(problem.axes))
+
+    def of(self, k: int, follows: bool = False) -> Program:
+        """That of micro-batch ``k``, which accumulates sums over all of them; ``follows``: it is to run for others."""
+        local = self._emitted(k)
+        sums = sums_in_time(local)
+        add_run(local)
+        if follows:
+            follow_the_run(local, self._emitted(k + 1))
+        ahead = early(local.graph, sums)
+        whole = compute_early(local, self.program, self.plan, self.rows, ahead) if ahead else {}
+        accumulate(local, sums_in_time(local), self.dtype)
+        micro = MicroBatches(self.count, self.rows, whole, joined_outputs(local))
+        return replace(without_axis(local, self.rows, self.count, k), micro_batches=micro)
+
+    def _emitted(self, k: int) -> Program:
+        problem = self._problem(k)
+        return emit(problem, problem.complete(self._assignment))
+
+    def _problem(self, k: int) -> Problem:
+        return Problem.of(
+            _on_axis(self.program, self.rows, self.count, k), _over_axis(self.program, self.plan, self.rows)
+        )
 
 
 def _rows(program: Program, plan: Plan, count: int) -> dict[str, int]:
-    """The dim of the rows of each argument that has rows of the batch. Raises ``PartitionError`` for unequal parts."""
+    """The dim of the rows of each argument that has rows of the batch; raises ``PartitionError`` if there is none."""
     over = program.mesh.axes_with(AxisRole.BATCH)
     found = {}
     for each in program.inputs:
         dims = {p.dim for k, p in enumerate(each.placement) if k in over and isinstance(p, Shard)}
-        if each.role is not Role.BATCH or not dims:
-            continue
-        (found[each.name],) = dims
-        _check_rows(each, found[each.name], program, count)
+        if each.role is Role.BATCH and dims:
+            (found[each.name],) = dims
+            _check_even(each, found[each.name], program)
     if not found:
         raise PartitionError(
             f"expected an argument with rows of the batch, which micro_batches={count} divides, but {program.name} has "
@@ -58,13 +101,13 @@ def _rows(program: Program, plan: Plan, count: int) -> dict[str, int]:
     return found
 
 
-def _check_rows(declared: Input, dim: int, program: Program, count: int) -> None:
-    ranks = [axis.size for axis, p in zip(program.mesh.axes, declared.placement, strict=True) if isinstance(p, Shard)]
-    local = local_shape(declared.shape, declared.placement, program.mesh)[dim]
-    if local % count or declared.shape[dim] % torch.Size(ranks).numel():
+def _check_even(declared: Input, dim: int, program: Program) -> None:
+    pairs = zip(program.mesh.axes, declared.placement, strict=True)
+    ranks = prod(axis.size for axis, p in pairs if isinstance(p, Shard) and p.dim == dim)
+    if declared.shape[dim] % ranks:
         raise PartitionError(
-            f"micro_batches={count} takes a batch that each rank can divide by {count}, but this rank has {local} rows "
-            f"of {declared.name}: pass batches of a multiple of {count} rows on each rank, or drop the last one"
+            f"micro_batches takes equal numbers of rows on all ranks, but {declared.name} has {declared.shape[dim]} "
+            f"rows for {ranks} ranks: pass equal parts, or drop the last batch"
         )
 
 
@@ -80,7 +123,7 @@ def _on_axis(program: Program, rows: Mapping[str, int], count: int, coordinate: 
     return replace(program, mesh=mesh, inputs=inputs)
 
 
-def _slowest(program: Program) -> object:
+def _slowest(program: Program) -> Rate:
     """The rate of the slowest axis: what would cross micro-batches is to be avoided like traffic."""
     return max((axis.rate for axis in program.mesh.axes), key=lambda rate: rate.per_byte)
 

@@ -21,9 +21,9 @@ _LOCAL = 1e-3
 def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[Placements, int, Placement]]:
     """The steps from ``source`` to ``target``: the placement before each, the axis that it changes, and its new entry.
 
-    Slices first, then sums (first those over micro-batches, then those that leave a part), then gathers, so that little is communicated. A dim that
-    several axes split is cut by the outermost one first: an axis that would break this order is replicated, and cut in
-    the end.
+    Slices first, then sums (those over micro-batches, then those that leave a part), then gathers, so that little is
+    communicated. A dim that several axes split is cut by the outermost one first: an axis that would break this order
+    is replicated, and cut in the end.
     """
     current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
     axes = range(len(current))

@@ -32,6 +32,8 @@ def certify(step: Any, *args: Any, world: int = 4, mesh: AnyMesh = None, **kwarg
     Raises ``TypeError`` or ``ValueError`` for what cannot be certified, and what compiling the step raises.
     """
     check_mesh(mesh, world)
+    if getattr(getattr(step, "options", None), "mode", None) and step.options.mode.micro_batches > 1:
+        raise ValueError("expected a step without micro_batches, whose runs certify does not derive: use spmd.verify")
     if world > _MOST_RANKS:
         raise ValueError(f"expected world to be {_MOST_RANKS} ranks or fewer, got {world}")
     finish_pending()

@@ -29,7 +29,7 @@ def run_programs(
         return run_in_lockstep(programs, inputs, watch)
     for program, given in zip(programs, inputs, strict=True):
         _add_accumulators(program, given)
-    is_split = micro.accumulating is not None
+    is_split = micro.accumulating is not None and len(micro.accumulating.outputs) != len(programs[0].outputs)
     seen = None if watch is None or is_split else _Seen()
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
@@ -75,20 +75,21 @@ def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], o
 
 @dataclass
 class _Seen:
-    """The values of each node in all runs, by rank."""
+    """The values of each node in all runs, by rank; nodes of one name are the same in programs of other sizes."""
 
-    nodes: dict[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
-    values: dict[fx.Node, list[Sequence[Any]]] = field(default_factory=dict)
+    nodes: dict[str, Sequence[fx.Node]] = field(default_factory=dict)
+    values: dict[str, list[Sequence[Any]]] = field(default_factory=dict)
 
     def __call__(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:
         """Keep the values of a node in one run."""
-        self.nodes[nodes[0]] = nodes
-        self.values.setdefault(nodes[0], []).append(values)
+        self.nodes[nodes[0].name] = nodes
+        self.values.setdefault(nodes[0].name, []).append(values)
 
     def show(self, watch: Watch) -> None:
         """Show what each node computed in all runs together."""
-        for node, runs in self.values.items():
-            watch(self.nodes[node], [_together(node, of_rank) for of_rank in zip(*runs, strict=True)])
+        for name, runs in self.values.items():
+            nodes = self.nodes[name]
+            watch(nodes, [_together(nodes[0], of_rank) for of_rank in zip(*runs, strict=True)])
 
 
 def _together(node: fx.Node, runs: Sequence[Any]) -> Any:

@@ -37,7 +37,9 @@ def early(graph: fx.Graph, sums: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node, is_early in found.items() if is_early]
 
 
-def compute_ahead(program: Program, captured: Program, plan: Plan, rows: Mapping[str, int], sums: Sequence[fx.Node]) -> dict[str, str]:
+def compute_early(
+    program: Program, captured: Program, plan: Plan, rows: Mapping[str, int], sums: Sequence[fx.Node]
+) -> dict[str, str]:
     """Let ``program`` compute these sums from all rows of its arguments; returns the inputs that it takes for these.
 
     ``captured``: the global program, ``plan``: that of the ranks alone. Raises ``PartitionError``, with the user's
