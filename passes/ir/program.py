@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -20,9 +20,6 @@ from .._torch import LazyGraphModule, Placement
 from .collectives import Collective, group_of, is_collective, kind_of, reduction_of
 from .rates import UNMEASURED, Rate
 from .roles import AxisRole, Memory, Role
-
-if TYPE_CHECKING:
-    from .micro_batches import MicroBatches
 
 Placements = tuple[Placement, ...]  # one per mesh axis; empty before partition
 
@@ -145,6 +142,51 @@ class Output:
     placement: Placements = ()
     of: str | None = None
     pending: bool = False  # a gradient that stays a sum over ranks, which a later program reduces
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How often a program runs in a call, and what each run takes.
+
+    Of the inputs in ``split``, by name, run k takes the k-th of ``count`` parts along a dim, cut as by ``torch.chunk``.
+    An accumulator (an input of that role) is zero in the first run, and in the others what the run before made of it.
+    Results in ``joined`` are rows of all runs, one after the other along a dim. All other outputs, state included, are
+    those of the last run. ``whole``: inputs that are all of an argument, by name, with that of the argument.
+    ``accumulating``: the program of all runs but the last one, with the same inputs, once it is another one: its parts
+    are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone.
+    """
+
+    count: int
+    split: Mapping[str, int]
+    whole: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, int] = field(default_factory=dict)
+    accumulating: Program | None = None
+
+    def __str__(self) -> str:
+        split = ", ".join(f"{name} along dim {dim}" for name, dim in self.split.items())
+        return f"runs {self.count} times in a call, on parts of {split}"
+
+    def join(self, outputs: Sequence[Output], last: Sequence[Any], before: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The values of ``outputs`` in the last run, with the rows of the runs ``before`` it, by name of the result."""
+        return [
+            torch.cat([*(each[output.name] for each in before), value], dim=self.joined[output.name])
+            if output.name in self.joined
+            else value
+            for output, value in zip(outputs, last, strict=True)
+        ]
+
+    def of_run(self, program: Program, inputs: Sequence[Any], k: int) -> list[Any]:
+        """The inputs of run ``k``, of those of a call."""
+        return [self._input(each, value, k) for each, value in zip(program.inputs, inputs, strict=True)]
+
+    def _input(self, declared: Input, value: Any, k: int) -> Any:
+        if declared.role is Role.RUN:
+            return k
+        if declared.name not in self.split:
+            return value
+        dim = self.split[declared.name]
+        step = -(-value.shape[dim] // self.count)
+        return value.narrow(dim, k * step, min(step, value.shape[dim] - k * step))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from passes import Input, Kind, Output, OutputKind, PartitionError, Program, Role
 from passes.ir.collectives import group_of, is_collective, kind_of, reduction_of
@@ -133,7 +133,7 @@ def _input(program: Program, declared: Input, val: Any) -> fx.Node:
 def without_axis(program: Program, rows: Mapping[str, int], count: int, k: int) -> Program:
     """The same without the axis: in placements, in the mesh, and in the shapes of what each run has a part of."""
     for node in program.graph.nodes:
-        placement = node.meta.get("placement") or ()
+        placement: tuple[Any, ...] = node.meta.get("placement") or ()
         if len(placement) == len(program.mesh.axes):
             node.meta["placement"] = tuple(placement[:-1])
             if not isinstance(placement[-1], Replicate):
@@ -157,11 +157,12 @@ def _of_one_run(declared: Input, program: Program, rows: Mapping[str, int], coun
 
 def joined_outputs(program: Program) -> dict[str, int]:
     """The results that are rows of all micro-batches, one after the other, with the dim of the rows."""
-    last = len(program.mesh.axes) - 1
-    split = [each for each in program.outputs if len(each.placement) > last and not each.placement[last].is_replicate()]
-    found = {each.name: getattr(each.placement[last], "dim", None) for each in split if each.kind is OutputKind.RESULT}
-    for each in split:
-        if found.get(each.name) is None:
+    last, found = len(program.mesh.axes) - 1, dict[str, int]()
+    for each in program.outputs:
+        along = each.placement[last] if len(each.placement) > last else Replicate()
+        if each.kind is OutputKind.RESULT and isinstance(along, Shard):
+            found[each.name] = along.dim
+        elif not along.is_replicate():
             raise PartitionError(
                 f"{each.name} is left after the step with rows of the batch, of which each micro-batch has its own: "
                 "return it, or keep the batch whole (micro_batches=1)"

@@ -14,6 +14,7 @@ from torch import fx
 
 from passes import Input, Output, OutputKind, PartitionError, Program, Role
 from passes.ir.effects import is_random
+from passes.ir.ops import Trait, has
 
 from ..partitioner.emit_program import partition
 from ..partitioner.plan import Plan
@@ -29,7 +30,8 @@ def early(graph: fx.Graph, sums: Sequence[fx.Node]) -> list[fx.Node]:
     sources: dict[fx.Node, set[fx.Node]] = {}
     found = dict.fromkeys(sums, False)
     for node in graph.nodes:
-        reached = set[fx.Node]().union(*(sources[each] for each in node.all_input_nodes))
+        reads = [] if has(node.target, Trait.ZEROS, Trait.ONES, Trait.FULL) else node.all_input_nodes
+        reached = set[fx.Node]().union(*(sources[each] for each in reads))
         if node in found:
             found |= dict.fromkeys(reached, True)
             reached = {node}

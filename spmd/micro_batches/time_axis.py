@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from passes import Axis, AxisRole, Input, PartitionError, Program, Role
-from passes.ir.micro_batches import MicroBatches
-from passes.ir.program import Placements
+from passes.ir.program import MicroBatches, Placements
 from passes.ir.rates import Rate
 
 from ..partitioner.assignment import Assignment

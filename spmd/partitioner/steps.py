@@ -71,7 +71,9 @@ def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_be
         case Replicate(), Shard():
             return _local_work(part, axis)
         case Replicate(), Partial(reduce_op="sum"):
-            return _local_work(nbytes, axis) if may_become_sum else math.inf
+            # A sum over micro-batches is known after the last of them: it cannot be a summand in each.
+            stays = not may_become_sum or AxisRole.MICRO_BATCHES in axis.roles
+            return math.inf if stays else _local_work(nbytes, axis)
         case Shard(), Replicate():
             return rate.seconds(rest)
         case Shard(), Shard():

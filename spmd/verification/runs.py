@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from passes import Program, Role
-from passes.ir.micro_batches import MicroBatches
+from passes.ir.program import MicroBatches
 
 from .lockstep import Watch, run_in_lockstep
 

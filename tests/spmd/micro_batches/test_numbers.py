@@ -1,0 +1,236 @@
+"""Micro-batches beside the plain step on the whole batch: sums of all kinds, rows, draws, and later programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spmd
+from tests.harness.cases import make_optimizer, mlp
+from tests.harness.oracle import Case, Later, assert_agrees, random_generator
+from tests.harness.pool import Ranks
+
+STYLES: dict[str, dict[str, Any]] = {
+    "replicate": {"parallel_style": "replicate"},
+    "fully_shard": {"parallel_style": "fully_shard"},
+    "shard_optimizer": {"parallel_style": "replicate", "shard_optimizer": True},
+}
+
+
+def masked(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The mean over rows that count, of which micro-batches and ranks have other numbers."""
+    labels = torch.where(y[:, 0] > 0.3, 1, -100)
+    loss = F.cross_entropy(model(x), labels, ignore_index=-100)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def clipped(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """Clipping by the norm of whole gradients; results with rows, and sums over them."""
+    predicted = model(x)
+    loss = F.mse_loss(predicted, y)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": loss, "norm": norm, "predicted": predicted, "right": (predicted > 0).sum(), "rows": len(x)}
+
+
+STEPS = {"masked": masked, "clipped": clipped}
+
+
+@dataclass(frozen=True)
+class Rows(Case):
+    """``rows`` rows on each rank."""
+
+    name: str
+    optimizer: str = "SGD momentum"
+    rows: int = 6
+    tied: bool = False
+
+    def build(self) -> tuple[Any, ...]:
+        model = mlp(5, 5, 3) if self.tied else mlp(5, 7, 3)
+        if self.tied:
+            model = nn.Sequential(model[0], nn.Tanh(), model[0], *model[1:])
+        return model, make_optimizer(self.optimizer, model.parameters())
+
+    def part(self, rank: int, step: int) -> tuple[Any, ...]:
+        draw = random_generator(rank, step)
+        return tuple(torch.randn(self.rows, n, generator=draw, dtype=torch.float64) for n in (5, 3))
+
+    @property
+    def step(self) -> Any:  # type: ignore[override]
+        return STEPS[self.name]
+
+
+@pytest.mark.parametrize(
+    ("style", "name", "optimizer"),
+    [
+        ("replicate", "masked", "SGD momentum"),
+        ("fully_shard", "clipped", "AdamW fused"),
+        ("shard_optimizer", "masked", "AdamW fused"),
+    ],
+)
+def test_numbers_are_those_of_the_whole_batch(ranks: Ranks, style: str, name: str, optimizer: str) -> None:
+    case = Later(Rows(name, optimizer))  # its third batch has five rows, which three do not divide
+    assert_agrees(ranks, 2, case, STYLES[style] | {"micro_batches": 3})
+
+
+@pytest.mark.parametrize(("rows", "count"), [(9, 8), (3, 8)])
+def test_rows_and_micro_batches_of_any_number(ranks: Ranks, rows: int, count: int) -> None:
+    assert_agrees(ranks, 2, Rows("clipped", rows=rows, tied=True), {"micro_batches": count}, steps=3)
+
+
+# On simulated ranks
+
+
+def regress(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    predicted = model(x)
+    loss = F.mse_loss(predicted, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, predicted
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(rows, n, generator=draw, dtype=torch.float64) for n in (5, 3))
+    return x, y
+
+
+def verified(step: Callable[..., Any], model: nn.Module, rows: int = 12, passes: Any = None, **mode: Any) -> Any:
+    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(**mode), passes=passes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return spmd.verify(compiled, model, optimizer, *batch(rows), world=2, steps=2)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("passes", [None, ()], ids=["default", "no passes"])
+@pytest.mark.parametrize("rows", [12, 10])
+def test_draws_follow_the_rows(rows: int, passes: Any) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 3)).double()
+    assert verified(regress, model, rows, passes, parallel_style="fully_shard", micro_batches=3)
+
+
+@pytest.mark.usefixtures("alone")
+def test_masks_are_those_of_the_whole_batch_by_position() -> None:
+    """With an invariant seed, a mask depends on the row's place in the batch alone."""
+    found = []
+    for count in (1, 3):
+        model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5)).double()
+        model[0].requires_grad_(False).weight.zero_()
+        nn.init.ones_(model[0].bias)
+        compiled = spmd.compile(lambda m, x: m(x), parallel_mode=spmd.DataParallel(micro_batches=count))
+        spmd.seed(3, invariant=True)
+        found.append(compiled(model, batch(6)[0]))
+    assert 0 < int((found[0] == 0).sum()) < found[0].numel()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def contrasts(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    z = model(x)
+    loss = (z @ z.T).logsumexp(1).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def numbers_rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = (model(x).sum(1) * torch.arange(len(x))).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def keeps(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    model.last = model(x)
+    return model.last.sum()
+
+
+NORM = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+LINEAR = nn.Sequential(nn.Linear(5, 3)).double()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("step", "model", "expected"),
+    [
+        (contrasts, LINEAR, "needs rows of all micro-batches at once"),
+        (regress, NORM, "follows from model.0.weight: it is known only when all have run"),
+        (keeps, LINEAR, "is left after the step with rows of the batch"),
+    ],
+)
+def test_what_needs_other_rows_is_an_error_at_its_line(step: Any, model: nn.Module, expected: str) -> None:
+    with pytest.raises(spmd.PartitionError, match=expected):
+        verified(step, model, parallel_style="replicate", micro_batches=3)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_row_that_knows_its_place_is_right_or_an_error() -> None:
+    try:
+        assert verified(numbers_rows, LINEAR, parallel_style="replicate", micro_batches=3)
+    except spmd.PartitionError as error:
+        assert "computes with the position of a micro-batch" in str(error)
+
+
+@pytest.mark.usefixtures("alone")
+def test_wider_accumulators() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).bfloat16()
+    compiled = spmd.compile(
+        regress, parallel_mode=spmd.DataParallel(micro_batches=3, accumulate_dtype=torch.float32), passes=()
+    )
+    x, y = (each.bfloat16() for each in batch(6))
+    compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), x, y)
+    assert compiled.program is not None
+    held = [each.dtype for each in compiled.program.inputs if each.role == "accumulator"]
+    assert held and set(held) == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"micro_batches": 0}, "1 or more"),
+        ({"micro_batches": 2, "reduce_gradients": "each"}, "accumulated whole"),
+        ({"micro_batches": 2, "defer_updates": True}, "leave out one of them"),
+        ({"accumulate_dtype": torch.int64}, "a dtype of floating point"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        spmd.DataParallel(**options)
+
+
+@pytest.mark.usefixtures("alone")
+def test_ways_to_look_at_a_call_that_know_one_program_only_say_so() -> None:
+    mode = spmd.DataParallel(micro_batches=3)
+    compiled, model = spmd.compile(regress, parallel_mode=mode), nn.Linear(5, 3).double()
+    with pytest.raises(spmd.SpmdError, match="runs a program for each micro-batch"):
+        compiled.profile()
+    with pytest.raises(ValueError, match=r"use spmd\.verify"):
+        spmd.certify(compiled, model, torch.optim.SGD(model.parameters()), *batch(6))
+    with pytest.raises(ValueError, match="expected no check with micro_batches"):
+        spmd.compile(regress, parallel_mode=mode, check="first")
+
+
+@pytest.mark.usefixtures("alone")
+def test_compile_time_and_code_do_not_depend_on_their_number() -> None:
+    counts = []
+    for count in (2, 4):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        compiled = spmd.compile(regress, parallel_mode=spmd.DataParallel(micro_batches=count))
+        compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), *batch(12))
+        program = compiled.program
+        assert program is not None and program.micro_batches is not None and program.micro_batches.accumulating
+        counts.append((len(program.graph.nodes), len(program.micro_batches.accumulating.graph.nodes)))
+        updates = {each.name for each in program.micro_batches.accumulating.inputs if each.in_place}
+        assert updates and all(name.startswith("accumulated.") for name in updates)
+    assert counts[0] == counts[1] and counts[0][1] < counts[0][0]
