@@ -15,7 +15,7 @@ from passes.runtime.ctc_loss import ctc_loss, ctc_loss_backward
 
 from . import lookup
 from .base import Local, OpCall, Option, P, R, S
-from .einsum_labels import EQUAL, WHOLE, Dims, option, options
+from .einsum_labels import EQUAL, WHOLE, Dims, arguments, infos, option, options
 from .optional_ops import aten
 from .registry import rule
 
@@ -42,14 +42,22 @@ def forward(call: OpCall) -> list[Option]:
 
 @rule(*aten("nll_loss_backward", "nll_loss2d_backward"))
 def backward(call: OpCall) -> list[Option]:
-    """Rows or classes. Linear in the incoming gradient."""
+    """Rows or classes. Linear in the incoming gradient. Only a mean reads the total weight."""
     source, target = _labels(call)
     if source is None:
         return []
     grad = target if call.arg("reduction") == NONE else ""
     operands = {"grad_output": grad, "self": source, "target": target}
     by_class = _by_class(call, (S(1),), lookup.nll_loss_backward)
-    return [*options(call, Dims(operands, source, linear=(("grad_output",),))), by_class]
+    found = [*options(call, Dims(operands, source, linear=(("grad_output",),))), by_class]
+    return found if call.arg("reduction") == MEAN else [*found, *(_with_any_weight(call, each) for each in found)]
+
+
+def _with_any_weight(call: OpCall, given: Option) -> Option:
+    """The same, with a total weight that is still to be summed up, as forward leaves it: nothing reads it."""
+    names = [name for name, value in arguments(call) for _ in infos(value)]
+    operands = zip(names, given.operands, strict=True)
+    return replace(given, operands=tuple(P if name == "total_weight" else p for name, p in operands))
 
 
 def _by_class(call: OpCall, results: tuple[Placement, ...], local: Local) -> Option:
