@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
+from passes import Pass, Program
+from passes.runtime.random import draw
 from tests.harness.cases import make_optimizer, mlp
 from tests.harness.oracle import Case, Later, assert_agrees, random_generator
 from tests.harness.pool import Ranks
@@ -234,3 +236,33 @@ def test_compile_time_and_code_do_not_depend_on_their_number() -> None:
         updates = {each.name for each in program.micro_batches.accumulating.inputs if each.in_place}
         assert updates and all(name.startswith("accumulated.") for name in updates)
     assert counts[0] == counts[1] and counts[0][1] < counts[0][0]
+
+
+@dataclass(frozen=True)
+class Forgets(Pass):
+    """A wrong pass: one accumulator keeps the last micro-batch alone."""
+
+    def rewrite(self, program: Program) -> int:
+        node = next(node for name, (_, node) in program.values().items() if name.startswith("accumulated."))
+        (add,) = node.users
+        add.replace_all_uses_with(add.args[1])
+        return 1
+
+
+@dataclass(frozen=True)
+class DrawsAnew(Pass):
+    """A wrong pass: each micro-batch draws what the first one does."""
+
+    def rewrite(self, program: Program) -> int:
+        drawn = [node for node in program.graph.nodes if node.target is draw]
+        for node in drawn:
+            node.update_arg(3, [(0, *rest) for _, *rest in node.args[3]])
+        return len(drawn)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrong", [Forgets(), DrawsAnew()], ids=str)
+def test_verify_catches_what_is_wrong_in_micro_batches(wrong: Pass) -> None:
+    model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.3), nn.Linear(64, 3)).double()
+    found = verified(regress, model, passes=[wrong], parallel_style="replicate", micro_batches=3)
+    assert not found and type(wrong).__name__ in str(found)
