@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -25,23 +25,40 @@ from .early_sums import compute_early, early
 def partition_in_time(program: Program, plan: Plan, count: int, dtype: torch.dtype | None = None) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
-    Rows are cut as ``torch.chunk`` does it, so that the last part may be shorter, and parts may be fewer. ``dtype``:
-    that of accumulators; None is that of what they add up. Raises ``PartitionError``, with the op and the user's line,
-    where a run would have to know rows of another one.
+    Rows are cut as ``torch.chunk`` does it, so that the last part may be shorter, and parts may be fewer; a step that
+    merges rows with other dims runs more often then, on equal parts, and a note says so. ``dtype``: that of
+    accumulators; None is that of what they add up. Raises ``PartitionError``, with the op and the user's line, where a
+    run would have to know rows of another one.
     """
     rows = _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
     lengths = [local_shape(each.shape, each.placement, program.mesh)[rows[each.name]] for each in batch]
-    most = max(lengths)
-    count = -(-most // -(-most // count))
-    shares = _Shares(program, plan, rows, count, dtype)
-    if not any(length % count for length in lengths):
-        return shares.of(0, follows=True)
-    full, last = shares.of(0, follows=count > 2), shares.of(count - 1)
-    assert [each.name for each in full.inputs] == [each.name for each in last.inputs], (
-        "the shares differ in sizes alone"
-    )
-    assert last.micro_batches is not None
+    parts = -(-max(lengths) // -(-max(lengths) // count))
+    if not _leaves_rest(lengths, parts):
+        return _Shares(program, plan, rows, parts, dtype).of(0, follows=True)
+    try:
+        return _with_shorter_end(_Shares(program, plan, rows, parts, dtype))
+    except PartitionError:
+        even = next((k for k in range(parts, min(lengths) + 1) if not _leaves_rest(lengths, k)), None)
+        if even is None:
+            raise
+        local = _Shares(program, plan, rows, even, dtype).of(0, follows=True)
+        note = (
+            f"micro_batches={count} does not divide the {lengths[0]} rows of {batch[0].name} on a rank, and the step "
+            f"merges rows with other dims, which takes equal parts: it runs {even} times. Pass a multiple of {count}"
+        )
+        return replace(local, notes=[*local.notes, note])
+
+
+def _leaves_rest(lengths: Sequence[int], parts: int) -> bool:
+    return any(length % parts for length in lengths)
+
+
+def _with_shorter_end(shares: _Shares) -> Program:
+    """The program of the last micro-batch, which is shorter, beside that of the others."""
+    full, last = shares.of(0, follows=shares.count > 2), shares.of(shares.count - 1)
+    names = [[each.name for each in program.inputs] for program in (full, last)]
+    assert names[0] == names[1] and last.micro_batches is not None, "the shares differ in sizes alone"
     micro = replace(last.micro_batches, accumulating=replace(full, micro_batches=None))
     return replace(last, micro_batches=micro)
 

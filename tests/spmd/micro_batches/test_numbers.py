@@ -138,6 +138,28 @@ def test_masks_are_those_of_the_whole_batch_by_position() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+def merges(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    predicted = model(x.unsqueeze(1).expand(-1, 4, -1)).flatten(0, 1)
+    loss = F.mse_loss(predicted, y.repeat_interleave(4, 0))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("rows", "runs"), [(12, 3), (16, 4), (10, 5)])
+def test_equal_parts_where_rows_merge_with_other_dims(rows: int, runs: int) -> None:
+    model = nn.Sequential(nn.Linear(5, 3)).double()
+    compiled = spmd.compile(merges, parallel_mode=spmd.DataParallel(micro_batches=3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert spmd.verify(compiled, model, optimizer, *batch(rows), world=2, steps=2)
+    compiled(model, optimizer, *batch(rows // 2))
+    assert compiled.program is not None and compiled.program.micro_batches is not None
+    assert compiled.program.micro_batches.count == runs
+    assert any(f"it runs {runs} times" in note for note in compiled.report().notes) == (runs != 3)
+
+
 def contrasts(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     z = model(x)
     loss = (z @ z.T).logsumexp(1).mean()
