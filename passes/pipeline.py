@@ -15,6 +15,7 @@ from .cleanup.merge_equal import MergeEqual
 from .communication.bucket_all_gather import BucketAllGather
 from .communication.bucket_all_reduce import BucketAllReduce
 from .communication.bucket_reduce_scatter import BucketReduceScatter
+from .communication.bucket_sizes import MAX_BYTES
 from .communication.form_units import FormUnits
 from .communication.realise import Realise
 from .communication.reshard import Reshard
@@ -36,7 +37,7 @@ from .update.split_micro_batches import SplitMicroBatches
 from .update.update_last import UpdateLast
 
 
-def default(*, bucket_bytes: int = 25_000_000, table: Table = BUILT_IN) -> tuple[Pass, ...]:
+def default(*, bucket_bytes: int = MAX_BYTES, table: Table = BUILT_IN) -> tuple[Pass, ...]:
     """The default order. Read it from top to bottom; each heading says why its passes stand there.
 
     ``table``: what communication costs here, as ``python -m spmd calibrate`` measures it. A program that is compiled

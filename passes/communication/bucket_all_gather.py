@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..base import Pass
 from ..ir.collectives import Kind, c10d
 from ..ir.program import Program
+from .bucket_sizes import MAX_BYTES
 from .bucketing import Packing, merge
 from .packed import pack_flat, unpack_columns
 
@@ -22,7 +23,7 @@ class BucketAllGather(Pass):
     contiguous, in memory of its own.
     """
 
-    max_bytes: int = 25_000_000
+    max_bytes: int = MAX_BYTES
 
     def rewrite(self, program: Program) -> int:
         """Replace each bucket, then bring the graph into order."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ..base import Numerics, Pass
 from ..ir.collectives import Kind, c10d
 from ..ir.program import Program
+from .bucket_sizes import FIRST_BYTES, MAX_BYTES
 from .bucketing import Packing, merge
 from .packed import pack_flat, unpack_flat
 
@@ -24,8 +25,8 @@ class BucketAllReduce(Pass):
     divides a longer buffer otherwise among the ranks. Leaves every result contiguous.
     """
 
-    max_bytes: int = 25_000_000
-    first_bytes: int = 1_000_000
+    max_bytes: int = MAX_BYTES
+    first_bytes: int = FIRST_BYTES
     numerics: ClassVar[Numerics] = "reassociates"
 
     def rewrite(self, program: Program) -> int:

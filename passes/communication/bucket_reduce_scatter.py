@@ -11,6 +11,7 @@ from torch import fx
 from ..base import Numerics, Pass
 from ..ir.collectives import Kind, c10d
 from ..ir.program import Program
+from .bucket_sizes import FIRST_BYTES, MAX_BYTES
 from .bucketing import Packing, merge
 from .packed import Bucket, Call, pack_columns, unpack_flat
 
@@ -34,8 +35,8 @@ class BucketReduceScatter(Pass):
     among the ranks. Leaves every result contiguous.
     """
 
-    max_bytes: int = 25_000_000
-    first_bytes: int = 1_000_000
+    max_bytes: int = MAX_BYTES
+    first_bytes: int = FIRST_BYTES
     numerics: ClassVar[Numerics] = "reassociates"
 
     def rewrite(self, program: Program) -> int:

@@ -14,9 +14,9 @@ from ..analysis.agreed_sizes import most_bytes
 from ..analysis.repeated_blocks import blocks_of
 from ..base import Pass
 from ..ir.collectives import Kind
-from ..ir.program import Input, Mesh, OutputKind, Program, is_even
-from ..ir.rates import UNMEASURED
+from ..ir.program import Input, OutputKind, Program, is_even
 from ..ir.roles import Role
+from .bucket_sizes import FIRST_BYTES, MAX_BYTES, limits, worth
 
 _EXPOSED = 4  # units of ``first_bytes`` that are communicated while there is little else to do
 
@@ -37,13 +37,11 @@ class FormUnits(Pass):
     whether they are gathered again, then in whether they lie in a block, and in the kinds, axes and roles of their
     collectives; within it they are in the order of registration. Sizes are bytes, equal on all ranks.
 
-    Both limits are at least what the rate of the axes makes worth while, if that was measured: ``first_bytes`` as many
-    bytes as are sent in the latency of a collective, ``max_bytes`` twice as many. So latency, which grows with the
-    number of ranks, takes at most a third of the time of a unit that is full.
+    Both limits are at least what the rate of the axes makes worth while (``bucket_sizes.limits``).
     """
 
-    max_bytes: int = 25_000_000
-    first_bytes: int = 1_000_000
+    max_bytes: int = MAX_BYTES
+    first_bytes: int = FIRST_BYTES
 
     def rewrite(self, program: Program) -> int:
         """Visit the parameters once; the graph stays as it is. Returns the number of new units."""
@@ -81,21 +79,17 @@ class FormUnits(Pass):
 
     def _is_exposed(self, parameter: _Parameter, left: int) -> bool:
         """Whether so little is ``left`` that nothing hides the next gathers, or reductions by messages."""
-        first, _ = self._limits(parameter)
+        first, _ = limits(self.first_bytes, self.max_bytes, parameter.worth)
         gathered = not parameter.reshard and any(kind is Kind.ALL_GATHER for kind, _, _ in parameter.served)
         return left <= _EXPOSED * first and (gathered or parameter.is_sent)
 
     def _ends(self, unit: list[_Parameter], following: _Parameter, small: bool, left_in_block: int) -> bool:
         """Whether ``unit`` closes before ``following``, in whose block ``left_in_block`` bytes are left."""
         size = sum(parameter.size for parameter in unit)
-        first, most = self._limits(following)
+        first, most = limits(self.first_bytes, self.max_bytes, following.worth)
         if small or unit[-1].blocks != following.blocks:
             return size >= min(first, most)
         return size >= most and (not following.blocks or 2 * left_in_block >= most)
-
-    def _limits(self, parameter: _Parameter) -> tuple[int, int]:
-        """``first_bytes`` and ``max_bytes``, or what is worth while along the axes of a parameter's collectives."""
-        return max(self.first_bytes, parameter.worth), max(self.max_bytes, 2 * parameter.worth)
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ class _Parameter:
             served,
             declared.name in program.reshard,
             program.kept_by.get(declared.name),
-            max((_sent_in_latency(program.mesh, each.axis) for each in described), default=0),
+            max((worth(program.mesh, each.axis) for each in described), default=0),
             any(axis.name == each.axis and not axis.shared for each in described for axis in program.mesh.axes),
             (declared.dtype, val.device, declared.memory, declared.name.rpartition(".")[0].partition(".")[0], even),
         )
@@ -159,11 +153,6 @@ def _described(program: Program) -> Iterator[tuple[Input, torch.Tensor, list[fx.
     for declared, node in zip(program.inputs, program.placeholders, strict=True):
         if declared.role is Role.PARAMETER:
             yield declared, node.meta["val"], serving[declared.name], blocks[declared.name]
-
-
-def _sent_in_latency(mesh: Mesh, axis: str) -> int:
-    rate = next((each.rate for each in mesh.axes if each.name == axis), UNMEASURED)
-    return 0 if rate == UNMEASURED else int(rate.latency / rate.per_byte)
 
 
 def _trained(program: Program) -> set[str]:
