@@ -33,7 +33,7 @@ from .compiled import Compiled, Restore
 from .deferral import pending
 from .guards.guards import Live
 from .guards.leaves import Leaves, can_be_live, is_text
-from .guards.recompiles import FIRST
+from .guards.recompiles import reason_to_compile
 from .interpreter.source_lines import warn_user
 from .options import Options
 from .python_state.effects.carried import Carried
@@ -350,23 +350,8 @@ class Dispatch:
         return partial(restore, rows=turn.rows, program=turn.compiled.program, dims=dims, exchange=exchange)
 
     def change(self, call: Call) -> str:
-        """The reason to compile: the first difference between a call and the nearest program, in the user's words.
-
-        The nearest is the one with the fewest differences among those that take such arguments, else the one last run.
-        """
-        if self.last is None:
-            return FIRST
-        if not self.last.is_of_this_world():
-            return "the process group is another one"
-        if not self.last.is_connected():
-            return "a call failed, and the ranks had to connect anew"
-        own = [self.last, *(each for each in self._own(call) if each is not self.last)]
-        own = [each for each in own if each.uneven == call.uneven]
-        if not own:
-            rows = ", ".join(f"{rows} of {name} in all" for name, rows in call.uneven.items())
-            return f"ranks have unequal numbers of rows, {rows}" if rows else "ranks have equally many rows again"
-        near = [each for each in own if each.is_of_this_world() and each.guards.leaves.hold(call.given)] or own[:1]
-        return min((each.guards.differences(call.given, call.slots) for each in near), key=len)[0]
+        """The reason to compile, in the user's words."""
+        return reason_to_compile(call, self.last, self._own(call))
 
     def add(self, compiled: Compiled, change: str, call: Call) -> None:
         """Keep a new program, compiled for a call since ``change``; warn if its model has many.

@@ -23,7 +23,7 @@ from passes.runner import OnStage
 
 from .edited_programs import EditedPrograms
 from .interpreter.interrupts import interruptible
-from .lowering.regions import Backend, takes_examples
+from .lowering.backends import Backend, takes_examples
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
 from .override import Override, transform_graph_module

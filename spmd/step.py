@@ -41,6 +41,7 @@ from .call.unequal_rows import UnequalRows
 from .capture import Captured
 from .capture.explain_errors import shorten_traceback
 from .capture_call import capture_call
+from .compile_stages import Stages
 from .compiled import Compiled, describe_for_agreement
 from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
@@ -53,8 +54,8 @@ from .interpreter.interrupts import held_interrupts
 from .interpreter.source_lines import defined_at, warn_user
 from .interpreter.young_collections import young_collections
 from .lowering.arenas import Arenas
+from .lowering.backends import Backend, CompiledRegions
 from .lowering.lower import Executable, lower
-from .lowering.regions import Backend, CompiledRegions
 from .modes.base import ParallelMode
 from .options import ModeName, Options
 from .override import Override, transform
@@ -64,7 +65,6 @@ from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, n
 from .ranks.simulated import simulated
 from .ranks.standing import StateError
 from .recorder import Recorder
-from .stages import Stages
 from .state.background_reads import READS
 from .state.distribute import Prepared, check_memory, commit, prepare
 from .state.equal_on_ranks import make_kept_equal

@@ -53,7 +53,7 @@ ORDER = {
         modes/
         state/
         lowering/
-        override dump progress stages edited_programs
+        override dump progress compile_stages edited_programs
         deferral/
         options compiled shared_captures unsharded initialized mesh_picture profile recorder
         checkpoints/

@@ -106,7 +106,7 @@ KEYS: tuple[Key, ...] = (
             "passes/update",
             _ERRORS,
             "spmd/lowering/codegen.py",
-            "spmd/lowering/regions.py",
+            "spmd/lowering/backends.py",
             _SCHEDULE,
             _REPORT,
             _PAGE,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .advice import advice
-from .stages import StageTables
+from .dumped_stages import StageTables
 from .state import axes_of, inputs_of
 
 _STAGE = re.compile(r"\d\d_\w+\.py")

@@ -18,8 +18,8 @@ from passes.ir.bundle import Bundle
 from .._torch import version_of
 from ..call.state import Arguments
 from ..lowering.arenas import Arenas
+from ..lowering.backends import CompiledRegions
 from ..lowering.bundles import BundleExecutable
-from ..lowering.regions import CompiledRegions
 from ..state.commit import Commit
 
 

@@ -1,18 +1,53 @@
-"""``step.recompiles()``: the programs that a step has compiled, each with the reason why no earlier one fitted."""
+"""Why a call compiles anew, and ``step.recompiles()``: the programs that a step has compiled, each with its reason."""
 
 from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..call.call import Call
+from .guards import Guards
+
 FIRST = "the first call"
+
+
+class Candidate(Protocol):
+    """A program that a call might have run. ``uneven``: how many rows all ranks had, where they had unequal parts."""
+
+    guards: Guards
+    uneven: dict[str, int]
+
+    def is_of_this_world(self) -> bool:
+        """Whether the process group is the one that it was compiled for."""
+
+    def is_connected(self) -> bool:
+        """Whether its ranks are still connected."""
+
+
+def reason_to_compile(call: Call, last: Candidate | None, programs: Sequence[Candidate]) -> str:
+    """The first difference between a call and the nearest program, in the user's words.
+
+    The nearest is the one with the fewest differences among those that take such arguments, else the one last run.
+    """
+    if last is None:
+        return FIRST
+    if not last.is_of_this_world():
+        return "the process group is another one"
+    if not last.is_connected():
+        return "a call failed, and the ranks had to connect anew"
+    own = [each for each in [last, *programs] if each.uneven == call.uneven]
+    if not own:
+        rows = ", ".join(f"{rows} of {name} in all" for name, rows in call.uneven.items())
+        return f"ranks have unequal numbers of rows, {rows}" if rows else "ranks have equally many rows again"
+    near = [each for each in own if each.is_of_this_world() and each.guards.leaves.hold(call.given)] or own[:1]
+    return min((each.guards.differences(call.given, call.slots) for each in near), key=len)[0]
 
 
 @dataclass(frozen=True)

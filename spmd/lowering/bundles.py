@@ -12,9 +12,9 @@ from passes.ir.bundle import Bundle, InFlight
 
 from ..state.commit import Commit
 from .arenas import Arenas
+from .backends import CompiledRegions
 from .codegen import is_taken
 from .lower import Executable, lower
-from .regions import CompiledRegions
 
 Given = Callable[[str], Sequence[Any]]  # the inputs of a program that are not pending, in order
 

@@ -62,9 +62,9 @@ from passes.schedule.touched_memory import TouchedMemory
 from ..state.background_reads import READS
 from ..state.bound_programs import track
 from .arenas import Arenas
+from .backends import CompiledRegion, CompiledRegions
 from .bindings import direct
 from .clock import Clock
-from .regions import CompiledRegion, CompiledRegions
 from .stream_lines import StreamLines, allocation, writer
 
 aten = torch.ops.aten

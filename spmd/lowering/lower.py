@@ -15,9 +15,9 @@ from .._torch import DisableAutocast
 from ..state.background_reads import READS
 from ..state.commit import Commit
 from .arenas import Arenas
+from .backends import CompiledRegions
 from .clock import Clock
 from .codegen import Bound
-from .regions import CompiledRegions
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ The files, in the order in which an op comes to them:
 - ``calls.py``, ``options.py``, ``narrow.py``: *enumerate*: the calls of the program; the options of a call, axis by
   axis; a call as the next axis sees it
 - ``assignment.py``: *assign*: the choice for each node, its text and hash
-- ``problem.py``, ``greedy.py``: the question to a solver, with the cost of an answer; the solver of all modes
+- ``problem.py``, ``greedy_solver.py``: the question to a solver, with the cost of an answer; the solver of all modes
 - ``check_given.py``: the errors of an assignment that is handed over
-- ``choose.py``, ``option_costs.py``, ``lookahead.py``: the option that costs least; the cost of an option in the op
-  itself, and in the ops that follow
+- ``cheapest_option.py``, ``option_costs.py``, ``lookahead.py``: the option that costs least; the cost of an option in
+  the op itself, and in the ops that follow
 - ``hints.py``, ``moves.py``, ``parameters.py``: the placement that a result should have, where that is known; moves
   before and after an op; the nodes that are parameters
 - ``walk.py``: the order of everything: inputs, ops, outputs, as they are assigned

@@ -1,6 +1,6 @@
 """Checks of an assignment that is handed over: each error names the node, its op, and the user's line.
 
-Whether a rule lists an option is checked where it is looked up (``choose.py``); here is all the rest.
+Whether a rule lists an option is checked where it is looked up (``cheapest_option.py``); here is all the rest.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from passes import Program
 from .assignment import Assignment, Choice
 from .calls import Calls
 from .context import Context
-from .greedy import Greedy
+from .greedy_solver import Greedy
 from .plan import Plan
 from .tally import Cost, Tally
 from .values import Value

@@ -16,8 +16,8 @@ from passes import OutputKind, Program
 from passes.ir.bundle import Bundle, InFlight
 
 from .._torch import DisableAutocast
+from .compared_stages import Values, by_name
 from .lockstep import Crossing, LockstepError, Pending, Steps, Watch, steps_of
-from .stages import Values, by_name
 
 
 @dataclass

@@ -24,10 +24,10 @@ from passes.ir.inline import inlined
 from passes.ir.program import Placements
 
 from . import symbols
+from .compared_stages import values_after
 from .lockstep import LockstepError
 from .machine import CapturedMachine, Machine
 from .parts_by_rule import PartsByRule, is_part, part
-from .stages import values_after
 from .symbolic_collectives import Collectives, Messages
 from .symbolic_ops import Unknown
 from .wholes import part_of

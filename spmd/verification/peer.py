@@ -21,8 +21,8 @@ from ..compiled import Compiled
 from ..override import transform
 from ..placements import local_shape
 from ..ranks.simulated import Simulated, standing_for
+from .compared_stages import RankPrograms, Values, after_each, by_name, transforms
 from .rank import Held, SimulatedRank
-from .stages import RankPrograms, Values, after_each, by_name, transforms
 from .wholes import part_of
 
 

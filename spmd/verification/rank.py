@@ -25,8 +25,8 @@ from ..placements import chunk
 from ..ranks.simulated import Simulated, standing_for
 from ..ranks.world import describe
 from ..step import CompiledStep
+from .compared_stages import RankPrograms, after_each, transforms
 from .copies import Copy, Subject, on_copies
-from .stages import RankPrograms, after_each, transforms
 from .wholes import part_of
 
 Held = tuple[Any, tuple[int, ...], Placements]  # a local value, the global shape, the placement

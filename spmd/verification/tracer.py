@@ -25,8 +25,8 @@ from passes.runtime.random import draw
 
 from .._torch import DisableAutocast, OpOverload
 from ..ranks.differences import Difference, difference
+from .compared_stages import Stage, Values, kept, run_stage
 from .lockstep import LockstepError
-from .stages import Stage, Values, kept, run_stage
 from .wholes import UnequalReplicasError, put_together
 
 aten = torch.ops.aten

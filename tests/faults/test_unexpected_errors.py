@@ -21,7 +21,7 @@ from spmd.capture.functional.second_trace import SecondTrace
 from spmd.compiled import Pool
 from spmd.guards.guards import Guards
 from spmd.lowering.codegen import _Writer
-from spmd.partitioner.choose import Chooser
+from spmd.partitioner.cheapest_option import Chooser
 from spmd.partitioner.emit import Emitter
 from spmd.rules.registry import RULES
 from tests.harness.cases import MLP

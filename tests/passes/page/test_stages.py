@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from passes import Program, print_program
+from passes.page.dumped_stages import StageTables
 from passes.page.node_details import NodeDetails, read_details
-from passes.page.stages import StageTables
 from tests.passes.programs import f64, make_program
 
 aten = torch.ops.aten

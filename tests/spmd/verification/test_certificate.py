@@ -20,7 +20,7 @@ from passes.runtime.arena import reserve, view_at
 from spmd.fuzzing import search
 from spmd.fuzzing.outcome import Outcome
 from spmd.verification.certificate import Certificate, certify_programs
-from spmd.verification.stages import after_each
+from spmd.verification.compared_stages import after_each
 
 from .prepared import MODES, Edit, Mutant, mutated, prepared
 from .test_mutants import MUTANTS, dropped, reduced_by

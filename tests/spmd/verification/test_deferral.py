@@ -13,7 +13,7 @@ from passes.defer import run_and_defer
 from passes.ir.bundle import Bundle, print_bundle, read_bundle
 from passes.ir.check_bundle import check_bundle
 from spmd.verification.bundles import BundleRank, BundleRun
-from spmd.verification.stages import kept, run_stage
+from spmd.verification.compared_stages import kept, run_stage
 from spmd.verification.wholes import difference
 
 from .prepared import Prepared, prepared

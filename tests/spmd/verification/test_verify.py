@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 import spmd
 from spmd.call.rng import random_state_kept
 from spmd.lowering.lower import Executable
+from spmd.verification.compared_stages import kept
 from spmd.verification.copies import Subject
 from spmd.verification.peer import Peer
 from spmd.verification.rank import SimulatedRank
-from spmd.verification.stages import kept
 from spmd.verification.verdict import Verdict
 from spmd.verification.verifier import PlainStep, Verification
 from spmd.verification.world import simulated_world

@@ -20,6 +20,7 @@ from ..capture.constraint import CONSTRAIN, constrained_to
 from ..rules import OpCall, decomposition_of
 from .assignment import Assignment, Choice, Move
 from .calls import Calls
+from .cheapest_option import Chooser
 from .check_given import (
     check_axes,
     check_constraint,
@@ -29,7 +30,6 @@ from .check_given import (
     check_result_moves,
     check_sizes,
 )
-from .choose import Chooser
 from .hints import Hints
 from .lookahead import Lookahead
 from .moves import Moves
