@@ -54,6 +54,7 @@ _SCHEDULE = "passes/schedule"
 _REPORT = "passes/report.py"
 _PAGE = "passes/page"
 _REGIONS = "passes/regions"
+_MICRO_BATCHES = "spmd/micro_batches"
 _MERGE_EQUAL = "passes/cleanup/merge_equal.py"
 
 KEYS: tuple[Key, ...] = (
@@ -88,7 +89,17 @@ KEYS: tuple[Key, ...] = (
         str,
         "the path of the module whose forward was running, or whose backward this is",
         (_CAPTURE, _PARTITIONER, "passes/communication"),
-        (_CAPTURE, _PRINTER, _PARTITIONER, "passes/communication", _MEMORY, _ERRORS, _SCHEDULE, _REPORT),
+        (
+            _CAPTURE,
+            _PRINTER,
+            _PARTITIONER,
+            "passes/communication",
+            _MEMORY,
+            _ERRORS,
+            _SCHEDULE,
+            _REPORT,
+            _MICRO_BATCHES,
+        ),
         Relation.HELPER,
     ),
     # The work that the node does.
@@ -111,6 +122,7 @@ KEYS: tuple[Key, ...] = (
             _REPORT,
             _PAGE,
             "spmd/verification",
+            _MICRO_BATCHES,
         ),
         Relation.STEP,
     ),
@@ -142,30 +154,38 @@ KEYS: tuple[Key, ...] = (
         "grad_of",
         str,
         "the name of the parameter whose complete gradient this is",
-        (_CAPTURE, _PARTITIONER, "passes/ir/edit.py"),
-        (_CAPTURE, _PARTITIONER, "passes/ir/edit.py", _MEMORY),
+        (_CAPTURE, _PARTITIONER, "passes/ir/edit.py", _MICRO_BATCHES),
+        (_CAPTURE, _PARTITIONER, "passes/ir/edit.py", _MEMORY, _MICRO_BATCHES),
         Relation.SHARE,
     ),
     Key(
         "placement",
         tuple,
         "how the ranks hold the global value: a torch ``Placement`` for each axis of the mesh",
-        (_PARTITIONER,),
-        (_MERGE_EQUAL, "passes/cleanup/fold_views.py", "passes/ir/bundle.py", _PARTITIONER, _PAGE, "spmd/verification"),
+        (_PARTITIONER, _MICRO_BATCHES),
+        (
+            _MERGE_EQUAL,
+            "passes/cleanup/fold_views.py",
+            "passes/ir/bundle.py",
+            _PARTITIONER,
+            _PAGE,
+            "spmd/verification",
+            _MICRO_BATCHES,
+        ),
     ),
     Key(
         "in_time",
         Placement,
         "how the runs of a call hold the value, where each micro-batch has a part of it",
-        ("spmd/micro_batches",),
+        (_MICRO_BATCHES,),
         ("spmd/verification",),
     ),
     Key(
         "captured",
         str,
         "the name of the node of the captured program whose value this rank has a part of, by its placement",
-        (_PARTITIONER,),
-        ("spmd/verification",),
+        (_PARTITIONER, _MICRO_BATCHES),
+        ("spmd/verification", _MICRO_BATCHES),
     ),
     Key(
         "uneven",
@@ -219,6 +239,7 @@ KEYS: tuple[Key, ...] = (
             _PARTITIONER,
             "spmd/compiled.py",
             "spmd/verification",
+            _MICRO_BATCHES,
         ),
         None,
     ),

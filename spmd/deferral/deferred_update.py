@@ -19,7 +19,7 @@ from .._torch import version_of
 from ..call.state import Arguments
 from ..lowering.arenas import Arenas
 from ..lowering.backends import CompiledRegions
-from ..lowering.bundles import BundleExecutable
+from ..lowering.run_bundle import BundleExecutable
 from ..state.commit import Commit
 
 

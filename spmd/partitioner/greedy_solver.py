@@ -1,6 +1,7 @@
 """The greedy solver: node after node, the option that costs least, with a look ahead at what follows.
 
-It keeps what is given, checks it, and fills in the rest; so it also completes what other solvers leave open.
+It keeps what is given, checks it, and fills in the rest; so it also completes what other solvers leave open. Another
+solver implements ``Solver`` (``plan.py``) over a ``Problem`` (``problem.py``), and is handed over as ``Plan.solver``.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from passes.schedule.bundle_simulation import simulate_bundle
 from passes.schedule.happens_before import check_streams
 from passes.schedule.streams import StreamProgram, Wait, assign_streams, runs_on_streams
 from spmd.lowering.arenas import Arenas
-from spmd.lowering.bundles import BundleExecutable
+from spmd.lowering.run_bundle import BundleExecutable
 from spmd.state.commit import Commit
-from spmd.verification.bundles import BundleRank, BundleRun
+from spmd.verification.bundle_lockstep import BundleRank, BundleRun
 from spmd.verification.certificate import Certificate, certify_bundle
 from spmd.verification.lockstep import LockstepError
 from tests.harness.pipelines import (

@@ -12,7 +12,7 @@ from passes import Mesh, PassError, Program, Role
 from passes.defer import run_and_defer
 from passes.ir.bundle import Bundle, print_bundle, read_bundle
 from passes.ir.check_bundle import check_bundle
-from spmd.verification.bundles import BundleRank, BundleRun
+from spmd.verification.bundle_lockstep import BundleRank, BundleRun
 from spmd.verification.compared_stages import kept, run_stage
 from spmd.verification.wholes import difference
 
