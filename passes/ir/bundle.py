@@ -3,8 +3,8 @@
 Ranks that differ by their coordinate on one axis of the mesh may run other programs, as the stages of a pipeline do,
 and a call may run several, or leave values to the next call, as a deferred update does. Each rank has the whole bundle,
 as it is from its place on the other axes. What a rank does at the boundary of a stage is the order of its programs
-(``calls``), and the sends and recvs in these. The checker is in ``check_bundle.py``; ``spmd/lowering/run_bundle.py`` runs
-a rank's programs.
+(``calls``), and the sends and recvs in these. The checker is in ``check_bundle.py``, and
+``spmd/lowering/run_bundle.py`` runs a rank's programs.
 """
 
 from __future__ import annotations
