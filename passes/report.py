@@ -35,6 +35,7 @@ _IDLE = "nothing to do"  # in the history of a program, of a pass
 _MODULES = 4  # named in a row
 _PATH = 16  # longest module path in the table
 _OPS = 12  # whose times are shown
+_NOTEBOOK_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,25 @@ class Report:
         plain = asdict(replace(self, timeline=None, files=None))
         return {key: value for key, value in plain.items() if key not in ("timeline", "files")}
 
+    def scalars(self) -> dict[str, float]:
+        """The numbers of a step by name, for TensorBoard, W&B and other trackers.
+
+        ``count/all_reduce`` and ``bytes/all_reduce``: of each kind of collective. ``estimated/seconds``,
+        ``estimated/compute``, ``estimated/communication`` and ``estimated/exposed``; after ``profile`` also
+        ``measured/seconds`` and its parts. ``memory/cpu``: the planned peak of each device, in bytes.
+        ``compile/capture``: the seconds of each stage of compiling.
+        """
+        kinds = dict.fromkeys(row.kind for row in self.traffic)
+        found = {f"count/{kind}": float(self.count(kind)) for kind in kinds}
+        found |= {f"bytes/{kind}": float(self.bytes(kind)) for kind in kinds}
+        if self.estimated is not None:
+            found |= {f"estimated/{part}": seconds for part, seconds in asdict(self.estimated).items()}
+        if self.measured is not None:
+            parts = ("seconds", "compute", "communication")
+            found |= {f"measured/{part}": float(getattr(self.measured, part)) for part in parts}
+        found |= {f"memory/{device}": float(memory.peak) for device, memory in self.memory.items()}
+        return found | {f"compile/{stage}": seconds for stage, seconds in self.seconds.items()}
+
     def __getstate__(self) -> dict[str, Any]:
         """Without ``files``, which need the compiled step: another process has none."""
         return {**vars(self), "files": None}
@@ -262,6 +282,12 @@ class Report:
         text = io.StringIO()
         Console(file=text, color_system=None, width=shutil.get_terminal_size().columns).print(self)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        """The tables, for a notebook."""
+        console = Console(file=io.StringIO(), record=True, width=_NOTEBOOK_WIDTH)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre style='line-height: normal'>{code}</pre>")
 
     def __rich__(self) -> RenderableType:
         """The tables and the lines between them."""

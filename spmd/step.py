@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import html
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,18 +77,22 @@ from .state.stale_references import end_stale_references
 from .state.storage_facts import with_storage_facts
 from .unexpected_errors import unexpected_errors
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_Owner = TypeVar("_Owner")
+_Rest = ParamSpec("_Rest")  # the arguments of a method behind ``self``
 _DEFERS = "defer_updates=True"
 _ONE_BATCH = "all ranks passed one batch"  # among what was warned of
 
 
-class CompiledStep:
+class CompiledStep(Generic[P, R]):
     """A train step that runs compiled; it takes the arguments of the function it wraps.
 
     ``programs`` are the programs so far, one per signature of a call; ``program`` is the one last run. A copy compiles
     for itself, with the same options: programs and the memory that they compute in are not shared.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+    def __init__(self, function: Callable[P, R], options: Options) -> None:
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
         self._where = f"\n    {defined_at(function)}"
@@ -109,8 +114,19 @@ class CompiledStep:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
 
+    def __repr__(self) -> str:
+        """The step, where it is defined, its mode, and its programs."""
+        last = self._dispatch.last
+        ran = f"{len(self.programs)} in use, last {last.program.name}" if last else "none yet"
+        return f"<compiled step {self._name}, {self._options.mode!r}, programs: {ran}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same, and the report of the program last run."""
+        report = self.report()._repr_html_() if self._dispatch.last else ""
+        return f"<p><code>{html.escape(repr(self))}</code></p>{report}"
+
     @property
-    def function(self) -> Callable[..., Any]:
+    def function(self) -> Callable[P, R]:
         """The step as the user wrote it."""
         return self._function
 
@@ -119,13 +135,21 @@ class CompiledStep:
         """The arguments of ``compile``, checked."""
         return self._options
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep[P, R]:
         """A step of the same options: a mesh has no copies. The function of a step that a model holds is the copy's."""
         return type(self)(copy.deepcopy(self._function, memo), self._options)
 
     @property
     def _name(self) -> str:
         return str(getattr(self._function, "__name__", type(self._function).__name__))
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> CompiledStep[P, R]: ...
+
+    @overload
+    def __get__(
+        self: CompiledStep[Concatenate[_Owner, _Rest], R], instance: _Owner, owner: type | None = None
+    ) -> CompiledStep[_Rest, R]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled method: the instance is its first argument. It has the attributes of the step: ``report()``."""
@@ -141,7 +165,15 @@ class CompiledStep:
         """The program last run, None before the first call."""
         return self._dispatch.last.last_program if self._dispatch.last else None
 
-    def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    @overload
+    def __call__(self, *args: Any, last_train_step: bool, **kwargs: Any) -> R: ...
+
+    def __call__(  # type: ignore[misc] # P has no last_train_step: __init__ refuses such functions
+        self, *args: Any, last_train_step: bool = False, **kwargs: Any
+    ) -> Any:
         """Run one step. With ``last_train_step=True`` anything that was left for the next call is finished.
 
         A compiled step that another one calls is a part of that one.
@@ -513,6 +545,47 @@ def _first_runs(program: Program) -> list[Program]:
     return [] if micro is None or micro.accumulating is None else [micro.accumulating]
 
 
+class CompileOptions(TypedDict, total=False):
+    """The keyword options of ``compile``, for type checkers."""
+
+    passes: Sequence[Pass] | None
+    backend: Backend
+    dump: str | Path | None
+    timeout: float | None
+    keep_freed_memory: bool
+    max_programs: int | None
+    program: str | Path | None
+    memory: int | str | None
+    dynamic: Mapping[str, Mapping[int, str]] | None
+    check: str | None
+
+
+class Decorate(Protocol):
+    """The result of ``compile`` without a function: it takes one, and returns a compiled step of the same types."""
+
+    def __call__(self, function: Callable[P, R], /) -> CompiledStep[P, R]:
+        """Compile ``function``."""
+        ...
+
+
+@overload
+def compile(
+    module_override: Callable[P, R],
+    gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    parallel_mode: ParallelMode | ModeName | None = None,
+    **options: Unpack[CompileOptions],
+) -> CompiledStep[P, R]: ...
+
+
+@overload
+def compile(
+    module_override: Sequence[Override] | None = None,
+    gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    parallel_mode: ParallelMode | ModeName | None = None,
+    **options: Unpack[CompileOptions],
+) -> Decorate: ...
+
+
 def compile(
     module_override: Any = None,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
@@ -528,7 +601,7 @@ def compile(
     memory: int | str | None = None,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     check: str | None = None,
-) -> Any:
+) -> CompiledStep[..., Any] | Decorate:
     """Compile a train step into one graph that runs on every device of a mesh.
 
     Use it bare (``@spmd.compile``), with arguments (``@spmd.compile(parallel_mode=...)``), or on a function
@@ -571,7 +644,7 @@ def compile(
         check=check,
     )
 
-    def decorate(function: Callable[..., Any]) -> CompiledStep:
+    def decorate(function: Callable[P, R]) -> CompiledStep[P, R]:
         if not callable(function):
             raise TypeError(f"expected a function to compile, got {function!r}")
         return CompiledStep(function, options)

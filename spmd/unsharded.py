@@ -206,6 +206,7 @@ def _groups(entries: Sequence[_Entry]) -> Sequence[Any]:
     return [dist.group.WORLD] if dist.is_initialized() else []
 
 
+@torch.inference_mode(False)  # what evaluation is in, often: the whole tensors are ordinary ones all the same
 def _show(entries: Sequence[_Entry], has_whole: bool, offload_to_cpu: bool, with_grads: bool) -> None:
     """Gather all tensors, one after the other, and put the whole ones in their places where this rank has them."""
     for entry in entries:

@@ -32,6 +32,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from benchmarks import resident
 from spmd.cli import commands as spmd_command
 from spmd.rules import RULES
+from tests.harness.api_page import page as api_page
 from tests.harness.fake import fake_world
 
 TORCH = "2.13."  # other versions decompose mse_loss into other ops
@@ -48,7 +49,7 @@ def blocks(document: str, language: str) -> list[str]:
     return [body for kind, body in BLOCK.findall(text) if kind == language]
 
 
-WITH_CODE = [document for document in DOCUMENTS if blocks(document, "python")]
+WITH_CODE = [each for each in DOCUMENTS if blocks(each, "python") and each != "docs/cookbook.md"]  # test_cookbook.py
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def spans(document: str) -> list[str]:
 def commands(document: str) -> list[str]:
     """The lines of shell blocks, and the targets of make and commands of ours that the text names."""
     lines = [line for block in blocks(document, "sh") for line in block.replace("\\\n", "").splitlines()]
-    return [*lines, *(span for span in spans(document) if re.match(r"make |pytest |python ", span))]
+    return [*lines, *(span for span in spans(document) if re.match(r"make |pytest |python |spmd run ", span))]
 
 
 COMMANDS = [(document, command) for document in DOCUMENTS for command in dict.fromkeys(commands(document))]
@@ -127,8 +128,8 @@ def test_commands_can_be_given(document: str, command: str) -> None:
             check_options(target, [word.removeprefix("ARGS=") for word in rest if word.startswith("ARGS=")])
         case ["torchrun", *options]:
             torchrun_parser().parse_args(["2" if "$" in word else word for word in options])
-        case ["python", "-m", "spmd", *options]:
-            spmd_command.parser().parse_args(options)
+        case ["spmd", *options] | ["python", "-m", "spmd", *options]:
+            spmd_command.parser(options).parse_args(options)
         case ["python", "-m", "benchmarks.resident", *options]:
             resident.parse(options)
         case ["python", script, *_]:
@@ -209,3 +210,9 @@ def test_lines_fit_120_columns(document: str) -> None:
     text = SHOWN.sub("", DOCUMENTS[document].read_text())
     lines = [line for line in text.splitlines() if not line.startswith("|") and "](http" not in line]
     assert not [line for line in lines if len(line) > 120]
+
+
+def test_the_api_page_has_todays_docstrings(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--renew"):
+        DOCUMENTS["docs/api.md"].write_text(api_page())
+    assert DOCUMENTS["docs/api.md"].read_text() == api_page()

@@ -38,7 +38,7 @@ ORDER = {
         __init__
     """,
     "spmd": """
-        _torch placements environment
+        version _torch placements environment
         interpreter/
         memo unexpected_errors
         failed_ops
@@ -63,6 +63,7 @@ ORDER = {
         verification/
         fuzzing/ integrations/
         cli/
+        public
         __init__ __main__
     """,
 }

@@ -271,8 +271,6 @@ def _read(op: OpOverload) -> Iterator[Trait]:
 _OPERATORS = """abs add and_ concat contains eq floordiv ge getitem gt index inv invert is_ is_not le lshift lt matmul
 mod mul ne neg not_ or_ pos pow rshift sub truediv truth xor""".split()
 
-# Python functions whose result depends on their arguments alone, and that do nothing else. Passes that put a function
-# of their own into graphs add it here; a custom op goes here as its ``OpOverload``.
 PURE_FUNCTIONS: set[Callable[..., Any]] = {
     *(getattr(operator, name) for name in _OPERATORS),
     *(function for function in vars(math).values() if callable(function)),
@@ -280,6 +278,10 @@ PURE_FUNCTIONS: set[Callable[..., Any]] = {
     *(abs, bool, float, int, max, min, pow, round, sum),
     draw,
 }
+"""Python functions whose result depends on their arguments alone, and that do nothing else.
+
+Passes that put a function of their own into graphs add it here, and a custom op as its ``OpOverload``.
+"""
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

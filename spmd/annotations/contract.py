@@ -14,6 +14,8 @@ from passes import SpmdError
 
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 
+__all__ = ["Annotation", "ContractError", "applied", "state"]
+
 Api = Literal["replicate", "fully_shard"]
 
 

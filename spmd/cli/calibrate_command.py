@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,14 +34,9 @@ from ..ranks.world import world
 from .calibrate import SIZES, Progress, calibrate
 
 
-def add_command(commands: Any) -> None:
-    """Add ``calibrate`` and its options to the commands of a parser."""
-    command = commands.add_parser(
-        "calibrate",
-        help="measure what communication costs, into a file",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``calibrate`` to its parser."""
+    command.description = __doc__
     command.add_argument("--out", type=Path, default=Path("costs.json"), help="the file to write (%(default)s)")
     command.add_argument("--ranks", type=int, default=2, help="ranks to start, without torchrun (%(default)s)")
     command.add_argument("--mesh", help="ranks along each axis, such as 2x8; by default one axis")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -24,14 +23,9 @@ from ..dump import stages_to_compare
 from .dump_folder import program_folder, stages_of
 
 
-def add_command(commands: Any) -> None:
-    """Add ``diff`` and its options to the commands of a parser."""
-    command = commands.add_parser(
-        "diff",
-        help="what passes changed in a dumped program",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``diff`` to its parser."""
+    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
     command.add_argument(
         "stages", metavar="STAGE", nargs="+", help="one or two stages, such as 06 or bucket_all_reduce"

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,14 +50,9 @@ class Finding:
     so: str = ""
 
 
-def add_command(commands: Any) -> None:
-    """Add ``doctor`` and its options to the commands of a parser."""
-    command = commands.add_parser(
-        "doctor",
-        help="what works on this machine, and what does not",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``doctor`` to its parser."""
+    command.description = __doc__
     command.add_argument("--no-ranks", action="store_true", help="start no ranks")
     command.add_argument("--json", action="store_true", help="print the findings as JSON")
     command.set_defaults(run=lambda arguments: run(arguments, command))

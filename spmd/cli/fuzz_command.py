@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress as Bar
@@ -28,14 +28,9 @@ if TYPE_CHECKING:
 _LINE_EACH = 100  # steps
 
 
-def add_command(commands: Any) -> None:
-    """Add ``fuzz`` and its options to the commands of a parser."""
-    command = commands.add_parser(
-        "fuzz",
-        help="verify random small steps",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``fuzz`` to its parser."""
+    command.description = __doc__
     command.add_argument("--count", type=int, default=100, help="steps to verify (%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="the same steps for the same number (%(default)s)")
     command.add_argument("--out", type=Path, default=Path("fuzz"), help="the folder for steps that fail (%(default)s)")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from passes.page.contents import contents
 from passes.page.render import render
@@ -21,14 +20,9 @@ from passes.page.render import render
 from .dump_folder import files_in, program_folder
 
 
-def add_command(commands: Any) -> None:
-    """Add ``html`` and its options to the commands of a parser."""
-    command = commands.add_parser(
-        "html",
-        help="the page of a dumped program, as one HTML file",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``html`` to its parser."""
+    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
     command.add_argument("--out", metavar="FILE", type=Path, help="the file to write, by default FOLDER/report.html")
     command.add_argument("--json", action="store_true", help="print what the page shows as JSON; write nothing")

@@ -14,7 +14,6 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -35,14 +34,9 @@ class Stage:
     did: str
 
 
-def add_command(commands: Any) -> None:
-    """Add ``inspect`` and its options to the commands of a parser."""
-    command = commands.add_parser(
-        "inspect",
-        help="the stages of a dumped program, and its report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``inspect`` to its parser."""
+    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
     command.add_argument("--json", action="store_true", help="print stages and report as JSON")
     command.set_defaults(run=lambda arguments: run(arguments, command))

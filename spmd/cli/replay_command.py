@@ -15,21 +15,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from passes import SpmdError
 
 from ..verification.replay import NotFinite, Replay, replay
 
 
-def add_command(commands: Any) -> None:
-    """Add ``replay`` and its options to the commands of a parser."""
-    command = commands.add_parser(
-        "replay",
-        help="run a recorded call again, up to the first NaN or Inf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``replay`` to its parser."""
+    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="the folder that step.record(...) wrote to")
     command.add_argument("--rank", type=int, default=0, help="the rank to look at (%(default)s)")
     command.add_argument("--call", type=int, help="the number of the call; the last one by default")

@@ -33,14 +33,9 @@ from ..verification.verifier import MOST, verify
 from ..verification.world import simulated_world
 
 
-def add_command(commands: Any) -> None:
-    """Add ``verify`` and its options to the commands of a parser."""
-    command = commands.add_parser(
-        "verify",
-        help="compare a compiled step with the plain one, on simulated ranks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``verify`` to its parser."""
+    command.description = __doc__
     command.add_argument("step", metavar="FILE:STEP", help="a Python file, and the compiled step in it")
     command.add_argument("--args", default="example_args", help="the function that returns its arguments (%(default)s)")
     command.add_argument("--world", type=int, help="ranks to simulate; 4 without a mesh")

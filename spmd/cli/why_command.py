@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -33,14 +32,9 @@ from .dump_folder import program_folder, report_of, reports_in, stages_of
 _SHOWN = 12
 
 
-def add_command(commands: Any) -> None:
-    """Add ``why`` and its options to the commands of a parser."""
-    command = commands.add_parser(
-        "why",
-        help="why each program was compiled, or the collectives that a parameter or a module causes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``why`` to its parser."""
+    command.description = __doc__
     command.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that compile(dump=...) wrote")
     command.add_argument("name", metavar="NAME", nargs="?", help="a parameter, result or module: model.blocks.0")
     command.add_argument("--json", action="store_true", help="print the same as JSON")

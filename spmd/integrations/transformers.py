@@ -66,7 +66,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             loss, self._norm = self._trains(model, self.optimizer.optimizer, inputs, count)
         else:
             loss = self._accumulates(model, inputs, count)
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     def _items(self, count: Tensor | int | None) -> Tensor | None:
         """The number of items to divide a sum over all ranks by; None for a mean, which the step takes over all."""

@@ -28,7 +28,7 @@ from ..step import CompiledStep
 class Subject:
     """The subject of a verification: a compiled step, and the arguments of a call with the whole batch."""
 
-    step: CompiledStep
+    step: CompiledStep[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 

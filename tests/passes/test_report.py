@@ -40,6 +40,21 @@ def test_counts_and_bytes() -> None:
     assert made.seconds == {"capture": 1.25, "partition": 0.5}
 
 
+def test_scalars_are_floats_by_name() -> None:
+    made = report()
+    found = made.scalars()
+    assert all(type(value) is float for value in found.values())
+    assert (found["count/all_reduce"], found["bytes/all_gather"], found["compile/capture"]) == (3, 20, 1.25)
+    assert made.estimated is not None and found["estimated/exposed"] == made.estimated.exposed
+    assert found["memory/cpu"] == made.memory["cpu"].peak
+    assert not any(name.startswith("measured/") for name in found)
+
+
+def test_a_notebook_shows_the_tables() -> None:
+    made = replace(report(), name="<step>")._repr_html_()
+    assert made.startswith("<pre") and "&lt;step&gt; on dp=2" in made and "model.*.up" in made
+
+
 def test_rows() -> None:
     rows = [(row.kind, row.axis, row.role, row.dtype, row.count, row.bytes, row.why) for row in report().traffic]
     assert rows == [

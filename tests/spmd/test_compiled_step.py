@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import io
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +40,63 @@ def test_it_looks_like_the_function() -> None:
         assert compiled.__doc__ == train_step.__doc__
         assert list(inspect.signature(compiled).parameters) == list(inspect.signature(train_step).parameters)
         assert isinstance(compiled, spmd.CompiledStep)
+
+
+def test_it_shows_its_mode_and_programs_and_in_a_notebook_its_report() -> None:
+    compiled = spmd.compile(train_step, parallel_mode="fully_shard")
+    assert repr(compiled) == "<compiled step train_step, DataParallel('fully_shard'), programs: none yet>"
+    assert compiled._repr_html_() == f"<p><code>{html.escape(repr(compiled))}</code></p>"
+    compiled(*regression(5, 3))
+    assert repr(compiled).endswith("programs: 1 in use, last train_step/program-0>")
+    assert compiled.report()._repr_html_() in compiled._repr_html_()
+
+
+TYPED = """
+import torch
+import spmd
+
+@spmd.compile
+def bare(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError
+
+@spmd.compile(parallel_mode="fsdp", memory="600MB")
+def given(x: torch.Tensor, k: int = 1) -> tuple[torch.Tensor, int]:
+    raise NotImplementedError
+
+class Trainer:
+    @spmd.compile(parallel_mode=spmd.DataParallel())
+    def step(self, x: torch.Tensor) -> float:
+        raise NotImplementedError
+
+reveal_type(bare)
+reveal_type(given(torch.ones(1), k=3))
+reveal_type(given(torch.ones(1), last_train_step=True))
+reveal_type(Trainer().step(torch.ones(1)))
+reveal_type(Trainer().step.report().count("all_reduce"))
+given("a")
+spmd.compile(memry=3)
+"""
+
+
+@pytest.mark.exhaustive  # half a minute
+def test_type_checkers_know_what_a_step_takes_and_returns(tmp_path: Path) -> None:
+    (tmp_path / "typed.py").write_text(TYPED)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "typed.py")], capture_output=True, text=True
+    )
+    shown = re.sub(r"[\w./]*typed.py:\d+: |torch\._tensor\.|torch\.nn\.modules\.module\.", "", done.stdout)
+    revealed = re.findall(r'Revealed type is "(.*)"', shown)
+    assert revealed == [
+        "spmd.step.CompiledStep[[model: Module, x: Tensor], Tensor]",
+        "tuple[Tensor, int]",
+        "tuple[Tensor, int]",
+        "float",
+        "int",
+    ]
+    assert re.findall(r"error: (.*?)  \[", shown) == [
+        'No overload variant of "__call__" of "CompiledStep" matches argument type "str"',
+        'Unexpected keyword argument "memry" for overloaded function "compile"; did you mean "memory"?',
+    ]
 
 
 def test_a_function_given_first_is_compiled_with_the_other_arguments() -> None:

@@ -64,6 +64,7 @@ def check_sums(report: Report) -> None:
     computed = sum(span.end - span.start for span in report.timeline.spans if span.node not in collectives)
     assert sum(row.estimated for row in measured.ops) == pytest.approx(computed)
     assert Report.from_dict(report.to_dict()) == report
+    assert report.scalars()["measured/communication"] == measured.communication
 
 
 @pytest.mark.slow

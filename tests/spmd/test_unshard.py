@@ -223,3 +223,15 @@ def test_a_place_for_a_child_that_is_empty_may_go() -> None:
     model[0].register_module("later", None)
     with spmd.unshard(model):
         del model[0].later
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_may_enter_its_mode_first(mode: Callable[[], Any]) -> None:
+    model, optimizer = CASE.build()
+    step = spmd.compile(CASE.step, parallel_mode=spmd.DataParallel("fully_shard"))
+    step(model, optimizer, *CASE.part(0, 0))
+    with mode(), spmd.unshard(model):
+        model.get_parameter(next(iter(dict(model.named_parameters())))).mul_(2)
+        assert not next(model.parameters()).is_inference()
+    step(model, optimizer, *CASE.part(0, 1))

@@ -1,0 +1,83 @@
+"""One rank of ``spmd run``: runs a script as ``python`` does, and prints an error if no other rank of its host has."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import TracebackType
+
+FOLDER = "SPMD_RUN_FOLDER"  # the environment variable that names a folder of the ranks of this host
+FAILED, FOLLOWED, ENDED = "failed", "followed", "ended"  # files in it, each with the number of a start or a rank
+
+
+def main() -> None:
+    """Run ``file SCRIPT ARGUMENTS`` or ``module NAME ARGUMENTS``."""
+    _, kind, script, *arguments = sys.argv
+    sys.argv = [script, *arguments]
+    try:
+        if kind == "module":
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(script))
+            runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except SystemExit as end:
+        raise SystemExit(_exit_code(end)) from None
+    except BaseException as error:
+        _fail(error)
+        raise SystemExit(1) from None
+    _file(ENDED, _rank()).touch()
+
+
+def _exit_code(end: SystemExit) -> int:
+    """The exit code of a script that has called ``sys.exit``; a message is printed by the first rank only."""
+    if not end.code:
+        _file(ENDED, _rank()).touch()
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    if _is_first():
+        print(end.code, file=sys.stderr)
+    return 1
+
+
+def _fail(error: BaseException) -> None:
+    """Print an error by the script's own hook, if this rank is the first; leave one that follows it in a file."""
+    errors = sys.modules.get("passes.errors")
+    if errors is not None and isinstance(error, errors.RankFailedError):
+        _file(FOLLOWED, _rank()).write_text(f"{type(error).__name__}: {error}")
+    elif _is_first():
+        error.add_note(f"on rank {_rank()} of {os.environ['WORLD_SIZE']}")
+        error = error.with_traceback(_in_script(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _in_script(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first frame on that is neither of this file nor of ``runpy``."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _is_first() -> bool:
+    """Whether no rank of this host has failed before, since the ranks were last started."""
+    try:
+        _file(FAILED, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _file(name: str, number: str) -> Path:
+    return Path(os.environ[FOLDER], f"{name}-{number}")
+
+
+def _rank() -> str:
+    return os.environ["RANK"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The public names of ``spmd``. ``import spmd`` is quick, and the first name that is read imports this, and torch."""
+
+from passes import (
+    CaptureError,
+    MemoryBudgetError,
+    PartitionError,
+    PassError,
+    PlacementError,
+    Program,
+    RankFailedError,
+    RankMismatchError,
+    Report,
+    SpmdError,
+)
+
+from .annotations import contract
+from .annotations.apply import fully_shard, replicate
+from .annotations.no_sync import no_sync
+from .annotations.policies import MixedPrecisionPolicy, OffloadPolicy
+from .call.rng import rng_state, seed, set_rng_state
+from .capture.constraint import constrain
+from .checkpoints.export import export
+from .checkpoints.load import load
+from .checkpoints.save import save
+from .checkpoints.whole import state_dict
+from .initialized import materialize
+from .mesh_picture import show
+from .modes.base import ParallelMode, PlannedMode
+from .modes.data_parallel import DataParallel
+from .modes.dtensor_expand import DTensorExpand
+from .override import Override
+from .partitioner import partition
+from .partitioner.assignment import Assignment, Choice
+from .partitioner.plan import Plan, Solver
+from .partitioner.problem import Problem
+from .ranks.agreed import pad_to_longest, shared_rng
+from .ranks.world import world
+from .rules import register_rule
+from .step import CompiledStep, compile
+from .unsharded import unshard
+from .verification.certificate import Certificate
+from .verification.certify import certify
+from .verification.verdict import Verdict
+from .verification.verifier import verify
+
+__all__ = [
+    "Assignment",
+    "CaptureError",
+    "Certificate",
+    "Choice",
+    "CompiledStep",
+    "DTensorExpand",
+    "DataParallel",
+    "MemoryBudgetError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Override",
+    "ParallelMode",
+    "PartitionError",
+    "PassError",
+    "PlacementError",
+    "Plan",
+    "PlannedMode",
+    "Problem",
+    "Program",
+    "RankFailedError",
+    "RankMismatchError",
+    "Report",
+    "Solver",
+    "SpmdError",
+    "Verdict",
+    "certify",
+    "compile",
+    "constrain",
+    "contract",
+    "export",
+    "fully_shard",
+    "load",
+    "materialize",
+    "no_sync",
+    "pad_to_longest",
+    "partition",
+    "register_rule",
+    "replicate",
+    "rng_state",
+    "save",
+    "seed",
+    "set_rng_state",
+    "shared_rng",
+    "show",
+    "state_dict",
+    "unshard",
+    "verify",
+    "world",
+]

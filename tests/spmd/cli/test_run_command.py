@@ -1,0 +1,133 @@
+"""``spmd run``: ranks of one host and of two, one error for all, exit codes; and ``spmd --help`` without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import spmd
+from spmd.cli.commands import main
+
+from ...harness import programs
+
+# Without torch, so that ranks start at once. ``follow``: rank 1 raises what a call of a step raises when rank 0 failed.
+SCRIPT = """
+import os, sys, time, types
+rank, world, how = os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1]
+print(f"rank {rank} of {world}, {sys.argv}, {__name__}, threads {os.environ['OMP_NUM_THREADS']}")
+class RankFailedError(Exception): ...
+sys.modules["passes.errors"] = types.SimpleNamespace(RankFailedError=RankFailedError)
+if how == "all":
+    raise ValueError(f"bad configuration")
+if how == "one" and rank == "1":
+    raise ValueError("bad row")
+if how == "follow":
+    raise (ValueError("bad row") if rank == "1" else RankFailedError("rank 1 failed"))
+if how == "message":
+    sys.exit("nothing to train")
+if how == "killed" and rank == "0":
+    os.kill(os.getpid(), 9)
+if how == "again" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("bad start")
+if how in ("one", "killed", "wait"):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def environment() -> dict[str, str]:
+    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+    return ours | {"PYTHONPATH": str(programs.ROOT)}
+
+
+def launched(*options: object) -> subprocess.CompletedProcess[str]:
+    return programs.run(["-m", "spmd", "run", *options], environment())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "how, code, expected",
+    [
+        ("well", 0, ""),
+        ("all", 1, "ValueError: bad configuration\non rank "),
+        ("one", 1, "ValueError: bad row\non rank 1 of 2\n"),
+        ("message", 1, "nothing to train\n"),
+        ("killed", 137, "spmd run: rank 0 was killed by signal 9 (SIGKILL)\n"),
+    ],
+)
+def test_ranks_of_one_host(how: str, code: int, expected: str, script: Path) -> None:
+    done = launched("-n", 2, script, how, "--steps", 3)
+    assert (done.returncode, done.stderr.count("Traceback")) == (code, int("ValueError" in expected))
+    assert expected in done.stderr and len(done.stderr.splitlines()) <= 6, done.stderr
+    if how == "well":
+        threads = max(1, min(len(os.sched_getaffinity(0)) // 2, 8))
+        lines = [f"rank {k} of 2, {[str(script), how, '--steps', '3']}, __main__, threads {threads}" for k in (0, 1)]
+        assert sorted(done.stdout.splitlines()) == lines
+
+
+@pytest.mark.processes
+def test_ranks_that_start_again(script: Path) -> None:
+    done = launched("-n", 2, "--max-restarts", 1, script, "again")
+    assert done.returncode == 0 and done.stderr.count("ValueError: bad start") == 1
+    assert len(done.stdout.splitlines()) in (3, 4)  # torchrun may end a rank before it has printed
+
+
+@pytest.mark.processes
+def test_hosts_that_find_each_other(script: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    options = ["-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, script, "follow"]
+    with ThreadPoolExecutor() as pool:
+        done = [each.result() for each in [pool.submit(launched, *options) for _ in range(2)]]
+    assert [each.returncode for each in done] == [1, 1]
+    own, other = sorted((each.stderr for each in done), key=len, reverse=True)
+    assert own.endswith("ValueError: bad row\non rank 1 of 2\n") and own.count("Traceback") == 1
+    assert other in ("RankFailedError: rank 1 failed\n", "spmd run: rank 0 was killed by signal 15 (SIGTERM)\n")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "end, code, printed", [(signal.SIGINT, 130, "Stopped by Ctrl-C.\n"), (signal.SIGTERM, 143, "")]
+)
+def test_signals_end_all_ranks(end: signal.Signals, code: int, printed: str, script: Path) -> None:
+    command = [sys.executable, "-u", "-m", "spmd", "run", "-n", "2", str(script), "wait"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        for _ in range(2):
+            program.stdout.readline()
+        time.sleep(0.2)
+        program.send_signal(end)
+        errors = program.communicate(timeout=60)[1].decode()
+    assert (program.returncode, errors) == (code, printed)
+
+
+def test_what_is_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["run", "-n", "2", "nothing.py"])
+    assert end.value.code == 2 and "expected a Python file, got 'nothing.py'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "run --help"])
+def test_help_and_version_do_not_import_torch(command: str) -> None:
+    code = (
+        "import sys, atexit; from spmd.cli.commands import main; "
+        f"atexit.register(lambda: print('torch' in sys.modules)); main({command.split()})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stderr
+    assert command != "--version" or done.stdout.startswith(f"spmd {spmd.__version__}\n")

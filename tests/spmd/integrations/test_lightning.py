@@ -1,0 +1,171 @@
+"""Lightning over compiled steps has the numbers of its own Trainer on one device with the batches of all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import spmd
+
+from ...harness.pool import Ranks
+from .launched import launched
+
+pytest.importorskip("lightning")
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:::lightning.*")]
+
+ROWS = 32
+Found = tuple[dict[str, Tensor], list[float]]
+
+
+def train(folder: Path, world: int, mode: spmd.ParallelMode | None, resume: Path | None, kind: str) -> Found:
+    """The weights after two epochs, and what was logged: of each batch, and of each evaluation."""
+    import lightning.pytorch as lightning
+    import lightning_trainer as example
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    from spmd.integrations.lightning import Strategy
+
+    logged: list[float] = []
+
+    class Accumulating(example.Classifier):
+        """Its steps return rows, too."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            scores = self.net(batch[0])
+            loss = F.cross_entropy(scores, batch[1])
+            self.log_dict({"train_loss": loss, "index": batch_idx})
+            return {"loss": loss, "scores": scores}
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+    class Log(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            logged.extend(
+                float(value) for name, value in sorted(trainer.callback_metrics.items()) if name != "accuracy"
+            )
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            logged.append(float(trainer.callback_metrics["accuracy"]))
+
+    data = example.loader(ROWS, dtype=torch.float64).dataset
+    sampler = DistributedSampler(data, world, spmd.world().get_rank(), shuffle=False)  # Lightning's own would shuffle
+    loader = DataLoader(data, batch_size=8 // world, sampler=sampler)
+    checkpoints = lightning.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    settings: dict[str, Any] = {"max_epochs": 2, "callbacks": [Log(), checkpoints], "enable_checkpointing": True}
+    settings |= {"num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    settings |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1} if kind == "sgd" else {}
+    strategy: Any = "auto" if mode is None else Strategy(compile_options={"parallel_mode": mode})
+    trainer = example.make(folder, strategy=strategy, **settings)
+    torch.manual_seed(0)
+    module = (Accumulating() if kind == "sgd" else example.Classifier()).double()
+    trainer.fit(module, loader, loader, ckpt_path=resume)
+    logged += [trainer.validate(module, loader, verbose=False)[0]["accuracy"], trainer.global_step]
+    return spmd.state_dict(module), logged
+
+
+def job(rank: int, world: int, folder: Path, mode: spmd.ParallelMode, resume: Path | None, kind: str) -> Found:
+    with launched(rank, world):
+        return train(folder, world, mode, resume, kind)
+
+
+def assert_equal(found: Found, expected: Found) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-11)
+    assert len(found[1]) == len(expected[1])
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)  # Lightning sums metrics in fp32
+
+
+MODES = {
+    "fully_shard": spmd.DataParallel("fully_shard"),
+    "replicate": spmd.DataParallel("replicate"),
+    "zero1": spmd.DataParallel("replicate", shard_optimizer=True),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind, mode, other", [("sgd", "fully_shard", "replicate"), ("adamw", "zero1", "fully_shard")])
+def test_a_trainer_trains_evaluates_saves_and_resumes_as_on_one_device(
+    kind: str, mode: str, other: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    expected = train(tmp_path / "plain", 1, None, None, kind)
+    for found in ranks.run(2, job, tmp_path, MODES[mode], None, kind):
+        assert_equal(found, expected)
+    after_one = 4 * 2 + 1  # numbers that the first epoch logs
+    for found in ranks.run(2, job, tmp_path / "resumed", MODES[other], tmp_path / "epoch=0.ckpt", kind):
+        assert_equal(found, (expected[0], expected[1][after_one:]))
+    assert_equal(train(tmp_path, 1, None, tmp_path / "epoch=0.ckpt", kind), (expected[0], expected[1][after_one:]))
+
+
+def fit_by_hand(folder: Path, world: int, mode: spmd.ParallelMode | None, resume: bool) -> Found:
+    """The weights and losses of a loop by hand; ``mode`` None: Lightning's own Fabric."""
+    import lightning.fabric
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    from spmd.integrations.lightning import Fabric
+
+    kind: Any = lightning.fabric.Fabric if mode is None else Fabric
+    fabric = kind(accelerator="cpu", devices=world)
+    fabric.launch()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = fabric.setup(model, optimizer)
+    x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = TensorDataset(x)
+    sampler = DistributedSampler(rows, world, fabric.global_rank, shuffle=False)
+    loader = fabric.setup_dataloaders(DataLoader(rows, 8 // world, sampler=sampler), use_distributed_sampler=False)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = F.softplus(model(x)).mean()
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    compiled = step if mode is None else spmd.compile(step, parallel_mode=mode)
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    if resume:
+        fabric.load(folder / "state.ckpt", state)
+    losses = [compiled(model, optimizer, x).item() for (x,) in loader]
+    if not resume:
+        fabric.save(folder / "state.ckpt", {**state, "epoch": 1})
+        losses += fit_by_hand(folder, world, mode, True)[1]
+    return spmd.state_dict(model), losses
+
+
+def job_by_hand(rank: int, world: int, folder: Path, mode: spmd.ParallelMode) -> Found:
+    with launched(rank, world):
+        return fit_by_hand(folder, world, mode, False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fabric_trains_saves_and_resumes_as_on_one_device(ranks: Ranks, tmp_path: Path) -> None:
+    expected = fit_by_hand(tmp_path / "plain", 1, None, False)
+    for found in ranks.run(2, job_by_hand, tmp_path / "ranks", MODES["fully_shard"]):
+        assert_equal(found, expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_would_run_within_the_step_or_beside_it_is_refused(tmp_path: Path) -> None:
+    import lightning.pytorch as lightning
+
+    from spmd.integrations.lightning import Fabric, Strategy
+
+    class Module(lightning.LightningModule):
+        def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+        def training_step(self, batch: Any) -> Any: ...
+        def configure_optimizers(self) -> Any: ...
+
+    settings = {"accelerator": "cpu", "devices": 1, "logger": False, "default_root_dir": tmp_path}
+    trainer = lightning.Trainer(strategy=Strategy(), **settings)
+    with pytest.raises(ValueError, match=r"Module.on_before_optimizer_step would run within the compiled step"):
+        trainer.fit(Module(), [torch.ones(1)])
+    with pytest.raises(ValueError, match="precision='bf16-mixed' wraps the forward of models"):
+        Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")

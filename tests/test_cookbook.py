@@ -1,0 +1,86 @@
+"""The recipes of ``docs/cookbook.md`` leave on two ranks what they leave, without ``spmd.compile``, on one device."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spmd
+
+from .harness.pool import Ranks
+
+TEXT = (Path(__file__).parents[1] / "docs" / "cookbook.md").read_text()
+CODE = {
+    heading: "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    for heading, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE)
+}
+RECIPES = [heading for heading in CODE if heading != "Setup"]
+MODES = {
+    "as written": spmd.DataParallel("fully_shard"),
+    "replicate": spmd.DataParallel("replicate"),
+    "zero1": spmd.DataParallel("replicate", shard_optimizer=True),
+}
+
+
+@contextmanager
+def plain(is_plain: bool) -> Iterator[None]:
+    """``spmd.compile`` returns steps as they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_plain:
+            patch.setattr(spmd, "compile", lambda **options: lambda step: step)
+        yield
+
+
+def left_by(rank: int, world: int, recipe: str, mode: str, folder: Path, is_plain: bool) -> dict[str, Any]:
+    """Every model, optimizer and number that a recipe leaves, in fp64; tensors are whole."""
+    here, dtype = Path.cwd(), torch.get_default_dtype()
+    try:
+        os.chdir(folder)
+        torch.set_default_dtype(torch.float64)
+        names: dict[str, Any] = {"__name__": "recipe"}
+        with plain(is_plain):
+            exec(compile(CODE["Setup"], "docs/cookbook.md: Setup", "exec"), names)
+            names["mode"] = MODES[mode]
+            before = set(names)
+            exec(compile(CODE[recipe], f"docs/cookbook.md: {recipe}", "exec"), names)
+        return whole({name: value for name, value in names.items() if name not in before})
+    finally:
+        torch.set_default_dtype(dtype)
+        os.chdir(here)
+
+
+def whole(names: dict[str, Any]) -> dict[str, Any]:
+    models = {name: value for name, value in names.items() if isinstance(value, nn.Module)}
+    optimizers = {name: value for name, value in names.items() if isinstance(value, torch.optim.Optimizer)}
+    found = {name: spmd.state_dict(model) for name, model in models.items()}
+    found |= {name: spmd.state_dict(nn.Module(), each)[1]["state"] for name, each in optimizers.items()}
+    return found | {name: value for name, value in names.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list) and value:
+        return all(map(_is_number, value))
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+
+
+@pytest.mark.parametrize(
+    "mode", [name if name == "as written" else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODES]
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_has_the_numbers_of_one_device(recipe: str, mode: str, ranks: Ranks, tmp_path: Path) -> None:
+    folders = [tmp_path / "plain", tmp_path / "ranks"]
+    for folder in folders:
+        folder.mkdir()
+    assert 'mode = spmd.DataParallel("fully_shard")' in CODE["Setup"]
+    (expected,) = ranks.run(1, left_by, recipe, mode, folders[0], True)
+    assert expected
+    for found in ranks.run(2, left_by, recipe, mode, folders[1], False):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
