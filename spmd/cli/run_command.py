@@ -6,9 +6,10 @@ For example:
     spmd run -n 8 --nnodes 2 --rdzv-endpoint host0:29500 train.py    (the same on both hosts)
     spmd run -n 4 -m package.train
 
-Options after the script are the script's. Output of all ranks goes to the terminal. The first rank of a host to raise
-prints its traceback; others that raise the same, or because that one is gone, print nothing. The exit code is that of
-the rank that failed, 130 after Ctrl-C. After SIGTERM, which the ranks get, too, it is 0 if all of them end with 0.
+Where PET_NNODES and others are set, as by Kubeflow, they are the defaults. Options after the script are the script's.
+Output of all ranks goes to the terminal. The first rank of a host to raise prints its traceback; others that raise the
+same, or because that one is gone, print nothing. The exit code is that of the rank that failed, 130 after Ctrl-C. After
+SIGTERM, which the ranks get, too, it is 0 if all of them end with 0.
 """
 
 from __future__ import annotations
@@ -55,21 +56,38 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the script on all ranks of this host; returns the exit code."""
     if not arguments.module and not Path(arguments.script).is_file():
         parser.error(f"expected a Python file, got {arguments.script!r}; a module is started with -m")
+    hosts = os.environ.get("SLURM_STEP_NUM_NODES", "1")
+    if hosts != "1" and _is_alone(arguments):
+        parser.error(
+            f"srun has started this on {hosts} hosts, each of which would train by itself: pass --nnodes {hosts} and "
+            "--rdzv-endpoint HOST:PORT, or, if that is meant, --nnodes 1"
+        )
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER] = folder
         return _run_torchrun(_torchrun_options(arguments), Path(folder))
 
 
 def _torchrun_options(given: argparse.Namespace) -> list[str]:
-    ranks = given.nproc_per_node or _gpus() or 1
-    passed = {name: getattr(given, name.replace("-", "_")) for name in _PASSED_ON}
-    passed = {name: value for name, value in passed.items() if value is not None}
+    passed = _passed_on(given)
     if "rdzv-endpoint" in passed:
         passed.setdefault("rdzv-backend", "c10d")
-    alone = not passed.keys() - {"max-restarts"}
+    if "PET_NPROC_PER_NODE" not in os.environ or given.nproc_per_node is not None:
+        passed["nproc-per-node"] = given.nproc_per_node or str(_gpus() or 1)
     listed = [f"--{name}={value}" for name, value in passed.items()]
     start = ["-m", "spmd.cli.rank", "module" if given.module else "file", given.script, *given.arguments]
-    return [*listed, *(["--standalone"] if alone else []), f"--nproc-per-node={ranks}", *start]
+    return [*listed, *(["--standalone"] if _is_alone(given) else []), *start]
+
+
+def _passed_on(given: argparse.Namespace) -> dict[str, str]:
+    """The options for torchrun that were given, by their names there."""
+    found = {name: getattr(given, name.replace("-", "_")) for name in _PASSED_ON}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _is_alone(given: argparse.Namespace) -> bool:
+    """Whether nothing names other hosts; torchrun reads ``PET_NNODES`` and its like as defaults of its options."""
+    variables = [f"PET_{name.replace('-', '_').upper()}" for name in _PASSED_ON if name != "max-restarts"]
+    return not _passed_on(given).keys() - {"max-restarts"} and not any(name in os.environ for name in variables)
 
 
 def _gpus() -> int:

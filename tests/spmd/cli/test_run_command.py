@@ -22,7 +22,7 @@ from ...harness import programs
 SCRIPT = """
 import os, sys, time, types
 rank, world, how = os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1]
-print(f"rank {rank} of {world}, {sys.argv}, {__name__}, threads {os.environ['OMP_NUM_THREADS']}")
+sys.stdout.write(f"rank {rank} of {world}, {sys.argv}, {__name__}, threads {os.environ['OMP_NUM_THREADS']}\\n")
 class RankFailedError(Exception): ...
 sys.modules["passes.errors"] = types.SimpleNamespace(RankFailedError=RankFailedError)
 if how == "all":
@@ -54,8 +54,8 @@ def environment() -> dict[str, str]:
     return ours | {"PYTHONPATH": str(programs.ROOT)}
 
 
-def launched(*options: object) -> subprocess.CompletedProcess[str]:
-    return programs.run(["-m", "spmd", "run", *options], environment())
+def launched(*options: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return programs.run(["-m", "spmd", "run", *options], environment() | variables)
 
 
 @pytest.mark.processes
@@ -92,8 +92,10 @@ def test_hosts_that_find_each_other(script: Path) -> None:
         free.bind(("localhost", 0))
         endpoint = f"localhost:{free.getsockname()[1]}"
     options = ["-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, script, "follow"]
+    variables = {"NNODES": "2", "NPROC_PER_NODE": "1", "RDZV_BACKEND": "c10d", "RDZV_ENDPOINT": endpoint}  # by Kubeflow
     with ThreadPoolExecutor() as pool:
-        done = [each.result() for each in [pool.submit(launched, *options) for _ in range(2)]]
+        one = pool.submit(launched, *options)
+        done = [launched(script, "follow", **{f"PET_{name}": value for name, value in variables.items()}), one.result()]
     assert [each.returncode for each in done] == [1, 1]
     own, other = sorted((each.stderr for each in done), key=len, reverse=True)
     assert own.endswith("ValueError: bad row\non rank 1 of 2\n") and own.count("Traceback") == 1
@@ -120,6 +122,15 @@ def test_what_is_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["run", "-n", "2", "nothing.py"])
     assert end.value.code == 2 and "expected a Python file, got 'nothing.py'" in capsys.readouterr().err
+
+
+def test_hosts_of_slurm_that_would_train_by_themselves_are_refused(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    with pytest.raises(SystemExit) as end:
+        main(["run", "-n", "2", str(script)])
+    assert end.value.code == 2 and "pass --nnodes 2 and --rdzv-endpoint HOST:PORT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["--help", "--version", "run --help"])
