@@ -120,8 +120,6 @@ COMMANDS = [(document, command) for document in DOCUMENTS for command in dict.fr
 @pytest.mark.parametrize(("document", "command"), COMMANDS)
 def test_commands_can_be_given(document: str, command: str) -> None:
     words = shlex.split(command, comments=True)
-    if words[0] == "srun":
-        words = words[words.index("torchrun") :]
     match words:
         case ["make", target, *rest]:
             targets_exist(words)
