@@ -6,9 +6,7 @@ VENV   ?= .venv
 NPROC  ?= 2
 ARGS   ?=
 
-# Ranks share the cores of this machine; a model this small gains nothing from more than 8 threads.
-CORES   := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
-THREADS := $(shell t=$$(( $(CORES) / $(NPROC) )); echo $$(( t < 1 ? 1 : t > 8 ? 8 : t )))
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 # Many tests keep one core busy. Four workers at most: each has ranks of its own, up to four of 0.5 GB.
 WORKERS ?= $(shell n=$(CORES); echo $$(( n > 4 ? 4 : n )))
@@ -19,6 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
+TRAIN := $(VENV)/.ready-to-train-torch-$(TORCH)
 
 .PHONY: help train quick test models bench picture check format compat clean
 
@@ -34,9 +33,8 @@ help:
 	@echo 'make format    write the format, and fix what lint can fix'
 	@echo 'make clean     remove the environments and all that was generated'
 
-train: $(READY)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python examples/launch.py \
-		--standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
+train: $(TRAIN)
+	@$(BIN)/spmd run -n $(NPROC) examples/train_gpt.py $(ARGS)
 
 quick: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)
@@ -74,6 +72,12 @@ clean:
 # compiles what is imported: to compile all of it, 7,000 files of which most never are, took half of the time.
 $(READY): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --no-compile 'torch==$(TORCH)' --editable '.[dev]'
+	@rm -f $(VENV)/.ready-*
+	@touch $@ $(TRAIN)
+
+# Training needs no tools.
+$(TRAIN): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --no-compile 'torch==$(TORCH)' --editable .
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 

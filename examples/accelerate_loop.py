@@ -1,6 +1,6 @@
 """A loop of accelerate, with the step compiled: its data loader, tracker-like prints, and checkpoints.
 
-torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
+spmd run -n 2 examples/accelerate_loop.py
 python examples/accelerate_loop.py
 """
 

@@ -1,6 +1,6 @@
 """A module that says how it is trained, and a loop that compiles its step, as in Lightning.
 
-    torchrun --standalone --nproc-per-node 2 examples/lightning_like.py
+    spmd run -n 2 examples/lightning_like.py
     python examples/lightning_like.py
 
 The module has ``training_step``, ``configure_optimizers`` and ``log``; the loop knows nothing else of it.

@@ -1,6 +1,6 @@
 """Lightning's Trainer with the step compiled: trains, evaluates, saves and resumes.
 
-    torchrun --standalone --nproc-per-node 2 examples/lightning_trainer.py
+    spmd run -n 2 examples/lightning_trainer.py
     python examples/lightning_trainer.py --mode replicate
 
 The module is an ordinary LightningModule; what is added is the strategy.

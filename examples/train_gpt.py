@@ -2,18 +2,18 @@
 
 On two ranks of one machine, on one rank, and the options:
 
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+    spmd run -n 2 examples/train_gpt.py
     python examples/train_gpt.py
     python examples/train_gpt.py --help
 
 On four ranks, as a mesh of two (data parallel) by two (tensor parallel):
 
-    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --mesh 2x2 --tensor-parallel --sequence-parallel
+    spmd run -n 4 examples/train_gpt.py --mesh 2x2 --tensor-parallel --sequence-parallel
 
 A run that is killed goes on where it last saved, also on another number of ranks (with ``--batch`` such that the global
 batch is the same); SIGTERM saves and ends it:
 
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save-every 20 --resume
+    spmd run -n 2 --max-restarts 3 examples/train_gpt.py --save-every 20 --resume
 
 The text is the source of Python's standard library unless ``--text`` names another. Every rank draws the same global
 batch and takes its own rows of it: two ranks with a batch of 32 learn what one rank learns with a batch of 64.
@@ -31,10 +31,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import launch
+import ctrl_c
 
 if __name__ == "__main__":
-    launch.end_on_ctrl_c()  # before torch is imported: Ctrl-C counts from the first moment
+    ctrl_c.end_on_ctrl_c()  # before torch is imported: Ctrl-C counts from the first moment
 
 import gpt
 import tensor_parallel
@@ -98,7 +98,6 @@ def main(arguments: list[str] | None = None) -> None:
         done = learn(step, model, optimizer, schedule, drawn, checkpoints, options, console)
     if done < options.steps:
         console.print(f"ended by SIGTERM after step {done}, which is saved in {options.checkpoints}", soft_wrap=True)
-        launch.note_end_as_asked()
         return leave()
     after = held_out_bits(loss_of, model, batches(corpus.held_out), options.checks)
 

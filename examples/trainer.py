@@ -1,6 +1,6 @@
 """A trainer class whose step is a compiled method: model, optimizer and settings are attributes of ``self``.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainer.py
+    spmd run -n 2 examples/trainer.py
     python examples/trainer.py
 
 It fits a small network to a sine. Every rank passes its own rows of the batch; the loss is that of all rows.

@@ -1,6 +1,6 @@
 """transformers' Trainer, with the step compiled: trains, evaluates, saves, resumes and generates.
 
-    torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py
+    spmd run -n 2 examples/transformers_trainer.py
     python examples/transformers_trainer.py --mode replicate
 
 The model is a small Llama with random weights, and its text counts upwards; nothing is downloaded.

@@ -111,9 +111,7 @@ def _run_torchrun(options: list[str], folder: Path) -> int:
     try:
         torchrun.run(parsed)
     except SignalException as stopped:
-        if stopped.sigval == signal.SIGINT:
-            print("Stopped by Ctrl-C.", file=sys.stderr)
-        elif len([*folder.glob(f"{ENDED}-*")]) == count:
+        if stopped.sigval == signal.SIGTERM and len([*folder.glob(f"{ENDED}-*")]) == count:
             return 0
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:

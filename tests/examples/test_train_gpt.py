@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
-LAUNCH = [str(ROOT / "examples" / "launch.py"), "--standalone", "--nproc-per-node", "2", EXAMPLE]
+LAUNCH = ["-m", "spmd", "run", "-n", "2"]
 TINY = (
     "--width 16 --layers 1 --heads 2 --context 16 --steps 6 --log-every 1 --checks 2 --sample-bytes 20 "
     "--text-bytes 200000 --device cpu --dtype float64"
@@ -257,8 +257,7 @@ def test_torchrun_restarts_a_run_whose_ranks_are_killed(ranks: Ranks, tmp_path: 
     options = [*TINY, *more, "--dump", str(tmp_path / "d"), "--checkpoints"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ranks.run(2, printed_by_main, [*options, str(whole)])
-    launch = [LAUNCH[0], "--max-restarts", "4", *LAUNCH[1:]]
-    command = [sys.executable, *launch, *options, str(parts)]
+    command = [sys.executable, *LAUNCH, "--max-restarts", "4", EXAMPLE, *options, str(parts)]
     ends = {5: (1, signal.SIGKILL), 21: (0, signal.SIGKILL), 30: (None, signal.SIGTERM)}
     resumed = []
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as program:
@@ -277,7 +276,7 @@ def test_torchrun_restarts_a_run_whose_ranks_are_killed(ranks: Ranks, tmp_path: 
 
 @pytest.mark.parametrize(
     ("command", "moment"),
-    [([sys.executable, EXAMPLE], "text: "), ([sys.executable, *LAUNCH], "step 3/")],
+    [([sys.executable, EXAMPLE], "text: "), ([sys.executable, *LAUNCH, EXAMPLE], "step 3/")],
     ids=["one rank that compiles", "two ranks that train"],
 )
 def test_ctrl_c_ends_it_with_a_message(command: list[str], moment: str, tmp_path: Path) -> None:
