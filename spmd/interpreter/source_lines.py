@@ -54,6 +54,14 @@ def user_line(frame: FrameType | None) -> str:
     return f"{os.path.basename(filename)}:{line}: {source_at(filename, line)}"
 
 
+def user_lines(frame: FrameType | None) -> str:
+    """``user_line`` of the innermost frame that is of no library, and behind it that of a library that it calls."""
+    innermost = own = user_frame(frame)
+    while own is not None and is_library_file(own.f_code.co_filename):
+        own = user_frame(own.f_back)
+    return "\n    called ".join(dict.fromkeys(user_line(each) for each in (own or innermost, innermost)))
+
+
 def source_at(filename: str, line: int) -> str:
     """The text of one line of source."""
     return linecache.getline(filename, line).strip()

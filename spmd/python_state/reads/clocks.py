@@ -14,7 +14,7 @@ from passes import CaptureError
 
 from ...interpreter.collector_callbacks import is_in_callback
 from ...interpreter.foreign_code import is_foreign_frame
-from ...interpreter.source_lines import user_line
+from ...interpreter.source_lines import user_lines
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _CLOCKS: dict[Any, str] = {getattr(time, name): name for each in _NAMES for name in (each, f"{each}_ns")}
@@ -52,7 +52,7 @@ def _refusing(name: str, clock: Callable[[], Any]) -> Callable[[], Any]:
             return clock()
         raise CaptureError(
             f"the step asks time.{name}(), and each call of its program would get the time at which it was traced: "
-            f"measure outside of the step\n    {user_line(caller)}"
+            f"measure, and draw progress bars, outside of the step\n    {user_lines(caller)}"
         )
 
     return ask

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from passes import CaptureError
 
 from ...interpreter.foreign_code import is_foreign_file, is_foreign_module, is_library_file
-from ...interpreter.source_lines import user_line
+from ...interpreter.source_lines import user_lines
 
 _TAKES = (
     "takes the next value of {name}, which each call of its program would get again: pass the value as an argument, "
@@ -151,7 +151,7 @@ class Refusals:
         frame = sys._getframe(2)
         while is_foreign_file(frame.f_code.co_filename) and frame.f_back is not None:
             frame = frame.f_back
-        self._raised.append(CaptureError(f"{message}\n    {user_line(frame)}"))
+        self._raised.append(CaptureError(f"{message}\n    {user_lines(frame)}"))
         raise self._raised[-1]
 
     def check(self) -> None:

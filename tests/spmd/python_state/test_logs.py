@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import sys
 import threading
@@ -397,6 +398,23 @@ def test_clocks_are_refused() -> None:
         with pytest.raises(spmd.CaptureError, match=rf"asks time.{name}\(\)"):
             each(*objects())
     assert monotonic is time.monotonic
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_progress_bar_in_the_step_is_named_by_the_users_line() -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+
+    @spmd.compile
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        for part in tqdm(x.chunk(2), disable=False, file=io.StringIO()):
+            loss = trained(model, optimizer, part)
+        return loss
+
+    line = r"test_logs.py:\d+: for part in tqdm\(x.chunk\(2\), disable=False, file=io.StringIO\(\)\):"
+    with pytest.raises(
+        spmd.CaptureError, match=rf"progress bars, outside of the step\n    {line}\n    called std.py:\d+"
+    ):
+        step(*objects())
 
 
 class Monitor:
