@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import spmd
+from passes.page.render import render
 from tests.harness.cases import MLP
 from tests.harness.structure import compile_on_fake_ranks, regression
 
@@ -92,6 +94,32 @@ def test_a_bar_of_the_timeline_shows_what_runs(opened: Opened) -> None:
     middle = (longest.start + longest.end) / 2 / timeline.seconds
     opened.page.click("#timeline", position={"x": LEFT + middle * width, "y": FIRST_AXIS})
     assert opened.page.inner_text("#details h2") == longest.node
+
+
+def test_equal_collectives_differ_and_curves_are_named(opened: Opened) -> None:
+    page = opened.page.context.browser.new_page()
+    scripts = Path(render.__code__.co_filename).parent / "script"
+    for name in ("format", "timeline", "memory", "collectives"):
+        page.add_script_tag(content=(scripts / f"{name}.js").read_text())
+    made = page.evaluate(
+        """() => {
+            const [a, b] = [{ phase: "backward", of: ["w"] }, { phase: "backward", of: ["w"] }];
+            const c = { phase: "forward", of: ["w"] }, none = { phase: "", of: [] };
+            const to = { measureText: (text) => ({ width: text.length }) };
+            const label = "peak: 2 MB in use at addmm at model.encoder.2.down";
+            const ticks = [5e-4, 1.5e-3, 1e-3, 2e-2].map(tickText);
+            return [...[a, b, c, none].map((one) => moment(one, [a, b, c, none])),
+                withoutFirstNames(to, label, 50), withoutFirstNames(to, label, 42), withoutFirstNames(to, label, 20),
+                ...ticks];
+        }"""
+    )
+    assert made[:4] == ["(backward, 1 of 2)", "(backward, 2 of 2)", "(forward)", ""]
+    cut = "peak: 2 MB in use at"
+    assert made[4:7] == [f"{cut} addmm at model.encoder.2.down", f"{cut} addmm at …2.down", f"{cut[:19]}…"]
+    assert made[7:] == ["500 µs", "1.5 ms", "1 ms", "20 ms"]
+    page.close()
+    names = opened.page.locator("#legend span").all_inner_texts()
+    assert [name for name in names if name.startswith("memory")] == ["memory in use on cpu"]
 
 
 def test_the_slider_changes_the_stage(opened: Opened) -> None:

@@ -49,14 +49,22 @@ function singleRows(row) {
     one.dtype === row.dtype && one.by === row.by && plainWhy(one.why) === plainWhy(row.why));
   const made = ones.slice(0, 200).map((one) => {
     const name = element("button.link", { type: "button" }, one.node);
+    const serves = one.of.length ?
+      `${one.of.slice(0, 2).join(", ")}${one.of.length > 2 ? ` and ${one.of.length - 2} more` : ""}` : one.why;
     return element("tr.one", { "data-node": one.node, onclick: () => select(one.node, LAST) },
-      ...cells(one, [name], one.of.length ?
-        `${one.of.slice(0, 2).join(", ")}${one.of.length > 2 ? ` and ${one.of.length - 2} more` : ""}` : one.why,
-        ""));
+      ...cells(one, [name], element("span", null, serves, element("small", null, ` ${moment(one, ones)}`)), ""));
   });
   const rest = ones.length > 200 ? [element("tr", null, element("td", { colspan: 8 },
     `and ${ones.length - 200} more: search the graph`))] : [];
   return element("tbody", null, ...made, ...rest);
+}
+
+/** "(backward, 2 of 4)": the phase, and which of those that serve the same in it, one for each micro-batch, say. */
+function moment(one, ones) {
+  const equal = ones.filter((each) => each.phase === one.phase && each.of.join() === one.of.join());
+  const which = one.of.length && equal.length > 1 ? `${equal.indexOf(one) + 1} of ${equal.length}` : "";
+  const text = [one.phase, which].filter(Boolean).join(", ");
+  return text && `(${text})`;
 }
 
 function selectCollective(name) {

@@ -28,7 +28,9 @@ function peakOf(changes) {
   return changes.reduce((most, each) => (each[1] > most[1] ? each : most), [0, 0]);
 }
 
-/** The curve of each device, the largest one filled, and its peak marked. */
+const CURVES = ["memory", "accent", "update", "backward"]; // colors of the devices, in order
+
+/** The curve of each device in a color of its own, and its peak marked; a single one is filled. */
 function paintMemory(to, line) {
   const top = line.memoryTop(),
     bottom = top + MEMORY,
@@ -45,7 +47,7 @@ function paintMemory(to, line) {
   to.beginPath();
   to.rect(LEFT, top, width - LEFT - 8, MEMORY);
   to.clip();
-  for (const { changes } of line.curves) {
+  for (const [k, { changes }] of line.curves.entries()) {
     to.beginPath();
     to.moveTo(LEFT, bottom);
     let last = y(valueAt(changes, line.from));
@@ -71,9 +73,10 @@ function paintMemory(to, line) {
     }
     finish();
     to.lineTo(width - 8, last);
-    to.strokeStyle = line.colors.memory;
+    to.strokeStyle = line.colors[CURVES[k % CURVES.length]];
     to.lineWidth = 1.5;
     to.stroke();
+    if (line.curves.length > 1) continue;
     to.lineTo(width - 8, bottom);
     to.fillStyle = line.colors["memory-soft"];
     to.fill();
@@ -89,12 +92,21 @@ function paintPeak(to, line, device, changes, y) {
   to.beginPath();
   to.arc(x, y(size), 4, 0, 2 * Math.PI);
   to.fill();
-  const memory = REPORT.memory[device];
-  const label = `peak: ${bytesText(size)} in use${memory ? ` at ${memory.at}` : ""}`;
-  const right = x + 10 + to.measureText(label).width < line.width() - 8;
+  const memory = REPORT.memory[device], where = line.curves.length > 1 ? ` on ${device}` : "";
+  const label = `peak${where}: ${bytesText(size)} in use${memory ? ` at ${memory.at}` : ""}`;
+  const rooms = [x - 10 - LEFT, line.width() - 8 - x - 10], wide = to.measureText(label).width;
+  const right = rooms[1] >= wide || rooms[1] >= rooms[0];
   to.fillStyle = line.colors.text;
   to.textAlign = right ? "left" : "right";
-  to.fillText(label, right ? x + 10 : x - 10, y(size) - 7);
+  to.fillText(withoutFirstNames(to, label, rooms[Number(right)]), right ? x + 10 : x - 10, y(size) - 7);
+}
+
+/** A label that ends with the name of a module, without as many of the first names as there is no room for. */
+function withoutFirstNames(to, label, room) {
+  while (to.measureText(label).width > room && /[A-Za-z_]\w*\.\w/.test(label)) {
+    label = label.replace(/\u2026?[A-Za-z_]\w*\.(?=\w)/, "\u2026");
+  }
+  return fitted(to, label, room);
 }
 
 /** A device's peak: what it is made of, what is largest then, and what would shrink it. */

@@ -78,7 +78,7 @@ const timeline = {
       ["update", "update"],
       ["communication", "communication, hidden"],
       ["exposed", "exposed: compute waits"],
-      ["memory", "memory in use"]
+      ...this.curves.map(({ device }, k) => [CURVES[k % CURVES.length], `memory in use on ${device}`])
     ];
     byId("legend").replaceChildren(...names.map(([name, text]) =>
       element("span", { style: `--color: var(--${name})` }, text)));
@@ -202,7 +202,7 @@ const timeline = {
       to.globalAlpha = 0.35;
       to.fillRect(x, TOP + PHASES, 1, height - SCALE - TOP - PHASES);
       to.globalAlpha = 1;
-      if (x < width - 24) to.fillText(k ? timeText(k * step).replace(/\.?0+ /, " ") : "0", x, height - SCALE / 2 + 2);
+      if (x < width - 24) to.fillText(k ? tickText(k * step) : "0", x, height - SCALE / 2 + 2);
     }
   },
 
@@ -328,6 +328,11 @@ const timeline = {
     does();
   },
 };
+
+/** "1.5 ms" for 1.50 ms. */
+function tickText(seconds) {
+  return timeText(seconds).replace(/\.0+ |(\.\d*?)0+ /, "$1 ");
+}
 
 /** 1, 2 or 5 times a power of ten, not below what is given. */
 function niceStep(least) {
