@@ -20,7 +20,8 @@ def main() -> None:
         if kind == "module":
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(script))
+            if not sys.flags.safe_path:
+                sys.path[0] = os.path.dirname(os.path.abspath(script))
             runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
