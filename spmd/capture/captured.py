@@ -51,11 +51,13 @@ class Captured:
     cleared_gradients: list[str]  # parameters whose stored gradient the step sets to None
     carried: Carried  # Python state that the program takes as inputs
     writes: list[Write | Effect]  # to Python state
+    requires_grad: dict[str, bool]  # of parameters for which the step changes it, by name
     live: bool = False  # whether numbers that were to be inputs are
     fixed: dict[str, Any] = field(default_factory=dict)  # numbers whose value the program depends on, by name
     sizes: SizeSymbols = NO_SIZES  # that stand for sizes of arguments in the program
     is_of_one_size: bool = False  # whether it was made from one that has symbols for sizes
     fixed_sizes: dict[DynamicSize, str] = field(default_factory=dict)  # of these, those that it needs, with the lines
+    returns_loss: bool = False  # of a model in train() mode, with a graph, and without a backward pass
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient is cleared before it is read
 
     def all_carried(self) -> Carried:

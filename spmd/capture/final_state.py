@@ -24,7 +24,7 @@ from ..python_state.effects.repeated import Effect, effects_of
 from ..python_state.effects.writes import Write, check_effect, is_output, settle
 from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Lines, Reads, containers_in
-from ..python_state.traced import holds_traced, is_traced
+from ..python_state.traced import holds_fakes, holds_traced, is_traced
 from .swap_state import StateSwap
 from .unsupported import check_results
 
@@ -66,6 +66,7 @@ class FinalState:
     skips: list[Any]  # conditions under which new state was not made after all
     optimizer_state: list[NewEntry]
     writes: list[Write | Effect]  # to Python state
+    requires_grad: dict[str, bool]  # of parameters for which the step changes it, by name
 
     @classmethod
     def of(cls, swap: StateSwap, result: Any, carried: Carried, reads: Reads, entries: Entries) -> FinalState:
@@ -77,13 +78,16 @@ class FinalState:
         check_results(leaves)
         _refuse_new_parameters(swap)
         _refuse_argument_gradients(swap)
-        _refuse_changed_parameters(swap)
+        _refuse_replaced_parameters(swap)
         swap.skipped.check(swap.call.arguments.scalers)
         slots = [_final_value(swap, slot) for slot, _ in swap.pairs]
         skips: list[Any] = []
         new_state = _new_state(swap, skips)
         writes = _writes(swap, carried, reads, entries)
-        return cls(leaves, spec, slots, _new_gradients(swap), frozenset(swap.pending), skips, new_state, writes)
+        _refuse_kept_copies(swap, leaves, writes)
+        changed = _changed_requires_grad(swap)
+        pending = frozenset(swap.pending)
+        return cls(leaves, spec, slots, _new_gradients(swap), pending, skips, new_state, writes, changed)
 
     def map_state(self, function: Callable[[Any], Any]) -> FinalState:
         """The same with ``function`` of each value of state."""
@@ -181,6 +185,21 @@ def _refuse_aliases(swap: StateSwap, writes: Sequence[Write | Effect]) -> None:
                 )
 
 
+def _refuse_kept_copies(swap: StateSwap, results: Sequence[Any], writes: Sequence[Write | Effect]) -> None:
+    """Raise ``CaptureError`` for a model that the step has made or copied, and returns or leaves somewhere."""
+    known = {id(fake) for _, fake in swap.pairs}
+    kept = [(f"keeps in {write.name}", leaf) for write in writes for leaf in write.leaves]
+    for how, model in [*(("returns", leaf) for leaf in results), *kept]:
+        if isinstance(model, torch.nn.Module):
+            own = [x for x in [*model.parameters(), *model.buffers()] if holds_fakes(x) and id(x) not in known]
+            if own:
+                raise CaptureError(
+                    f"the step {how} a {type(model).__name__} that it has made, or copied, itself, and which ends with "
+                    "the call. Make it before the first call, and let the step write its values: "
+                    "target.load_state_dict(model.state_dict())"
+                )
+
+
 def _refuse_new_parameters(swap: StateSwap) -> None:
     known = {(id(holder), key) for holder, key, _ in swap.entries}
     for name, submodule in submodules_of(swap.modules):
@@ -201,21 +220,19 @@ def _refuse_argument_gradients(swap: StateSwap) -> None:
             )
 
 
-def _refuse_changed_parameters(swap: StateSwap) -> None:
+def _refuse_replaced_parameters(swap: StateSwap) -> None:
     for slot, fake in swap.pairs:
-        if slot.input.role != "parameter":
-            continue
         name = slot.input.name
-        if slot.holder[slot.key] is not fake:
+        if slot.input.role == "parameter" and slot.holder[slot.key] is not fake:
             raise CaptureError(
                 f"the step puts another tensor in the place of {name}, which the optimizer would not know: write into "
                 f"it, under torch.no_grad(), with {name}.copy_(value)"
             )
-        if fake.requires_grad != swap.live_of[name].requires_grad:
-            raise CaptureError(
-                f"the step leaves {name}.requires_grad changed, which a compiled step would do once instead of at "
-                "every call: put it back at the end of the step, or change it outside"
-            )
+
+
+def _changed_requires_grad(swap: StateSwap) -> dict[str, bool]:
+    named = [(slot.input.name, fake) for slot, fake in swap.pairs if slot.input.role == "parameter"]
+    return {name: x.requires_grad for name, x in named if x.requires_grad != swap.live_of[name].requires_grad}
 
 
 def _final_value(swap: StateSwap, slot: Slot) -> Any:

@@ -30,7 +30,7 @@ from .captured import Captured
 from .constraint import constraints_on
 from .explain_errors import explained_errors, is_from_outside
 from .fakes import Fakes
-from .final_state import Incomplete
+from .final_state import FinalState, Incomplete
 from .functional import functionalize
 from .hyper_conditions import HyperGuards, is_fixed
 from .sizes.size_symbols import AS_CALLED, TracedSizes
@@ -77,12 +77,22 @@ def capture(
         if symbol is not None and is_fixed(fakes.shapes, symbol)
     }
     _describe_origins(program)
+    captured.returns_loss = _returns_loss(program, trace.final, call)
     _check_memory_is_not_read(program)
     _name_placeholders(program)
     _drop_unread_hyper_parameters(program)
     second.graph.lint()
     second.recompile()
     return captured, reads
+
+
+def _returns_loss(program: Program, final: FinalState, call: Call) -> bool:
+    """Whether the step of a model in train() mode returns a number with its graph, and has no backward pass itself."""
+    if not any(module.training for module in call.given.modules.values()):
+        return False
+    if any(node.meta.get("phase") == "backward" for node in program.graph.nodes):
+        return False
+    return any(isinstance(x, torch.Tensor) and x.requires_grad and not x.ndim for x in final.results)
 
 
 def _unread_leaves(program: Program, fakes: Fakes, carried: Carried) -> set[str]:
@@ -135,13 +145,14 @@ def _traced(
     And once more if it reads a tensor that is neither an argument nor state: it may be a constant. Containers that it
     writes to get journals, unless it reads what they hold.
     """
-    lifts_anywhere = False
+    lifts_anywhere, fixed = False, set[int]()
     passed = {id(leaf.value.container): leaf.value for leaf in call.given.leaves if isinstance(leaf.value, Log)}
-    logs, refused = [*(log.container for log in passed.values()), *carried.dicts()], dict[int, Lines]()
+    logs, refused = [*(log.container for log in passed.values()), *carried.containers()], dict[int, Lines]()
     while True:
         call.count(carried.counters)
         reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
-        trace = Trace(function, call, Fakes.of(call, carried, sizes), reads, carried, number_arguments, lifts_anywhere)
+        fakes = Fakes.of(call, carried, sizes)
+        trace = Trace(function, call, fakes, reads, carried, number_arguments, lifts_anywhere, fixed)
         try:
             return trace, trace.graph_module()
         except LogsFound:
@@ -152,7 +163,9 @@ def _traced(
             refused |= error.read
             _check_logs(passed, refused)
         except Exception as error:
-            if reads.journals.by_id:  # it may be one of C code that reads a container of which it sees nothing
+            if asked := trace.branched_on(error) - fixed:
+                fixed |= asked
+            elif reads.journals.by_id:  # it may be one of C code that reads a container of which it sees nothing
                 refused |= reads.journals.all()
                 _check_logs(passed, refused)
             elif lifts_anywhere or not is_from_outside(error):
