@@ -36,7 +36,9 @@ from ..verification.world import simulated_world
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``verify`` to its parser."""
     command.description = __doc__
-    command.add_argument("step", metavar="FILE:STEP", help="a Python file, and the compiled step in it, or trainer.step")
+    command.add_argument(
+        "step", metavar="FILE:STEP", help="a Python file, and the compiled step in it, or trainer.step"
+    )
     command.add_argument("--args", default="example_args", help="the function that returns its arguments (%(default)s)")
     command.add_argument("--world", type=int, help="ranks to simulate; 4 without a mesh")
     command.add_argument("--mesh", help="ranks along each axis, such as dp=2,tp=2; by default one axis, dp")
