@@ -86,9 +86,9 @@ def default(*, bucket_bytes: int = MAX_BYTES, table: Table = BUILT_IN) -> tuple[
 
 
 def with_numbers_on_device(pipeline: Iterable[Pass], names: tuple[str, ...] = ("*",)) -> tuple[Pass, ...]:
-    """``pipeline`` for programs that are captured and replayed: ``names`` are read from the device (``DeviceNumbers``).
+    """Adapt a pipeline to programs that are captured and replayed: ``names`` are read from the device.
 
-    The pass stands before those that fuse updates, which take tensors where a kernel does.
+    Adds ``DeviceNumbers``. The pass stands before those that fuse updates, which take tensors where a kernel does.
     """
     pipeline = tuple(pipeline)
     at = next((k for k, each in enumerate(pipeline) if isinstance(each, (FuseUpdate, FuseForeach))), 0)

@@ -194,7 +194,7 @@ class Report:
         return sum(row.count for row in self._rows(kind))
 
     def bytes(self, kind: str) -> int:
-        """Their bytes: of one rank's local input, padding included. Raises ``ValueError`` for an unknown kind."""
+        """The bytes of these: one rank's local input, padding included. Raises ``ValueError`` for an unknown kind."""
         return sum(row.bytes for row in self._rows(kind))
 
     def caused_by(self, name: str) -> tuple[OneCollective, ...]:

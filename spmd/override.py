@@ -18,7 +18,9 @@ from ._torch import own_children
 
 
 class Override:
-    """For a submodule that cannot or should not be traced as it is. Both methods may be overridden; both do nothing.
+    """A replacement of submodules that cannot or should not be traced as they are, or an edit of the graph.
+
+    Override one method or both; by themselves they do nothing.
 
     ``replacement`` is asked for every submodule (not the root), parents before children; the first override that
     returns another object wins, and what it returned is not descended into. The user's model is restored after

@@ -110,7 +110,7 @@ def unshard(
     with_grads: bool = False,
     recurse: bool = True,
 ) -> Iterator[None]:
-    """Inside of the context ``module`` is a plain model again, with whole parameters and buffers; all ranks enter it.
+    """Make ``module`` a plain model inside of the context, with whole parameters and buffers; all ranks enter it.
 
     Names, order, ties and ``requires_grad`` are those of the plain model, so that ``model(x)``, ``model.generate``, an
     export or an edit work as without ``spmd``. At the end every rank writes its edits to its own parts.

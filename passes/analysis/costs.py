@@ -137,7 +137,10 @@ def _at(size: int, points: Sequence[Point]) -> float:
 
 @dataclass(frozen=True)
 class Table:
-    """All measured figures. ``compute``: rates of this machine, such as ``"matmul float32"`` in FLOP/s."""
+    """The measured costs of communication and compute.
+
+    ``links``: of each axis that was measured; ``compute``: rates of this machine, as ``"matmul float32"`` in FLOP/s.
+    """
 
     name: str
     links: tuple[Link, ...]

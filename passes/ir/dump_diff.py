@@ -76,7 +76,7 @@ class Diff:
         return sum(change.kind == kind for change in self.changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The same as plain values."""
         changes = [
             {
                 "kind": change.kind,

@@ -33,7 +33,7 @@ _entered: list[_Entered] = []
 
 @contextmanager
 def no_sync(*modules: nn.Module) -> Iterator[None]:
-    """Inside of a compiled step: backward passes in this context leave gradients that outlive the call pending.
+    """Leave gradients pending that outlive the call of a compiled step, if backward runs in this context.
 
     For steps that accumulate gradients over several calls: each call adds to the summands of its rank, and the call
     whose backward pass runs outside of the context reduces the sum once::

@@ -53,7 +53,7 @@ PURE_FUNCTIONS.add(CONSTRAIN)
 
 
 def constrain(tensor: torch.Tensor, placement: AnyPlacement) -> torch.Tensor:
-    """``tensor`` itself; inside a compiled step it has, from here on, the given placement.
+    """Give ``tensor`` a placement from here on, inside of a compiled step; returns it.
 
     ``placement``: ``Shard`` or ``Replicate`` for a 1-D mesh, a list with one per mesh axis, or a dict by axis name
     (axes left out are replicated). The tensor is redistributed once, and so is its gradient in backward::

@@ -70,7 +70,7 @@ class Findings:
         return f"{self.count} steps with seed {self.seed}: {self.agreed} agreed, {refused} refused, {failed} failed"
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The same as plain values."""
         return {
             "seed": self.seed,
             "count": self.count,

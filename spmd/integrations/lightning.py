@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from ..annotations.no_sync import no_sync
 from ..checkpoints.whole import state_dict
@@ -34,8 +35,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     strategy, mode or number of ranks reads them. With manual optimization, compile your own methods.
 
     To compute with the model after ``fit``, enter ``with spmd.unshard(model):`` on all ranks. Raises ``ValueError`` for
-    ``precision="16-mixed"``, whose scaler would stay outside of the step, and where the module or a callback has a hook
-    at a moment within it, such as ``on_before_optimizer_step``.
+    ``precision="16-mixed"``, whose scaler would stay outside of the step, where the module or a callback has a hook at
+    a moment within it, such as ``on_before_optimizer_step``, for ``StochasticWeightAveraging``, and where
+    ``training_step`` updates a metric of torchmetrics, which would add up over ranks what is of all ranks' rows.
     """
 
     def __init__(self, *, compile_options: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -80,13 +82,18 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         module, precision = self.lightning_module, self.precision_plugin
         if not module.automatic_optimization:
             return super().training_step(batch, *batch_idx)
-        trainer = module.trainer
-        count = trainer.accumulate_grad_batches
+        trainer, metrics = module.trainer, [each for each in module.modules() if isinstance(each, Metric)]
+        updates, count = [each.update_count for each in metrics], trainer.accumulate_grad_batches
         if self._updates:
             clip = trainer.gradient_clip_val or 0.0, trainer.gradient_clip_algorithm or "norm"
             output, logged = self.trains(module, self.optimizers[0], precision, batch, batch_idx, count, *clip)
         else:
             output, logged = self.accumulates(module, precision, batch, batch_idx, count)
+        if updates != [each.update_count for each in metrics]:
+            raise ValueError(
+                "training_step updates a metric of torchmetrics, which would add up over the ranks what is of all rows "
+                "already: log a tensor, or return the scores, and update the metric in on_train_batch_end"
+            )
         for name, value, given, options in logged:
             module.log(name, value, *given, **options)
         return output
@@ -226,6 +233,8 @@ def _recorded(module: nn.Module) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def _check_hooks(module: Any, callbacks: list[Any]) -> None:
+    if any(isinstance(each, lightning.pytorch.callbacks.StochasticWeightAveraging) for each in callbacks):
+        raise ValueError("StochasticWeightAveraging runs epochs without backward: update an average in training_step")
     for each, base in [
         (module, lightning.pytorch.LightningModule),
         *((c, lightning.pytorch.Callback) for c in callbacks),

@@ -79,9 +79,9 @@ class DataParallel(PlannedMode):
     ``reshard_after_forward``, where parameters are split: True gathers each for forward, and again for backward, so
     that few units are whole at once. False gathers once and keeps parameters whole in between: less traffic, and the
     memory of the whole model. None, the default, gathers again what lies in a unit of ``units``, else in repeated
-    blocks (a transformer's layers), and keeps the rest. A number, which divides that of the ranks: after forward so
-    many ranks that follow each other, such as those of one host, keep each parameter together, and gather it for
-    backward among themselves.
+    blocks (a transformer's layers), and keeps the rest. A number, which divides that of the ranks, is the size of the
+    groups of consecutive ranks, such as those of one host, that keep each parameter together after forward, and gather
+    it for backward among themselves.
     ``prefetch``: how many units ahead of their use such gathers may start, in forward and backward.
     ``limit_gathers``: how many units may be gathered at once, the one that is read next included; it caps ``prefetch``,
     and None, the default, lets the gathers of what stays whole start when they can.

@@ -16,7 +16,7 @@ from .assignment import Assignment
 
 
 class Solver(Protocol):
-    """Decides how the nodes of a program are computed."""
+    """An object that decides how the nodes of a program are computed."""
 
     def solve(self, problem: Any, given: Assignment) -> Assignment:
         """An assignment of all nodes of a ``spmd.Problem`` or of some, with all of ``given``; equal on all ranks."""

@@ -61,7 +61,7 @@ class Certificate:
         return f"{self.outcome}: {where}: {self.why} {self.line}".rstrip()
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The same as plain values."""
         return vars(self).copy()
 
 

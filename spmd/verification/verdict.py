@@ -13,7 +13,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Verdict:
-    """True when all agrees. Where it does not, the first thing that is wrong, as closely as it is known.
+    """The result of ``verify``: true if all agrees, else the first value that is wrong, as closely as it is known.
 
     ``what``: the result or state that a user would see wrong, after step ``after``. ``stage``: the first stage whose
     program is wrong, ``"partition"``, say, or a pass; ``node``: the first node in it that is; ``line``: the user's
@@ -41,7 +41,7 @@ class Verdict:
         return not self.says
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The same as plain values."""
         found = {name: getattr(self, name) for name in self.__dataclass_fields__}
         found |= {name: _plain(found[name]) for name in ("expected", "actual")}
         return {"agrees": bool(self), **found, "notes": list(self.notes)}

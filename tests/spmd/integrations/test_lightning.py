@@ -155,6 +155,8 @@ def test_fabric_trains_saves_and_resumes_as_on_one_device(ranks: Ranks, tmp_path
 @pytest.mark.usefixtures("alone")
 def test_what_would_run_within_the_step_or_beside_it_is_refused(tmp_path: Path) -> None:
     import lightning.pytorch as lightning
+    from torch.utils.data import DataLoader, TensorDataset
+    from torchmetrics.classification import MulticlassAccuracy
 
     from spmd.integrations.lightning import Fabric, Strategy
 
@@ -163,9 +165,30 @@ def test_what_would_run_within_the_step_or_beside_it_is_refused(tmp_path: Path) 
         def training_step(self, batch: Any) -> Any: ...
         def configure_optimizers(self) -> Any: ...
 
-    settings = {"accelerator": "cpu", "devices": 1, "logger": False, "default_root_dir": tmp_path}
-    trainer = lightning.Trainer(strategy=Strategy(), **settings)
+    class Measuring(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.right = nn.Linear(3, 2), MulticlassAccuracy(2)
+
+        def training_step(self, batch: Any) -> Any:
+            scores = self.net(batch[0])
+            self.right.update(scores, batch[1])
+            return F.cross_entropy(scores, batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def fit(module: lightning.LightningModule, *callbacks: lightning.Callback) -> None:
+        settings = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, "max_steps": 2}
+        settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = lightning.Trainer(strategy=Strategy(), callbacks=list(callbacks), **settings)
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 3), torch.tensor([0, 1, 0, 1]))))
+
     with pytest.raises(ValueError, match=r"Module.on_before_optimizer_step would run within the compiled step"):
-        trainer.fit(Module(), [torch.ones(1)])
+        fit(Module())
+    with pytest.raises(ValueError, match="training_step updates a metric of torchmetrics"):
+        fit(Measuring())
+    with pytest.raises(ValueError, match="StochasticWeightAveraging runs epochs without backward"):
+        fit(Measuring(), lightning.callbacks.StochasticWeightAveraging(0.1))
     with pytest.raises(ValueError, match="precision='bf16-mixed' wraps the forward of models"):
         Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
