@@ -45,6 +45,7 @@ from .ranks.connection import Connection
 from .ranks.consensus import agree_on_program, identity_of, notify
 from .ranks.equal_values import Digests, contents, digest, number
 from .state.distribute import as_dtensor
+from .state.edits import Edits
 from .state.flat_storage import FlatInputs
 from .state.freed_pages import return_freed_pages
 
@@ -71,8 +72,10 @@ class Compiled:
     uneven: dict[str, int]  # see ``Call``
     connection: Connection | None  # of the ranks that run it together
     guards: Guards
+    whole: set[str]  # names of state that is to be the same on all ranks
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
     deferred: DeferredUpdate | None = None  # the programs that run in place of this one, where its update is deferred
+    edits: Edits = field(init=False)
     _flats: FlatInputs = field(init=False)
     _pool: Pool = field(init=False)
     _cleared: list[int] = field(init=False)  # positions of parameters in the live state
@@ -82,6 +85,7 @@ class Compiled:
     _is_new: bool = field(init=False, default=True)  # until its first call
 
     def __post_init__(self) -> None:
+        self.edits = Edits(self.guards.layout.names, self.whole)
         self._flats = FlatInputs(self.program.inputs, self.guards.layout.names)
         self._pool = Pool(self, self._flats.names)
         self._cleared = [k for k, name in enumerate(self.guards.layout.names) if name in self.captured.cleared_first]
@@ -137,6 +141,7 @@ class Compiled:
     def _release(self) -> None:
         """Hold on to nothing: the model is gone, so the program never runs again."""
         self._drop_between_calls()
+        self.edits.close()
         self.captured.release()
         self.executable.close()
         self._flats.release()
@@ -170,11 +175,11 @@ class Compiled:
         """Whether the ranks that it communicates with are still connected: a call may have failed."""
         return self.connection is None or self.connection.is_open
 
-    def intent(self, arguments: Arguments, live: Live) -> int:
-        """The number that ranks compare before a call: of the program, of numbers, and of the seed where it draws."""
+    def intent(self, arguments: Arguments, live: Live, edits: int) -> int:
+        """The number that ranks compare before a call: of program, numbers, ``edits``, and the seed where it draws."""
         identity = identity_of(str(self.identity), describe_seed()) if self._pool.draws else self.identity
         digests = self._digests.of(self._equal_tensors(arguments)) if self.connection is not None else []
-        identity ^= _IS_PENDING if self.has_pending else 0
+        identity ^= (_IS_PENDING if self.has_pending else 0) ^ edits
         return (identity ^ digest([*self._numbers(arguments, live), *digests])) & _INTENT_BITS | 16
 
     def describe_values(self, arguments: Arguments, live: Live) -> list[str]:
@@ -284,6 +289,7 @@ class Compiled:
             self.deferred.finish(self._pool.state_inputs([*state, *self._flats.enter(state)]))
             self._flats.leave()
             commit.finish()
+            self.edits.note(tensors)
         except BaseException as error:
             notify(self.connection, f"the pending update of {self.program.name}", error, commit.state)
             raise
@@ -348,6 +354,8 @@ class Compiled:
         shown = returned if restore is None else restore(returned)
         self._write_python_state(returned, shown, arguments)
         self.executable.commit.finish()
+        if self.connection is not None:
+            self.edits.note(tensors)
         return self.captured.result(shown)
 
     def _store(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:

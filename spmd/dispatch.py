@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -50,6 +50,7 @@ from .ranks.consensus import (
 )
 from .ranks.failures import StateIs
 from .shared_captures import NONE, SharedCapture, SharedCaptures
+from .state.edits import EditedError, compare_edits, number_of
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
 
@@ -64,7 +65,7 @@ class Turn:
     ``compiled`` is the program that fits the call, and ``live`` what it runs on; both None while there is none.
     ``rows``: of the batch, where ranks brought unequal numbers of them.
     ``connection``: of the ranks that make this call together, None where there is one. ``is_distributing``: live state
-    is being made equal and split.
+    is being made equal and split. ``made``: edits of state since the call before (``state/edits.py``).
     """
 
     call: Call | None = None
@@ -73,6 +74,7 @@ class Turn:
     live: Live | None = None
     connection: Connection | None = None
     is_distributing: bool = False
+    made: dict[int, int] = field(default_factory=dict)
 
     @property
     def state(self) -> StateIs:
@@ -173,12 +175,47 @@ class Dispatch:
         return ProgramsDifferError(f"{error}\n{found}", error.can_compile) if found else error
 
     def _agree(self, turn: Turn) -> None:
+        """Wait until all ranks are about to do the same, on the same state."""
+        try:
+            self._agree_on_program(turn)
+        except ProgramsDifferError as error:
+            if not error.can_compile or not self._compare_edits(turn):
+                raise
+            self._agree_on_program(turn)
+            return
+        if turn.made and turn.compiled is not None and turn.compiled.edits.is_due(number_of(turn.made)):
+            self._compare_edits(turn)
+
+    def _compare_edits(self, turn: Turn) -> bool:
+        """Compare state that some rank wrote to since the last call; returns whether any did. All ranks call this.
+
+        Raises ``EditedError`` on all where it differs.
+        """
+        connection, compiled, live = turn.connection, turn.compiled, turn.live
+        if connection is None:
+            return False
+        edits = compiled.edits if compiled is not None else None
+        names, tensors = (edits.names, edits.tensors(live.tensors)) if edits and live else ([], [])
+        with notifying(connection, self.name):
+            gather = partial(connection.all_gather_text, what=self.name)
+            ranks = connection.members.ranks
+            written, unequal = compare_edits(self.name, names, tensors, [*turn.made], ranks, gather)
+        if unequal:
+            connection.is_in_call = False  # all ranks know, and none has changed anything
+            raise EditedError(unequal)
+        if edits and live:
+            edits.note(live.tensors)
+        return written
+
+    def _agree_on_program(self, turn: Turn) -> None:
         """Wait until all ranks are about to do the same: to run the program that fits, or to compile."""
-        intent = COMPILE
+        intent, turn.made = COMPILE, {}
         if turn.compiled is not None:
             assert turn.call is not None and turn.live is not None, "a program fits a call that was read"
             with self._reporting_failure():
-                intent = turn.compiled.intent(turn.call.given, turn.live)
+                if turn.connection is not None:
+                    turn.made = turn.compiled.edits.made(turn.live.tensors)
+                intent = turn.compiled.intent(turn.call.given, turn.live, number_of(turn.made))
         connection, timeout = turn.connection, self.options.timeout
         describe = partial(self._describe, turn)
         agree_on_program(connection, self.name, intent, describe, timeout)

@@ -67,6 +67,7 @@ from .ranks.standing import StateError
 from .recorder import Recorder
 from .state.background_reads import READS
 from .state.distribute import Prepared, check_memory, commit, prepare
+from .state.edits import EditedError, compare_edits, edited_before, whole_state
 from .state.equal_on_ranks import make_kept_equal
 from .state.initialize import check_initializable, initialize, seed_to_initialize
 from .state.recover import recover
@@ -98,6 +99,7 @@ class CompiledStep:
         self._arenas: dict[DeviceMesh, Arenas] = {}  # ranks of two meshes need not wait for each other
         self._dumps = StepFolders(self._name)
         self._failed: Call | None = None  # the call that failed last
+        self._is_edited = False  # since its ranks had written other values to its state
         self._warned: set[str] = set()  # arguments that may be tables
         self._rows: set[str] = set()  # those that differed between ranks when a program was compiled
         self._refused: RefusedSaves | None = None
@@ -166,7 +168,7 @@ class CompiledStep:
             return self._run(turn, args, kwargs)
         except BaseException as error:  # an interrupt, too
             if turn.connection is not None or isinstance(error, RankFailedError) or standing_of(None).partly:
-                self._failed = turn.call or self._failed
+                self._failed, self._is_edited = turn.call or self._failed, isinstance(error, EditedError)
             try:
                 if turn.has_begun:
                     notify(turn.connection, self._name, error, turn.state)
@@ -296,6 +298,7 @@ class CompiledStep:
             uneven=call.uneven,
             connection=agreement.connection,
             guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
+            whole=whole_state(call, local.inputs),
             any_size=any_size,
             deferred=deferred,
         )
@@ -359,6 +362,7 @@ class CompiledStep:
         check_initializable(call)
         check_offloaded(call.slots, call.offloaded)
         call.check_subgroups()
+        self._compare_edits(call, agreement)
         tables = self._compare_arguments(call, agreement)
         call.open_subgroups(agreement.connection)  # after an exchange: all ranks have come as far
         shares = Fact.SHARED_AXES in facts_of(self._options.pipeline)
@@ -383,6 +387,18 @@ class CompiledStep:
             warn_user(compared.tables[name])
         self._warned.update(compared.tables)
         return list(compared.tables.values())
+
+    def _compare_edits(self, call: Call, agreement: Agreement) -> None:
+        """Raise ``EditedError`` where some rank wrote to state since another program last ran, and it differs now."""
+        if agreement.is_alone or not call.makes_equal:
+            return
+        state = {slot.input.name: slot.get() for slot in call.slots}
+        names, edited = [*state], edited_before(call)
+        made = [k for k, name in enumerate(names) if name in edited]
+        ranks, gather = agreement.members, agreement.all_gather_text
+        _, unequal = compare_edits(self._name, names, [*state.values()], made, ranks, gather)
+        if unequal:
+            raise EditedError(unequal)
 
     def recompiles(self) -> Recompiles:
         """Each program that was compiled, with the reason that it exists; also those that can run no more."""
@@ -469,12 +485,13 @@ class CompiledStep:
 
         Possible where all state is replicated and some rank has it whole: then all get that rank's, as before the
         failed call if there is such a rank, else as after it. Where state is split over ranks and not whole, load a
-        checkpoint instead. Raises ``SpmdError`` where it is not possible, with the reason.
+        checkpoint instead. After an error on state that ranks have written other values to, all get the first rank's.
+        Raises ``SpmdError`` where it is not possible, with the reason.
         """
         with calling:
             if self._failed is not None:
                 READS.wait_for_all()
-                recover(self._failed, self._dispatch.ranks_of(self._failed), self._name)
+                recover(self._failed, self._dispatch.ranks_of(self._failed), self._name, self._is_edited)
             self._allow_saves()
             self._failed = None
 

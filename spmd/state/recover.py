@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import torch
 
@@ -12,14 +13,17 @@ from passes.ir.program import is_pending, is_sharded
 from .._torch import local_tensor
 from ..call.call import Call
 from ..call.refuse_saves import standing_of_refused
+from ..call.state import Slot
 from ..ranks.connection import Connection, connect
 from ..ranks.consensus import MeshRanks, standing_of
 from ..ranks.standing import Standing, StateError
 from .equal_on_ranks import broadcast_along
 
 
-def recover(call: Call, ranks: MeshRanks, what: str) -> None:
+def recover(call: Call, ranks: MeshRanks, what: str, is_edited: bool = False) -> None:
     """Copy the state of ``call`` from the rank that has it whole and oldest to all others; all ranks call it.
+
+    ``is_edited``: all have it whole, but have written other values to what is not split; then the first rank's counts.
 
     Raises ``SpmdError`` on all ranks, and changes nothing, where no rank has it whole, or where it is split.
     """
@@ -32,13 +36,15 @@ def recover(call: Call, ranks: MeshRanks, what: str) -> None:
         return
     connection = _connection(ranks, what, carried)
     whole = [(each.updates, rank) for rank, each in enumerate(connection.standings) if not each.partly]
-    if len(whole) == len(connection.standings) and len({updates for updates, _ in whole}) == 1:
+    is_equal = len(whole) == len(connection.standings) and len({updates for updates, _ in whole}) == 1
+    if is_equal and not is_edited:
         return
     call.communicate_in(connection)
-    _check(call, connection, whole, what)
+    slots = [slot for slot in call.slots if not (is_equal and _is_of_one_rank(slot, call))]
+    _check(call, slots, connection, whole, what)
     updates, source = min(whole)
     with torch.no_grad():
-        for slot in call.slots:
+        for slot in slots:
             _copy(local_tensor(slot.get()), call, source)
     _copy_numbers(call, connection, source, what)
     connection.standing.restore(updates)
@@ -54,11 +60,16 @@ def _connection(ranks: MeshRanks, what: str, carried: Standing | None) -> Connec
             continue
 
 
-def _check(call: Call, connection: Connection, whole: list[tuple[int, int]], what: str) -> None:
+def _is_of_one_rank(slot: Slot, call: Call) -> bool:
+    ignored = slot.input.name in call.annotations.ignored
+    return ignored or is_sharded(slot.input.placement) or is_pending(slot.input.placement)
+
+
+def _check(call: Call, slots: Sequence[Slot], connection: Connection, whole: list[tuple[int, int]], what: str) -> None:
     """Raise ``SpmdError`` on all ranks if one of them cannot recover."""
-    names = [slot.input.name for slot in call.slots]
-    split = [slot.input.name for slot in call.slots if is_sharded(slot.input.placement)]
-    pending = [slot.input.name for slot in call.slots if is_pending(slot.input.placement)]
+    names = [slot.input.name for slot in slots]
+    split = [slot.input.name for slot in slots if is_sharded(slot.input.placement)]
+    pending = [slot.input.name for slot in slots if is_pending(slot.input.placement)]
     problem = "no rank has its state whole" if not whole else ""
     problem = f"{split[0]} is split over ranks, and each holds its own part" if split else problem
     problem = f"{pending[0]} is a pending sum over ranks, and each holds its own summand" if pending else problem

@@ -1,0 +1,162 @@
+"""Edits: writes between calls to state that all ranks have whole, which part the ranks unless all make the same.
+
+Torch counts the writes to a tensor. Each program remembers the counts at the end of its calls, so that a call at which
+nothing was written costs two reads of them. What was written to is compared between the ranks, by hashes: always where
+they wrote to other tensors or in another number of writes; where all made the same writes, as an optimizer outside of
+the step does at each call, the first time, the second, the fourth and so on. A write through ``.data`` is not counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+
+from passes import Input, RankMismatchError, Role
+
+from .._torch import version_of
+from ..call.call import Call
+from ..ranks.equal_values import contents, digest, hash_of
+
+
+class EditedError(RankMismatchError):
+    """State that is not the same on all ranks any more, since some wrote to it between calls."""
+
+
+class Edits:
+    """The edits of the state of one program. ``names``: of the tensors of a call; ``whole``: of those compared."""
+
+    def __init__(self, names: Sequence[str], whole: set[str]) -> None:
+        self._positions = [k for k, name in enumerate(names) if name in whole]
+        self.names = [names[k] for k in self._positions]
+        self._ids: list[int] = []
+        self._versions: list[int] = []
+        self._compared: Counter[int] = Counter()  # how often ranks made the same edits, by their number
+
+    def tensors(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that are compared, as ``names``."""
+        return [live[k] for k in self._positions]
+
+    def note(self, live: Sequence[torch.Tensor]) -> None:
+        """A call has ended: what is written from now on is an edit."""
+        global _last
+        if _last is not self:
+            _remember_last()
+            _last = self
+        tensors = self.tensors(live)
+        self._ids, self._versions = list(map(id, tensors)), _versions_of(tensors)
+
+    def made(self, live: Sequence[torch.Tensor]) -> dict[int, int]:
+        """The edits since the last call: the number of writes by index of the tensor, 0 where it is another one."""
+        tensors = self.tensors(live)
+        ids, versions = list(map(id, tensors)), _versions_of(tensors)
+        if _last is self and ids == self._ids and versions == self._versions:
+            return {}
+        _remember_last()
+        pairs = ((k, _versions.get(key), version) for k, (key, version) in enumerate(zip(ids, versions, strict=True)))
+        return {k: version - (before or 0) for k, before, version in pairs if version != before}
+
+    def is_due(self, number: int) -> bool:
+        """Whether edits that all ranks have made are to be compared: the first time, the second, the fourth, ..."""
+        self._compared[number] += 1
+        times = self._compared[number]
+        return times & (times - 1) == 0
+
+    def close(self) -> None:
+        """Forget it all: the state is gone."""
+        global _last
+        if _last is self:
+            _remember_last()
+            _last = None
+
+
+def whole_state(call: Call, inputs: Sequence[Input]) -> set[str]:
+    """The names of state that all ranks have whole, and that is to be the same on all."""
+    if not call.makes_equal:
+        return set()
+    ignored = call.annotations.ignored
+    return {
+        each.name
+        for each in inputs
+        if each.role.is_state and each.role is not Role.GRADIENT and each.name not in ignored
+        if all(entry.is_replicate() for entry in each.placement)
+    }
+
+
+def edited_before(call: Call) -> dict[str, torch.Tensor]:
+    """The state of a call that compiles by name, where a call before it knew the tensor and it was written to since."""
+    _remember_last()
+    slots = [slot for slot in call.slots if slot.input.role is not Role.GRADIENT and type(slot.get()) in _PLAIN]
+    slots = [slot for slot in slots if slot.input.name not in call.annotations.ignored]
+    names, tensors = [slot.input.name for slot in slots], [slot.get() for slot in slots]
+    found = zip(names, tensors, _versions_of(tensors), strict=True)
+    return {name: each for name, each, version in found if _versions.get(id(each), version) != version}
+
+
+def number_of(made: Mapping[int, int]) -> int:
+    """A number for edits: equal where the same tensors were written to equally often, 0 where none was."""
+    return digest(number for pair in sorted(made.items()) for number in pair) if made else 0
+
+
+def compare_edits(
+    what: str,
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    made: Sequence[int],
+    ranks: Sequence[int],
+    all_gather_text: Callable[[str], list[str]],
+) -> tuple[bool, str]:
+    """Compare what some rank wrote to: whether any did, and a sentence on the first tensor that differs, if one does.
+
+    All ranks call it. ``made``: indices of what this one wrote to. Where ranks have other ``names``, which is for the
+    caller to report, nothing is compared.
+    """
+    own = [hashlib.sha256(repr(names).encode()).hexdigest(), hex(sum(1 << k for k in made))]
+    gathered = [json.loads(text) for text in all_gather_text(json.dumps(own))]
+    if any(each != own[0] for each, _ in gathered):
+        return False, ""
+    by_rank = [int(bits, 16) for _, bits in gathered]
+    written = [k for k in range(len(names)) if reduce(or_, by_rank) >> k & 1]
+    hashes = [hash_of(tensors[k]) for k in written]
+    if len({*all_gather_text(hashlib.sha256("".join(hashes).encode()).hexdigest())}) == 1:
+        return bool(written), ""
+    shown = [json.loads(text) for text in all_gather_text(json.dumps([each[:16] for each in hashes]))]
+    differing = next(k for k, each in zip(written, zip(*shown, strict=True), strict=True) if len({*each}) > 1)
+    values = all_gather_text(contents(tensors[differing]))
+    return True, _sentence(what, names[differing], ranks, values, [bits >> differing & 1 for bits in by_rank])
+
+
+def _sentence(what: str, name: str, ranks: Sequence[int], values: Sequence[str], made: Sequence[int]) -> str:
+    other = next(k for k, value in enumerate(values) if value != values[0])
+    writers = [str(rank) for rank, wrote in zip(ranks, made, strict=True) if wrote]
+    where = "all ranks" if len(writers) == len(ranks) else f"rank {', '.join(writers)} alone"
+    return (
+        f"{name} is no longer the same on all ranks of {what}: rank {ranks[0]} has {values[0]}, rank {ranks[other]} "
+        f"{values[other]}. It was written to between calls, on {where}: make the same edit on all ranks (load a file "
+        "on each, draw noise from a generator with one seed, run a forward in train() mode on none), or call "
+        "recover() of the step on all ranks, which gives them the state of the first"
+    )
+
+
+def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(version_of, tensors))
+    except RuntimeError:  # some were made in inference mode, and are not counted
+        return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
+
+
+def _remember_last() -> None:
+    """Keep what the last call knew, for calls of other programs that use the same tensors."""
+    if _last is not None:
+        _versions.update(zip(_last._ids, _last._versions, strict=True))
+
+
+_PLAIN: set[Any] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_last: Edits | None = None  # of the program that ran last
+_versions: dict[int, int] = {}  # by the id of a tensor, at the end of the calls before that
