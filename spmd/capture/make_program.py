@@ -137,7 +137,7 @@ def _traced(
     """
     lifts_anywhere = False
     passed = {id(leaf.value.container): leaf.value for leaf in call.given.leaves if isinstance(leaf.value, Log)}
-    logs, refused = [*(log.container for log in passed.values()), *carried.dicts()], dict[int, Lines]()
+    logs, refused = [*(log.container for log in passed.values()), *carried.containers()], dict[int, Lines]()
     while True:
         call.count(carried.counters)
         reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))

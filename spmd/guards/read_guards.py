@@ -49,6 +49,7 @@ class ReadGuards:
         covered = {id(c) for site, v in found if site.address in apart for c in values.containers(v)}
         found = [(site, value) for site, value in found if site.address not in apart]
         containers = [each.value for key, each in reads.containers.items() if key not in covered]
+        found += [(site, MISSING) for site in reads.journals.absent()]
         absent = [site for site, value in found if site.kind == "item" and value is MISSING]
         contents = [(c, content) for c in containers if (content := content_of(c)) is not None]
         holding = [(c, [logs.get(id(v), v) for v in content]) for c, content in contents if logs]

@@ -97,11 +97,11 @@ class Carried:
         """The addresses of all sites."""
         return {site.address for site in (*self.numbers, *self.sites)}
 
-    def dicts(self) -> list[dict[Any, Any]]:
-        """The dicts that have some of the sites now."""
+    def containers(self) -> list[Any]:
+        """The dicts and lists that have some of the sites now."""
         sites = (*self.numbers, *self.sites)
         found = [site.holder.get() for site in sites if isinstance(site.holder, Reference)]
-        return [each for each in found if isinstance(each, dict)]
+        return [each for each in found if isinstance(each, (dict, list))]
 
     def arguments(self, given: Arguments) -> list[HyperParameter]:
         """The numbers among the arguments of a call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,25 @@ def _names(fields: dict[str, Any], _: str, default: Any) -> Any:
 
 
 def _item_now(reference: Reference, key: Any, default: Any) -> Any:
-    found = reference.get()
-    return found.get(key, default) if isinstance(found, dict) else default
+    return entry_of(reference.get(), key, default)
+
+
+def entry_of(found: Any, key: Any, default: Any = MISSING) -> Any:
+    """The entry of a dict or list; ``default`` if it has none."""
+    if isinstance(found, list):
+        return found[key] if key < len(found) else default
+    if not isinstance(found, dict):
+        return default
+    start = starts_at(found)
+    return found.get(key, default if start is MISSING else start)
+
+
+def starts_at(items: dict[Any, Any]) -> Any:
+    """The number that a dict has for a key that is not there, as a ``Counter`` has; else ``MISSING``."""
+    if isinstance(items, Counter):
+        return 0
+    factory = items.default_factory if isinstance(items, defaultdict) else None
+    return factory() if factory in (int, float) else MISSING
 
 
 READERS: dict[str, Callable[..., Any]] = {  # by kind of site, each called with (source, key, default)
@@ -47,8 +65,8 @@ READERS: dict[str, Callable[..., Any]] = {  # by kind of site, each called with 
 class ReadSite:
     """One site; ``name`` describes it in the user's words. Two are of one place if their addresses are equal."""
 
-    # "item" of a dict, "item now" of the one that a ``Reference`` has, "entry" of a class, "attribute" of an object,
-    # "cell", or "names" of all items
+    # "item" of a dict, "item now" of the dict or list that a ``Reference`` has, "entry" of a class, "attribute" of an
+    # object, "cell", or "names" of all items
     kind: str
     holder: Any
     key: Any  # a string, but for items

@@ -42,7 +42,7 @@ class ContainerSnapshot:
         content: Any = self.content
         if isinstance(self.value, dict):
             half = len(content) // 2
-            self.value.update(zip(content[:half], content[half:], strict=True))
+            dict.update(self.value, zip(content[:half], content[half:], strict=True))  # a Counter's would add
         else:
             (self.value.update if isinstance(self.value, set) else self.value.extend)(content)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ class Trainer:
         self.model = nn.Linear(3, 3).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.state: dict[Any, Any] = {"steps": 0, "loss": 0.0, "best": 1e9, 7: 1, "name": "run"}
+        self.logged: dict[str, Any] = {}
+        self.totals, self.seen = defaultdict[str, float](float), Counter[str]()
+        self.meters, self.history = defaultdict[str, list[Tensor]](list), [0, 0.0, torch.zeros((), dtype=torch.float64)]
         self.shadow = {name: value.detach().clone() for name, value in self.model.named_parameters()}
         self.update = update
 
@@ -65,7 +69,47 @@ def writes_into_a_tensor(trainer: Trainer, loss: Tensor) -> None:
     trainer.shadow["bias"].mul_(0.5)
 
 
-UPDATES = (counts, averages, depends_on_a_count, logs_and_counts, averages_weights, writes_into_a_tensor)
+def logs_by_name(trainer: Trainer, loss: Tensor) -> None:
+    trainer.logged.setdefault("loss", []).append(loss)
+    trainer.logged.setdefault("twice", []).extend([loss, 2 * loss])
+    trainer.meters["loss"].append(loss)
+    trainer.meters["last"] = [loss]
+
+
+def sums_by_name(trainer: Trainer, loss: Tensor) -> None:
+    trainer.totals["loss"] += loss.item()
+    trainer.totals["rows"] += 2.0
+    trainer.seen["calls"] += 1
+    trainer.seen.update(["calls", "batches"])
+
+
+def counts_in_a_list(trainer: Trainer, loss: Tensor) -> None:
+    trainer.history[0] += 1
+    trainer.history[1] = 0.9 * trainer.history[1] + loss.item()
+    trainer.history[2] = trainer.history[2] + loss * trainer.history[0]
+
+
+def writes_in_place(trainer: Trainer, loss: Tensor) -> None:
+    trainer.shadow["bias"].mul_(0.9).add_(loss, alpha=0.1)
+    trainer.history[2].mul_(0.9).add_(loss)
+
+
+UPDATES = (
+    *(counts, averages, depends_on_a_count, logs_and_counts, averages_weights, writes_into_a_tensor),
+    *(logs_by_name, sums_by_name, counts_in_a_list, writes_in_place),
+)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Containers of one class with equal entries, nested ones too, in one order."""
+    assert type(got) is type(want)
+    if isinstance(got, dict):
+        assert list(got) == list(want)
+        got, want = list(got.values()), list(want.values())
+    if not isinstance(got, list):
+        return torch.testing.assert_close(got, want)
+    for one, other in zip(got, want, strict=True):
+        assert_same(one, other)
 
 
 def train(rank: int, world: int, update: Callable[[Any, Tensor], None], style: str = "replicate") -> int:
@@ -79,6 +123,11 @@ def train(rank: int, world: int, update: Callable[[Any, Tensor], None], style: s
         if k == 3:
             for each in (compiled, plain):  # as at the end of an epoch
                 each.state = copy.copy(each.state) | {"steps": 0, "loss": 0.0}
+                each.logged, each.totals = {}, defaultdict(float)
+                each.seen.clear()
+                each.history[1] = 0.5 if update is counts_in_a_list else 0.0
+        for name in ("logged", "totals", "seen", "meters", "history"):
+            assert_same(getattr(compiled, name), getattr(plain, name))
         torch.testing.assert_close(compiled.shadow, plain.shadow)
         assert list(compiled.state) == list(plain.state)
         for key, value in plain.state.items():
@@ -95,6 +144,19 @@ def test_they_are_those_of_the_plain_step(ranks: Ranks, update: Callable[[Any, T
 
 def test_an_average_of_the_weights_in_a_dict_beside_a_split_model(ranks: Ranks) -> None:
     assert ranks.run(2, train, averages_weights, "fully_shard") == [1, 1]
+
+
+def begins_with_the_first_value(trainer: Trainer, loss: Tensor) -> None:
+    """The first call finds no entry, and so does that after the fourth, when the trainer begins another dict."""
+    if "loss" not in trainer.logged:
+        trainer.logged["loss"] = 0.0
+    trainer.logged["loss"] += loss.item()
+    trainer.logged["best"] = min(trainer.logged.get("best", 1e9), loss.item())
+    trainer.logged["calls"] = trainer.logged.setdefault("calls", 0) + 1
+
+
+def test_a_key_that_is_new_makes_two_programs(ranks: Ranks) -> None:
+    assert ranks.run(2, train, begins_with_the_first_value) == [2, 2]
 
 
 def sums_tensors(trainer: Trainer, loss: Tensor) -> None:
