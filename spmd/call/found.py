@@ -16,7 +16,7 @@ import dis
 import sys
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import count
@@ -30,6 +30,7 @@ from passes import CaptureError
 
 from .._torch import BUFFERS, CHILDREN, PARAMETERS
 from ..interpreter.foreign_code import is_foreign_code, is_foreign_module, is_library_file
+from .free_parameters import adopt, free_parameters
 from .paths import Found, Path, cell_of, entry_of, field_of, global_of, item_of
 from .state import Arguments, delegates, is_replaced, submodules_of
 
@@ -57,6 +58,7 @@ def with_found(function: Callable[..., Any], given: Arguments) -> Arguments:
     modules = _new_modules([each for each in found if isinstance(each.value, nn.Module)], given)
     modules = _named(modules, given)
     known = given.with_found(modules)
+    known = known.with_found(_free_parameters(roots, found, known))
     others = [each for each in found if not isinstance(each.value, nn.Module) and not _is_given(each.value, given)]
     return known.with_found(_named([each for each in others if _is_known(each.value, known)], known))
 
@@ -89,6 +91,33 @@ def _is_known(value: Any, known: Arguments) -> bool:
     return any(id(p) in parameters or is_replaced(p) for group in value.param_groups for p in group["params"])
 
 
+def _free_parameters(roots: list[Step], found: list[Found], known: Arguments) -> list[Found]:
+    """Modules for the parameters of optimizers that no module has, and that the step reaches by name."""
+    optimizers = [Found(path, value) for path, value in roots if isinstance(value, torch.optim.Optimizer)]
+    optimizers += [each for each in found if isinstance(each.value, torch.optim.Optimizer)]
+    held = {id(parameter) for module in known.modules.values() for parameter in module.parameters()}
+    free = {
+        id(p): each
+        for each in optimizers
+        if not delegates(each.value)
+        for group in each.value.param_groups
+        for p in group["params"]
+        if id(p) not in held and not is_replaced(p)
+    }
+    if not free:
+        return []
+    tensors = {id(each.value): each for each in _Search(free.keys()).run(roots) if id(each.value) in free}
+    modules = []
+    for optimizer in dict.fromkeys(free.values()):
+        own = {tensors[key].name: tensors[key].value for key, of in free.items() if of is optimizer and key in tensors}
+        if own:
+            name = adopt(optimizer.value, own) or optimizer.name
+            path = optimizer.path.to(free_parameters, "")
+            path = Path(name, path.root, path.leaf, path.keys)
+            modules.append(Found(path, free_parameters(optimizer.value, "")))
+    return _named(modules, known)
+
+
 def _named(found: list[Found], given: Arguments) -> list[Found]:
     """The same, with a number after each name that something else has."""
     taken = {*(leaf.name for leaf in given.leaves), *given.modules, *given.optimizers, *given.scalers}
@@ -105,8 +134,10 @@ def _named(found: list[Found], given: Arguments) -> list[Found]:
 class _Search:
     """One search, breadth first, so that names are short; again for as long as it comes to code with new names."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Container[int] = ()) -> None:
+        """``tensors``: the ids of those that are looked for, too."""
         self._names: dict[str, None] = {}  # in code that the step may run, in order
+        self._tensors = tensors
 
     def run(self, roots: list[Step]) -> list[Found]:
         """All owners of state, in the order in which they are found."""
@@ -120,9 +151,12 @@ class _Search:
         pending, seen = deque(roots), dict[int, Any]()
         while pending:
             path, value = pending.popleft()
-            if id(value) in seen or _is_plain(value):
+            if id(value) in seen or self._is_plain(value):
                 continue
             seen[id(value)] = value
+            if isinstance(value, torch.Tensor):
+                yield Found(path, value)
+                continue
             if isinstance(value, OWNERS):
                 yield Found(path if path.name else Path("self", path.root), value)
             pending += self._steps(path, value)
@@ -143,13 +177,21 @@ class _Search:
             key = _DESCRIPTORS[type(value)]
             yield path.to(_attribute, key), getattr(value, key)
         elif isinstance(value, (list, tuple)):
-            yield from ((path.to(item_of, k, str(k)), item) for k, item in enumerate(value) if not _is_plain(item))
+            yield from ((path.to(item_of, k, str(k)), item) for k, item in enumerate(value) if not self._is_plain(item))
         elif isinstance(value, dict):
-            yield from ((path.to(item_of, k, str(k)), item) for k, item in dict.items(value) if not _is_plain(item))
+            yield from (
+                (path.to(item_of, k, str(k)), item) for k, item in dict.items(value) if not self._is_plain(item)
+            )
         elif isinstance(value, (type, types.ModuleType)):
             yield from self._of_namespace(path, value)
         elif not isinstance(value, GradScaler):
             yield from self._of_object(path, value)
+
+    def _is_plain(self, value: Any) -> bool:
+        """Whether a value leads to nothing."""
+        if isinstance(value, torch.Tensor):
+            return id(value) not in self._tensors
+        return value is None or isinstance(value, (str, bytes, int, float))
 
     def _of_function(self, path: Path, function: types.FunctionType) -> Iterator[Step]:
         """The closure variables of a function, and the globals that its code names."""
@@ -200,11 +242,6 @@ class _Search:
                     yield path.to(_attribute, key, key), getattr(value, key)
                 elif key in self._names or key in _ALWAYS:
                     yield path.to(entry_of, key, key), entry
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value leads to nothing."""
-    return value is None or isinstance(value, (torch.Tensor, str, bytes, int, float))
 
 
 def _attribute(holder: Any, key: str) -> Any:
