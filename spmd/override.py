@@ -79,7 +79,11 @@ def _replace_in(
 
 def _replacement(fqn: str, child: nn.Module, overrides: Sequence[Override]) -> nn.Module:
     for override in overrides:
-        new = override.replacement(fqn, child)
+        try:
+            new = override.replacement(fqn, child)
+        except Exception as error:
+            error.add_note(f"while {type(override).__name__}.replacement was asked for {fqn}")
+            raise
         if not isinstance(new, nn.Module):
             raise TypeError(f"expected {type(override).__name__}.replacement({fqn!r}) to return a module, got {new!r}")
         if new is not child:

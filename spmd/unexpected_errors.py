@@ -20,7 +20,7 @@ import torch.distributed as dist
 import passes
 from passes import CaptureError, PartitionError, PassError, SpmdError
 from passes.runtime.peer_connection import PeerLostError
-from passes.unexpected_errors import explained
+from passes.unexpected_errors import describe_op, explained
 
 from .interpreter.foreign_code import is_foreign_frame
 
@@ -28,6 +28,8 @@ _OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parent, P
 _PROGRAM = "<spmd program"  # the file of generated code
 _EXPECTED = (SpmdError, PeerLostError, dist.DistError, MemoryError, torch.OutOfMemoryError, OSError)
 _WRONG_ARGUMENTS = (TypeError, ValueError)
+# The stages that call the user's rules, modes, overrides, transforms and backends, which raise errors of their own.
+_DOES = {"capture": "captured", "partition": "partitioned", "passes": "rewrote", "lower": "lowered"}
 _KINDS = {"capture": CaptureError, "partition": PartitionError, "passes": PassError, "lower": PassError}
 _USERS = "_spmd_users"  # the attribute of an error that the user's own code raised while it was traced
 
@@ -44,10 +46,20 @@ def unexpected_errors(
         yield
     except Exception as error:
         if isinstance(error, PassError):  # the runner knows no step
-            error.add_note(f"while {name} was compiled{where}")
+            _note(error, f"while {name} was compiled{where}")
         if is_expected(error):
+            is_its_own = not isinstance(error, _EXPECTED) and not is_ours(deepest_frame(error))
+            if stage in _DOES and is_its_own and not is_users(error):
+                op = describe_op(error.__traceback__, where)
+                _note(error, f"raised while spmd {_DOES[stage]} {name}{op}\nnothing was changed")
             raise
         raise explained(_KINDS.get(stage, SpmdError), f"{stage} of {name}", error, where, before()) from error
+
+
+def _note(error: Exception, sentence: str) -> None:
+    """Add a note once: stages are nested."""
+    if sentence not in getattr(error, "__notes__", []):
+        error.add_note(sentence)
 
 
 def is_expected(error: Exception) -> bool:
