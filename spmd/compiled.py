@@ -360,11 +360,12 @@ class Compiled:
 
     def _store(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:
         """Put new state where eager would have put it."""
-        if not self.captured.new_state and not self.captured.cleared_gradients:
+        captured = self.captured
+        if not (captured.new_state or captured.cleared_gradients or captured.requires_grad):
             return
         live = dict(zip(self.guards.layout.names, tensors, strict=True))
         outputs = [output for output in self.program.outputs if output.kind is not OutputKind.UPDATE]
-        for new in self.captured.new_state:
+        for new in captured.new_state:
             if new.unless is not None and returned[new.unless.index]:
                 continue
             value = new.value
@@ -374,8 +375,10 @@ class Compiled:
                 arguments.optimizers[new.optimizer].state[live[new.parameter]][new.key] = value
             else:
                 live[new.parameter].grad = value
-        for name in self.captured.cleared_gradients:
+        for name in captured.cleared_gradients:
             live[name].grad = None
+        for name, value in captured.requires_grad.items():
+            live[name].requires_grad_(value)
 
     def _write_python_state(self, returned: list[Any], shown: list[Any], arguments: Arguments) -> None:
         """Repeat what the step did to attributes, globals, parameter groups and logs, which get what is ``shown``."""

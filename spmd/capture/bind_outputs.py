@@ -44,7 +44,18 @@ def bind_outputs(
     known = {id(leaf): output for leaf, output in zip(final.results, results, strict=True) if is_traced(leaf)}
     writes = bound(final.writes, known, lambda name: outputs.add(Output(OutputKind.NEW, name, Role.RESULT)))
     program.set_outputs(outputs.values, outputs.declared)
-    return Captured(program, guards, constants, results, final.result_spec, new_state, cleared, carried, writes)
+    return Captured(
+        program,
+        guards,
+        constants,
+        results,
+        final.result_spec,
+        new_state,
+        cleared,
+        carried,
+        writes,
+        final.requires_grad,
+    )
 
 
 class _Outputs:

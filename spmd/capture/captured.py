@@ -51,6 +51,7 @@ class Captured:
     cleared_gradients: list[str]  # parameters whose stored gradient the step sets to None
     carried: Carried  # Python state that the program takes as inputs
     writes: list[Write | Effect]  # to Python state
+    requires_grad: dict[str, bool]  # of parameters for which the step changes it, by name
     live: bool = False  # whether numbers that were to be inputs are
     fixed: dict[str, Any] = field(default_factory=dict)  # numbers whose value the program depends on, by name
     sizes: SizeSymbols = NO_SIZES  # that stand for sizes of arguments in the program

@@ -66,6 +66,7 @@ class FinalState:
     skips: list[Any]  # conditions under which new state was not made after all
     optimizer_state: list[NewEntry]
     writes: list[Write | Effect]  # to Python state
+    requires_grad: dict[str, bool]  # of parameters for which the step changes it, by name
 
     @classmethod
     def of(cls, swap: StateSwap, result: Any, carried: Carried, reads: Reads, entries: Entries) -> FinalState:
@@ -77,13 +78,15 @@ class FinalState:
         check_results(leaves)
         _refuse_new_parameters(swap)
         _refuse_argument_gradients(swap)
-        _refuse_changed_parameters(swap)
+        _refuse_replaced_parameters(swap)
         swap.skipped.check(swap.call.arguments.scalers)
         slots = [_final_value(swap, slot) for slot, _ in swap.pairs]
         skips: list[Any] = []
         new_state = _new_state(swap, skips)
         writes = _writes(swap, carried, reads, entries)
-        return cls(leaves, spec, slots, _new_gradients(swap), frozenset(swap.pending), skips, new_state, writes)
+        changed = _changed_requires_grad(swap)
+        pending = frozenset(swap.pending)
+        return cls(leaves, spec, slots, _new_gradients(swap), pending, skips, new_state, writes, changed)
 
     def map_state(self, function: Callable[[Any], Any]) -> FinalState:
         """The same with ``function`` of each value of state."""
@@ -201,21 +204,19 @@ def _refuse_argument_gradients(swap: StateSwap) -> None:
             )
 
 
-def _refuse_changed_parameters(swap: StateSwap) -> None:
+def _refuse_replaced_parameters(swap: StateSwap) -> None:
     for slot, fake in swap.pairs:
-        if slot.input.role != "parameter":
-            continue
         name = slot.input.name
-        if slot.holder[slot.key] is not fake:
+        if slot.input.role == "parameter" and slot.holder[slot.key] is not fake:
             raise CaptureError(
                 f"the step puts another tensor in the place of {name}, which the optimizer would not know: write into "
                 f"it, under torch.no_grad(), with {name}.copy_(value)"
             )
-        if fake.requires_grad != swap.live_of[name].requires_grad:
-            raise CaptureError(
-                f"the step leaves {name}.requires_grad changed, which a compiled step would do once instead of at "
-                "every call: put it back at the end of the step, or change it outside"
-            )
+
+
+def _changed_requires_grad(swap: StateSwap) -> dict[str, bool]:
+    named = [(slot.input.name, fake) for slot, fake in swap.pairs if slot.input.role == "parameter"]
+    return {name: x.requires_grad for name, x in named if x.requires_grad != swap.live_of[name].requires_grad}
 
 
 def _final_value(swap: StateSwap, slot: Slot) -> Any:

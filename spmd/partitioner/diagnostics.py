@@ -75,7 +75,9 @@ class Diagnostics:
                 self._notes[option] = f"{option}={dtype} rounds {count} of {len(sent)} {role}s before they are sent"
 
     def all(self) -> list[str]:
-        """All notes, once the walk is over."""
+        """All notes, once the walk is over; none on what would be gathered where there is one rank."""
+        if self.context.program.mesh.size == 1:
+            return [*self._notes.values()]
         matrices = [
             f"{op} at {source} needs whole matrices, so every rank runs it: {len(gathered)} matrices "
             f"({sum(gathered.values())} bytes) are gathered, each once"

@@ -35,14 +35,17 @@ class FrozenInTurns(MLP):
 
 @dataclass(frozen=True)
 class Adversarial(MLP):
-    """A GAN whose step freezes the discriminator while the generator learns; it starts frozen."""
+    """A GAN whose step freezes the discriminator while the generator learns, and leaves it so."""
 
     sizes: tuple[int, ...] = (5, 7, 4)
     rows: int = 6
 
+    starts_frozen: bool = True
+
     def build(self) -> tuple[Any, ...]:
-        generator, discriminator = mlp(5, 7, 4), mlp(4, 6, 1).requires_grad_(False)
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (generator, discriminator)]
+        generator, discriminator = mlp(5, 7, 4), mlp(4, 6, 1).requires_grad_(not self.starts_frozen)
+        make: Any = partial(torch.optim.SGD, momentum=0.9) if self.starts_frozen else torch.optim.AdamW
+        optimizers = [make(net.parameters(), lr=0.05) for net in (generator, discriminator)]
         return generator, discriminator, optimizers
 
     @staticmethod
@@ -87,7 +90,7 @@ class StepsInBackward(MLP):
         return loss
 
 
-CASES: list[Case] = [FrozenInTurns(), Adversarial(), StepsInBackward()]
+CASES: list[Case] = [FrozenInTurns(), Adversarial(), StepsInBackward(), Adversarial(starts_frozen=False)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: type(case).__name__)

@@ -144,10 +144,6 @@ def assigns_a_parameter(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any
     model[0].weight = nn.Parameter(model[0].weight * 2)
 
 
-def freezes_for_good(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    model[0].weight.requires_grad_(False)
-
-
 def adds_a_group(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
@@ -166,7 +162,6 @@ async def awaits(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
 
 LEFT_BEHIND: dict[Callable[..., Any], str] = {
     assigns_a_parameter: r"in the place of model.0.weight.*copy_",
-    freezes_for_good: r"model.0.weight.requires_grad changed.*outside",
     adds_a_group: r"number of optimizer.param_groups.*outside",
     hides_tensors: "returns a SimpleNamespace that holds tensors.*dataclasses",
     yields: "returns a generator.*plain function",
