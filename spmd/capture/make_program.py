@@ -135,13 +135,14 @@ def _traced(
     And once more if it reads a tensor that is neither an argument nor state: it may be a constant. Containers that it
     writes to get journals, unless it reads what they hold.
     """
-    lifts_anywhere = False
+    lifts_anywhere, fixed = False, set[int]()
     passed = {id(leaf.value.container): leaf.value for leaf in call.given.leaves if isinstance(leaf.value, Log)}
     logs, refused = [*(log.container for log in passed.values()), *carried.containers()], dict[int, Lines]()
     while True:
         call.count(carried.counters)
         reads = Reads(journals=Journals([each for each in logs if id(each) not in refused], refused))
-        trace = Trace(function, call, Fakes.of(call, carried, sizes), reads, carried, number_arguments, lifts_anywhere)
+        fakes = Fakes.of(call, carried, sizes)
+        trace = Trace(function, call, fakes, reads, carried, number_arguments, lifts_anywhere, fixed)
         try:
             return trace, trace.graph_module()
         except LogsFound:
@@ -152,7 +153,9 @@ def _traced(
             refused |= error.read
             _check_logs(passed, refused)
         except Exception as error:
-            if reads.journals.by_id:  # it may be one of C code that reads a container of which it sees nothing
+            if asked := trace.branched_on(error) - fixed:
+                fixed |= asked
+            elif reads.journals.by_id:  # it may be one of C code that reads a container of which it sees nothing
                 refused |= reads.journals.all()
                 _check_logs(passed, refused)
             elif lifts_anywhere or not is_from_outside(error):

@@ -69,16 +69,22 @@ class Trace:
     carried: Carried
     number_arguments: Collection[int] = ()  # which calls take numbers as they are; see ``NumberArguments``
     lifts_anywhere: bool = False  # whether tensors that are no arguments, wherever the step reads them, are constants
+    fixed_numbers: Collection[int] = ()  # which numbers that the step takes out of state are fixed
     final: FinalState | None = None
     branches: list[Branch] = field(default_factory=list)
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient the step clears before it reads it
     entries: list[tuple[ArgumentEntry, Change]] = field(default_factory=list)  # of arguments that the step changed
+    _state_branches: StateBranches | None = None
     _caches_casts: bool = True
     _modes: tuple[Any, ...] = ()  # function modes of the user's around the call
     _numbers: dict[str, Any] = field(default_factory=dict)  # symbols of arguments, by name
     _unread: list[weakref.ref[Unread]] = field(default_factory=list)
     _unread_names: list[str] = field(default_factory=list)  # those of them that were read after all
     _pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (name, tensor, its fake)
+
+    def branched_on(self, error: Exception) -> set[int]:
+        """The numbers taken out of state whose value the step asked for when it raised ``error``."""
+        return self._state_branches.branched_on(error) if self._state_branches is not None else set()
 
     def graph_module(self) -> fx.GraphModule:
         """Trace; the graph's outputs are the traced values of ``final``."""
@@ -93,7 +99,8 @@ class Trace:
     def _run(self, *flat: Any) -> list[Any]:
         names = {id(module): name for name, module in self._submodules()}
         self.reads.names.update(names)
-        recorder, branches = Recorder(names, self.reads), StateBranches(self.call.slots)
+        recorder, branches = Recorder(names, self.reads), StateBranches(self.call.slots, self.fixed_numbers)
+        self._state_branches = branches
         fakes = self.fakes.as_traced(flat)
         with ExitStack() as stack:
             numbers = fakes.hyper_parameters[len(self.call.hyper_parameters) :]
@@ -125,6 +132,7 @@ class Trace:
             set_data.check_end()
             scalar_indices.check_end()
             self.final = FinalState.of(swap, result, self.carried, self.reads, self.entries).map_state(set_data.current)
+            branches.check_end(self.final.slots)
             return self.final.traced()
 
     def _call_function(self, fakes: Fakes, swap: StateSwap) -> Any:

@@ -150,6 +150,37 @@ class OfOtherKinds(nn.Module):
         return h * self.wave.real + self.seen.to(h) + self.calls
 
 
+class ActNorm(nn.Module):
+    """A shift that the first batch sets; ``is_new`` asks a buffer whether it is the first."""
+
+    def __init__(self, is_new: Callable[[Tensor], Any], *shape: int) -> None:
+        super().__init__()
+        self.is_new, self.shift = is_new, nn.Parameter(torch.zeros(6))
+        self.register_buffer("initialized", torch.zeros(shape, dtype=torch.uint8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.is_new(self.initialized):
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.initialized.fill_(1)
+        self.calls += 1
+        return x + self.shift
+
+
+class Counting(nn.Module):
+    """A schedule by a counter that is a buffer."""
+
+    def __init__(self, is_due: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.is_due, self.scale = is_due, nn.Parameter(torch.ones(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.scale * (2 if self.is_due(self.calls) else 1)
+
+
 def dense(kind: Any, **options: Any) -> Callable[[], nn.Module]:
     """Two layers with a norm between them."""
     return lambda: nn.Sequential(nn.Linear(6, 6), kind(6, **options), nn.Tanh(), nn.Linear(6, 3))
@@ -190,6 +221,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "ring": Ring,
     "ring by index": RingByIndex,
     "other kinds": OfOtherKinds,
+    "by item": lambda: ActNorm(lambda flag: flag.item() == 0),
+    "by int": lambda: ActNorm(lambda flag: int(flag) < 1),
+    "by index": lambda: ActNorm(lambda flag: flag[0] == 0, 1),
+    "by not": lambda: ActNorm(lambda flag: not flag),
 }
 
 
@@ -211,8 +246,18 @@ CASES = {
     "averages": Buffered(("spectral", "average", "reassigned", "average of weights", "other kinds")),
     "banks": Buffered(("queue", "ring", "ring by index")),
     "in evaluation": Buffered(("batch norm", "cumulative", "without statistics", "image"), training=False),
+    "branches on one element": Buffered(("by item", "by int", "by index", "by not")),
     "called twice": Twice(("batch norm", "cumulative", "ring")),
 }
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_due", [lambda calls: calls.item() % 2 == 0, lambda calls: int(calls) > 3])
+def test_a_branch_on_a_number_that_each_call_changes_is_refused(is_due: Any) -> None:
+    model = Counting(is_due).double()
+    with pytest.raises(spmd.CaptureError, match=r"branches on the value of model.calls, .*\(if calls == 0, not"):
+        spmd.compile(lambda model, x: model(x).sum())(model, torch.ones(4, 6, dtype=torch.float64))
+    assert not model.calls
 
 
 def test_every_model_is_in_a_case() -> None:
