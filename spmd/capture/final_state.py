@@ -24,7 +24,7 @@ from ..python_state.effects.repeated import Effect, effects_of
 from ..python_state.effects.writes import Write, check_effect, is_output, settle
 from ..python_state.lines import line_naming
 from ..python_state.reads import Change, Lines, Reads, containers_in
-from ..python_state.traced import holds_traced, is_traced
+from ..python_state.traced import holds_fakes, holds_traced, is_traced
 from .swap_state import StateSwap
 from .unsupported import check_results
 
@@ -84,6 +84,7 @@ class FinalState:
         skips: list[Any] = []
         new_state = _new_state(swap, skips)
         writes = _writes(swap, carried, reads, entries)
+        _refuse_kept_copies(swap, leaves, writes)
         changed = _changed_requires_grad(swap)
         pending = frozenset(swap.pending)
         return cls(leaves, spec, slots, _new_gradients(swap), pending, skips, new_state, writes, changed)
@@ -181,6 +182,21 @@ def _refuse_aliases(swap: StateSwap, writes: Sequence[Write | Effect]) -> None:
                 raise CaptureError(
                     f"the step keeps the memory of {memory[storage_id(leaf)]} in {write.name}"
                     f"{f' at {line}' if line else ''}, where later writes would show. Keep a copy, with .clone()"
+                )
+
+
+def _refuse_kept_copies(swap: StateSwap, results: Sequence[Any], writes: Sequence[Write | Effect]) -> None:
+    """Raise ``CaptureError`` for a model that the step has made or copied, and returns or leaves somewhere."""
+    known = {id(fake) for _, fake in swap.pairs}
+    kept = [(f"keeps in {write.name}", leaf) for write in writes for leaf in write.leaves]
+    for how, model in [*(("returns", leaf) for leaf in results), *kept]:
+        if isinstance(model, torch.nn.Module):
+            own = [x for x in [*model.parameters(), *model.buffers()] if holds_fakes(x) and id(x) not in known]
+            if own:
+                raise CaptureError(
+                    f"the step {how} a {type(model).__name__} that it has made, or copied, itself, and which ends with "
+                    "the call. Make it before the first call, and let the step write its values: "
+                    "target.load_state_dict(model.state_dict())"
                 )
 
 

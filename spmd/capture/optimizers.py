@@ -8,7 +8,7 @@ and computes with a Python float; ``TensorsAsFloats`` makes a tensor behave like
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -53,10 +53,22 @@ def check_traceable(path: str, optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def refuse_other_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Raise ``Refused`` if any other optimizer steps or clears gradients: its state is live, or it updates nothing."""
-    known = {id(optimizer) for optimizer in optimizers}
-    zero_grad = Optimizer.zero_grad
+def other_optimizers(optimizers: Iterable[Optimizer], recorder: Recorder) -> Iterator[None]:
+    """Trace those that the step makes, whose state ends with it; raise ``Refused`` if any other steps or clears.
+
+    The state of such a one is live, or it updates nothing.
+    """
+    known = {id(optimizer): optimizer for optimizer in optimizers}
+    zero_grad, init = Optimizer.zero_grad, Optimizer.__init__
+    stack = ExitStack()
+
+    def begin(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        init(optimizer, *args, **kwargs)
+        check_traceable("an optimizer that the step makes", optimizer)
+        known[id(optimizer)] = optimizer
+        traced = TracedOptimizer(optimizer, recorder)
+        traced.use_plain_form()
+        stack.enter_context(traced.watch_steps())
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         if id(optimizer) not in known:
@@ -72,11 +84,14 @@ def refuse_other_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
     before_steps = register_optimizer_step_pre_hook(check)
     Optimizer.zero_grad = checked  # type: ignore[method-assign, assignment]
+    Optimizer.__init__ = begin  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with stack:
+            yield
     finally:
         before_steps.remove()
         Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        Optimizer.__init__ = init  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -191,6 +206,7 @@ class TracedOptimizer:
         def watched(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = tree_map(self._outside_update, (args, kwargs))
             with self.floats or nullcontext(), self._updating(True):
+                self._add_counters()  # one that the step makes may have state before it steps
                 return step(*args, **kwargs)
 
         self._add_counters()

@@ -25,7 +25,7 @@ from ..python_state.reads import is_plain
 from ..python_state.traced import is_traced
 from .batch_norm import traceable_norm
 from .fakes import Fakes
-from .optimizers import TracedOptimizer, check_traceable, refuse_other_optimizers, refuse_schedulers
+from .optimizers import TracedOptimizer, check_traceable, other_optimizers, refuse_schedulers
 from .provenance import Recorder
 from .watched_state import WatchedState
 
@@ -63,7 +63,7 @@ class StateSwap:
                 self._swap_optimizer(stack, path, each)
             self.groups = self._groups()
             self._swap_scalers(stack)
-            stack.enter_context(refuse_other_optimizers(self.optimizers.values()))
+            stack.enter_context(other_optimizers(self.optimizers.values(), self.recorder))
             stack.enter_context(refuse_schedulers())
             owners = [*submodules_of(self.modules), *self.optimizers.items()]
             self.attributes = stack.enter_context(restored_attributes(owners))

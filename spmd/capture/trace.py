@@ -55,6 +55,7 @@ from .values.ctc_loss import LengthsAsTensors
 from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
+from .values.tensor_copies import TensorCopies
 from .values.unread import Unread
 
 
@@ -117,6 +118,7 @@ class Trace:
             stack.enter_context(recorder.restored_generators())
             stack.enter_context(refuse_other_generators())
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
+            stack.enter_context(TensorCopies())
             stack.enter_context(LengthsAsTensors())
             self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())

@@ -20,6 +20,7 @@ from ..._torch import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
 from ...call.state import Arguments
 from ..lines import line_naming
 from ..reads import Change, Lines, Reads, ReadSite, containers_in, passed_on
+from ..traced import holds_fakes
 from .carried import Carried, leaf_name
 from .containers import ArgumentEntry
 from .lost_graph import has_lost_graph, mark
@@ -177,24 +178,29 @@ def check_effect(effect: Effect) -> None:
     held = [leaf for leaf in effect.leaves if _held_by(leaf)]
     if held:
         raise CaptureError(
-            f"the step puts a {type(held[0]).__name__} that holds tensors in {effect.name} at {effect.line}. Keep the "
-            "tensors, in a tuple, list or dict"
+            f"the step puts a {type(held[0]).__name__} that holds tensors in {effect.name} at {effect.line}. {_KEPT}"
         )
 
 
-def _held_by(leaf: Any) -> list[FakeTensor]:
-    """The traced tensors that an object has as attributes."""
+_KEPT = (
+    "Keep the tensors and numbers themselves, in a tuple, list or dict, or make the object before the first call: what "
+    "the step writes to its attributes is state"
+)
+
+
+def _held_by(leaf: Any) -> list[Any]:
+    """The traced tensors and numbers that an object has as attributes."""
     if isinstance(leaf, (torch.Tensor, torch.nn.Module)):
         return []
     values = list(getattr(leaf, "__dict__", {}).values())
-    return [each for each in tree_flatten(values)[0] if isinstance(each, FakeTensor)]
+    return [each for each in tree_flatten(values)[0] if holds_fakes(each)]
 
 
 def _check_object(leaf: Any, explained: _Explained) -> None:
     held = _held_by(leaf)
     if held:
         kind = type(leaf).__name__
-        explained.refuse(f"puts a {kind} that holds tensors in", "Keep the tensors, in a tuple, list or dict", held[0])
+        explained.refuse(f"puts a {kind} that holds tensors in", _KEPT, held[0])
 
 
 def bound(
