@@ -16,6 +16,7 @@ from .capture.sizes.size_symbols import AS_CALLED, TracedSizes
 from .compiled import text_of
 from .dispatch import Dispatch
 from .guards.read_guards import ReadGuards
+from .interpreter.source_lines import warn_user
 from .options import Options
 from .override import Override, replaced
 from .python_state.effects.carried import Carried
@@ -53,11 +54,20 @@ def capture_call(
     else:
         found = _Tracing(function, call, name, options.overrides, dispatch, live).trace()
         dispatch.note_fixed(live, found.captured)
+        if found.captured.returns_loss and agreement.is_first_rank:
+            warn_user(_RETURNS_LOSS.format(dispatch.name))
         if len(set(agreement.all_gather_text(str(found.any_size is not None)))) > 1:
             found = found.for_this_size()  # some rank could trace it for no other
     captured = in_rank_zero_order(found.captured, call, agreement.all_gather_text)
     agreement.check_captured(text_of(captured, call))
     return CapturedCall(captured, found.reads, found.any_size)
+
+
+_RETURNS_LOSS = (
+    "{} returns a loss and has no backward pass. What a compiled step returns has no graph, so that loss.backward() "
+    "outside of it raises an error: call it in the step (the optimizer may stay outside), or, where nothing is to be "
+    "trained, compute under torch.no_grad() or in eval() mode"
+)
 
 
 @dataclass(frozen=True)

@@ -402,6 +402,13 @@ class Dispatch:
         self.programs = [*(each for each in self.programs if each.is_alive()), compiled]
         self._changes = {id(each): self._changes.get(id(each), change) for each in self.programs}
         of_model = [each for each in self.programs if each.guards.has_owners_of(compiled.guards)]
+        sizes = sum(each.is_of_one_size for each in of_model)
+        if sizes == _MANY and compiled.is_of_one_size:
+            warn_user(
+                f"{self.name} has compiled {sizes} programs that differ in sizes of arguments alone; the last one: "
+                f"{change}. Each size takes a program, which is cheaper than the first, not free: pad to a few lengths "
+                "(the next multiple of 64, say), or group rows of one length"
+            )
         of_model = [each for each in of_model if not each.is_of_one_size]
         if len(of_model) == _MANY and not compiled.is_of_one_size:
             changes = [self._changes[id(each)] for each in of_model[-3:]]

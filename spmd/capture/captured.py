@@ -57,6 +57,7 @@ class Captured:
     sizes: SizeSymbols = NO_SIZES  # that stand for sizes of arguments in the program
     is_of_one_size: bool = False  # whether it was made from one that has symbols for sizes
     fixed_sizes: dict[DynamicSize, str] = field(default_factory=dict)  # of these, those that it needs, with the lines
+    returns_loss: bool = False  # of a model in train() mode, with a graph, and without a backward pass
     cleared_first: frozenset[str] = frozenset()  # parameters whose gradient is cleared before it is read
 
     def all_carried(self) -> Carried:

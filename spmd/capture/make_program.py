@@ -30,7 +30,7 @@ from .captured import Captured
 from .constraint import constraints_on
 from .explain_errors import explained_errors, is_from_outside
 from .fakes import Fakes
-from .final_state import Incomplete
+from .final_state import FinalState, Incomplete
 from .functional import functionalize
 from .hyper_conditions import HyperGuards, is_fixed
 from .sizes.size_symbols import AS_CALLED, TracedSizes
@@ -77,12 +77,22 @@ def capture(
         if symbol is not None and is_fixed(fakes.shapes, symbol)
     }
     _describe_origins(program)
+    captured.returns_loss = _returns_loss(program, trace.final, call)
     _check_memory_is_not_read(program)
     _name_placeholders(program)
     _drop_unread_hyper_parameters(program)
     second.graph.lint()
     second.recompile()
     return captured, reads
+
+
+def _returns_loss(program: Program, final: FinalState, call: Call) -> bool:
+    """Whether the step of a model in train() mode returns a number with its graph, and has no backward pass itself."""
+    if not any(module.training for module in call.given.modules.values()):
+        return False
+    if any(node.meta.get("phase") == "backward" for node in program.graph.nodes):
+        return False
+    return any(isinstance(x, torch.Tensor) and x.requires_grad and not x.ndim for x in final.results)
 
 
 def _unread_leaves(program: Program, fakes: Fakes, carried: Carried) -> set[str]:

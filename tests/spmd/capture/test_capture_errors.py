@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -210,3 +211,27 @@ def test_a_known_number_may_be_a_size_or_a_condition() -> None:
     _, tiled, count = spmd.compile(sizes_that_are_known)(*CASE.build(), *CASE.part(0, 0))
     assert tiled.tolist() == [0.0, 1.0] * 3
     assert int(count) == 3
+
+
+def loss_only(model: nn.Module, x: Tensor, backward: bool, graph: bool) -> Tensor:
+    with torch.set_grad_enabled(graph):
+        loss: Tensor = model(x).square().mean()
+    if backward:
+        loss.backward()
+    return loss
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loss_that_is_to_be_trained_outside_is_warned_of_once() -> None:
+    model, x, step = nn.Linear(3, 3), torch.ones(2, 3), spmd.compile(loss_only)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(model, x, True, True)
+        step(model, x, False, False)
+        step(model.eval(), x, False, True)
+    assert not caught
+    with pytest.warns(UserWarning, match=r"returns a loss and has no backward pass.*call it in the step") as found:
+        for _ in range(2):
+            loss = step(model.train(), x, False, True)
+    assert len(found) == 1 and found[0].filename == __file__
+    assert not loss.requires_grad

@@ -342,6 +342,16 @@ def test_programs_of_one_capture_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert len(compiled.programs) == 3 and len(traced) == 2  # that of the first size by itself counts for none
 
 
+@pytest.mark.usefixtures("alone")
+def test_many_sizes_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_MANY", 3)
+    step = spmd.compile(lambda x: x * 2)
+    with pytest.warns(UserWarning, match=r"compiled 3 programs that differ in sizes .*x: .*pad to a few") as found:
+        for length in range(2, 9):
+            step(torch.ones(length, 3))
+    assert len(found) == 1
+
+
 @pytest.mark.slow
 def test_nothing_is_kept_of_a_model_that_is_gone() -> None:
     compiled, (model, optimizer) = spmd.compile(step), prepared()
