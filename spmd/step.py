@@ -59,6 +59,7 @@ from .lowering.lower import Executable, lower
 from .modes.base import ParallelMode
 from .options import ModeName, Options
 from .override import Override, transform
+from .partitioner.diagnostics import CUTS_THE_BATCH
 from .profile import Profile
 from .progress import Progress
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of, standing_of_state
@@ -262,6 +263,7 @@ class CompiledStep:
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
             local, added, state = self._partition(call, captured, agreement)
+            self._warn_of_cuts(local, agreement)
             local, pipeline = options.fitted(local, agreement.all_gather_text, self._dispatch.graphs)
             dump.stage(1, "partition", local)
         with stages.stage("passes"), DisableAutocast():
@@ -302,6 +304,17 @@ class CompiledStep:
             any_size=any_size,
             deferred=deferred,
         )
+
+    def _warn_of_cuts(self, local: Program, agreement: Agreement) -> None:
+        """Warn, once, of a batch that the step cuts into parts: ranks may have joined these parts themselves."""
+        for note in local.notes if agreement.is_first_rank else ():
+            if note.startswith("aten.split") and CUTS_THE_BATCH in note and CUTS_THE_BATCH not in self._warned:
+                self._warned.add(CUTS_THE_BATCH)
+                warn_user(
+                    f"{note}. The batch is that of all ranks, their rows one after the other: parts that each rank has "
+                    "joined before the call (two views of its rows) are not those that the step cuts, as they would be "
+                    "in DDP"
+                )
 
     def _deferred(
         self,

@@ -87,6 +87,14 @@ class HyperParameter:
         value = self.group[self.key]
         return value if self.item is None else value[self.item]
 
+    def put(self, value: Any) -> None:
+        """Write another."""
+        if self.item is not None:
+            held = list(self.group[self.key])
+            held[self.item] = value
+            value = type(self.group[self.key])(held)
+        self.group[self.key] = value
+
 
 @dataclass(frozen=True, eq=False)
 class Parameter:

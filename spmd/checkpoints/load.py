@@ -21,6 +21,8 @@ from .fit import check_fit
 from .folders import foreign_files, newest, path_of
 from .objects import Objects, has_state
 from .optimizers import load_optimizer
+from .per_rank import check_fit as check_per_rank
+from .per_rank import restore
 from .schedulers import regrouped
 from .stored import Stored
 from .targets import Targets
@@ -28,14 +30,16 @@ from .together import Together, together
 from .trees import is_meta, leaves
 
 
-def load(folder: str | os.PathLike[str], *, strict: bool = True, **state: Any) -> int | None:
+def load(
+    folder: str | os.PathLike[str], *, strict: bool = True, per_rank: Mapping[str, Any] | None = None, **state: Any
+) -> int | None:
     """Load the newest complete checkpoint of a folder into ``state``; all ranks call it. Returns its step, or None.
 
     ``folder`` is what ``spmd.save`` was given, or one checkpoint in it. ``state``: by the names that it was saved with,
     all or some of the objects. Each rank reads its parts, whatever the layout was when they were saved. A dict or list
     of plain values gets the stored content; a tensor, the stored values; what cannot change is compared. The random
     state of compiled steps (``spmd.set_rng_state``) is loaded, too. A model on the meta device is given its layout by
-    ``spmd.materialize`` first.
+    ``spmd.materialize`` first. ``per_rank``: objects that get what this rank saved for itself.
 
     With ``strict``, names that are missing on either side, shapes and dtypes that differ, are all listed by name in
     a ``ValueError``, before anything changes; without it, what is in both is loaded, cast where dtypes differ.
@@ -48,7 +52,7 @@ def load(folder: str | os.PathLike[str], *, strict: bool = True, **state: Any) -
     finish_pending()
     with together(f"loading {path}", restores_state=True) as ranks:
         checkpoint = Path(ranks.first(lambda: str(_find(path))))
-        return _load(checkpoint, state, strict, ranks)
+        return _load(checkpoint, state, strict, ranks, per_rank)
 
 
 def _find(folder: Path) -> Path:
@@ -58,9 +62,16 @@ def _find(folder: Path) -> Path:
     return found or folder
 
 
-def _load(checkpoint: Path, state: Mapping[str, Any], strict: bool, ranks: Together) -> int | None:
+def _load(
+    checkpoint: Path, state: Mapping[str, Any], strict: bool, ranks: Together, per_rank: Mapping[str, Any] | None
+) -> int | None:
     loads: list[_Load] = []
-    ranks.run(lambda: loads.append(_Load.of(checkpoint, state, strict)))
+
+    def prepare() -> None:
+        loads.append(_Load.of(checkpoint, state, strict))
+        check_per_rank(per_rank, loads[0].stored.trees, ranks.size)
+
+    ranks.run(prepare)
     (work,) = loads
     trained = Arguments([], tree_flatten(())[1], work.objects.modules, work.objects.optimizers, {})
     ranks.state = StateIs.MIXED if trained.modules or trained.optimizers else StateIs.BEFORE
@@ -68,6 +79,7 @@ def _load(checkpoint: Path, state: Mapping[str, Any], strict: bool, ranks: Toget
         for targets in work.passes():
             work.stored.files.read(targets, ranks)
         ranks.run(work.apply)
+        ranks.run(lambda: restore(per_rank, work.stored.trees, ranks.rank))
     except BaseException:
         if ranks.state is StateIs.MIXED:
             RefusedSaves(trained, f"loading {checkpoint} did not end", ranks.standing)

@@ -25,6 +25,7 @@ from . import background
 from .background import Handle
 from .folders import DATA, MARKER, VALUES, keep_newest, path_of, remove_leftovers, target, write_whole
 from .marker import Marker, describe
+from .per_rank import gather
 from .prepare import Prepared, compare, line_of, prepare
 from .storage import File, plan_files, write
 from .together import Together, together
@@ -32,7 +33,13 @@ from .values import to_bytes
 
 
 def save(
-    folder: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None, wait: bool = True, **state: Any
+    folder: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    wait: bool = True,
+    per_rank: Mapping[str, Any] | None = None,
+    **state: Any,
 ) -> Handle:
     """Save models, optimizers and whatever else has state to a folder that all ranks see; all ranks call it.
 
@@ -46,6 +53,8 @@ def save(
     - ``wait``: False returns at once, and a thread writes while training goes on. Parameters and optimizer state of
       compiled steps, on the CPU, are not copied: the first write to them waits until they have been read. All else is
       copied before the call returns.
+    - ``per_rank``: what each rank has for itself, by name, such as its data loader: objects with ``state_dict`` and
+      ``load_state_dict``, dicts or lists, small ones. As many ranks load it again (``spmd.load(per_rank=)``).
 
     Returns a handle with ``done()``, ``wait()`` and ``error``. A save that fails in the background is logged, and its
     error raised by ``wait()``, or else by the next save, which waits for the one before it in any case.
@@ -62,7 +71,8 @@ def save(
     with together(f"saving {checkpoint}") as ranks:
         before = background.last()
         ranks.run(lambda: before.end_before_the_next() if before is not None else None)
-        save = _prepare(checkpoint, step, keep, state, ranks, wait)
+        own = gather(per_rank, ranks)
+        save = _prepare(checkpoint, step, keep, {**state, **own}, ranks, wait)
         try:
             save.write(ranks) if wait else save.start(handle, ranks, state)
         except BaseException:

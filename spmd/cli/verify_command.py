@@ -41,7 +41,9 @@ def add_command(commands: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("step", metavar="FILE:STEP", help="a Python file, and the compiled step in it")
+    command.add_argument(
+        "step", metavar="FILE:STEP", help="a Python file, and the compiled step in it, or trainer.step"
+    )
     command.add_argument("--args", default="example_args", help="the function that returns its arguments (%(default)s)")
     command.add_argument("--world", type=int, help="ranks to simulate; 4 without a mesh")
     command.add_argument("--mesh", help="ranks along each axis, such as dp=2,tp=2; by default one axis, dp")
@@ -98,8 +100,12 @@ def _load(which: str, args: str) -> tuple[Any, tuple[Any, ...]]:
         raise ValueError(f"expected FILE:STEP, such as train.py:train_step, got {which!r}")
     module = _imported(Path(path))
     steps = [key for key, value in vars(module).items() if isinstance(value, CompiledStep)]
-    if name not in steps:
-        raise ValueError(f"{path} has no compiled step {name!r}; it has {', '.join(steps) or 'none'}")
+    step = _attribute(module, name)
+    if not isinstance(getattr(step, "__func__", step), CompiledStep):
+        raise ValueError(
+            f"{path} has no compiled step {name!r}; it has {', '.join(steps) or 'none'}. One that is a method goes by "
+            "trainer.step, or by Trainer.step with the trainer as the first argument"
+        )
     make = getattr(module, args, None)
     if not callable(make):
         functions = [key for key, value in vars(module).items() if callable(value) and key not in steps]
@@ -108,7 +114,15 @@ def _load(which: str, args: str) -> tuple[Any, tuple[Any, ...]]:
             f"it with --args; it has {', '.join(functions) or 'none'}"
         )
     given = make()
-    return vars(module)[name], tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    return step, tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+def _attribute(module: Any, name: str) -> Any:
+    """The attribute of a module by its path; None if there is none."""
+    found = module
+    for key in name.split("."):
+        found = getattr(found, key, None)
+    return found
 
 
 def _imported(path: Path) -> Any:

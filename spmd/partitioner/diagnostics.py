@@ -20,6 +20,8 @@ from .context import Context
 from .redistribute import Reason
 from .values import Value
 
+CUTS_THE_BATCH = "cuts the batch across ranks"
+
 
 @dataclass
 class Diagnostics:
@@ -104,7 +106,7 @@ def _rows_note(reader: fx.Node, even: bool) -> str:
     at = f"{reader.target} at {_line(reader)}".replace("{", "{{").replace("}", "}}")
     if reader.target in CUTS:
         return (
-            f"{at} cuts the batch across ranks, so its rows are gathered first ({{}}). To avoid that, pass each part "
+            f"{at} {CUTS_THE_BATCH}, so its rows are gathered first ({{}}). To avoid that, pass each part "
             "as an argument, or stack the parts and set input_batch_dim=1"
         )
     if not even:

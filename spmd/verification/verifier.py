@@ -31,7 +31,7 @@ from .wholes import UnequalReplicasError, put_together
 from .world import AnyMesh, check_mesh, simulated_world
 
 MOST = 16  # ranks
-_FACTOR = 0.75  # of learning rates, from step to step
+_FACTOR = 0.75  # of learning rates and other floats, from step to step
 
 
 def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh = None, **kwargs: Any) -> Verdict:
@@ -40,8 +40,8 @@ def verify(step: Any, *args: Any, steps: int = 3, world: int = 4, mesh: AnyMesh 
     ``step`` is what ``spmd.compile`` made, and the other arguments are those of one call with the whole batch. The
     plain step runs on copies of them, ``steps`` times; the compiled one on ``world`` simulated ranks, each with its
     part of the batch. After every step all is compared: what the step returns, parameters, buffers, gradients,
-    optimizer state. Learning rates change from step to step. Nothing of yours changes, but what the step itself writes
-    to globals and closure variables.
+    optimizer state. Learning rates, other floats of parameter groups, and counters change from step to step. Nothing of
+    yours changes, but what the step itself writes to globals and closure variables.
 
     ``mesh``: a dict from the names of axes to their sizes, ``{"dp": 2, "tp": 2}``; by default one axis, ``dp``.
 
@@ -145,19 +145,19 @@ class Verification:
         """The verdict after all steps, or after the first that is wrong."""
         for number in range(self.steps):
             if number:
-                self._vary_learning_rates()
+                self._vary_numbers()
             found = self._step(number)
             if found is not None:
                 return found
         return self._verdict()
 
-    def _vary_learning_rates(self) -> None:
-        """Let all learning rates be others in the next step, as a scheduler does: a stale one shows."""
+    def _vary_numbers(self) -> None:
+        """Let learning rates, other floats of groups, and counters be others in the next step: a stale one shows."""
         for given in (self.plain.given(), self.first.given()):
-            for optimizer in given.optimizers.values():
-                for group in optimizer.param_groups:
-                    if isinstance(group.get("lr"), float):
-                        group["lr"] *= _FACTOR
+            for hyper in hyper_parameters_of(given.optimizers):
+                value = hyper.get()
+                if isinstance(value, (int, float)):
+                    hyper.put(value * _FACTOR if isinstance(value, float) else value + 1)
 
     def _step(self, number: int) -> Verdict | None:
         inputs = [rank.prepare() for rank in self.ranks]

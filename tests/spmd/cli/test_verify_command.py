@@ -33,6 +33,22 @@ raises = spmd.compile(lambda model, optimizer, x: {}["no such key"])
 refused = spmd.compile(lambda model, optimizer, x: float(model(x).detach().sum()) > 0 and model(x))
 right, wrong = spmd.compile(step), spmd.compile(step, passes=(LosesAnUpdate(),))
 
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    @spmd.compile
+    def train(self, x):
+        return step(self.model, self.optimizer, x)
+
+trainer = Trainer(*(made := torch.nn.Linear(4, 2), torch.optim.SGD(made.parameters(), lr=0.1)))
+
+def rows():
+    return torch.randn(8, 4)
+
+def trainer_and_rows():
+    return trainer, rows()
+
 def example_args():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
@@ -57,6 +73,12 @@ def run(*argv: str) -> int:
 def test_a_right_step_ends_with_zero(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"{file}:right", "--mesh", "dp=2", "--steps", "2") == 0
     assert "step agrees" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("which, args", [("trainer.train", "rows"), ("Trainer.train", "trainer_and_rows")])
+def test_a_method_is_verified(file: Path, which: str, args: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{file}:{which}", "--args", args, "--world", "2", "--steps", "2") == 0
+    assert "train agrees" in capsys.readouterr().out
 
 
 def test_a_wrong_step_ends_with_one_and_names_the_pass(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

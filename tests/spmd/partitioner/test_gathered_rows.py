@@ -122,3 +122,20 @@ def test_every_gather_of_rows_has_a_note_with_line_and_way_out(use: str) -> None
 @pytest.mark.parametrize("style, use", [(STYLES[k % 2], use) for k, use in enumerate([*KEPT, "unequal"])])
 def test_rows_are_those_of_the_plain_step(ranks: Ranks, style: str, use: str) -> None:
     assert_agrees(ranks, 2, Rows(use=use), style, steps=3)
+
+
+def two_views(model: nn.Module, x: Tensor) -> Tensor:
+    """Rows that each rank has joined before the call are not cut apart so."""
+    first, second = model(x).chunk(2)
+    return F.mse_loss(first, second).detach()
+
+
+def test_a_cut_of_rows_that_ranks_may_have_joined_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"x\)\.chunk\(2\) cuts the batch across ranks, .*two views") as found:
+        compile_on_fake_ranks(2, two_views, (mlp(6, 3),), torch.randn(4, 6, dtype=torch.float64))
+    assert len(found) == 1
+
+
+def test_one_rank_needs_no_rows_of_others() -> None:
+    compiled = compile_on_fake_ranks(1, two_views, (mlp(6, 3),), torch.randn(4, 6, dtype=torch.float64))
+    assert not compiled.program.notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+import passes
 import spmd
 from spmd.call.rng import random_state_kept
 from spmd.lowering.lower import Executable
@@ -60,6 +62,31 @@ def test_a_clean_step_agrees(name: str) -> None:
     verdict = spmd.verify(step, *arguments(**given), steps=2, **options)
     assert verdict, verdict
     assert verdict.compared >= 20
+
+
+@dataclass(frozen=True)
+class Freezes(passes.Pass):
+    """A pass that reads a number of the optimizer once, as if it never changed."""
+
+    name: str
+    value: float
+
+    def rewrite(self, program: passes.Program) -> int:
+        node = program.placeholders[program.positions()[self.name]]
+        for user in list(node.users):
+            given = user.args, user.kwargs
+            user.args, user.kwargs = fx.node.map_arg(given, lambda arg: self.value if arg is node else arg)
+        return 1
+
+
+@pytest.mark.parametrize("key, value", [("lr", 0.1), ("weight_decay", 0.5)])
+def test_a_number_that_is_stale_in_a_later_step_is_found(key: str, value: float) -> None:
+    model, _, x, y = arguments()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    step = spmd.compile(train_step, passes=(Freezes(f"optimizer.0.{key}", value),))
+    verdict = spmd.verify(step, model, optimizer, x, y, steps=2, world=2)
+    assert not verdict and verdict.stage == "Freezes"
+    assert optimizer.param_groups[0][key] == value
 
 
 def test_a_learning_rate_that_the_step_writes_is_each_ranks_own() -> None:
