@@ -13,7 +13,7 @@ from __future__ import annotations
 import builtins
 import sys
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -490,3 +490,4 @@ for _base, _cls in _CLASSES.items():
         if getattr(_cls, _name) is getattr(_base, _name) and _name not in _KEPT:
             setattr(_cls, _name, _reading(_base, _name))
     register_pytree_node(_cls, _flatten, _unflatten)
+_CLASSES[OrderedDict] = _Dict  # without what it has besides: a step that uses that is traced without a journal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +24,7 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.state: dict[Any, Any] = {"steps": 0, "loss": 0.0, "best": 1e9, 7: 1, "name": "run"}
         self.logged: dict[str, Any] = {}
+        self.ordered = OrderedDict(loss=0.0)
         self.totals, self.seen = defaultdict[str, float](float), Counter[str]()
         self.meters, self.history = defaultdict[str, list[Tensor]](list), [0, 0.0, torch.zeros((), dtype=torch.float64)]
         self.shadow = {name: value.detach().clone() for name, value in self.model.named_parameters()}
@@ -79,6 +80,7 @@ def logs_by_name(trainer: Trainer, loss: Tensor) -> None:
 def sums_by_name(trainer: Trainer, loss: Tensor) -> None:
     trainer.totals["loss"] += loss.item()
     trainer.totals["rows"] += 2.0
+    trainer.ordered["loss"] += loss.item()
     trainer.seen["calls"] += 1
     trainer.seen.update(["calls", "batches"])
 
@@ -126,7 +128,7 @@ def train(rank: int, world: int, update: Callable[[Any, Tensor], None], style: s
                 each.logged, each.totals = {}, defaultdict(float)
                 each.seen.clear()
                 each.history[1] = 0.5 if update is counts_in_a_list else 0.0
-        for name in ("logged", "totals", "seen", "meters", "history"):
+        for name in ("logged", "totals", "seen", "meters", "history", "ordered"):
             assert_same(getattr(compiled, name), getattr(plain, name))
         torch.testing.assert_close(compiled.shadow, plain.shadow)
         assert list(compiled.state) == list(plain.state)
