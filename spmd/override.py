@@ -103,6 +103,12 @@ def transform(
     transforming = [override for override in overrides if type(override).transform is not Override.transform]
     if not transforming:
         return program, {}
+    if program.micro_batches is not None and program.micro_batches.accumulating is not None:
+        raise PassError(
+            f"expected rows that {program.micro_batches.count} micro-batches divide, since "
+            f"{type(transforming[0]).__name__}.transform edits one graph, and parts of other lengths have their own: "
+            "pass batches that divide evenly, or drop the last one"
+        )
     state = local_state()
     flat_state = list(state)
     for override in transforming:
@@ -117,9 +123,13 @@ def transform(
 def transform_graph_module(
     program: Program, transformation: Callable[[fx.GraphModule], fx.GraphModule] | None
 ) -> Program:
-    """``program`` with the graph that the user's ``gm_transformation`` returns."""
+    """``program`` with the graph that the user's ``gm_transformation`` returns; the same for all micro-batches."""
     if transformation is None:
         return program
+    micro = program.micro_batches
+    if micro is not None and micro.accumulating is not None:
+        first = transform_graph_module(micro.accumulating, transformation)
+        program = replace(program, micro_batches=replace(micro, accumulating=first))
     module = transformation(program.graph_module)
     if not isinstance(module, fx.GraphModule):
         raise PassError(f"expected gm_transformation to return a GraphModule, got {module!r}")

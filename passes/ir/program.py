@@ -186,7 +186,7 @@ class MicroBatches:
             return value
         dim = self.split[declared.name]
         step = -(-value.shape[dim] // self.count)
-        return value.narrow(dim, k * step, min(step, value.shape[dim] - k * step))
+        return value.narrow(dim, k * step, min(step, value.shape[dim] - k * step)).contiguous()
 
 
 @dataclass

@@ -91,10 +91,11 @@ def _moving(node: fx.Node, run: fx.Node, next_region: Sequence[Sequence[int]]) -
 def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype | None) -> None:
     """Replace a sum over micro-batches by one that grows from run to run."""
     (wait,) = node.users
+    held = wait if "placement" in wait.meta else next(iter(wait.users))  # sums in a wider dtype are rounded behind it
     value: Any = node.args[0]
     own = value.meta["val"]
     wide = own.to(dtype) if dtype is not None and own.is_floating_point() else own
-    placement = tuple(wait.meta["placement"][:-1])
+    placement = tuple(held.meta["placement"][:-1])
     declared = Input(Role.ACCUMULATOR, name, tuple(own.shape), wide.dtype, placement)
     total = _input(program, declared, wide)
     cast = value
@@ -107,7 +108,7 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
     for key in ("grad_of", "captured", "placement"):
         if key in wait.meta:
             result.meta[key] = wait.meta[key]
-    result.meta["placement"] = wait.meta["placement"]
+    result.meta["placement"] = held.meta["placement"]
     wait.replace_all_uses_with(result)
     program.graph.erase_node(wait)
     program.graph.erase_node(node)

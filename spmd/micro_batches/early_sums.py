@@ -6,7 +6,7 @@ be known before all micro-batches have run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,17 +25,16 @@ WHOLE = "all of "
 _GIVEN = (Role.BATCH, Role.ARGUMENT, Role.CONSTANT, Role.HYPER_PARAMETER)
 
 
-def early(graph: fx.Graph, sums: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of the sums that others are computed from."""
+def early(graph: fx.Graph, sums: Sequence[fx.Node], joined: Collection[fx.Node]) -> list[fx.Node]:
+    """Those of the sums that others are computed from, or rows that each micro-batch returns (``joined``)."""
     sources: dict[fx.Node, set[fx.Node]] = {}
     found = dict.fromkeys(sums, False)
     for node in graph.nodes:
         reads = [] if has(node.target, Trait.ZEROS, Trait.ONES, Trait.FULL) else node.all_input_nodes
         reached = set[fx.Node]().union(*(sources[each] for each in reads))
-        if node in found:
+        if node in found or node in joined:
             found |= dict.fromkeys(reached, True)
-            reached = {node}
-        sources[node] = reached
+        sources[node] = {node} if node in found else reached
     return [node for node, is_early in found.items() if is_early]
 
 
@@ -73,6 +72,8 @@ def compute_early(
 def _captured(node: fx.Node) -> str:
     """The captured node whose value a collective sums up."""
     (value,) = node.all_input_nodes
+    while "captured" not in value.meta:  # a cast to the dtype of the sum
+        (value,) = value.all_input_nodes
     return str(value.meta["captured"])
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
+from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from passes import Axis, AxisRole, Input, PartitionError, Program, Role
@@ -17,7 +18,7 @@ from ..partitioner.assignment import Assignment
 from ..partitioner.emit_program import emit
 from ..partitioner.plan import Plan
 from ..partitioner.problem import Problem
-from ..placements import local_shape
+from ..placements import chunk, local_shape
 from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_outputs, sums_in_time, without_axis
 from .early_sums import compute_early, early
 
@@ -33,16 +34,19 @@ def partition_in_time(program: Program, plan: Plan, count: int, dtype: torch.dty
     rows = _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
     lengths = [local_shape(each.shape, each.placement, program.mesh)[rows[each.name]] for each in batch]
-    parts = -(-max(lengths) // -(-max(lengths) // count))
+    most = max(*lengths, 1)
+    parts = -(-most // -(-most // count))
     if not _leaves_rest(lengths, parts):
-        return _Shares(program, plan, rows, parts, dtype).of(0, follows=True)
+        return _Shares(program, plan, rows, parts, dtype).of(0, follows=parts > 1)
     try:
+        for each, length in zip(batch, lengths, strict=True):
+            _check_parts(each, length, parts)
         return _with_shorter_end(_Shares(program, plan, rows, parts, dtype))
     except PartitionError:
         even = next((k for k in range(parts, min(lengths) + 1) if not _leaves_rest(lengths, k)), None)
         if even is None:
             raise
-        local = _Shares(program, plan, rows, even, dtype).of(0, follows=True)
+        local = _Shares(program, plan, rows, even, dtype).of(0, follows=even > 1)
         note = (
             f"micro_batches={count} does not divide the {lengths[0]} rows of {batch[0].name} on a rank, and the step "
             f"merges rows with other dims, which takes equal parts: it runs {even} times. Pass a multiple of {count}"
@@ -84,10 +88,13 @@ class _Shares:
         add_run(local)
         if follows:
             follow_the_run(local, self._emitted(k + 1))
-        ahead = early(local.graph, sums)
+        joined = joined_outputs(local)
+        ahead = early(local.graph, sums, _values(local, joined))
         whole = compute_early(local, self.program, self.plan, self.rows, ahead) if ahead else {}
-        accumulate(local, sums_in_time(local), self.dtype)
-        micro = MicroBatches(self.count, self.rows, whole, joined_outputs(local))
+        sums = sums_in_time(local)
+        assert not early(local.graph, sums, _values(local, joined)), "what a run needs of others is computed ahead"
+        accumulate(local, sums, self.dtype)
+        micro = MicroBatches(self.count, self.rows, whole, joined)
         return replace(without_axis(local, self.rows, self.count, k), micro_batches=micro)
 
     def _emitted(self, k: int) -> Program:
@@ -98,6 +105,12 @@ class _Shares:
         return Problem.of(
             _on_axis(self.program, self.rows, self.count, k), _over_axis(self.program, self.plan, self.rows)
         )
+
+
+def _values(program: Program, names: Collection[str]) -> set[fx.Node]:
+    """The nodes of some outputs."""
+    pairs = zip(program.output_values(), program.outputs, strict=True)
+    return {value for value, output in pairs if output.name in names}
 
 
 def _rows(program: Program, plan: Plan, count: int) -> dict[str, int]:
@@ -124,6 +137,15 @@ def _check_even(declared: Input, dim: int, program: Program) -> None:
         raise PartitionError(
             f"micro_batches takes equal numbers of rows on all ranks, but {declared.name} has {declared.shape[dim]} "
             f"rows for {ranks} ranks: pass equal parts, or drop the last batch"
+        )
+
+
+def _check_parts(declared: Input, length: int, count: int) -> None:
+    if chunk(length, count, max(count - 2, 0))[1] != chunk(length, count, 0)[1]:
+        raise PartitionError(
+            f"micro_batches cuts rows into {count} parts, all but the last one of equal length, but {declared.name} "
+            f"has other rows than the rest, {length} on each rank: pass as many rows of it, or name it in inputs as "
+            "Replicate()"
         )
 
 

@@ -16,7 +16,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Axis, Collective, Kind, Mesh, Role
+from passes import Axis, AxisRole, Collective, Kind, Mesh, Role
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.program import Placements
 
@@ -242,7 +242,9 @@ class Redistribution:
         why = self.reason.why(kind, axis.name, reduction)
         described = Collective(kind, axis.name, reduction, self.reason.role, why, self.reason.of)
         sent, *others = arguments
-        dtype, casts = sent.meta["val"].dtype, self.reason.casts(sent.meta["val"].dtype)
+        dtype = sent.meta["val"].dtype
+        sends = AxisRole.MICRO_BATCHES not in axis.roles  # sums over micro-batches stay here: no need to round them
+        casts = self.reason.casts(dtype) and (sends or not self.reason.narrows(dtype))
         if casts:
             sent = self.emit(aten._to_copy.default, (sent,), dtype=self.reason.wire)
         started = self.emit(op, (sent, *others), collective=described)

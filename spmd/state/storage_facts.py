@@ -35,7 +35,16 @@ def with_storage_facts(program: Program, slots: Sequence[Slot], all_gather_text:
     common = [group for group in stored if all(list(group) in groups for groups, _ in everyone)]
     # A group that is stored together on some ranks only can neither be taken as it is nor moved.
     partial = {name for groups, _ in everyone for group in groups if tuple(group) not in common for name in group}
-    return replace(program, stored=tuple(common), fixed=frozenset(partial.union(*(names for _, names in everyone))))
+    fixed_anywhere = frozenset(partial.union(*(names for _, names in everyone)))
+    return _noted(program, stored=tuple(common), fixed=fixed_anywhere)
+
+
+def _noted(program: Program, **facts: Any) -> Program:
+    """``program`` with these facts, and that of the other micro-batches."""
+    micro = program.micro_batches
+    if micro is not None and micro.accumulating is not None:
+        micro = replace(micro, accumulating=replace(micro.accumulating, **facts))
+    return replace(program, micro_batches=micro, **facts)
 
 
 def _is_new(tensor: torch.Tensor, placement: Iterable[Any]) -> bool:
