@@ -36,7 +36,7 @@ from .ir.interpret import interpret
 from .ir.ops import PURE_FUNCTIONS
 from .ir.printer import print_program
 from .ir.program import Axis, Input, Mesh, Output, OutputKind, Part, Program
-from .ir.region import Region
+from .ir.region import Island, Region
 from .ir.roles import AxisRole, Memory, Phase, Role
 from .memory.canonicalize import Canonicalize
 from .memory.fold_layout_copies import FoldLayoutCopies
@@ -46,7 +46,8 @@ from .memory.recompute import Recompute
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
-from .pipeline import default, with_numbers_on_device, with_regions
+from .pipeline import default, with_islands, with_numbers_on_device, with_regions
+from .regions.form_islands import FormIslands
 from .regions.form_regions import FormRegions
 from .report import EstimatedTime, OneCollective, PassEffect, Report
 from .runner import run
@@ -79,11 +80,13 @@ __all__ = [
     "Fact",
     "FoldLayoutCopies",
     "FoldViews",
+    "FormIslands",
     "FormRegions",
     "FormUnits",
     "FuseForeach",
     "FuseUpdate",
     "Input",
+    "Island",
     "Kind",
     "LiveValue",
     "Memory",
@@ -131,6 +134,7 @@ __all__ = [
     "print_program",
     "published",
     "run",
+    "with_islands",
     "with_numbers_on_device",
     "with_regions",
 ]

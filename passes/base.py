@@ -50,7 +50,7 @@ class Pass(ABC):
 
     def __str__(self) -> str:
         declared: tuple[Any, ...] = fields(self) if is_dataclass(self) else ()  # a pass without options need not be one
-        options = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in declared)
+        options = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in declared if each.repr)
         return f"{type(self).__name__}({options})" if options else type(self).__name__
 
 

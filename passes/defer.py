@@ -15,6 +15,7 @@ from .ir.check_bundle import check_bundle
 from .ir.program import Program
 from .memory.update_in_place import UpdateInPlace
 from .pipeline import backend_of, table_of
+from .regions.form_islands import FormIslands
 from .regions.form_regions import FormRegions
 from .runner import FIRST_STAGE, OnStage, run
 from .schedule.node_costs import NodeCosts, device_of
@@ -38,7 +39,7 @@ class _Parts:
     def of(cls, pipeline: Sequence[Pass]) -> _Parts:
         """The parts. Raises ``PassError`` for a pipeline that writes nothing in place, or has nothing before that."""
         write = next((k for k, each in enumerate(pipeline) if isinstance(each, UpdateInPlace)), 0)
-        at = next((k for k, each in enumerate(pipeline[:write]) if isinstance(each, FormRegions)), write)
+        at = next((k for k, each in enumerate(pipeline[:write]) if isinstance(each, (FormRegions, FormIslands))), write)
         if not at:
             raise PassError("defer_updates=True takes a pipeline with passes.UpdateInPlace, after passes.UpdateLast")
         return cls(tuple(pipeline[:at]), tuple(pipeline[at : write + 1]), tuple(pipeline[write + 1 :]))

@@ -26,6 +26,25 @@ class OpTime:
 
 
 @dataclass(frozen=True)
+class IslandTime:
+    """One distinct island of a program (``FormIslands``), named after the first of its ``calls``.
+
+    ``nodes``: ops inside; ``bytes``: those that ops by themselves would read and write besides what the island does.
+    ``aten`` and ``kernels``: seconds of a call on this rank, op by op and as kernels. ``is_taken``: by all ranks, as
+    kernels are quicker in their sum; ``why``: the reason that there are no kernels.
+    """
+
+    name: str
+    nodes: int
+    calls: int
+    bytes: int
+    aten: float = 0.0
+    kernels: float = 0.0
+    is_taken: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class MeasuredTime:
     """One step of one rank as it ran, node by node: medians over ``calls`` calls.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from .analysis.costs import BUILT_IN, Table
@@ -28,6 +28,7 @@ from .memory.one_storage import OneStorage
 from .memory.reduce_in_place import ReduceInPlace
 from .memory.reuse_memory import ReuseMemory
 from .memory.update_in_place import UpdateInPlace
+from .regions.form_islands import Choose, FormIslands, take_all
 from .regions.form_regions import FormRegions
 from .schedule.overlap import Overlap
 from .update.device_numbers import DeviceNumbers
@@ -100,7 +101,7 @@ def with_micro_batches(pipeline: Iterable[Pass]) -> tuple[Pass, ...]:
     passes = tuple(pipeline)
     if not passes or any(isinstance(each, SplitMicroBatches) for each in passes):
         return passes
-    kinds = (FormRegions, UpdateInPlace)
+    kinds = (FormIslands, FormRegions, UpdateInPlace)
     at = next(
         (k for k, each in enumerate(passes) if isinstance(each, kinds) or each.last or each.keeps_order), len(passes)
     )
@@ -117,8 +118,25 @@ def with_regions(pipeline: Iterable[Pass]) -> tuple[Pass, ...]:
     if any(isinstance(each, FormRegions) for each in passes):
         return passes
     kept = [each for each in passes if not isinstance(each, (FuseUpdate, FuseForeach))]
-    at = next((k for k, each in enumerate(kept) if each.last or each.keeps_order), len(kept))
+    at = _functional(kept)
     return (*kept[:at], FormRegions(), *kept[at:])
+
+
+def with_islands(pipeline: Iterable[Pass], choose: Choose = take_all) -> tuple[Pass, ...]:
+    """A pipeline for a backend that takes islands, which are formed before the first pass that writes or plans memory.
+
+    Fused optimizers stay as they are. A pipeline that forms islands itself does so by ``choose``, too.
+    """
+    passes = tuple(pipeline)
+    if not any(isinstance(each, FormIslands) for each in passes):
+        at = _functional(passes)
+        passes = (*passes[:at], FormIslands(), *passes[at:])
+    return tuple(replace(each, choose=choose) if isinstance(each, FormIslands) else each for each in passes)
+
+
+def _functional(passes: Sequence[Pass]) -> int:
+    """The number of passes before the first one that writes or plans memory."""
+    return next((k for k, each in enumerate(passes) if each.last or each.keeps_order), len(passes))
 
 
 def table_of(pipeline: Iterable[Pass]) -> Table:

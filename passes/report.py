@@ -23,7 +23,7 @@ from .analysis.costs import Table as Costs
 from .ir.collectives import Collective, Kind, input_bytes, moved
 from .ir.printer import short_dtype
 from .ir.program import Program
-from .measured import MeasuredTime, OpTime, collective_of
+from .measured import IslandTime, MeasuredTime, OpTime, collective_of
 from .memory.peak_memory import PlannedMemory, planned_memory
 from .page.render import render
 from .schedule.critical_path import PathPart, critical_path, in_all
@@ -122,7 +122,8 @@ class Report:
     are no part of ``to_dict``. ``seconds``: the time of each stage of compiling, and ``passes``: what each pass did in
     it. ``reason``: why it was compiled, if that is known. ``notes``: messages for users, such as the ops that run
     replicated because they have no rule. ``memory``: by device, the planned peak of one rank, what it is made of, and
-    what is largest then.
+    what is largest then. ``islands``: what a compiler of kernels took, or left to aten; ``kernels``: their C++, no part
+    of ``to_dict``.
     """
 
     name: str
@@ -138,6 +139,8 @@ class Report:
     measured: MeasuredTime | None = None
     reason: str = ""
     path: tuple[PathPart, ...] = ()
+    islands: tuple[IslandTime, ...] = ()
+    kernels: str = field(default="", repr=False, compare=False)
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     files: Callable[[], Mapping[str, str]] | None = field(default=None, repr=False, compare=False)
 
@@ -152,6 +155,8 @@ class Report:
         costs: Costs = BUILT_IN,
         backend: str | None = None,
         reason: str = "",
+        islands: Sequence[IslandTime] = (),
+        kernels: str = "",
     ) -> Report:
         """The report of ``program``; every collective in it must be described, as ``check`` demands.
 
@@ -176,6 +181,8 @@ class Report:
             tuple(passes),
             reason=reason,
             path=path,
+            islands=tuple(islands),
+            kernels=kernels,
             timeline=found,
         )
 
@@ -204,7 +211,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""
         plain = asdict(replace(self, timeline=None, files=None))
-        return {key: value for key, value in plain.items() if key not in ("timeline", "files")}
+        return {key: value for key, value in plain.items() if key not in ("timeline", "files", "kernels")}
 
     def scalars(self) -> dict[str, float]:
         """The numbers of a step by name, for TensorBoard, W&B and other trackers.
@@ -267,7 +274,8 @@ class Report:
             seconds, passes = given["seconds"], tuple(PassEffect(**each) for each in given.get("passes", ()))
             name, mesh, reason = given["name"], given["mesh"], given.get("reason", "")
             path = tuple(PathPart(**each) for each in given.get("path", ()))
-            times = estimated, passes, measured, reason, path
+            islands = tuple(IslandTime(**each) for each in given.get("islands", ()))
+            times = estimated, passes, measured, reason, path, islands
             return cls(name, mesh, traffic, seconds, notes, history, every, memory, *times)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no report of this version: {error!r}") from error
@@ -296,6 +304,8 @@ class Report:
             parts += _times(self.estimated, self.measured, self.traffic, self.path)
         if self.measured is not None:
             parts.append(_ops(self.measured))
+        if self.islands:
+            parts.append(_islands(self.islands))
         parts += [_memory(device, memory) for device, memory in self.memory.items()]
         if self.seconds:
             times = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
@@ -378,6 +388,21 @@ def _ops(measured: MeasuredTime) -> RenderableType:
         shown = (*shown, OpTime(f"{len(others)} others", *sums))
     for row in shown:
         table.add_row(*map(Text, (row.op, f"{row.count:,}", _ms(row.estimated), _ms(row.measured))))
+    return table
+
+
+def _islands(islands: Sequence[IslandTime]) -> RenderableType:
+    """A row for each distinct island: ops, bytes that stay in registers and caches, and the time of a call."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("island", overflow="fold")
+    for heading in ("ops", "calls", "bytes saved", "aten, us", "kernels, us"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for each in islands:
+        times = [f"{seconds * 1e6:,.1f}" if not each.why else "" for seconds in (each.aten, each.kernels)]
+        remark = each.why or ("" if each.is_taken else "left to aten")
+        counts = [f"{count:,}" for count in (each.nodes, each.calls, each.bytes)]
+        table.add_row(*map(Text, (each.name, *counts, *times, remark)))
     return table
 
 

@@ -540,6 +540,46 @@ def process_groups_set_aside() -> Iterator[None]:
             _register_process_group(name, group)
 
 
+def inductor_graph(module: nn.Module, examples: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """``module`` in the ops that Inductor has loops for, without what it returns. For fake tensors. 2.11 to 2.15.
+
+    Importing Inductor takes two seconds, which only those pay who use it.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    traced: fx.GraphModule = _make_fx(
+        lambda *args: module(*args), decomposition_table=select_decomp_table(), tracing_mode="fake"
+    )(*examples)
+    traced.graph.output_node().args = ((),)
+    traced.recompile()
+    return traced
+
+
+def inductor_code(graph: fx.GraphModule, examples: Sequence[torch.Tensor], mode: FakeTensorMode) -> str:
+    """The Python module that Inductor writes for a graph, with its kernels; nothing is compiled. 2.11 to 2.15."""
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    lowering = GraphLowering(graph, example_inputs=list(examples), shape_env=mode.shape_env, is_inference=True)
+    with V.set_fake_mode(mode), DebugContext(), V.set_graph_handler(lowering):
+        lowering.run(*examples)
+        code = lowering.codegen()[0]
+    return str(getattr(code, "value", code))
+
+
+def cpp_library(text: str) -> Any:
+    """The library of C++ kernels that Inductor wrote, as ``ctypes`` loads it, from its cache on disk. 2.11 to 2.15.
+
+    Raises whatever the compiler does.
+    """
+    from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache
+
+    load = staticmethod(CppCodeCache._load_library_inner)  # instead of as a module of Python
+    kernels: Any = type("Kernels", (CppPythonBindingsCodeCache,), {"cache": {}, "_load_library_inner": load})
+    return kernels.load(text, device_type="cpu")
+
+
 __all__ = [
     "ACCUMULATION_HOOKS",
     "BUFFERS",
@@ -588,6 +628,7 @@ __all__ = [
     "compiling",
     "constant_source",
     "core_aten_decompositions",
+    "cpp_library",
     "current_autograd_node",
     "default_store",
     "disable_modes",
@@ -605,6 +646,8 @@ __all__ = [
     "gloo_of_one_worker",
     "gradient_hooks",
     "has_meta_kernel",
+    "inductor_code",
+    "inductor_graph",
     "local_tensor",
     "make_fx",
     "move_hooks",

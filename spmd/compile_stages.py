@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from passes import Pass, Program, Report, Table
+from passes.measured import IslandTime
 from passes.report import PassEffect
 from passes.runner import OnStage
 
@@ -20,7 +21,8 @@ from .unexpected_errors import unexpected_errors
 class Stages:
     """``name`` is that of the program, ``where`` the line of the step, ``reason`` why it is compiled.
 
-    ``program``: what the last stage has made; ``passes``: what each pass did.
+    ``program``: what the last stage has made; ``passes``: what each pass did; ``islands``, and ``kernels``, their C++:
+    what a compiler of kernels made.
     """
 
     name: str
@@ -29,6 +31,8 @@ class Stages:
     reason: str = ""
     program: Program | None = None
     passes: list[PassEffect] = field(default_factory=list)
+    islands: tuple[IslandTime, ...] = ()
+    kernels: str = ""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -51,7 +55,8 @@ class Stages:
     def reporting(self, program: Program, notes: Iterable[str], costs: Table) -> Callable[[], Report]:
         """A function that makes the report of a program, with the seconds of its stages so far."""
         seconds, done = dict(self.progress.seconds), list(self.passes)
-        return partial(Report.of, program, seconds, tuple(notes), passes=done, costs=costs, reason=self.reason)
+        make = partial(Report.of, islands=self.islands, kernels=self.kernels, costs=costs, reason=self.reason)
+        return partial(make, program, seconds, tuple(notes), passes=done)
 
     def explained(self, stage: str) -> AbstractContextManager[None]:
         """Explain an unexpected error in a stage."""

@@ -98,7 +98,7 @@ class Dump:
         self.stage(number, type(each).__name__, program)
 
     def report(self, make: Callable[[], Report]) -> None:
-        """``report.json``, ``nodes.json`` and ``timeline.json``."""
+        """``report.json``, ``nodes.json`` and ``timeline.json``; ``kernels.cpp`` where there are islands."""
         if self.folder is not None:
             for name, text in _beside(make(), self.nodes).items():
                 self._write(name, text)
@@ -153,7 +153,8 @@ def _origin(node: fx.Node) -> Iterator[str]:
 def _beside(report: Report, nodes: NodeDetails) -> dict[str, Callable[[], str]]:
     """The files beside the stages, by name."""
     timelines = {"estimated": report.timeline} if report.timeline else {}
-    return {
+    kernels = {"kernels.cpp": lambda: report.kernels} if report.kernels else {}
+    return kernels | {
         "report.json": lambda: json.dumps(report.to_dict(), indent=2),
         "nodes.json": nodes.to_text,
         "timeline.json": lambda: json.dumps({kind: asdict(each) for kind, each in timelines.items()}),

@@ -91,6 +91,8 @@ class Options:
         chosen = passes.default() if given is None else tuple(given)
         if self.mode.micro_batches > 1:
             chosen = with_micro_batches(chosen)
+        if self.backend == "inductor":
+            return passes.with_islands(chosen)
         return chosen if self.backend == "aten" else passes.with_regions(chosen)
 
     @interruptible
@@ -200,10 +202,11 @@ def check_mode(given: Any) -> ParallelMode:
 
 
 def _check_backend(given: Any) -> Any:
-    if given != "aten" and not callable(given):
-        raise TypeError(f'expected backend to be "aten" or a callable, got {given!r}')
-    if given != "aten":
-        takes_examples(given)
+    if given in ("aten", "inductor"):
+        return given
+    if not callable(given):
+        raise TypeError(f'expected backend to be "aten", "inductor" or a callable, got {given!r}')
+    takes_examples(given)
     return given
 
 

@@ -7,7 +7,8 @@ import functools
 import html
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from passes import (
     print_program,
 )
 from passes.ir.bundle import Bundle
-from passes.pipeline import table_of, with_rates
+from passes.pipeline import table_of, with_islands, with_rates
 
 from ._torch import DisableAutocast, DisableTorchFunctionSubclass, get_proxy_mode
 from .call.call import Call
@@ -56,6 +57,8 @@ from .interpreter.source_lines import defined_at, warn_user
 from .interpreter.young_collections import young_collections
 from .lowering.arenas import Arenas
 from .lowering.backends import Backend, CompiledRegions
+from .lowering.codegen import Compiles
+from .lowering.islands import CompiledIslands
 from .lowering.lower import Executable, lower
 from .modes.base import ParallelMode
 from .options import ModeName, Options
@@ -112,7 +115,7 @@ class CompiledStep(Generic[P, R]):
         self._profile, self._calls = Profile(), 0
         self._compilations: list[Compilation] = []
         self._recorder: Recorder | None = None
-        self._regions = None if options.backend == "aten" else CompiledRegions(options.backend)
+        self._regions = _compiles(options.backend)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._function, self._options)
@@ -299,7 +302,8 @@ class CompiledStep(Generic[P, R]):
             local, pipeline = options.fitted(local, agreement.all_gather_text, self._dispatch.graphs)
             dump.stage(1, "partition", local)
         with stages.stage("passes"), DisableAutocast():
-            program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
+            with self._choosing(pipeline, agreement, stages) as pipeline:
+                program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
             stages.program = program
         with stages.stage("lower"), DisableAutocast():
             program, made = options.final(program), program
@@ -376,8 +380,19 @@ class CompiledStep(Generic[P, R]):
         state = prepare(call, local.inputs)
         return *transform(local, self._options.overrides, state.locals), state
 
+    @contextmanager
+    def _choosing(self, pipeline: tuple[Pass, ...], agreement: Agreement, stages: Stages) -> Iterator[tuple[Pass, ...]]:
+        """The pipeline for a backend that takes islands where they are quicker, as all ranks measure."""
+        if not isinstance(self._backend_regions, CompiledIslands):
+            yield pipeline
+            return
+        choice = self._backend_regions.choice(agreement.all_gather_text)
+        yield with_islands(pipeline, choice)
+        choice.end()
+        stages.islands, stages.kernels = choice.times(), choice.text()
+
     @property
-    def _backend_regions(self) -> CompiledRegions | None:
+    def _backend_regions(self) -> Compiles | None:
         """Compiles regions; None where these run op by op: by "aten", and on simulated ranks, which run no code."""
         return None if simulated() else self._regions
 
@@ -575,6 +590,12 @@ def _first_runs(program: Program) -> list[Program]:
     return [] if micro is None or micro.accumulating is None else [micro.accumulating]
 
 
+def _compiles(backend: Backend) -> Compiles | None:
+    if isinstance(backend, str):
+        return CompiledIslands() if backend == "inductor" else None
+    return CompiledRegions(backend)
+
+
 class CompileOptions(TypedDict, total=False):
     """The keyword options of ``compile``, for type checkers."""
 
@@ -643,7 +664,8 @@ def compile(
     - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``. By name: ``"replicate"`` or
       ``"ddp"``; ``"fully_shard"`` or ``"fsdp"``; ``"zero1"``, which is ``"replicate"`` with ``shard_optimizer=True``.
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
-    - ``backend``: ``"aten"``, or for regions ``torch.compile``, ``callable(gm, example_inputs) -> callable``.
+    - ``backend``: ``"aten"``; ``"inductor"``, which makes kernels of what lies between matrix products, where they are
+      quicker (CPU); or for regions ``torch.compile``, ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
     - ``timeout``: seconds that a rank waits for the others at a call, then all raise; None: as for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).

@@ -1,4 +1,4 @@
-"""Workloads: three sizes of the example GPT, and random batches of bytes."""
+"""Workloads: sizes of the example GPT, a model as Llama, and random batches of bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 from examples.gpt import GPT, Config
 
+from .llama import Llama
+
+Model = GPT | Llama
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -19,6 +23,7 @@ class Workload:
     name: str
     config: Config
     batch: int = 4
+    model: type[Model] = GPT
 
 
 WORKLOADS = (
@@ -26,15 +31,16 @@ WORKLOADS = (
     Workload("width64x12", Config(width=64, layers=12)),  # many small ops and messages
     Workload("width512x6", Config(width=512, layers=6)),  # memory
     Workload("width768x12", Config(width=768, layers=12)),  # memory
+    Workload("llama256x6", Config(width=256, layers=6), model=Llama),  # much between matrix products
     Workload("tiny16x48", Config(width=16, layers=48, heads=2, context=32)),  # 389 parameters of some 200 elements
 )
 SMOKE = Workload("smoke", Config(width=16, layers=1, heads=2, context=16))
 
 
-def build(workload: Workload, device: torch.device) -> GPT:
+def build(workload: Workload, device: torch.device) -> Model:
     """The model, with the same weights in every process."""
     torch.manual_seed(0)
-    return GPT(workload.config).to(device)
+    return workload.model(workload.config).to(device)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:

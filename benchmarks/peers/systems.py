@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 import spmd
 
-from .models import GPT, train_step
+from .models import Model, train_step
 from .stand_ins import with_stand_ins
 
 TrainStep = Callable[[Tensor, Tensor], Tensor]
@@ -38,7 +38,7 @@ class System:
 
     name: str
     family: str
-    make: Callable[[GPT], TrainStep]
+    make: Callable[[Model], TrainStep]
     ours: bool = False
     needs_compiler: bool = False  # on the CPU, torch.compile calls a C++ compiler
     stands_for: str = ""
@@ -59,34 +59,34 @@ class System:
         return System(f"{self.name}, local stand-ins", STAND_INS, make, ours=True, stands_for=self.name)
 
 
-def eager(model: GPT) -> TrainStep:
+def eager(model: Model) -> TrainStep:
     """The plain step."""
     return functools.partial(train_step, model, AdamW(model.parameters()))
 
 
-def compiled(model: GPT) -> TrainStep:
+def compiled(model: Model) -> TrainStep:
     """Forward and backward by ``torch.compile``."""
     return functools.partial(train_step, torch.compile(model), AdamW(model.parameters(), fused=True))
 
 
-def ddp(model: GPT) -> TrainStep:
+def ddp(model: Model) -> TrainStep:
     """DDP with its default options."""
     return functools.partial(train_step, DistributedDataParallel(model), AdamW(model.parameters()))
 
 
-def tuned_ddp(model: GPT) -> TrainStep:
+def tuned_ddp(model: Model) -> TrainStep:
     """DDP with the options that avoid copies and the search for unused parameters."""
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     return functools.partial(train_step, replica, AdamW(model.parameters(), fused=True))
 
 
-def compiled_ddp(model: GPT) -> TrainStep:
+def compiled_ddp(model: Model) -> TrainStep:
     """DDP around a compiled model, which torch splits at the ends of buckets."""
     replica: nn.Module = torch.compile(DistributedDataParallel(model, gradient_as_bucket_view=True))
     return functools.partial(train_step, replica, AdamW(model.parameters(), fused=True))
 
 
-def fsdp(model: GPT, *, compile_blocks: bool = False, reshard: bool | None = None) -> TrainStep:
+def fsdp(model: Model, *, compile_blocks: bool = False, reshard: bool | None = None) -> TrainStep:
     """FSDP2: each block is gathered and reduced on its own, the rest with the root. ``reshard``: after forward."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (torch.distributed.get_world_size(),))
     for block in model.blocks:
@@ -97,10 +97,16 @@ def fsdp(model: GPT, *, compile_blocks: bool = False, reshard: bool | None = Non
     return functools.partial(train_step, model, AdamW(model.parameters(), fused=True))
 
 
-def ours(model: GPT, *, gm_transformation: Callable[[Any], Any] | None = None, **options: Any) -> TrainStep:
+def ours(
+    model: Model,
+    *,
+    gm_transformation: Callable[[Any], Any] | None = None,
+    backend: Literal["aten", "inductor"] = "aten",
+    **options: Any,
+) -> TrainStep:
     """spmd: the whole step as one program. ``options`` are those of ``DataParallel``."""
     mode = spmd.DataParallel(**options)
-    step = spmd.compile(None, gm_transformation, mode, keep_freed_memory=True)(train_step)
+    step = spmd.compile(None, gm_transformation, mode, backend=backend, keep_freed_memory=True)(train_step)
     return functools.partial(step, model, AdamW(model.parameters()))
 
 
@@ -111,6 +117,13 @@ SYSTEMS = (
     System("DDP, bucket views, static graph, fused AdamW", REPLICATE, tuned_ddp),
     System("DDP, compiled, fused AdamW", REPLICATE, compiled_ddp, needs_compiler=True),
     System("spmd, replicate", REPLICATE, functools.partial(ours, parallel_style="replicate"), ours=True),
+    System(
+        "spmd, replicate, inductor",
+        REPLICATE,
+        functools.partial(ours, parallel_style="replicate", backend="inductor"),
+        ours=True,
+        needs_compiler=True,
+    ),
     System(
         "spmd, replicate, sharded update",
         REPLICATE,
@@ -125,6 +138,13 @@ SYSTEMS = (
         needs_compiler=True,
     ),
     System("spmd, fully_shard", SHARD, functools.partial(ours, parallel_style="fully_shard"), ours=True),
+    System(
+        "spmd, fully_shard, inductor",
+        SHARD,
+        functools.partial(ours, parallel_style="fully_shard", backend="inductor"),
+        ours=True,
+        needs_compiler=True,
+    ),
     System("FSDP2 per block, kept whole, fused AdamW", KEEP, functools.partial(fsdp, reshard=False)),
     System(
         "FSDP2 per block, kept whole, compiled, fused AdamW",

@@ -16,6 +16,7 @@ from torch import fx
 
 from .._torch import c10d
 from ..ir.collectives import is_collective, operands, waits_of
+from ..ir.effects import written
 from ..ir.ops import Trait, has
 from ..ir.region import region_of
 from ..ir.schemas import argument, schema
@@ -46,7 +47,8 @@ def storages(graph: fx.Graph, known: Mapping[fx.Node, Storages] | None = None) -
         if entry is not None and by_entries[entry.op]:  # each result of an op over lists has memory of its own
             found[node] = frozenset({entries.setdefault(entry, node)})
         elif node.target is operator.getitem and region_of(node.args[0]) is not None:
-            found[node] = frozenset({entries.setdefault(node.args, node)})
+            outs = written(node.args[0])
+            found[node] = found[outs[node.args[1]]] if outs else frozenset({entries.setdefault(node.args, node)})
         elif node not in found:
             found[node] = known[node] if node in known else _storages_of(node, found)
     return found

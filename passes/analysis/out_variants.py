@@ -6,6 +6,7 @@ with a kernel of their own on the device; copies and fills, which are writes by 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from .._torch import OpOverload
 from ..ir.collectives import OUT_VARIANTS
 from ..ir.effects import is_pure
 from ..ir.ops import Trait, has, out_overload
+from ..ir.region import island_of
 from ..ir.schemas import argument
 from ..runtime import host_memory, shared_memory_collectives
 from .strides import Layouts
@@ -71,8 +73,10 @@ def can_be_planned(node: fx.Node, layouts: Layouts) -> bool:
     """Whether ``node`` writes its results into memory that lies as their ``val`` says, on all ranks.
 
     The ``val`` of an op is torch's guess of what its kernel allocates, and may lie otherwise. Some kernels write into
-    given memory by its strides, and some take it for contiguous.
+    given memory by its strides, and some take it for contiguous. An island is compiled for the strides of ``val``.
     """
+    if node.target is operator.getitem and island_of(node.args[0]) is not None:
+        return True
     if out_variant(node) is None:
         return False
     if node.target in _OURS or has(node.target, *_FOLLOWS_STRIDES):

@@ -15,7 +15,7 @@ from .effects import is_functional, is_profiling, mutates
 from .meta import DECLARED, is_declared
 from .ops import Trait, has
 from .program import Input, OutputKind, Program
-from .region import Region, regions
+from .region import Island, Region, copy_, regions
 from .roles import Role
 
 
@@ -159,11 +159,12 @@ def _region_is_sound(call: fx.Node, region: Region) -> None:
         region.graph.lint()
     except RuntimeError as error:
         raise PassError(f"the graph of {region} is broken: {error}") from error
+    outs = region.outs if isinstance(region, Island) else []
     for node in region.nodes:
         _node_is_described(node)
         _keys_are_declared(node)
         _is_about_values(node)
-        if not is_functional(node):
+        if not (is_functional(node) or (node.target is copy_ and node.args[0] in outs)):
             raise PassError(
                 f"{node.name} ({node.target}) is inside {region}, but a region is for a backend: it holds functional "
                 "ops of aten alone, no collectives, random draws, writes, or memory of ours"

@@ -19,7 +19,7 @@ from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_compos
 from ..runtime import ctc_loss, host_memory, message_collectives
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
-from .region import Region
+from .region import Island, Region
 from .schemas import position_of, schema
 
 
@@ -67,6 +67,7 @@ class Trait(StrEnum):
     CHEAP = auto()  # it costs next to nothing
     TRANSCENDENTAL = auto()  # it computes a function such as exp, erf or tanh of each element
     LOOKS_UP = auto()  # it reads no more of its first tensor than its result has
+    FUSES = auto()  # a compiler of kernels computes it in loops that other ops share, though it is not pointwise
     PACKS = auto()  # it only brings the operand of a collective into shape
     UNPACKS = auto()  # it only unpacks the result of a collective
 
@@ -191,6 +192,12 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
         "sigmoid_backward silu silu_backward sin sinh softplus softplus_backward sqrt tan tanh tanh_backward"
     ),
     Trait.LOOKS_UP: aten("embedding gather index.Tensor index_select nll_loss_forward take"),
+    # Reductions along dims, and norms, which are made of them.
+    Trait.FUSES: aten(
+        "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data all all.dim amax amin any any.dim "
+        "constant_pad_nd mean mean.dim native_layer_norm native_layer_norm_backward sum sum.dim_IntList var_mean "
+        "var_mean.correction var.correction"
+    ),
     # What passes and the partitioner put around collectives.
     Trait.PACKS: (
         host_memory.to_device,
@@ -214,7 +221,7 @@ def traits(target: Any) -> frozenset[Trait]:
     if known is not None:
         return known[1]
     if isinstance(target, Region):
-        return _OF_REGIONS
+        return _OF_WRITING_ISLANDS if isinstance(target, Island) and target.outs else _OF_REGIONS
     if not isinstance(target, OpOverload):
         return _listed_by_op().get(target, _NONE)
     found = _listed_by_op().get(target, _NONE).union(_read(target))
@@ -234,6 +241,7 @@ def listed(*any_of: Trait) -> frozenset[Any]:
 
 _NONE: frozenset[Trait] = frozenset()
 _OF_REGIONS = frozenset({Trait.DECLARED, Trait.PURE})
+_OF_WRITING_ISLANDS = _OF_REGIONS | {Trait.MUTABLE, Trait.ALIAS}
 _TRAITS: dict[int, tuple[OpOverload, frozenset[Trait]]] = {}  # by the id of the op, whose own hash is slow
 
 

@@ -3,6 +3,9 @@
 The node is a ``call_function`` of the region. It returns a tuple, of which ``getitem`` takes each result; a result has
 memory of its own, as an op's has. The inside has no collective, no random draw and no write, and knows nothing of
 arenas, placements or inputs of the program: tensors in, tensors out. A region is never edited: make another one.
+
+An ``Island`` is a region that can write its results into memory that it is given. It does so once memory is planned:
+then its last operands are that memory, and its last ops copy the results there.
 """
 
 from __future__ import annotations
@@ -49,6 +52,52 @@ class Region:
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
 
+class Island(Region):
+    """A region of pointwise ops, reductions and views, to be one kernel or a few."""
+
+    @property
+    def outs(self) -> list[fx.Node]:
+        """The placeholders of the memory that it writes to, one for each result; none before memory is planned."""
+        return [each.args[0] for each in self.results if each.target is copy_]  # type: ignore[misc]
+
+    def with_outs(self) -> Island:
+        """The same island, which takes memory for each result behind its operands, and returns what it wrote there."""
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.placeholders:
+            env[node] = graph.node_copy(node)
+        outs = [graph.placeholder(f"{node.name}_memory") for node in self.results]
+        for node in self.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        copies = [
+            graph.create_node("call_function", copy_, (out, env[each]), name=f"{each.name}_written")
+            for out, each in zip(outs, self.results, strict=True)
+        ]
+        for node, result in zip([*outs, *copies], self.results * 2, strict=True):
+            node.meta = {"val": result.meta["val"]}
+        graph.output(tuple(copies))
+        return Island(self.name, graph)
+
+    def functional(self) -> fx.Graph:
+        """The graph without memory for results, and without the copies there."""
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        copied: dict[fx.Node, Any] = {each: each.args[1] for each in self.results if each.target is copy_}
+        left_out = {*self.outs, *copied}
+        for node in [*self.placeholders, *self.nodes]:
+            if node not in left_out:
+                env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(env[copied.get(each, each)] for each in self.results))
+        return graph
+
+
+copy_ = torch.ops.aten.copy_.default
+
+
+def island_of(node: Any) -> Island | None:
+    """The island that ``node`` calls; None if it calls something else, or is no node."""
+    target = getattr(node, "target", None)
+    return target if isinstance(target, Island) else None
+
+
 def region_of(node: Any) -> Region | None:
     """The region that ``node`` calls; None if it calls something else, or is no node."""
     target = getattr(node, "target", None)
@@ -58,6 +107,11 @@ def region_of(node: Any) -> Region | None:
 def regions(graph: fx.Graph) -> dict[fx.Node, Region]:
     """The nodes that call a region, in order, each with its region."""
     return {node: node.target for node in graph.nodes if isinstance(node.target, Region)}
+
+
+def islands(graph: fx.Graph) -> dict[fx.Node, Island]:
+    """The nodes that call an island, in order, each with its island."""
+    return {node: node.target for node in graph.nodes if isinstance(node.target, Island)}
 
 
 def every_node(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from .._torch import OpOverload, schema_of
-from .region import Region
+from .region import Island, Region
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,13 @@ def schema(op: Any) -> Schema:
 
 
 def _of_region(region: Region) -> Schema:
-    """Tensors in, tensors out, and nothing else."""
-    arguments = tuple(Argument(each.name, "Tensor", None, False, False, False, False) for each in region.placeholders)
-    return Schema(region.name, "default", arguments, ("Tensor",) * len(region.results), False, False)
+    """Tensors in, tensors out, and nothing else; but that an island may write results into memory that it is given."""
+    outs = region.outs if isinstance(region, Island) else []
+    arguments = tuple(
+        Argument(each.name, "Tensor", None, False, each in outs, each in outs, each in outs)
+        for each in region.placeholders
+    )
+    return Schema(region.name, "default", arguments, ("Tensor",) * len(region.results), bool(outs), bool(outs))
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..errors import PassError
 from .dump_text import read_statements
-from .region import Region
+from .region import Island, Region
 
 
 class TextGraph:
@@ -38,7 +38,8 @@ class TextGraph:
             self.graph, self.values = fx.Graph(), dict[str, fx.Node]()
             self._read(function)
             if function.name != "program":
-                self.regions[function.name] = Region(function.name, self.graph)
+                region = Island(function.name, self.graph)
+                self.regions[function.name] = region if region.outs else Region(function.name, self.graph)
 
     def _read(self, function: ast.FunctionDef) -> None:
         for argument in function.args.args:

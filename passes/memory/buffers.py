@@ -15,6 +15,7 @@ from ..analysis.strides import Layouts, is_dense
 from ..communication.published import read_by_all, read_by_peers, reduces_in_place
 from ..ir.collectives import is_shared, operands
 from ..ir.ops import Trait, has
+from ..ir.region import island_of
 from ..ir.schemas import argument
 from ..runtime.arena import extent
 
@@ -91,6 +92,8 @@ class Buffers:
 
     def _first_write(self, node: fx.Node) -> int:
         """The position at which the first result is written: at the wait, if the ranks share memory."""
+        if island_of(node.args[0] if node.args else None) is not None:
+            return self.position[node.all_input_nodes[0]]
         return min(self.position[user] for user in node.users) if is_shared(node) else self.position[node]
 
     def _embed_members(self, node: fx.Node) -> None:

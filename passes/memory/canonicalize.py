@@ -66,7 +66,7 @@ def _select_rows(node: fx.Node, layouts: Layouts) -> bool:
     return True
 
 
-def _view(node: fx.Node, layouts: Layouts) -> bool:
+def to_view(node: fx.Node, layouts: Layouts) -> bool:
     """A view of what can be viewed in the new shape, else of a clone of it.
 
     Where some ranks may have to copy and others not, it stays a reshape.
@@ -101,7 +101,7 @@ def _fill(node: fx.Node, layouts: Layouts) -> bool:
 
 _REWRITES: dict[Any, Callable[[fx.Node, Layouts], bool]] = {
     aten.embedding.default: _select_rows,
-    aten.reshape.default: _view,
+    aten.reshape.default: to_view,
     aten.relu.default: _clamp,
     aten.contiguous.default: drop_contiguous,
     **dict.fromkeys(listed(Trait.ZEROS, Trait.ONES, Trait.FULL), _fill),

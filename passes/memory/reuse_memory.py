@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ..base import Pass
 from ..ir.collectives import is_shared
 from ..ir.edit import insert_before
 from ..ir.program import Program
+from ..ir.region import Island, islands
 from ..runtime.arena import reserve, view_at, whole
 from .buffers import Buffer, Buffers
 from .canonicalize import Canonicalize, drop_contiguous
@@ -49,7 +51,11 @@ class ReuseMemory(Pass):
         _copy_results(program.graph)
         buffers = Buffers(program.graph)
         emitter = _Emitter(_places(program, buffers.all()))
+        for node, island in islands(program.graph).items():
+            emitter.write_island(node, island, buffers)
         for node, results in buffers.of.items():
+            if node.target is operator.getitem:
+                continue  # a result of an island
             node.meta["computes"] = node.target
             if node in buffers.members:
                 emitter.concatenate(node, results[0], buffers.members[node])
@@ -149,6 +155,15 @@ class _Emitter:
         node.args, node.kwargs = variant.call([self.view(node, each, each.val) for each in results])
         node.target = variant.op
 
+    def write_island(self, call: fx.Node, island: Island, buffers: Buffers) -> None:
+        """Let an island write its results into their buffers, and into new memory where they have none."""
+        of = {user.args[1]: buffers.of[user][0] for user in call.users if user in buffers.of}
+        outs = [
+            self.view(call, of[k], val) if k in of else _insert(call, aten.empty_strided.default, *_allocated(val))
+            for k, val in enumerate(call.meta["val"])
+        ]
+        call.args, call.target = (*call.args, *outs), island.with_outs()
+
     def concatenate(self, node: fx.Node, result: Buffer, embedded: Sequence[Buffer | None]) -> None:
         """Copy the members that are not computed in their parts of the concatenation."""
         offset, members = 0, node.args[0]
@@ -164,5 +179,12 @@ class _Emitter:
         node.target, node.args, node.kwargs = whole, (self.view(node, result, result.val), parts), {}
 
 
-def _insert(before: fx.Node, function: Any, args: tuple[Any, ...], val: torch.Tensor) -> fx.Node:
-    return insert_before(before, function, *args, like=before, val=val)
+def _insert(
+    before: fx.Node, function: Any, args: tuple[Any, ...], val: torch.Tensor, kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    return insert_before(before, function, *args, like=before, kwargs=kwargs, val=val)
+
+
+def _allocated(val: torch.Tensor) -> tuple[tuple[Any, ...], torch.Tensor, dict[str, Any]]:
+    """Arguments, value and options of an ``empty_strided`` that is laid out as ``val``."""
+    return (list(val.shape), list(val.stride())), val, {"dtype": val.dtype, "device": val.device}

@@ -18,18 +18,16 @@ from ..base import Numerics, Pass
 from ..communication.published import read_by_peers
 from ..communication.wait_late import WaitLate
 from ..ir.collectives import is_collective, is_shared, is_wait
-from ..ir.edit import insert_before
 from ..ir.effects import is_functional, is_pure, is_random
 from ..ir.infer_shapes import fill_vals
-from ..ir.meta import Relation
 from ..ir.program import Program
-from ..ir.region import Region, regions
 from ..ir.schemas import schema
 from ..memory.pieces import tensors
 from ..runtime import host_memory
 from ..schedule.overlap import Overlap
 from ..update.update_last import UpdateLast
 from .numbers import take_tensors
+from .outline import Names, Outline
 
 _COPIES = (host_memory.to_device, host_memory.to_host, host_memory.wait_copy)
 
@@ -57,9 +55,10 @@ class FormRegions(Pass):
         groups = _Groups(program.graph)
         arrange(program.graph, groups.order())
         chosen = [group for group in groups.all() if groups.is_worth_it(group, self.min_ops)]
-        names = _Names(program.graph)
+        names = Names(program.graph)
         for group in chosen:
-            _Call(program, group, groups.found).replace(names.next(group))
+            outline = Outline(group, groups.found)
+            outline.replace(outline.region(names.next(group)))
         return len(chosen)
 
 
@@ -82,16 +81,16 @@ class _Groups:
         self._waits: dict[fx.Node, frozenset[fx.Node]] = {}  # by which a node outside of regions has what it reads
         segment = 0
         for node in graph.nodes:
-            segment += _separates(node)
+            segment += separates(node)
             self._see(node, segment)
-            segment += _separates(node)
+            segment += separates(node)
 
     def _see(self, node: fx.Node, segment: int) -> None:
         self.segment[node] = segment
         if self._can_join(node):
             self.inside.add(node)
         self.level[node] = self._level(node)
-        if node in self.inside and any(self._place(each) != self._place(node) for each in self._bases(node)):
+        if node in self.inside and any(self._place(each) != self._place(node) for each in bases(node, self.found)):
             self.inside.remove(node)
             self.level[node] = self._level(node)
         reads = node.all_input_nodes if node not in self.inside else []
@@ -111,17 +110,12 @@ class _Groups:
 
     def _can_join(self, node: fx.Node) -> bool:
         """Whether an op may be in a region, by itself and by where its operands lie."""
-        if not is_functional(node) or node in self._published or not _is_of_tensors(node) or _is_kernel(node):
+        if not is_functional(node) or node in self._published or not is_of_tensors(node) or _is_kernel(node):
             return False
-        bases = self._bases(node)
-        others = [each for each in node.all_input_nodes if each not in bases]
+        lies_in = bases(node, self.found)
+        others = [each for each in node.all_input_nodes if each not in lies_in]
         is_plain = all(isinstance(each.meta["val"], torch.Tensor) for each in others)  # no list of an op elsewhere
-        return is_plain and all(each in self.inside for each in bases)
-
-    def _bases(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes a region needs to hold ``node``: those it is a view of, and the op that it is one result of."""
-        made = node.all_input_nodes if node.target is operator.getitem else []
-        return [*made, *(each for each in self.found[node] if each is not node)]
+        return is_plain and all(each in self.inside for each in lies_in)
 
     def is_worth_it(self, group: list[fx.Node], least: int) -> bool:
         """Whether at least ``least`` ops of a group make values in memory of their own, and one is read outside."""
@@ -156,96 +150,13 @@ class _Groups:
         return [sorted(part, key=self.position.__getitem__) for part in parts.values()]
 
 
-class _Names:
-    """Names for regions: the phase that they begin in, and a number."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._count = len(regions(graph))
-
-    def next(self, group: list[fx.Node]) -> str:
-        name = f"{_first(group, 'phase') or 'region'}_{self._count}"
-        self._count += 1
-        return name
+def bases(node: fx.Node, found: Mapping[fx.Node, frozenset[fx.Node]]) -> list[fx.Node]:
+    """The nodes a region needs to hold ``node``: those it is a view of, and the op that it is one result of."""
+    made = node.all_input_nodes if node.target is operator.getitem else []
+    return [*made, *(each for each in found[node] if each is not node)]
 
 
-class _Call:
-    """One group of nodes, to be replaced by the call of a region."""
-
-    def __init__(self, program: Program, group: list[fx.Node], found: Mapping[fx.Node, frozenset[fx.Node]]) -> None:
-        self.program, self.group, self.found = program, group, found
-        self.inside = set(group)
-        self.after = group[-1].next
-
-    def replace(self, name: str) -> None:
-        """Let readers outside read results of the call, and erase the group."""
-        outside = [node for node in self.group if any(user not in self.inside for user in node.users)]
-        returned = list(dict.fromkeys(base for node in outside for base in self._returned(node)))
-        region, operands = self._region(name, returned)
-        vals = tuple(node.meta["val"] for node in returned)
-        call = insert_before(self.after, region, *operands, like=None, name=f"{name}_out", val=vals)
-        call.meta |= {key: found for key in ("phase", "source", "uneven") if (found := _first(self.group, key))}
-        results = {node: self._result(call, k, node) for k, node in enumerate(returned)}
-        for node in outside:
-            self._show(node, results)
-        for node in reversed(self.group):
-            node.graph.erase_node(node)
-        for node, result in results.items():
-            result.name = node.name
-
-    def _returned(self, node: fx.Node) -> list[fx.Node]:
-        """The values that the region returns so that ``node`` can be had outside: itself, or those it is a view of."""
-        if self._is_own(node):
-            return [node]
-        return [base for each in node.all_input_nodes for base in self._returned(each)]
-
-    def _is_own(self, node: fx.Node) -> bool:
-        """Whether a value lies in no other's memory: what an op makes, or one of several that it makes."""
-        if node.target is operator.getitem:
-            made: Any = node.args[0]
-            return self.found[made] == {made}
-        return self.found[node] == {node}
-
-    def _region(self, name: str, returned: list[fx.Node]) -> tuple[Region, list[fx.Node]]:
-        """The region, without what it does not return, and its operands in the order of their first readers."""
-        needed = set(returned)
-        for node in reversed(self.group):
-            if node in needed:
-                needed.update(node.all_input_nodes)
-        inside = [node for node in self.group if node in needed]
-        read = [each for node in inside for each in node.all_input_nodes]
-        operands = [each for each in dict.fromkeys(read) if each not in self.inside]
-        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in operands:
-            env[node] = graph.placeholder(node.name)
-            env[node].meta = {"val": node.meta["val"]}
-        for node in inside:
-            env[node] = graph.node_copy(node, env.__getitem__)
-        graph.output(tuple(env[node] for node in returned))
-        return Region(name, graph), operands
-
-    def _result(self, call: fx.Node, number: int, node: fx.Node) -> fx.Node:
-        like: dict[str, Any] = {"like": node, "relation": Relation.REPLACEMENT, "val": node.meta["val"]}
-        return insert_before(self.after, operator.getitem, call, number, **like)
-
-    def _show(self, node: fx.Node, results: dict[fx.Node, fx.Node]) -> None:
-        """Let readers outside read ``node`` there."""
-        node.replace_all_uses_with(self._shown(node, results), delete_user_cb=lambda user: user not in self.inside)
-
-    def _shown(self, node: fx.Node, results: dict[fx.Node, fx.Node]) -> fx.Node:
-        """A value of the region outside: a result, or the same view of one."""
-        if node not in results:
-            sources = {each: self._shown(each, results) for each in node.all_input_nodes}
-            with node.graph.inserting_before(self.after):
-                results[node] = node.graph.node_copy(node, sources.__getitem__)
-        return results[node]
-
-
-def _first(group: list[fx.Node], key: str) -> Any:
-    """The meta ``key`` of the first node in a group that has it; None if none has."""
-    return next((node.meta[key] for node in group if node.meta.get(key)), None)
-
-
-def _separates(node: fx.Node) -> bool:
+def separates(node: fx.Node) -> bool:
     """Whether other nodes stay on their side of ``node``: it starts something or waits, or does more than compute."""
     if node.op in ("placeholder", "output"):
         return True
@@ -256,7 +167,7 @@ def _separates(node: fx.Node) -> bool:
     return not (is_pure(node) or is_random(node))
 
 
-def _is_of_tensors(node: fx.Node) -> bool:
+def is_of_tensors(node: fx.Node) -> bool:
     """Whether all operands and results are plain tensors of known sizes on one device; numbers of it aside."""
     vals = [val for each in (node, *node.all_input_nodes) for val in _vals(each)]
     if any(not isinstance(val, torch.Tensor) or not _is_plain(val) for val in vals) or not list(_vals(node)):

@@ -133,8 +133,8 @@ def _read(node: fx.Node) -> Iterator[torch.Tensor]:
     outs = {name for name in node.kwargs if name in _out_names(node.target)}
     found: list[fx.Node] = []
     fx.map_arg((node.args, {k: v for k, v in node.kwargs.items() if k not in outs}), found.append)
-    copied_into = node.args[0] if node.target in _FILLS else None
-    yield from (val for each in found if each is not copied_into for val in tensors(each.meta.get("val")))
+    only_written = written(node) if region_of(node) is not None else node.args[:1] if node.target in _FILLS else ()
+    yield from (val for each in found if each not in only_written for val in tensors(each.meta.get("val")))
 
 
 def _out_names(op: Any) -> set[str]:

@@ -18,7 +18,7 @@ from passes.ir.bundle import Bundle
 from .._torch import version_of
 from ..call.state import Arguments
 from ..lowering.arenas import Arenas
-from ..lowering.backends import CompiledRegions
+from ..lowering.codegen import Compiles
 from ..lowering.run_bundle import BundleExecutable
 from ..state.commit import Commit
 
@@ -48,7 +48,7 @@ class PendingUpdate:
 class DeferredUpdate:
     """The bundle, lowered, and what is known of the update that is pending between two calls."""
 
-    def __init__(self, bundle: Bundle, arenas: Arenas, commit: Commit, regions: CompiledRegions | None = None) -> None:
+    def __init__(self, bundle: Bundle, arenas: Arenas, commit: Commit, regions: Compiles | None = None) -> None:
         self.bundle, self._commit = bundle, commit
         self.pending: PendingUpdate | None = None
         self.is_lost = False  # whether a call failed that was to run a pending update

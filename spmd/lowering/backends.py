@@ -19,7 +19,7 @@ from passes.analysis.structural_keys import text_of
 
 from .._torch import FakeTensorMode, OpOverload, ShapeEnv, storage_id, version_of
 
-Backend = Literal["aten"] | Callable[..., Any]
+Backend = Literal["aten", "inductor"] | Callable[..., Any]
 
 
 def takes_examples(backend: Callable[..., Any]) -> bool:

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, count, takewhile
 from operator import is_
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
@@ -62,9 +62,9 @@ from passes.schedule.touched_memory import TouchedMemory
 from ..state.background_reads import READS
 from ..state.bound_programs import track
 from .arenas import Arenas
-from .backends import CompiledRegion, CompiledRegions
 from .bindings import direct
 from .clock import Clock
+from .island_call import CompiledIsland
 from .stream_lines import StreamLines, allocation, writer
 
 aten = torch.ops.aten
@@ -73,6 +73,14 @@ _number = count()
 _pointer = torch.Tensor.data_ptr
 
 _KEPT = (Role.CONSTANT, Role.ACCUMULATOR)
+
+
+class Compiles(Protocol):
+    """Compiles regions, equal ones once: ``CompiledRegions`` and ``CompiledIslands``."""
+
+    def compiled(self, region: Region) -> Callable[..., Any]:
+        """The compiled form of a region."""
+
 
 Halves = tuple[Callable[..., Any], Callable[[list[Any]], Any] | None]
 """``gradients(*given) -> handed`` and ``update(handed) -> results``; without a write the first returns the results."""
@@ -90,7 +98,7 @@ class Bound:
         arenas: Arenas | None = None,
         commit: Callable[[], None] | None = None,
         clock: Clock | None = None,
-        regions: CompiledRegions | None = None,
+        regions: Compiles | None = None,
         device: DeviceStreams | None = None,
     ) -> None:
         """``commit`` is called between the halves, before the first write; ``clock`` ticks after each node.
@@ -223,7 +231,7 @@ class _Writer:
         self.gradients: list[str] | None = None  # those of the first half, once the second has begun
         self.written: list[int] = []
         self.lines: StreamLines | None = None
-        self.regions: dict[Region, CompiledRegion] = {}
+        self.regions: dict[Region, Callable[..., Any]] = {}
 
     def run_on(self, device: DeviceStreams) -> None:
         """Write code that runs on the streams of ``device``."""
@@ -290,6 +298,9 @@ class _Writer:
         if self.lines is not None and (_waits(node) or self.lines.on(node)):
             self._write_on_stream(node, self.lines.on(node))
             return
+        if (island := self._compiled_island(node)) is not None:
+            self._write_island(node, island)
+            return
         if node.target in PERSISTENT and self._all_fixed(node.all_input_nodes):
             self._prepare(node)
             return
@@ -325,6 +336,26 @@ class _Writer:
         self.done_once.append(f"{self.names[node]} = {self._value(node.kwargs['out'])}")
         self.each_call.append(f"{work}.start()")
         self.fixed.add(node)
+
+    def _compiled_island(self, node: fx.Node) -> CompiledIsland | None:
+        region = region_of(node)
+        made = self.regions.get(region) if region is not None else None
+        return made if isinstance(made, CompiledIsland) else None
+
+    def _write_island(self, node: fx.Node, island: CompiledIsland) -> None:
+        """Bind an island to all that never moves once, and call it with the rest."""
+        work, bind = f"{node.name}_work", self._name(island.bind)
+        operands = cast(list[fx.Node], list(node.args))  # some twice, where values turned out to be equal
+        vals = self._name([each.meta["val"] for each in cast(Region, node.target).placeholders])
+        fixed = [each if each in self.fixed else None for each in operands]
+        self.done_once.append(f"{work} = {bind}({self._value(fixed)}, {vals})")
+        given = [each for each in operands if each not in self.fixed]
+        self.each_call.append(f"{work}({', '.join(map(self._value, given))}){_comment(node)}")
+        outs = tuple(written(node))
+        lines = self.done_once if self._all_fixed(outs) else self.each_call
+        lines.append(f"{self.names[node]} = {self._value(outs)}")
+        if self._all_fixed(outs):
+            self.fixed.add(node)
 
     def _is_fixed(self, node: fx.Node) -> bool:
         if node in self.constants or node.target is reserve:
@@ -451,7 +482,7 @@ def _returned_argument(node: fx.Node) -> Any:
     targets = written(node)
     if not targets or not is_view(node) or len(schema(node.target).results) != len(targets):
         return None
-    return targets[0] if len(targets) == 1 else tuple(targets)
+    return targets[0] if len(targets) == 1 and region_of(node) is None else tuple(targets)
 
 
 def _waits(node: fx.Node) -> bool:

@@ -15,9 +15,8 @@ from .._torch import DisableAutocast
 from ..state.background_reads import READS
 from ..state.commit import Commit
 from .arenas import Arenas
-from .backends import CompiledRegions
 from .clock import Clock
-from .codegen import Bound
+from .codegen import Bound, Compiles
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Runs:
     accumulators: dict[int, torch.Tensor]
 
     @classmethod
-    def of(cls, program: Program, arenas: Arenas, regions: CompiledRegions | None) -> Runs | None:
+    def of(cls, program: Program, arenas: Arenas, regions: Compiles | None) -> Runs | None:
         """Those of a program that runs for each micro-batch; None for any other."""
         micro = program.micro_batches
         if micro is None:
@@ -132,7 +131,7 @@ def lower(
     program: Program,
     arenas: Arenas | None = None,
     commit: Commit | None = None,
-    regions: CompiledRegions | None = None,
+    regions: Compiles | None = None,
 ) -> Executable:
     """Make ``program`` run, as Python (``codegen.py``), in ``arenas``; its regions as a backend compiled them.
 

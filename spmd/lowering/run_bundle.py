@@ -12,8 +12,7 @@ from passes.ir.bundle import Bundle, InFlight
 
 from ..state.commit import Commit
 from .arenas import Arenas
-from .backends import CompiledRegions
-from .codegen import is_taken
+from .codegen import Compiles, is_taken
 from .lower import Executable, lower
 
 Given = Callable[[str], Sequence[Any]]  # the inputs of a program that are not pending, in order
@@ -23,7 +22,7 @@ class BundleExecutable:
     """The lowered programs of the rank at ``coordinate``, and values in flight between programs and between calls."""
 
     def __init__(
-        self, bundle: Bundle, coordinate: int, arenas: Arenas, commit: Commit, regions: CompiledRegions | None = None
+        self, bundle: Bundle, coordinate: int, arenas: Arenas, commit: Commit, regions: Compiles | None = None
     ) -> None:
         self.bundle, self.coordinate = bundle, coordinate
         self.in_flight = InFlight(bundle)
@@ -52,9 +51,7 @@ class BundleExecutable:
 class _Lowered:
     """One program, and the positions of what it takes and returns: pending inputs stand behind all others."""
 
-    def __init__(
-        self, bundle: Bundle, role: str, arenas: Arenas, commit: Commit, regions: CompiledRegions | None
-    ) -> None:
+    def __init__(self, bundle: Bundle, role: str, arenas: Arenas, commit: Commit, regions: Compiles | None) -> None:
         program = bundle.programs[role]
         self.executable: Executable = lower(program, arenas, commit, regions)
         inputs = list(zip(program.placeholders, program.inputs, strict=True))

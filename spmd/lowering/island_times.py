@@ -1,0 +1,88 @@
+"""Seconds of an island as one call, and op by op, each as a program would run it: in an arena, from generated code."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+import passes
+from passes import Canonicalize, FoldLayoutCopies, Island, Program, ReuseMemory, Role
+
+from .codegen import Bound, Compiles
+
+_PASSES = (Canonicalize(), FoldLayoutCopies(), ReuseMemory())
+_ROUNDS = 7
+_SECONDS = 0.002  # of a round, at least
+
+
+def seconds_of(island: Island, compiles: Compiles) -> tuple[float, float]:
+    """Seconds of one call: op by op, and as ``compiles`` runs the island. The best of several rounds, taken in turn."""
+    operands = [_example(node.meta["val"]) for node in island.placeholders]
+    bound = [_bound(graph, len(operands), compiles) for graph in (_by_ops(island), _by_call(island))]
+    with torch.no_grad():
+        ops, call = (each.halves(*operands)[0] for each in bound)
+        count = max(1, int(_SECONDS / _seconds(ops, 3)))
+        _seconds(call, count)
+        rounds = [(_seconds(ops, count), _seconds(call, count)) for _ in range(_ROUNDS)]
+    for each in bound:
+        each.close()
+    return min(first for first, _ in rounds), min(second for _, second in rounds)
+
+
+def _seconds(run: Callable[[], Any], count: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(count):
+        run()
+    return (time.perf_counter() - begin) / count
+
+
+def _by_ops(island: Island) -> fx.Graph:
+    graph = fx.Graph()
+    env = _placeholders(island, graph)
+    for node in island.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    return _read(graph, [env[each] for each in island.results])
+
+
+def _by_call(island: Island) -> fx.Graph:
+    graph = fx.Graph()
+    env = _placeholders(island, graph)
+    call = graph.call_function(island, tuple(env.values()))
+    call.meta["val"] = tuple(node.meta["val"] for node in island.results)
+    results = [graph.call_function(operator.getitem, (call, k)) for k in range(len(island.results))]
+    for node, val in zip(results, call.meta["val"], strict=True):
+        node.meta["val"] = val
+    return _read(graph, results)
+
+
+def _placeholders(island: Island, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    return {node: graph.node_copy(node) for node in island.placeholders}
+
+
+def _read(graph: fx.Graph, results: list[fx.Node]) -> fx.Graph:
+    """Let something read the results, and return nothing: so they lie in the arena."""
+    graph.call_function(_ignore, tuple(results))
+    graph.output(())
+    return graph
+
+
+def _ignore(*values: Any) -> None:
+    """Nothing: a reader of values."""
+
+
+def _bound(graph: fx.Graph, operands: int, compiles: Compiles) -> Bound:
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    program = Program.from_graph(module, [Role.CONSTANT] * operands)
+    return Bound(passes.run(program, _PASSES), regions=compiles)
+
+
+def _example(val: torch.Tensor) -> torch.Tensor:
+    """Numbers between 0 and 1, of which most functions are finite, and zeros for integers, which may be indices."""
+    made = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+    own = torch.Generator().manual_seed(0)  # that of the user stays as it is
+    return made.uniform_(generator=own) if val.dtype.is_floating_point else made.zero_()

@@ -1,0 +1,184 @@
+"""Islands as Inductor compiled them: equal ones once, all of a program in one library; taken where that is quicker.
+
+A kernel sums in another order than ops of aten do, so ranks have to take the same islands, or replicas would part: they
+exchange what each has measured, and take those that are quicker in the sum.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes import Island
+from passes.analysis.aliases import is_view
+from passes.analysis.structural_keys import text_of
+from passes.measured import IslandTime
+from passes.schedule.op_work import work_of
+
+from .._torch import cpp_library
+from ..interpreter.source_lines import warn_user
+from .island_call import CompiledIsland
+from .island_code import IslandCode, NoKernelError, island_code
+from .island_times import seconds_of
+
+AllGatherText = Callable[[str], list[str]]
+
+_LEAST_GAIN = 1.02
+_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
+
+
+class CompiledIslands:
+    """The islands of a step's programs, by key, and what is known of each."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, CompiledIsland | str] = {}  # or why there is none
+        self.seconds: dict[str, tuple[float, float]] = {}
+        self._chosen: dict[tuple[str, ...], list[bool]] = {}  # by the keys of all islands of a program
+        self._count = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._is_warned = False
+
+    def compiled(self, island: Any) -> Any:
+        """The compiled form of an island; that of another region, or where there is none, is itself."""
+        if not isinstance(island, Island):
+            return island
+        key = key_of(island)
+        self._compile({key: island})
+        made = self._made[key]
+        return island if isinstance(made, str) else made
+
+    def made(self, key: str) -> CompiledIsland | str:
+        """The island of a key as it was compiled, or why it was not."""
+        return self._made[key]
+
+    def choice(self, exchange: AllGatherText) -> Choice:
+        """What decides, for one compilation, which islands are taken, together with the other ranks."""
+        return Choice(self, exchange)
+
+    def choose(self, islands: Sequence[Island], exchange: AllGatherText | None) -> list[bool]:
+        """Whether each island is taken: where it is quicker than its ops in the sum of all ranks.
+
+        Without an exchange, as decided before.
+        """
+        keys = tuple(map(key_of, islands))
+        if exchange is not None:
+            self._measure(dict(zip(keys, islands, strict=True)))
+            figures = exchange(json.dumps([self.seconds.get(key) for key in keys]))
+            self._chosen[keys] = [_is_quicker(each) for each in zip(*map(json.loads, figures), strict=True)]
+        return self._chosen.get(keys, [True] * len(keys))
+
+    def _measure(self, islands: dict[str, Island]) -> None:
+        self._compile(islands)
+        for key, island in islands.items():
+            if key not in self.seconds and not isinstance(self._made[key], str):
+                self.seconds[key] = seconds_of(island, self)
+
+    def _compile(self, islands: dict[str, Island]) -> None:
+        """Compile all that is new in one library."""
+        codes: dict[str, IslandCode] = {}
+        for key in [key for key in islands if key not in self._made]:
+            try:
+                island = islands[key]
+                codes[key] = island_code(island if island.outs else island.with_outs(), f"island_{self._count}")
+                self._count += 1
+            except NoKernelError as error:
+                self._made[key] = str(error)
+        if codes:
+            self._load(codes)
+
+    def _load(self, codes: dict[str, IslandCode]) -> None:
+        try:
+            library = cpp_library(_HEADER + "\n".join(code.text for code in codes.values()))
+        except Exception as error:  # of the compiler, of many kinds
+            self._made |= dict.fromkeys(codes, f"{type(error).__name__}: {error}")
+            if not self._is_warned:
+                self._is_warned = True
+                warn_user(
+                    f'backend="inductor" runs ops of aten, since C++ does not compile here: {error}\nInstall g++, or '
+                    "set CXX to a compiler"
+                )
+            return
+        for key, code in codes.items():
+            self._made[key] = CompiledIsland(code, getattr(library, code.name), self.scratch)
+
+    def scratch(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Memory for temporaries, the same for all islands, since one runs at a time."""
+        if self._scratch.numel() < sum(sizes):
+            self._scratch = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        return list(self._scratch[: sum(sizes)].split(list(sizes)))
+
+
+class Choice:
+    """Decides, for one compilation, which islands are taken; after ``end`` as it was decided then."""
+
+    def __init__(self, islands: CompiledIslands, exchange: AllGatherText) -> None:
+        self._islands = islands
+        self._exchange: AllGatherText | None = exchange
+        self._found: dict[str, list[tuple[Island, bool]]] = defaultdict(list)  # by key, those of all programs
+
+    def __call__(self, found: Sequence[Island]) -> Sequence[bool]:
+        """Whether each island is taken."""
+        chosen = self._islands.choose(found, self._exchange)
+        if self._exchange is not None:
+            for island, is_taken in zip(found, chosen, strict=True):
+                self._found[key_of(island)].append((island, is_taken))
+        return chosen
+
+    def end(self) -> None:
+        """All is decided."""
+        self._exchange = None
+
+    def times(self) -> tuple[IslandTime, ...]:
+        """A row for each distinct island."""
+        rows = []
+        for key, calls in self._found.items():
+            (island, is_taken), made = calls[0], self._islands.made(key)
+            by_ops, by_kernels = self._islands.seconds.get(key, (0.0, 0.0))
+            why, nodes = made if isinstance(made, str) else "", len(island.nodes)
+            row = IslandTime(island.name, nodes, len(calls), _saved(island), by_ops, by_kernels, is_taken, why)
+            rows.append(row)
+        return tuple(rows)
+
+    def text(self) -> str:
+        """The C++ of the islands that are taken, each with the ops that it fuses."""
+        parts = []
+        for key, calls in self._found.items():
+            (island, is_taken), made = calls[0], self._islands.made(key)
+            if is_taken and isinstance(made, CompiledIsland):
+                ops = [f"//     {node.name} = {node.target}" for node in island.nodes]
+                names = ", ".join(each.name for each, _ in calls)
+                parts.append("\n".join([f"// {names}: {made.code.kernels} kernels of", *ops, made.code.text]))
+        return "\n".join([_HEADER, *parts]) if parts else ""
+
+
+def _saved(island: Island) -> int:
+    """The bytes that the ops of an island read and write, less those of its operands and results."""
+    own = sum(node.meta["val"].nbytes for node in (*island.placeholders, *island.results))
+    computed = [node for node in island.nodes if node.target is not operator.getitem and not is_view(node)]
+    return max(sum(work_of(node).bytes for node in computed) - int(own), 0)
+
+
+def _is_quicker(figures: Sequence[list[float] | None]) -> bool:
+    """Whether kernels take less time than ops on all ranks together; never where one of them has none."""
+    if any(each is None for each in figures):
+        return False
+    by_ops, by_kernels = (sum(each[k] for each in figures if each) for k in (0, 1))
+    return by_ops >= _LEAST_GAIN * by_kernels
+
+
+def key_of(island: Island) -> str:
+    """Equal for islands of the same ops on the same types and layouts, and for as many threads."""
+    graph = island.functional()
+    number = {node: f"%{k}" for k, node in enumerate(graph.nodes)}
+    lines = [f"{torch.get_num_threads()} threads"]
+    for node in graph.nodes:
+        val, arguments = node.meta.get("val"), text_of([node.args, dict(node.kwargs)], number)
+        layout = f"{val.dtype} {tuple(val.shape)} {val.stride()}" if isinstance(val, Tensor) else ""
+        lines.append(f"{node.op if node.op != 'call_function' else node.target} {arguments} {layout}")
+    return "\n".join(lines)
