@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from . import (
+    cache_command,
     calibrate_command,
     diff_command,
     doctor_command,
@@ -27,6 +28,7 @@ _COMMANDS = (
     replay_command,
     calibrate_command,
     doctor_command,
+    cache_command,
 )
 
 
