@@ -25,6 +25,7 @@ from passes.ir.schemas import position_of
 from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
+from ..partitioner.assignment import Assignment
 from ..placements import Interleaved
 from .not_cached import NotCachedError
 
@@ -67,13 +68,30 @@ def program_from_data(data: Mapping[str, Any], mesh: Mesh) -> Program:
     )
     del program.graph_module
     program.read_graph = lambda: LazyGraphModule(torch.nn.Module(), reader.graph(data))
+    program.assigned = data["assignment"]
     return program
 
 
 class StoredProgram(Program):
-    """A program whose graph is made when it is first looked at: of the three of a warm start, one runs."""
+    """A program whose graph is made when it is first looked at: of the three of a warm start, one runs.
+
+    ``assigned``: the text of its assignment.
+    """
 
     read_graph: Callable[[], fx.GraphModule]
+    assigned: str | None = None
+    _assignment: Any = None
+
+    @property
+    def assignment(self) -> Any:
+        """How each captured node is computed; read when it is first asked for."""
+        if self._assignment is None and self.assigned is not None:
+            self._assignment = Assignment.read(self.assigned)
+        return self._assignment
+
+    @assignment.setter
+    def assignment(self, assignment: Any) -> None:
+        self._assignment = assignment
 
     def __getattr__(self, name: str) -> Any:
         if name != "graph_module":
@@ -108,6 +126,7 @@ class _Writer:
             "limit_gathers": program.limit_gathers,
             "stored": program.stored,
             "fixed": sorted(program.fixed),
+            "assignment": _assigned(program.assignment),
             "inputs": [_input(each) for each in program.inputs],
             "outputs": [_output(each) for each in program.outputs],
             "vals": list(self.vals),
@@ -265,6 +284,12 @@ def _read_declared(data: Mapping[str, Any]) -> dict[str, Any]:
     dtype = None if data["dtype"] is None else _dtype(data["dtype"])
     own = {"role": Role(data["role"]), "shape": tuple(data["shape"]), "dtype": dtype}
     return {**data, **own, "placement": placement_from_data(data["placement"])}
+
+
+def _assigned(assignment: Any) -> str | None:
+    if assignment is not None and type(assignment) is not Assignment:
+        raise NotCachedError("its assignment is one of the user's")
+    return None if assignment is None else assignment.text()
 
 
 def _input(declared: Input) -> dict[str, Any]:
