@@ -38,6 +38,7 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument("action", choices=("list", "check", "clear"), help="what to do with the entries")
     command.add_argument("--folder", metavar="FOLDER", type=Path, help="another folder than the user's")
+    command.add_argument("--json", action="store_true", help="print the entries as JSON")
     command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(str(error))
     if arguments.action == "clear":
         return _clear(folder)
-    return _show(folder, arguments.action == "check")
+    return _show(folder, arguments.action == "check", arguments.json)
 
 
 def _clear(folder: Folder) -> int:
@@ -65,17 +66,24 @@ def _clear(folder: Folder) -> int:
     return 0
 
 
-def _show(folder: Folder, checks: bool) -> int:
-    table, damaged = Table(title=str(folder.path), title_justify="left", box=None, padding=(0, 1)), 0
+def _show(folder: Folder, checks: bool, as_json: bool) -> int:
+    rows = [_row(folder, entry, checks) for entry in folder.entries()]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return int(any(row.get("damage") for row in rows))
+    table = Table(title=str(folder.path), title_justify="left", box=None, padding=(0, 1))
     for heading in ("entry", "program", "KB", "last used", *(("as written",) if checks else ())):
         table.add_column(heading, overflow="fold")
-    for entry in folder.entries():
-        why = _damage(folder, entry) if checks else ""
-        damaged += bool(why)
-        cells = entry.name, _program(entry), f"{size_of(entry) / 1000:,.0f}", _used(entry)
-        table.add_row(*cells, *((why or "yes",) if checks else ()))
+    for row in rows:
+        cells = row["entry"], row["program"], f"{row['bytes'] / 1000:,.0f}", row["used"]
+        table.add_row(*cells, *((row["damage"] or "yes",) if checks else ()))
     Console(soft_wrap=True).print(table)
-    return int(damaged > 0)
+    return int(any(row.get("damage") for row in rows))
+
+
+def _row(folder: Folder, entry: Path, checks: bool) -> dict[str, Any]:
+    row = {"entry": entry.name, "program": _program(entry), "bytes": size_of(entry), "used": _used(entry)}
+    return row | ({"damage": _damage(folder, entry)} if checks else {})
 
 
 def _damage(folder: Folder, entry: Path) -> str:

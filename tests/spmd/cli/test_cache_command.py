@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,9 @@ def test_list_check_and_clear(
     monkeypatch.setenv("SPMD_CACHE", str(folder.path))
     code, shown = run(capsys, "check")
     assert code == 1 and "is damaged" in shown
+    code, shown = run(capsys, "check", "--json")
+    damage = {row["entry"]: row["damage"] for row in json.loads(shown)}
+    assert code == 1 and damage["a-1-0"] and not damage["b-1-0"]
     assert run(capsys, "clear")[0] == 0
     assert not folder.entries()
 
