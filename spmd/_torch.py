@@ -4,8 +4,10 @@ Imports come first, then accessors of private attributes, then private flags and
 outside of this file uses these names only; ``tests/test_structure.py`` checks that.
 """
 
+import abc
 import functools
 import inspect
+import io
 import os
 import sys
 import threading
@@ -580,6 +582,18 @@ def cpp_library(text: str) -> Any:
     return kernels.load(text, device_type="cpu")
 
 
+def has_registered_classes(cls: type) -> bool:
+    """Whether others were registered with an abstract class: Python's, not torch's, and seen in 3.11 to 3.13.
+
+    ``isinstance`` asks a table in C, which this method for debugging prints.
+    """
+    if not isinstance(cls, abc.ABCMeta):
+        return False
+    text = io.StringIO()
+    cls._dump_registry(text)
+    return "_abc_registry: set()" not in text.getvalue()
+
+
 __all__ = [
     "ACCUMULATION_HOOKS",
     "BUFFERS",
@@ -646,6 +660,7 @@ __all__ = [
     "gloo_of_one_worker",
     "gradient_hooks",
     "has_meta_kernel",
+    "has_registered_classes",
     "inductor_code",
     "inductor_graph",
     "local_tensor",

@@ -22,6 +22,7 @@ from .override import Override, replaced
 from .python_state.effects.carried import Carried
 from .python_state.reads import Reads, ReplacementReads
 from .ranks.consensus import Agreement
+from .shared_captures import SharedCapture
 
 
 class CapturedCall(NamedTuple):
@@ -43,12 +44,14 @@ def capture_call(
     options: Options,
     dispatch: Dispatch,
     agreement: Agreement,
+    shared: SharedCapture | None,
+    live: Carried,
 ) -> CapturedCall:
     """The program of a call on global shapes, in rank 0's order. All ranks call it together.
 
-    Raises ``CaptureError`` if the step cannot be traced.
+    ``shared`` and ``live`` are as ``Dispatch.find_capture`` finds them. Raises ``CaptureError`` if the step cannot be
+    traced.
     """
-    shared, live = dispatch.find_capture(call, agreement.all_gather_text)
     if shared is not None:
         found = CapturedCall(shared.capture.at(call, name), shared.guards.reads)
     else:

@@ -510,9 +510,12 @@ class DeviceBuffer:
 
 
 def describe_for_agreement(
-    captured: Captured, program: Program, table: Table, call: Call, bundle: Bundle | None = None
+    captured: Captured, program: Program, table: Table, call: Call, bundle: Bundle | None = None, entry: str = ""
 ) -> str:
-    """Text that must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives."""
+    """Text that must be equal on all ranks: seed, costs, the captured program, its constants and draws, collectives.
+
+    ``entry``: of the cache, that the program was read from; what it was compiled to was compared when it was stored.
+    """
     initial = [f"{slot.input.name} was made for this call" for slot in call.slots if call.initial.holds(slot)]
     initial += [f"{slot.input.name} is on the meta device" for slot in call.slots if slot.get().is_meta]
     costs = f"passes.Table, measured costs of communication: sha256 {table.digest}"
@@ -526,22 +529,25 @@ def describe_for_agreement(
         for constant in captured.constants
     ]
     numbers = _numbers(captured, call)
+    outputs = [
+        f"output {o.name}: {o.dtype}{list(o.shape)}{', left pending' * o.pending}" for o in captured.program.outputs
+    ]
+    lines = [describe_seed(), costs, *inputs, *initial, *numbers, *constants, *outputs]
+    if entry:
+        return "\n".join([*lines, f"from the entry {entry} of the cache"])
     captured_nodes = captured.program.graph.nodes
     draws = [f"{node.name} is draw {node.meta['draw']}" for node in captured_nodes if "draw" in node.meta]
     traffic = [f"{node.target} {node.meta['collective']}" for node in program.collectives()]
     traffic += [f"the bundle {bundle.name}: {bundle.digest()}"] if bundle is not None else []
-    outputs = [
-        f"output {o.name}: {o.dtype}{list(o.shape)}{', left pending' * o.pending}" for o in captured.program.outputs
-    ]
     code = [captured.program.code, *draws, *traffic]
     if program.assignment is not None:  # a solver of the user's may choose other placements on other ranks
         code.append(f"the assignment of nodes: sha256 {program.assignment.digest}")
-    return "\n".join([describe_seed(), costs, *inputs, *initial, *numbers, *constants, *outputs, *code])
+    return "\n".join([*lines, *code])
 
 
-def text_of(captured: Captured, call: Call) -> str:
+def text_of(captured: Captured, call: Call, entry: str = "") -> str:
     """The captured program and the numbers that it reads: what Python values among the arguments make of it."""
-    return "\n".join([*_numbers(captured, call), captured.program.code])
+    return "\n".join([*_numbers(captured, call), entry or captured.program.code])
 
 
 def _numbers(captured: Captured, call: Call) -> list[str]:

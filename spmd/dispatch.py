@@ -325,6 +325,16 @@ class Dispatch:
             unread=tuple(sorted(self._live & texts)),
         )
 
+    def why_not_cached(self, call: Call, shared: SharedCapture | None) -> str:
+        """Why no entry of the cache can serve a call: what an earlier call of this process had decides, too."""
+        reasons = {
+            "a capture of this process serves it": shared is not None,
+            "sizes of its arguments changed": self.open_sizes(call).sizes,
+            "it has logs among its arguments": self._reader.logs,
+            "the programs so far write to Python state": self.carried(call),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
     def open_sizes(self, call: Call) -> TracedSizes:
         """The sizes of arguments that the next capture leaves open."""
         return self.shared.open_sizes(call, [each.captured for each in self._own(call)])

@@ -30,6 +30,30 @@ from .override import Override, transform_graph_module
 from .ranks.simulated import simulated
 
 
+def cache_setting() -> str:
+    """What the environment variable ``SPMD_CACHE`` says; "off" where there is none."""
+    return os.environ.get("SPMD_CACHE", "off")
+
+
+@dataclass(frozen=True)
+class CacheOption:
+    """The folder in which compiled steps are kept for later processes, if any; ``verifies``: compile, and compare."""
+
+    folder: Path | None
+    verifies: bool = False
+
+    @classmethod
+    def of(cls, given: str) -> CacheOption:
+        """``"off"``, ``"on"``, ``"verify"``, a folder, or ``"verify:<folder>"``; "on" is the user's cache directory."""
+        if given in ("", "off"):
+            return cls(None)
+        kind, colon, folder = given.partition(":")
+        verifies = given == "verify" or (kind == "verify" and bool(colon))
+        named = folder if verifies else "" if given == "on" else given
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cls(Path(named) if named else home / "spmd", verifies)
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments of ``compile``, checked."""
@@ -47,6 +71,7 @@ class Options:
     memory: int | None = None  # bytes per rank
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # names of sizes, by argument and dim
     check_first: bool = False  # compare the first call of each program with the program that no pass has changed
+    cache: str | None = None
 
     @classmethod
     def check(
@@ -64,6 +89,7 @@ class Options:
         memory: Any = None,
         dynamic: Any = None,
         check: Any = None,
+        cache: Any = None,
     ) -> Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
@@ -82,6 +108,7 @@ class Options:
             memory=_check_memory(memory),
             dynamic=_check_dynamic(dynamic),
             check_first=_check_check(check),
+            cache=_check_cache(cache),
         )
 
     @property
@@ -126,6 +153,11 @@ class Options:
     def describe_edits(self, made: Program) -> str:
         """The edits of ``program`` in a program that was made, which must be equal on all ranks."""
         return "" if self.program is None else f"\n{self.program.describe(made)}"
+
+    @property
+    def cache_option(self) -> CacheOption:
+        """The user's choice, else that of the environment variable ``SPMD_CACHE``, else none."""
+        return CacheOption.of(cache_setting() if self.cache is None else self.cache)
 
     @property
     def dump_folder(self) -> Path | None:
@@ -264,6 +296,12 @@ def _check_check(given: Any) -> bool:
     if given not in (None, "first"):
         raise ValueError(f'expected check (or SPMD_CHECK) to be "first" or None, got {given!r}')
     return given is not None
+
+
+def _check_cache(given: Any) -> str | None:
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f'expected cache to be "off", "on", "verify", a folder\'s path or None, got {given!r}')
+    return None if given is None else os.fspath(given)
 
 
 def _check_timeout(given: Any) -> float | None:

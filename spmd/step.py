@@ -12,8 +12,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
+import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,6 +45,7 @@ from passes.ir.bundle import Bundle
 from passes.pipeline import table_of, with_islands, with_rates
 
 from ._torch import DisableAutocast, DisableTorchFunctionSubclass, get_proxy_mode
+from .cache.compile_cache import Lookup, look_up
 from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
@@ -42,15 +55,17 @@ from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
 from .capture import Captured
 from .capture.explain_errors import shorten_traceback
+from .capture.sizes.any_size import AnySize
 from .capture_call import capture_call
 from .compile_stages import Stages
-from .compiled import Compiled, describe_for_agreement
+from .compiled import Compiled, describe_for_agreement, text_of
 from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .dispatch import Dispatch, Turn
 from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
+from .guards.read_guards import ReadGuards
 from .guards.recompiles import Compilation, Recompiles
 from .interpreter.interrupts import held_interrupts
 from .interpreter.source_lines import defined_at, warn_user
@@ -66,6 +81,7 @@ from .override import Override, transform
 from .partitioner.diagnostics import CUTS_THE_BATCH
 from .profile import Profile
 from .progress import Progress
+from .python_state.reads import Reads
 from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, notify, standing_of, standing_of_state
 from .ranks.simulated import simulated
 from .ranks.standing import StateError
@@ -79,7 +95,7 @@ from .state.recover import recover
 from .state.replace_parameters import rebind_replaced_parameters
 from .state.split_tensor import own_looks
 from .state.stale_references import end_stale_references
-from .state.storage_facts import with_storage_facts
+from .state.storage_facts import storage_facts, with_storage_facts
 from .unexpected_errors import unexpected_errors
 
 P = ParamSpec("P")
@@ -88,6 +104,21 @@ _Owner = TypeVar("_Owner")
 _Rest = ParamSpec("_Rest")  # the arguments of a method behind ``self``
 _DEFERS = "defer_updates=True"
 _ONE_BATCH = "all ranks passed one batch"  # among what was warned of
+
+
+class Made(NamedTuple):
+    """What capture, partition and passes made of a call. ``entry``: of the cache, if it was read from one."""
+
+    captured: Captured
+    reads: Reads | ReadGuards
+    any_size: AnySize | None
+    local: Program
+    added: dict[str, torch.Tensor]
+    state: Prepared
+    pipeline: tuple[Pass, ...]
+    program: Program
+    parts: Bundle | str | None
+    entry: str = ""
 
 
 class CompiledStep(Generic[P, R]):
@@ -291,24 +322,37 @@ class CompiledStep(Generic[P, R]):
         dump = self._dumps.dump(options.dump_folder, name)
         with stages.explained("reading the call"):
             notes, modes = self._settle(call, agreement), torch_settings()
-        with stages.stage("capture"):
-            captured, reads, any_size = capture_call(self._function, call, name, options, self._dispatch, agreement)
-            check_memory(captured.program, call, captured.carried, captured.constants)
-            captured.program.notes += [*notes, *call.notes]
-            dump.stage(0, "capture", captured.program)
-        with stages.stage("partition"), DisableAutocast():
-            local, added, state = self._partition(call, captured, agreement)
-            self._warn_of_cuts(local, agreement)
-            local, pipeline = options.fitted(local, agreement.all_gather_text, self._dispatch.graphs)
-            dump.stage(1, "partition", local)
-        with stages.stage("passes"), DisableAutocast():
-            with self._choosing(pipeline, agreement, stages) as pipeline:
+            shared, live = self._dispatch.find_capture(call, agreement.all_gather_text)
+        with stages.stage("cache") if options.cache_option.folder else stages.explained("finding an entry"):
+            why = self._dispatch.why_not_cached(call, shared)
+            lookup = look_up(name, self._function, call, options, live, why, agreement)
+            made = self._from_entry(lookup, call, agreement)
+        if made is None:
+            with stages.stage("capture"):
+                captured, reads, any_size = capture_call(
+                    self._function, call, name, options, self._dispatch, agreement, shared, live
+                )
+                check_memory(captured.program, call, captured.carried, captured.constants)
+                captured.program.notes += [*notes, *call.notes]
+                lookup.note_capture(captured, reads, any_size)
+                dump.stage(0, "capture", captured.program)
+            with stages.stage("partition"), DisableAutocast():
+                local, added, state = self._partition(call, captured, agreement)
+                self._warn_of_cuts(local, agreement)
+                local, pipeline = options.fitted(local, agreement.all_gather_text, self._dispatch.graphs)
+                dump.stage(1, "partition", local)
+            choosing = self._choosing(pipeline, agreement, stages)
+            with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
                 program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
-            stages.program = program
+            lookup.verify(captured.program, program)
+            made = Made(captured, reads, any_size, local, added, state, pipeline, program, parts)
+        captured, local, state = made.captured, made.local, made.state
+        stages.program = program = made.program
         with stages.stage("lower"), DisableAutocast():
-            program, made = options.final(program), program
+            program = options.final(program)
             executable = lower(program, self._arenas_on(call.device_mesh), regions=self._backend_regions)
-            deferred = self._deferred(parts, call, executable, captured, program)
+            deferred = self._deferred(made.parts, call, executable, captured, program)
+            lookup.note_programs(captured.program, local, program)
         if deferred is not None:
             dump.bundle(deferred.bundle)
         self._dispatch.rows_of_results.note(captured, program, call.uneven)
@@ -317,27 +361,30 @@ class CompiledStep(Generic[P, R]):
         for each in _first_runs(program):
             self._dumps.dump(options.dump_folder, each.name).stage(99, "lowered", each)
         dump.report(make_report)
-        description = describe_for_agreement(captured, program, costs, call, deferred.bundle if deferred else None)
-        description += options.describe_edits(made)
+        bundle = deferred.bundle if deferred else None
+        description = describe_for_agreement(captured, program, costs, call, bundle, made.entry)
+        description += options.describe_edits(made.program)
         base, calls, *seeds = agreement.agree(description, self._seeds(call))
         adopt([base, calls])
         with stages.explained("distributing state"):
             self._distribute(turn, call, program, captured, state, seeds)
+        if not made.entry:
+            lookup.store()
         return Compiled(
             program=program,
             captured=captured,
             partitioned=local,
-            pipeline=pipeline,
+            pipeline=made.pipeline,
             executable=executable,
             device_mesh=call.device_mesh,
             make_report=make_report,
-            added=added,
+            added=made.added,
             identity=identity_of(f"{self._name} in call {call_number()}", description),
             uneven=call.uneven,
             connection=agreement.connection,
-            guards=Guards.of(call.arguments, call.slots, reads, captured, modes),
+            guards=Guards.of(call.arguments, call.slots, made.reads, captured, modes),
             whole=whole_state(call, local.inputs),
-            any_size=any_size,
+            any_size=made.any_size,
             deferred=deferred,
         )
 
@@ -351,6 +398,24 @@ class CompiledStep(Generic[P, R]):
                     "joined before the call (two views of its rows) are not those that the step cuts, as they would be "
                     "in DDP"
                 )
+
+    def _from_entry(self, lookup: Lookup, call: Call, agreement: Agreement) -> Made | None:
+        """What an entry of the cache makes of a call; None if there is none, or live state lies otherwise."""
+        warm, pipeline = lookup.warm, self._options.pipeline
+        if warm is None or lookup.verifies:
+            return None
+        captured, local = warm.captured, warm.partitioned
+        if Fact.STORAGE in facts_of(pipeline):
+            found = storage_facts(local.inputs, call.slots, agreement.all_gather_text)
+            if found != (local.stored, local.fixed):
+                return None
+        check_memory(captured.program, call, captured.carried, captured.constants)
+        agreement.check_captured(text_of(captured, call, warm.number))
+        self._dispatch.note_fixed(lookup.live, captured)
+        for name, flags in warm.flags.items():
+            vars(call.given.optimizers[name]).update(flags)
+        state = prepare(call, local.inputs)
+        return Made(captured, warm.reads, None, local, {}, state, pipeline, warm.program, None, warm.number)
 
     def _deferred(
         self,
@@ -609,6 +674,7 @@ class CompileOptions(TypedDict, total=False):
     memory: int | str | None
     dynamic: Mapping[str, Mapping[int, str]] | None
     check: str | None
+    cache: str | Path | None
 
 
 class Decorate(Protocol):
@@ -652,6 +718,7 @@ def compile(
     memory: int | str | None = None,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     check: str | None = None,
+    cache: str | Path | None = None,
 ) -> CompiledStep[..., Any] | Decorate:
     """Compile a train step into one graph that runs on every device of a mesh.
 
@@ -674,6 +741,8 @@ def compile(
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
     - ``memory``: what a rank may hold in a step, state included (``"600MB"``); backward computes again what is over.
     - ``dynamic``: names of sizes that change, as ``{"tokens": {1: "time"}}``; None: a second size shows which do.
+    - ``cache``: a folder in which compiled steps are kept for later processes, ``"on"`` for the user's cache directory,
+      ``"verify"`` to compile all the same and compare; None: as ``SPMD_CACHE`` says, which is off by default.
     - ``check``: ``"first"`` compares each program's first call, on copies, with the program before its passes.
 
     Raises ``TypeError`` or ``ValueError`` for other arguments. Calls raise ``CaptureError``, ``PlacementError``,
@@ -694,6 +763,7 @@ def compile(
         memory=memory,
         dynamic=dynamic,
         check=check,
+        cache=cache,
     )
 
     def decorate(function: Callable[P, R]) -> CompiledStep[P, R]:

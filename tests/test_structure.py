@@ -56,6 +56,7 @@ ORDER = {
         override dump progress compile_stages edited_programs
         deferral/
         options compiled shared_captures unsharded initialized mesh_picture profile recorder
+        cache/
         checkpoints/
         dispatch
         capture_call

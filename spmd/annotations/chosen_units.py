@@ -20,7 +20,7 @@ class ChosenUnits:
     """The choices: predicates, module classes, and fnmatch patterns over the names of modules."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
-        self._choices = choices
+        self.choices = choices
 
     def groups(self, modules: Mapping[str, nn.Module], names: Mapping[int, str]) -> tuple[tuple[str, ...], ...]:
         """The parameters of each unit, in the order of its modules. ``names``: of all parameters, by id.
@@ -52,7 +52,7 @@ class ChosenUnits:
 
     def _picked(self, inside: Mapping[str, nn.Module]) -> set[str]:
         found = set[str]()
-        for each in self._choices:
+        for each in self.choices:
             picked = {path for path, module in inside.items() if _picks(each, path, module)}
             if not picked:
                 what = repr(each) if isinstance(each, str) else getattr(each, "__qualname__", repr(each))

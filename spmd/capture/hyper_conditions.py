@@ -44,6 +44,7 @@ class HyperGuards:
 
     positions: list[tuple[int, ...]] = field(default_factory=list)  # of the values that each check takes
     checks: list[Callable[..., bool]] = field(default_factory=list)
+    expressions: list[Any] = field(default_factory=list)  # (symbols, condition) of each check
     branches: list[Branch] = field(default_factory=list)  # on 0-dim state
     sizes: tuple[int, ...] = ()
     numbers: int = 0  # how many values there are before the sizes
@@ -60,6 +61,7 @@ class HyperGuards:
             read = sorted((s for s in guard.expr.free_symbols if s in position), key=str)
             if read:
                 guards.positions.append(tuple(position[s] for s in read))
+                guards.expressions.append((read, guard.expr))
                 guards.checks.append(sympy.lambdify(read, guard.expr, [_AS_PYTHON, symbolic_functions, "math"]))
         return guards
 
@@ -73,11 +75,12 @@ class HyperGuards:
 
     def at(self, sizes: Sequence[int]) -> HyperGuards | None:
         """The conditions that remain to be checked at these sizes; None if they do not admit the sizes."""
-        rest = replace(self, sizes=tuple(sizes), positions=[], checks=[])
-        for positions, check in zip(self.positions, self.checks, strict=True):
+        rest = replace(self, sizes=tuple(sizes), positions=[], checks=[], expressions=[])
+        for positions, check, expression in zip(self.positions, self.checks, self.expressions, strict=True):
             if any(k < self.numbers for k in positions):
                 rest.positions.append(positions)
                 rest.checks.append(check)
+                rest.expressions.append(expression)
             elif not check(*(sizes[k - self.numbers] for k in positions)):
                 return None
         return rest if min(sizes, default=LEAST) >= LEAST else None

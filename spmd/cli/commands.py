@@ -19,6 +19,7 @@ _COMMANDS = {
     "fuzz": "verify random small steps",
     "replay": "run a recorded call again, up to the first NaN or Inf",
     "calibrate": "measure what communication costs, into a file",
+    "cache": "list, check or clear what compiled steps have kept on disk",
     "doctor": "what works on this machine, and what does not",
 }
 

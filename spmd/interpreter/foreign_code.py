@@ -16,6 +16,7 @@ import passes
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = ("site-packages", "dist-packages")
 _PACKAGES = {"torch", "spmd", "passes", "sympy", "mpmath", "numpy", "networkx"}  # torch traces with these
+_PACKAGES |= {"typing_extensions"}  # which torch imports late, while it traces
 _OURS = tuple(f"{path.absolute()}{os.sep}" for path in (Path(__file__).parents[1], Path(passes.__file__).parent))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -26,7 +27,7 @@ def is_foreign_file(filename: str) -> bool:
         return not filename.startswith(("<stdin", "<ipython"))
     for site in _SITE:
         if site in filename:
-            return filename.partition(site)[2].split(os.sep)[1] in _PACKAGES
+            return filename.partition(site)[2].split(os.sep)[1].removesuffix(".py") in _PACKAGES
     return filename.startswith(_PYTHON)
 
 
@@ -44,6 +45,15 @@ def is_foreign_code(code: CodeType, variables: dict[str, Any]) -> bool:
 def is_foreign_frame(frame: FrameType) -> bool:
     """The same for code that runs."""
     return is_foreign_code(frame.f_code, frame.f_globals)
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether code runs for an import that began since ours called the user's code."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_library_file(filename: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from passes import Program
+from passes import Input, Program
 
 from .._torch import local_tensor
 from ..call.state import Slot
@@ -26,7 +26,15 @@ def with_storage_facts(program: Program, slots: Sequence[Slot], all_gather_text:
     State is fixed if anybody else can see its memory: other processes, or other tensors, such as a ``detach()`` that
     the user holds. A parameter that is split now for the first time gets memory of its own anyway.
     """
-    placements = {declared.name: declared.placement for declared in program.inputs}
+    stored, fixed = storage_facts(program.inputs, slots, all_gather_text)
+    return _noted(program, stored=stored, fixed=fixed)
+
+
+def storage_facts(
+    inputs: Sequence[Input], slots: Sequence[Slot], all_gather_text: AllGatherText
+) -> tuple[tuple[tuple[str, ...], ...], frozenset[str]]:
+    """What ``Program.stored`` and ``Program.fixed`` are for a program with these inputs. All ranks call it together."""
+    placements = {declared.name: declared.placement for declared in inputs}
     live = {slot.input.name: slot.get() for slot in slots}
     split = {name for name, tensor in live.items() if _is_new(tensor, placements.get(name, ()))}
     release_all()  # views that other programs hold on to from call to call
@@ -35,8 +43,7 @@ def with_storage_facts(program: Program, slots: Sequence[Slot], all_gather_text:
     common = [group for group in stored if all(list(group) in groups for groups, _ in everyone)]
     # A group that is stored together on some ranks only can neither be taken as it is nor moved.
     partial = {name for groups, _ in everyone for group in groups if tuple(group) not in common for name in group}
-    fixed_anywhere = frozenset(partial.union(*(names for _, names in everyone)))
-    return _noted(program, stored=tuple(common), fixed=fixed_anywhere)
+    return tuple(common), frozenset(partial.union(*(names for _, names in everyone)))
 
 
 def _noted(program: Program, **facts: Any) -> Program:

@@ -7,6 +7,7 @@ they are observed. ``replacement_reads.py`` records those of overrides. ``read_s
 """
 
 from .changes import Change
+from .global_reads import global_chains, names_in
 from .journals import Journals, Lines
 from .python_reads import Reads
 from .read_sites import MISSING, READERS, ReadSite, Reference, is_plain
@@ -28,6 +29,8 @@ __all__ = [
     "ReplacementReads",
     "containers_in",
     "content_of",
+    "global_chains",
     "is_plain",
+    "names_in",
     "passed_on",
 ]

@@ -16,9 +16,12 @@ from .read_sites import MISSING
 
 
 class GlobalReads:
-    """Calls ``on_start(code, globals)`` once for each function, when it first starts inside of ``watch``."""
+    """Calls ``on_start(frame)`` once for each function, when it first starts inside of ``watch``.
 
-    def __init__(self, on_start: Callable[[types.CodeType, dict[str, Any]], None]) -> None:
+    Where that returns False, once more when the function starts again.
+    """
+
+    def __init__(self, on_start: Callable[[types.FrameType], bool]) -> None:
         self._on_start = on_start
         self._seen: dict[int, types.CodeType] = {}  # by id: a code object computes its hash anew each time
         self._before: Any = sys.gettrace()  # the trace function of a debugger, or none
@@ -51,7 +54,8 @@ class GlobalReads:
             code = frame.f_code
             if id(code) not in seen:
                 seen[id(code)] = code
-                on_start(code, frame.f_globals)
+                if not on_start(frame):
+                    del seen[id(code)]
             return before(frame, event, argument) if before is not None else None
 
         return trace
@@ -61,7 +65,7 @@ def globals_in(code: types.CodeType, variables: dict[str, Any]) -> Iterator[tupl
     """(dict, key, file or module) of each global that ``code`` reads or writes, reached through modules."""
     where = os.path.basename(code.co_filename)
     written = names_in(code, "STORE_GLOBAL")
-    for chain in (*_global_chains(code), *((name,) for name in written)):
+    for chain in (*global_chains(code), *((name,) for name in written)):
         found = _follow(chain, variables, where)
         if found is not None and (found[0].get(found[1], MISSING) is not MISSING or chain[0] in written):
             yield found
@@ -84,7 +88,7 @@ def _follow(chain: tuple[str, ...], holder: dict[str, Any], where: str) -> tuple
     return holder, chain[-1], where
 
 
-def _global_chains(code: types.CodeType) -> Iterator[tuple[str, ...]]:
+def global_chains(code: types.CodeType) -> Iterator[tuple[str, ...]]:
     """Each global that ``code`` reads, with the attributes read from it: ``("settings", "TAU")``."""
     chain: list[str] = []
     for instruction in dis.get_instructions(code):

@@ -27,7 +27,7 @@ from torch import nn
 
 from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS, tree_flatten
 from ...call.state import is_replaced
-from ...interpreter.foreign_code import is_foreign_code, is_foreign_module
+from ...interpreter.foreign_code import is_foreign_code, is_foreign_module, is_importing
 from ..traced import holds_fakes
 from .attribute_reads import GUARDED_ELSEWHERE, AttributeReads
 from .changes import Change
@@ -72,6 +72,7 @@ class Reads:
     containers: dict[int, ContainerSnapshot] = field(default_factory=dict)
     fields: dict[int, FieldsSnapshot] = field(default_factory=dict)
     code: list[types.CodeType] = field(default_factory=list)  # the user's, that ran
+    namespaces: list[dict[str, Any]] = field(default_factory=list)  # the globals of each of ``code``
     constants: set[int] = field(default_factory=set)  # ids of tensors at sites, which the program takes for constants
     changes: list[Change] = field(default_factory=list)
     changed_containers: list[tuple[ContainerSnapshot, str]] = field(default_factory=list)  # with the key of the site
@@ -154,6 +155,10 @@ class Reads:
         texts = [each for code in self.code for each in code.co_consts if isinstance(each, str)]
         return {*texts, *(name for code in self.code for name in code.co_names)}
 
+    def is_made(self, value: Any) -> bool:
+        """Whether the step itself made an object while it was traced."""
+        return value in self._new
+
     def forget_notes(self) -> None:
         """Forget what overrides alone have read and has changed since: they keep notes."""
         for note in self.notes:
@@ -215,16 +220,24 @@ class Reads:
         else:
             self._note("item", vars(holder), key, f"{holder.__name__}.{key}")
 
-    def _note_globals(self, code: types.CodeType, variables: dict[str, Any]) -> None:
-        """Record the globals of code that starts, and follow what it imports."""
+    def _note_globals(self, frame: types.FrameType) -> bool:
+        """Record the globals of code that starts, and follow what it imports; whether that is done for good.
+
+        What runs for an import (hooks of the import system, and modules) is no part of the step.
+        """
+        code, variables = frame.f_code, frame.f_globals
         if is_foreign_code(code, variables):
-            return
+            return True
+        if is_importing(frame):
+            return False
         self.code.append(code)
+        self.namespaces.append(variables)
         self._namespaces.read_by(code)
         for name in names_in(code, "IMPORT_NAME"):
             self._follow(sys.modules.get(name), name)
         for holder, key, where in globals_in(code, variables):
             self._note("item", holder, key, f"the global {key} of {where}")
+        return True
 
     def _note_attribute(self, instance: Any, fields: dict[str, Any] | None, key: str) -> None:
         """Record an attribute where it lives: in ``fields``, the instance's dict, or in a class."""
@@ -235,7 +248,9 @@ class Reads:
                 self._note("names", fields, "", f"which attributes {self._name(instance)} has", owned=True)
             return
         if fields is not None and key in fields and instance in self._new:
-            self._follow(fields[key], name)
+            is_hooks = isinstance(instance, nn.Module) and key in HOOK_DICTS  # a dict that is as new
+            for each in fields[key].values() if is_hooks else [fields[key]]:
+                self._follow(each, name)
             return
         if fields is not None and key in fields:
             owned = isinstance(instance, tuple(GUARDED_ELSEWHERE))
@@ -253,7 +268,8 @@ class Reads:
                 self._note("attribute", instance, key, name)
             return
         self._note("entry", cls, key, f"{cls.__qualname__}.{key}")
-        if fields is not None and not hasattr(value, "__set__"):  # that the instance has none of its own
+        has_fields = fields is not None and instance not in self._new
+        if has_fields and not hasattr(value, "__set__"):  # that the instance has none of its own
             self._note("item", fields, key, name, owned=True)
 
     def _note_missing(self, instance: Any, fields: dict[str, Any], key: str) -> None:

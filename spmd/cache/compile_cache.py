@@ -1,0 +1,270 @@
+"""``CompileCache``: look for the entry of a call, on all ranks together; store what a compilation made.
+
+An entry has what capture, plan, partition and passes made of a call, on one rank, and what the trace read. Ranks take
+entries that were stored in one compilation, or compile.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from passes import Program, SpmdError, print_program
+
+from ..call.call import Call
+from ..capture.captured import Captured
+from ..interpreter.source_lines import warn_user
+from ..options import Options
+from ..python_state.effects.carried import Carried
+from ..python_state.reads import Reads
+from ..ranks.consensus import Agreement
+from ..ranks.simulated import simulated
+from .call_key import facts_of_call, names_of
+from .captured_data import captured_from_data, captured_to_data
+from .described import Describer, digest_of
+from .folder import Folder, RefusedFolderError
+from .not_cached import NotCachedError
+from .program_data import program_from_data, program_to_data
+from .read_data import StoredReads, bind_reads, reads_to_data
+from .surroundings import functions, same_functions, surroundings
+
+_PROGRAMS = ("captured", "partitioned", "final")
+_TRIED = 8  # entries of one key that a call is compared with
+_READ = (NotCachedError, RefusedFolderError, OSError, LookupError, ValueError, TypeError, AttributeError)
+
+
+@dataclass
+class Warm:
+    """An entry, bound to the objects of a call."""
+
+    captured: Captured
+    partitioned: Program
+    program: Program
+    reads: StoredReads
+    flags: Mapping[str, Mapping[str, bool]]  # that the trace left on optimizers
+    number: str  # of the compilation that stored it, equal on all ranks
+
+
+@dataclass
+class Lookup:
+    """What a call is looked up by, and what the look-up found. ``why``: the reason that nothing can be stored."""
+
+    call: Call
+    function: Callable[..., Any]
+    live: Carried
+    folder: Folder | None = None
+    key: str = ""
+    number: str = ""
+    why: str = ""
+    warm: Warm | None = None
+    is_on: bool = False
+    verifies: bool = False
+    missed: str = ""  # why the entry that was used last does not fit
+    names: Mapping[int, str] = field(default_factory=dict)
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    found: dict[str, Warm] = field(default_factory=dict)
+    _flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    _slots: list[str] = field(default_factory=list)
+    _data: dict[str, Any] = field(default_factory=dict)
+    _text: str = ""
+
+    def agree(self, agreement: Agreement) -> None:
+        """Settle on an entry that all ranks have, or on none; all call it together, whatever their own options are."""
+        own = json.dumps([uuid.uuid4().hex[:16], [*self.found]])
+        gathered = [json.loads(text) for text in agreement.all_gather_text(own)]
+        self.number = gathered[0][0]
+        common = [each for each in gathered[0][1] if all(each in found for _, found in gathered)]
+        if common:
+            self.warm = self.found[common[0]]
+
+    def note_capture(self, captured: Captured, reads: Any, any_size: Any) -> None:
+        """Take what the trace read as data, while nothing has changed since."""
+        if self.folder is None or self.why:
+            return
+        try:
+            if any_size is not None or not isinstance(reads, Reads):
+                raise NotCachedError("its program serves other sizes of its arguments, too")
+            if [slot.input.name for slot in self.call.slots] != self._slots:
+                raise NotCachedError("the step leaves some of the optimizer's state alone, or begins without it")
+            data, _ = reads_to_data(reads, self.function, self.call.given.leaves, self.names)
+            live = {*captured.carried.leaves, *captured.carried.unread}
+            values = [[leaf.name, _value(leaf, live, self.names)] for leaf in self.call.given.leaves]
+            self._data = {"reads": data, "capture": captured_to_data(captured, reads), "values": values}
+            self._data |= {"functions": self.functions, "flags": _changed_flags(self._flags, _flags_of(self.call))}
+        except NotCachedError as error:
+            self.why = str(error)
+
+    def note_programs(self, captured: Program, partitioned: Program, program: Program) -> None:
+        """Take the programs as data, and note in the report why there will be no entry."""
+        if self._data:
+            try:
+                programs = zip(_PROGRAMS, (captured, partitioned, program), strict=True)
+                self._data |= {name: program_to_data(each) for name, each in programs}
+                self._text = print_program(program)
+            except NotCachedError as error:
+                self.why = str(error)
+        if self.missed and self.warm is None:
+            program.notes.append(f"compiled anew, though there is an entry for such a call: {self.missed}")
+        if self.is_on and self.why:
+            program.notes.append(f"not kept for later processes: {self.why}")
+
+    def store(self) -> None:
+        """Write an entry, unless there is a reason not to. What the file system refuses is warned of."""
+        if self.folder is None or self.why or not self._data:
+            return
+        files = {f"{name}.json": _bytes(data) for name, data in self._data.items()}
+        files["program.py"] = self._text.encode()  # for people; nothing reads it
+        try:
+            self.folder.write(f"{self.key}-{self.number}-{_rank()}", files)
+        except OSError as error:
+            warn_user(f"a compiled step cannot be kept for later processes: {error}. Training goes on")
+
+    def verify(self, captured: Program, program: Program) -> None:
+        """Raise ``SpmdError``, with the line, if the entry that was found is not what was compiled now."""
+        if self.warm is None or not self.verifies:
+            return
+        for was, now in ((self.warm.captured.program, captured), (self.warm.program, program)):
+            lines = zip(
+                print_program(replace(was, name=now.name)).splitlines(), print_program(now).splitlines(), strict=False
+            )
+            for number, (stored, made) in enumerate(lines, start=1):
+                if stored != made and not stored.startswith("#"):
+                    raise SpmdError(
+                        f"the program of {now.name} in the cache is not what the step compiles to, in line {number}:\n"
+                        f"    stored: {stored.strip()}\n    now:    {made.strip()}\nRemove it with spmd cache clear, "
+                        "and report how the step was changed"
+                    )
+
+
+def look_up(
+    name: str,
+    function: Callable[..., Any],
+    call: Call,
+    options: Options,
+    live: Carried,
+    excluded: str,
+    agreement: Agreement,
+) -> Lookup:
+    """Look for the entry of a call. All ranks call it together. ``excluded``: a reason that it can have none."""
+    lookup = Lookup(call, function, live, why=excluded)
+    setting = options.cache_option
+    lookup.is_on = setting.folder is not None and simulated() is None
+    if setting.folder is not None and lookup.is_on and not lookup.why:
+        _find(lookup, name, options, setting.folder, live)
+        lookup.verifies = setting.verifies
+    lookup.agree(agreement)
+    if lookup.warm is not None and lookup.folder is not None:
+        lookup.folder.touch(lookup.folder.path / f"{lookup.key}-{lookup.warm.number}-{_rank()}")
+    return lookup
+
+
+def _find(lookup: Lookup, name: str, options: Options, folder: Path, live: Carried) -> None:
+    call = lookup.call
+    try:
+        lookup.folder = Folder.open(folder)
+        lookup.why = _excluded(call, options, live)
+        if lookup.why:
+            return
+        lookup.names = names_of(call)
+        lookup.functions = functions()
+        lookup._flags = _flags_of(call)
+        lookup._slots = [slot.input.name for slot in call.slots]
+        describer = Describer(lookup.names)
+        facts = facts_of_call(name, lookup.function, call, options, live.leaves, describer)
+        lookup.key = digest_of([facts, surroundings()])
+    except NotCachedError as error:
+        lookup.why = str(error)
+        return
+    except (OSError, RefusedFolderError) as error:
+        lookup.folder, lookup.why = None, str(error)
+        warn_user(f"compiled steps are not kept for later processes: {error}")
+        return
+    own = [each for each in lookup.folder.entries(f"{lookup.key}-") if each.name.endswith(f"-{_rank()}")]
+    for entry in own[:_TRIED]:
+        try:
+            warm = _bind(lookup, lookup.folder, entry)
+            lookup.found[warm.number] = warm
+        except _READ as error:
+            lookup.missed = lookup.missed or f"{error}" or type(error).__name__
+
+
+def _excluded(call: Call, options: Options, live: Carried) -> str:
+    """Why a call has no entry: options with code of the user's, or what entries do not hold yet."""
+    reasons = {
+        "it has overrides": options.overrides,
+        "it has a gm_transformation": options.gm_transformation,
+        "it has a backend": options.backend != "aten",
+        "its programs are edited": options.program,
+        "it has a budget of memory": options.memory,
+        "it names sizes that change": options.dynamic,
+        "it defers updates": options.mode.defer_updates,
+        "it runs micro-batches": options.mode.micro_batches > 1,
+        "it is dumped": options.dump_folder,
+        "ranks have unequal numbers of rows": call.uneven,
+        "it has a GradScaler": call.given.scalers,
+        "numbers of its state changed": live.numbers or live.sites or live.counters,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _bind(lookup: Lookup, folder: Folder, entry: Path) -> Warm:
+    """Bind an entry to the objects of a call. Raises one of ``_READ`` if it is damaged, or not of such a call."""
+    call = lookup.call
+    files = {name: json.loads(content) for name, content in folder.read(entry).items() if name.endswith(".json")}
+    if module := same_functions(files["functions.json"], lookup.functions):
+        raise NotCachedError(f"{module} has other functions than it had")
+    reads, _ = bind_reads(files["reads.json"], lookup.function, call.given.leaves, lookup.names)
+    captured_program, partitioned, program = (program_from_data(files[f"{name}.json"], call.mesh) for name in _PROGRAMS)
+    captured_program.annotations = call.annotations
+    captured = captured_from_data(files["capture.json"], captured_program, reads)
+    live = {*captured.carried.leaves, *captured.carried.unread}
+    values = [[leaf.name, _value(leaf, live, lookup.names)] for leaf in call.given.leaves]
+    if json.loads(json.dumps(values)) != files["values.json"]:
+        raise NotCachedError("a number or text among the arguments is another one")
+    numbers = [
+        *(each.get() for each in call.hyper_parameters),
+        *(each.get() for each in captured.carried.arguments(call.given)),
+    ]
+    if captured.carried.counters or not captured.guards.hold(numbers):
+        raise NotCachedError("numbers lead to another branch")
+    return Warm(captured, partitioned, program, reads, files["flags.json"], entry.name.split("-")[1])
+
+
+def _flags_of(call: Call) -> dict[str, dict[str, bool]]:
+    """Torch's own flags on optimizers, such as that ``step`` was called, by which schedulers know that they may."""
+    own = {name: vars(optimizer) for name, optimizer in call.given.optimizers.items()}
+    return {
+        name: {key: value for key, value in held.items() if key.startswith("_") and type(value) is bool}
+        for name, held in own.items()
+    }
+
+
+def _changed_flags(
+    before: Mapping[str, Mapping[str, bool]], after: Mapping[str, Mapping[str, bool]]
+) -> dict[str, dict[str, bool]]:
+    return {
+        name: {key: value for key, value in flags.items() if before.get(name, {}).get(key) is not value}
+        for name, flags in after.items()
+    }
+
+
+def _value(leaf: Any, live: set[str], names: Mapping[int, str]) -> Any:
+    """The value of a plain argument that is a constant of the program; the type of one that each call reads."""
+    plain = (bool, int, float, complex, str, bytes, type(None))
+    if leaf.name in live or not isinstance(leaf.value, plain):
+        return [type(leaf.value).__qualname__]
+    return Describer(names).of(leaf.value)
+
+
+def _bytes(data: Any) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

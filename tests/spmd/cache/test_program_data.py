@@ -1,0 +1,63 @@
+"""Programs and captures as data: all that they have is written, and what is read back runs no text."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from typing import Any
+
+import pytest
+
+import passes
+import spmd
+from passes import Program, print_program
+from spmd.cache.captured_data import captured_from_data
+from spmd.cache.program_data import program_from_data, program_to_data, scalar_from_data, target_of
+from spmd.capture.captured import Captured
+from tests.harness.cases import MLP
+from tests.harness.fake import fake_world
+from tests.harness.oracle import compiled_run
+
+# Fields of programs and captures that are no part of an entry, since no call with an entry has them.
+NOT_WRITTEN = {
+    Program: {"graph_module", "mesh", "annotations", "micro_batches"},
+    Captured: {"is_of_one_size", "sizes", "fixed_sizes"},
+}
+READERS: dict[type, Any] = {Program: program_from_data, Captured: captured_from_data}
+
+
+@pytest.mark.parametrize("cls", NOT_WRITTEN)
+def test_a_field_that_is_added_is_read_or_is_named_here(cls: type) -> None:
+    source = inspect.getsource(READERS[cls])
+    names = {each.name for each in dataclasses.fields(cls) if each.name not in NOT_WRITTEN[cls]}
+    assert [name for name in names if f"{name}=" not in source and f'data["{name}"]' not in source] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_programs_are_read_back_as_they_are(style: Any) -> None:
+    with fake_world(2):
+        step, _ = compiled_run(0, MLP(optimizer="AdamW"), 1, parallel_mode=spmd.DataParallel(style))
+        for compiled in step._dispatch.programs:
+            read = [_read_back(program) for program in compiled.graphs]
+            for program, again in zip(compiled.graphs, read, strict=True):
+                assert print_program(again) == print_program(program)
+                assert (again.inputs, again.outputs) == (program.inputs, program.outputs)
+                assert again.assignment == program.assignment
+            assert print_program(passes.run(read[1], compiled.pipeline)) == print_program(compiled.program)
+
+
+def _read_back(program: Program) -> Program:
+    return program_from_data(json.loads(json.dumps(program_to_data(program))), program.mesh)
+
+
+@pytest.mark.parametrize("text", ["op:os.system.default", "function:os.system", "function:builtins.eval", "eval", ""])
+def test_only_known_functions_are_called(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no (function|op)"):
+        target_of(text)
+
+
+def test_only_settings_of_torch_are_values() -> None:
+    with pytest.raises(ValueError, match="no value"):
+        scalar_from_data({"dtype": "load"})

@@ -1,0 +1,202 @@
+"""What a step may read, one kind a case: with another value it finds no entry; what nobody can compare has none."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import spmd
+from spmd import capture_call
+
+from .trainer import TracedError
+
+pytestmark = pytest.mark.slow
+
+STEP = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+{code}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        if "prepare" in globals():
+            prepare(self)
+
+    def forward(self, x):
+        return self.linear(x) * read(self)
+
+
+def step(model, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+"""
+CONFIG = """
+class Config:
+    def __init__(self, gain):
+        self.gain = gain
+"""
+
+# What the step's file defines, and a statement that changes what ``read`` gives.
+COMPARED = {
+    "one object under two names, then two": (
+        CONFIG
+        + """
+def prepare(net):
+    net.one = net.other = Config(1.0)
+
+def read(net):
+    return net.one.gain * net.other.gain
+""",
+        "net.other = m.Config(2.0)",
+    ),
+    "two objects, then one": (
+        "A, B = [], []\ndef read(net):\n    return 1.0 if A is B else 2.0",
+        "m.B = m.A",
+    ),
+    "two tensors, then one": (
+        "A, B = torch.tensor(1.0), torch.tensor(1.0)\ndef read(net):\n    return (1.0 if A is B else 2.0) * A * B",
+        "m.B = m.A",
+    ),
+    "an attribute of a number": (
+        "class Number(float): pass\nN = Number(1.0)\nN.gain = 1.0\ndef read(net):\n    return N.gain * 1.0",
+        "m.N.gain = 2.0",
+    ),
+    "a name that a module lacks": (
+        "def read(net):\n    try:\n        return NEW\n    except NameError:\n        return 1.0",
+        "m.NEW = 2.0",
+    ),
+    "a docstring": ("def f():\n    '1'\ndef read(net):\n    return float(f.__doc__)", "m.f.__doc__ = '2'"),
+    "a default of a method by which an object is called": (
+        "L = [1.0]\nclass Gain:\n    def __call__(self, of=L):\n        return of[0]\nG = Gain()\n"
+        "def read(net):\n    return G()",
+        "m.L[0] = 2.0",
+    ),
+    "a closure of such a method": (
+        "def make(g):\n    class Gain:\n        def __call__(self):\n            return g\n    return Gain()\n"
+        "G = make(1.0)\ndef read(net):\n    return G()",
+        "m.G = m.make(2.0)",
+    ),
+    "minus zero": ("import math\nZ = 0.0\ndef read(net):\n    return 2.0 + math.copysign(1.0, Z)", "m.Z = -0.0"),
+    "the order of a dict": (
+        "D = {'a': 1.0, 'b': 2.0}\ndef read(net):\n    return list(D.values())[0]",
+        "m.D.clear(); m.D.update(b=2.0, a=1.0)",
+    ),
+    "a base class": (
+        "class A: gain = 1.0\nclass B: gain = 2.0\nclass C(A): pass\nO = C()\ndef read(net):\n    return O.gain",
+        "m.C.__bases__ = (m.B,)",
+    ),
+}
+# What makes a step one that is not kept, with the reason.
+NOT_KEPT = {
+    "the environment": ("import os\ndef read(net):\n    return float(os.environ.get('GAIN', '1'))", "os.environ"),
+    "the environment as a default": (
+        "import os\ndef read(net, of=os.environ):\n    return float(of.get('GAIN', '1'))",
+        "reads a os._Environ",
+    ),
+    "a file": ("def read(net):\n    return float(open('/proc/self/stat').read()[0] != '')", r"open\(\)"),
+    "a path": ("from pathlib import Path\ndef read(net):\n    return float(Path('/').exists())", "pathlib.Path"),
+    "a module behind torch": ("def read(net):\n    return float(len(torch.sys.argv) > 0)", "sys.argv"),
+    "the rank": ("import torch.distributed as dist\ndef read(net):\n    return dist.get_rank() + 1.0", "get_rank"),
+    "an object that a closure hides": (
+        CONFIG
+        + """
+def make(config):
+    class Gain:
+        def __call__(self):
+            return config.gain
+    return Gain()
+
+G = make(Config(1.0))
+
+def read(net):
+    return G()
+""",
+        "reads a Config in its closure",
+    ),
+    "the attributes of a module": (
+        "def prepare(net):\n    net.gain = 1.0\ndef read(net):\n    return vars(net)['gain']",
+        r"vars\(\)",
+    ),
+    "the attributes of a module as a dict": (
+        "def prepare(net):\n    net.gain = 1.0\ndef read(net):\n    return net.__dict__['gain']",
+        "__dict__",
+    ),
+    "a cache with values": (
+        "import functools\n@functools.lru_cache\ndef f():\n    return 1.0\nf()\ndef read(net):\n    return f()",
+        "has cached values",
+    ),
+    "registered classes": (
+        "import abc\nclass A(abc.ABC): pass\nclass B: pass\nA.register(B)\nO = B()\n"
+        "def read(net):\n    return 1.0 if isinstance(O, A) else 2.0",
+        "classes are registered with A",
+    ),
+    "an object made in C": (
+        "import threading\nL = threading.local()\nL.gain = 1.0\ndef read(net):\n    return L.gain",
+        "_thread._local",
+    ),
+}
+
+
+def start(folder: Path, code: str) -> tuple[ModuleType, Any]:
+    (folder / "reading_step.py").write_text(STEP.format(code=code))
+    importlib.invalidate_caches()
+    sys.modules.pop("reading_step", None)
+    module = importlib.import_module("reading_step")
+    torch.manual_seed(0)
+    return module, module.Net()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path
+    sys.modules.pop("reading_step", None)
+
+
+def refuse(*_: Any) -> Any:
+    raise TracedError
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", COMPARED)
+def test_with_another_value_there_is_no_entry(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    (code, change), x = COMPARED[kind], torch.ones(4, 3)
+    for statement, finds in ((None, False), ("", True), (change, False)):
+        module, net = start(folder, code)
+        step = spmd.compile(module.step, cache=folder / "cache")
+        if statement is None:
+            step(net, x)
+            monkeypatch.setattr(capture_call, "capture", refuse)
+            continue
+        exec(statement, {"m": module, "net": net})
+        if finds:
+            step(net, x)
+        else:
+            with pytest.raises(TracedError):
+                step(net, x)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", NOT_KEPT)
+def test_what_no_other_process_can_compare_is_not_kept(folder: Path, kind: str) -> None:
+    code, reason = NOT_KEPT[kind]
+    module, net = start(folder, code)
+    step = spmd.compile(module.step, cache=folder / "cache")
+    step(net, torch.ones(4, 3))
+    (note,) = [note for note in step.report().notes if note.startswith("not kept for later processes")]
+    assert re.search(reason, note), note
+    assert not os.listdir(folder / "cache")
