@@ -355,7 +355,7 @@ class Compiled:
         self._write_python_state(returned, shown, arguments)
         self.executable.commit.finish()
         if self.connection is not None:
-            self.edits.note(tensors)
+            (self.edits.note if self.deferred is not None else self.edits.end_call)(tensors)
         return self.captured.result(shown)
 
     def _store(self, returned: list[Any], arguments: Arguments, tensors: list[torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Edits: writes between calls to state that all ranks have whole, which part the ranks unless all make the same.
 
 Torch counts the writes to a tensor. Each program remembers the counts at the end of its calls, so that a call at which
-nothing was written costs two reads of them. What was written to is compared between the ranks, by hashes: always where
+nothing was written costs a read of them. What was written to is compared between the ranks, by hashes: always where
 they wrote to other tensors or in another number of writes; where all made the same writes, as an optimizer outside of
 the step does at each call, the first time, the second, the fourth and so on. A write through ``.data`` is not counted.
 """
@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from operator import or_
+from operator import add, or_, sub
 from typing import Any
 
 import torch
@@ -37,14 +37,25 @@ class Edits:
         self.names = [names[k] for k in self._positions]
         self._ids: list[int] = []
         self._versions: list[int] = []
+        self._before: list[int] | None = None  # the versions at the start of this call, if nothing was written
+        self._own: list[int] | None = None  # how often a call writes to each tensor itself, once that is known
         self._compared: Counter[int] = Counter()  # how often ranks made the same edits, by their number
 
     def tensors(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that are compared, as ``names``."""
         return [live[k] for k in self._positions]
 
+    def end_call(self, live: Sequence[torch.Tensor]) -> None:
+        """A call has ended: what is written from now on is an edit. All calls make the same number of writes."""
+        before, self._before = self._before, None
+        if before is not None and self._own is not None and _last is self:
+            self._versions = list(map(add, before, self._own))
+            return
+        self.note(live)
+        self._own = None if before is None else list(map(sub, self._versions, before))
+
     def note(self, live: Sequence[torch.Tensor]) -> None:
-        """A call has ended: what is written from now on is an edit."""
+        """What is written from now on is an edit."""
         global _last
         if _last is not self:
             _remember_last()
@@ -57,7 +68,9 @@ class Edits:
         tensors = self.tensors(live)
         ids, versions = list(map(id, tensors)), _versions_of(tensors)
         if _last is self and ids == self._ids and versions == self._versions:
+            self._before = versions
             return {}
+        self._before = self._own = None
         _remember_last()
         pairs = ((k, _versions.get(key), version) for k, (key, version) in enumerate(zip(ids, versions, strict=True)))
         return {k: version - (before or 0) for k, before, version in pairs if version != before}

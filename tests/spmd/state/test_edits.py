@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spmd
+from spmd import dispatch
 from spmd.state import edits
 from tests.harness.pool import Ranks
 
@@ -154,3 +155,27 @@ def test_equal_edits_are_fine_and_seldom_compared(ranks: Ranks) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def compared_calls(rank: int, world: int, mode: Any, passes: Any) -> int:
+    """How often ranks compare edits in calls between which nothing is written."""
+    calls, before = [0], dispatch.compare_edits
+
+    def compare(*args: Any) -> Any:
+        calls[0] += 1
+        return before(*args)
+
+    dispatch.compare_edits = compare  # type: ignore[assignment]
+    try:
+        model, optimizer = build()
+        step = spmd.compile(train, parallel_mode=mode, passes=passes)
+        for k in range(6):
+            step(model, optimizer, *batch(rank, k))
+    finally:
+        dispatch.compare_edits = before
+    return calls[0]
+
+
+@pytest.mark.parametrize("mode, passes", [("replicate", None), ("replicate", ()), ("fully_shard", None)])
+def test_nothing_is_compared_where_nothing_was_written(ranks: Ranks, mode: str, passes: Any) -> None:
+    assert ranks.run(2, compared_calls, mode, passes) == [0, 0]
