@@ -25,6 +25,7 @@ from .base import Pass
 from .communication.form_units import FormUnits
 from .errors import MemoryBudgetError, PassError
 from .ir.collectives import Kind
+from .ir.micro_batches import runs_of
 from .ir.program import Program, is_sharded
 from .ir.roles import Role
 from .memory.peak_memory import planned_memory
@@ -224,7 +225,13 @@ class _Search:
 
 
 def _bytes(program: Program) -> int:
-    """The bytes of a final program on its device, by its plan, with what ops need and the allocator keeps beside it."""
+    """The bytes of a final program on its device; of one with micro-batches, in the run that needs the most."""
+    runs = {id(each.graph): each for each in runs_of(program)}
+    return max(map(_bytes_of_run, runs.values()))
+
+
+def _bytes_of_run(program: Program) -> int:
+    """The bytes by its plan, with what ops need and the allocator keeps beside it."""
     device = device_of(program)
     plans = [plan for space, plan in planned_memory(program).items() if space.partition(",")[0] == str(device)]
     planned, allocated = sum(plan.peak for plan in plans), sum(plan.allocated for plan in plans)

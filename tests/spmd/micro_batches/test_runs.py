@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import spmd
 from passes import Role
+from passes.memory.peak_memory import planned_memory
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -186,3 +187,17 @@ def test_an_error_in_a_run_changes_nothing() -> None:
             step(table, torch.tensor([0, 1, 2, 77, 4, 5]))
         found[-1] += [step(table, torch.arange(6)), table.weight]
     torch.testing.assert_close(*found)
+
+
+def test_a_budget_counts_the_longest_part() -> None:
+    """The last of 30 parts has one row, the others 30."""
+    mode, wide = spmd.DataParallel(micro_batches=30), nn.Sequential(nn.Linear(5, 512), nn.Linear(512, 3)).double()
+    compiled = spmd.compile(regress, parallel_mode=mode)
+    compiled(wide, *rows(871))
+    assert compiled.program is not None and compiled.program.micro_batches is not None
+    longest, last = compiled.program.micro_batches.accumulating, compiled.program
+    assert longest is not None
+    needed, less = (planned_memory(each)["cpu"].peak for each in (longest, last))
+    assert needed > less
+    with pytest.raises(spmd.MemoryBudgetError):
+        spmd.compile(regress, parallel_mode=mode, memory=needed - 1)(wide, *rows(871))
