@@ -123,7 +123,7 @@ def test_two_hosts_of_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     env = slurm | {"RANKS": "1", "SCRIPT": str(script)}
     job = subprocess.run(
         ["sbatch", "--wait", "--output=printed", str(ROOT / "examples" / "slurm.sh")],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     printed = (tmp_path / "printed").read_text()
     assert job.returncode == 0, printed
