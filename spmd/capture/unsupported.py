@@ -30,8 +30,8 @@ _OF_ONE_DTYPE = {
 
 FROM_OUTSIDE = (
     "it uses a tensor or a module that is neither among its arguments nor found by a name in its code (an attribute of "
-    "self, a closure variable, a global), or a parameter that no module holds. Pass it as an argument, and keep "
-    "parameters in modules."
+    "self, a closure variable, a global), or a parameter that no module holds, nor an optimizer of the step. Pass it "
+    "as an argument, and keep parameters in modules."
 )
 
 
