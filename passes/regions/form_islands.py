@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliases import is_view, storages
-from ..analysis.strides import Layouts
+from ..analysis.strides import Layouts, overlaps
 from ..analysis.topological import arrange
 from ..base import Numerics, Pass
 from ..communication.wait_late import WaitLate
@@ -150,6 +150,8 @@ class _Runs:
             return False
         if node.meta.get("phase") is Phase.UPDATE or node in self._updates:
             return False
+        if any(each.op == "placeholder" and overlaps(each.meta["val"]) for each in node.all_input_nodes):
+            return False  # the next call may bring one that is not expanded
         if lies_in := bases(node, self.found):
             return self.inside.issuperset(lies_in) and len({self.run[each] for each in lies_in}) == 1
         return has(node.target, Trait.POINTWISE, Trait.FUSES, *_FILLS) or _joins_columns(node)

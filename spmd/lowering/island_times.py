@@ -12,6 +12,7 @@ from torch import fx
 
 import passes
 from passes import Canonicalize, FoldLayoutCopies, Island, Program, ReuseMemory, Role
+from passes.runtime.arena import extent
 
 from .codegen import Bound, Compiles
 
@@ -22,7 +23,7 @@ _SECONDS = 0.002  # of a round, at least
 
 def seconds_of(island: Island, compiles: Compiles) -> tuple[float, float]:
     """Seconds of one call: op by op, and as ``compiles`` runs the island. The best of several rounds, taken in turn."""
-    operands = [_example(node.meta["val"]) for node in island.placeholders]
+    operands = [example(node.meta["val"]) for node in island.placeholders]
     bound = [_bound(graph, len(operands), compiles) for graph in (_by_ops(island), _by_call(island))]
     with torch.no_grad():
         ops, call = (each.halves(*operands)[0] for each in bound)
@@ -81,8 +82,9 @@ def _bound(graph: fx.Graph, operands: int, compiles: Compiles) -> Bound:
     return Bound(passes.run(program, _PASSES), regions=compiles)
 
 
-def _example(val: torch.Tensor) -> torch.Tensor:
-    """Numbers between 0 and 1, of which most functions are finite, and zeros for integers, which may be indices."""
-    made = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+def example(val: torch.Tensor) -> torch.Tensor:
+    """Numbers between 0 and 1, of which most functions are finite, and ones for integers, which may be divisors."""
+    made = torch.empty(extent(val.shape, val.stride()), dtype=val.dtype, device=val.device)
     own = torch.Generator().manual_seed(0)  # that of the user stays as it is
-    return made.uniform_(generator=own) if val.dtype.is_floating_point else made.zero_()
+    made = made.uniform_(generator=own) if val.dtype.is_floating_point else made.fill_(1)
+    return made.as_strided(val.shape, val.stride())  # also where elements share memory, as in an expanded one

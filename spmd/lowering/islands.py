@@ -24,6 +24,7 @@ from passes.schedule.op_work import work_of
 from .._torch import cpp_library
 from ..interpreter.source_lines import warn_user
 from .island_call import CompiledIsland
+from .island_check import difference
 from .island_code import IslandCode, NoKernelError, island_code
 from .island_times import seconds_of
 
@@ -76,7 +77,12 @@ class CompiledIslands:
     def _measure(self, islands: dict[str, Island]) -> None:
         self._compile(islands)
         for key, island in islands.items():
-            if key not in self.seconds and not isinstance(self._made[key], str):
+            made = self._made[key]
+            if key in self.seconds or isinstance(made, str):
+                continue
+            if why := difference(island, made):
+                self._made[key] = why
+            else:
                 self.seconds[key] = seconds_of(island, self)
 
     def _compile(self, islands: dict[str, Island]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from tests.harness.cases import MLP, make_optimizer
 from tests.harness.oracle import Later, all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks
+from tests.passes.programs import f64, make_program
 from tests.passes.regions.test_form_islands import gated, rotated
+
+aten = torch.ops.aten
 
 
 class Block(nn.Module):
@@ -169,11 +172,29 @@ def test_an_island_that_is_slower_stays_ops(monkeypatch: pytest.MonkeyPatch) -> 
     found = list(islands(passes.run(gated(), [passes.FormIslands()]).graph).values())
     times = iter([(1.03, 1.0), (1.01, 1.0), (1.0, 1.0)])
     monkeypatch.setattr(compiled_islands, "seconds_of", lambda island, compiles: next(times))
+    monkeypatch.setattr(compiled_islands, "difference", lambda island, made: "")
     monkeypatch.setattr(CompiledIslands, "_load", lambda self, codes: self._made.update(dict.fromkeys(codes, None)))
     made = CompiledIslands()
     assert made.choose(found, lambda text: [text, text]) == [True, False, False]
     assert made.choose(found, None) == [True, False, False]
     assert made.choose(found, lambda text: [text, json.dumps([None, *json.loads(text)[1:]])]) == [False] * 3
+
+
+@pytest.mark.slow
+def test_kernels_that_compute_something_else_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another island, in the place of one's own."""
+    found = list(islands(passes.run(gated(), [passes.FormIslands()]).graph).values())
+    made = CompiledIslands()
+    original = compiled_islands.island_code
+
+    def wrong(island: passes.Island, name: str) -> Any:
+        code = original(island, name)
+        return replace(code, text=code.text.replace("tmp0 * tmp0", "tmp0 + tmp0"))
+
+    takes_all(monkeypatch)
+    monkeypatch.setattr(compiled_islands, "island_code", wrong)
+    assert made.choose(found, lambda text: [text]) == [False, True, True]
+    assert "its kernels compute another mul_1 than its ops" in made.made(compiled_islands.key_of(found[0]))
 
 
 @pytest.mark.slow
@@ -210,9 +231,9 @@ class WrongInside(passes.Pass):
     def rewrite(self, program: passes.Program) -> int:
         for node, island in islands(program.graph).items():
             graph = island.functional()
-            added = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+            added = graph.find_nodes(op="call_function", target=aten.add.Tensor)
             if added:
-                added[0].target = torch.ops.aten.sub.Tensor
+                added[0].target = aten.sub.Tensor
                 node.target = passes.Island(island.name, graph)
                 return 1
         return 0
@@ -253,3 +274,18 @@ def test_collectives_stay_where_they_are() -> None:
 def test_what_is_no_backend_is_refused_where_it_is_given() -> None:
     with pytest.raises(TypeError, match='expected backend to be "aten", "inductor" or a callable, got'):
         spmd.compile(backend="triton")
+
+
+@pytest.mark.slow
+def test_an_operand_may_be_expanded() -> None:
+    """Its elements share memory, so examples are made in it."""
+
+    def step(x: Any, one: Any) -> Any:
+        wide = aten.expand.default(aten.mm.default(one, one), [4, 4])
+        return (aten.mm.default(aten.mul.Tensor(aten.exp.default(wide), x), x),)
+
+    program = make_program(step, x=f64(4, 4), one=f64(1, 1))
+    (island,) = islands(passes.run(program, [passes.FormIslands()]).graph).values()
+    made = CompiledIslands()
+    made.choose([island], lambda text: [text])
+    assert island.placeholders[0].meta["val"].stride() == (0, 0) and made.seconds

@@ -1,0 +1,38 @@
+"""Compare the kernels of an island with its ops, once and on examples, before they are taken."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from passes import Island
+
+from .island_call import CompiledIsland
+from .island_times import example
+
+# Of the largest element: sums in another order, and in bf16 one rounding instead of several.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}
+_TIES = 0.01  # the share of comparisons that rounding may decide
+
+
+def difference(island: Island, made: CompiledIsland) -> str:
+    """A sentence if the kernels compute something else than the ops of the island; else nothing."""
+    writing = island if island.outs else island.with_outs()
+    vals = [node.meta["val"] for node in writing.placeholders]
+    expected = [example(val) for val in vals]
+    outs = len(writing.outs)
+    got = [*expected[:-outs], *(each.clone() for each in expected[-outs:])]
+    with torch.no_grad():
+        writing(*expected)
+        made.bind(got, vals)()
+    names = [node.name for node in writing.outs]
+    pairs = zip(names, expected[-outs:], got[-outs:], strict=True)
+    different = [name.removesuffix("_memory") for name, one, other in pairs if not _agree(one, other)]
+    return f"its kernels compute another {', '.join(different)} than its ops" if different else ""
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    if not one.dtype.is_floating_point:
+        return bool((one != other).sum() <= _TIES * one.numel())
+    scale = one.nan_to_num(0.0, 0.0, 0.0).abs().max().item() if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=_TOLERANCES[one.dtype] * max(scale, 1e-30), equal_nan=True)
