@@ -79,7 +79,10 @@ class _Shares:
 
     def __post_init__(self) -> None:
         problem = self._problem(0)
-        self._assignment = problem.complete(self.plan.assignment or Assignment(problem.axes))
+        given = self.plan.assignment or Assignment(problem.axes)
+        if self.plan.solver is not None:
+            given = self.plan.solver.solve(problem, given)
+        self._assignment = problem.complete(given)
 
     def of(self, k: int, follows: bool = False) -> Program:
         """That of micro-batch ``k``, which accumulates sums over all of them; ``follows``: it is to run for others."""
