@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -104,15 +105,19 @@ def looks_up_by_parameter(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor
     return sum(BY_PARAMETER[parameter] for parameter in model.parameters())
 
 
+HELD = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+another = weakref.ref(HELD)  # the step's code names what leads to no optimizer
+
+
 @bad("optimizer .SGD. that is not among its arguments.*Pass it")
 def steps_another_optimizer(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     model(x).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    another().step()  # type: ignore[union-attr]
 
 
 @bad("optimizer .SGD. that is not among its arguments.*Pass it")
 def clears_gradients_of_another_optimizer(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    another().zero_grad()  # type: ignore[union-attr]
 
 
 @bad("moves or converts a module.*outside")
