@@ -1,7 +1,7 @@
 """The vocabulary of collectives: which op means which kind, on which mesh axis, of how many bytes.
 
 Everything that counts, merges or moves communication asks here, so that a collective is counted by what it means and
-not by the op that performs it.
+not by the op that performs it. The ops of ours are in ``passes/runtime/`` (``*_collectives.py``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ..ir.effects import is_pure
 from ..ir.ops import Trait, has
 from ..ir.program import Program
 from ..ir.roles import Phase, Role
-from .optimizer_formulas import kernels
+from .optimizer_kernels import kernels
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch import fx
 from ..analysis.strides import Layouts
 from ..ir.program import Input, OutputKind, Program
 from ..ir.roles import Role
-from .optimizer_formulas import Kernel, kernels
+from .optimizer_kernels import Kernel, kernels
 from .terms import Bindings, solutions
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.update.optimizer_formulas import COUNT, kernel_of
+from passes.update.optimizer_kernels import COUNT, kernel_of
 from passes.update.terms import evaluate
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from passes.ir.ops import Trait, has, over_lists, with_list_ops
 from passes.ir.schemas import schema
 from passes.runtime import host_memory
 from passes.runtime.random import draw
-from passes.update.optimizer_formulas import Kernel
+from passes.update.optimizer_kernels import Kernel
 
 from .._torch import OpOverload, tree_flatten, tree_map
 from ..rules.pointwise import LINEAR

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from passes.update.optimizer_formulas import Kernel, kernels
+from passes.update.optimizer_kernels import Kernel, kernels
 from passes.update.terms import Term
 
 _TENSORS = {
