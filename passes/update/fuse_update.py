@@ -1,4 +1,4 @@
-"""Update many parameters by one of torch's fused optimizer kernels (``optimizer_kernels.py``), found by what is computed."""
+"""Update many parameters by one fused kernel of torch (``optimizer_kernels.py``), found by what is computed."""
 
 from __future__ import annotations
 
