@@ -20,7 +20,7 @@ from .not_cached import NotCachedError
 
 _UNWATCHED = frozenset(  # attributes by which code reads past what watches it
     "__dict__ __getattribute__ __closure__ cell_contents __globals__ __builtins__ f_locals f_globals f_back gi_frame "
-    "__subclasses__ __annotate__ attrgetter methodcaller initial_seed get_rng_state from_file get_num_threads".split()
+    "__subclasses__ __annotate__ attrgetter methodcaller initial_seed get_rng_state from_file getLogger".split()
 )
 _READS_ATTRIBUTES = re.compile(r"\{\w*[.\[]")  # of what is formatted
 
