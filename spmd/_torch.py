@@ -158,6 +158,7 @@ accumulation_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter
 # Attributes of every module that are no settings of the user's: the dicts of hooks, which torch never rebinds, and
 # notes on state and hooks. Guards on Python reads look into the former and skip the latter. 2.11 to 2.15.
 HOOK_DICTS = frozenset(key for key in vars(nn.Module()) if key.endswith("_hooks"))
+OPTIMIZER_HOOK_DICTS = frozenset(key for key in torch.optim.Optimizer.__annotations__ if key.endswith("_hooks"))
 MODULE_NOTES = frozenset(
     (
         "_non_persistent_buffers_set",
@@ -313,6 +314,16 @@ def no_causal_mask_detection() -> Iterator[None]:
 def function_modes() -> tuple[Any, ...]:
     """The function modes around a call, but for the default device."""
     return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext))
+
+
+def saved_tensors_hooks() -> Any:
+    """The hooks on saved tensors that a context around the call has set, or None. 2.11 to 2.15."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def count_dispatch_modes() -> int:
+    """How many modes around the call take ops from torch's dispatcher. 2.11 to 2.15."""
+    return int(torch._C._len_torch_dispatch_stack())
 
 
 def global_hooks() -> list[dict[int, Any]]:
@@ -606,6 +617,7 @@ __all__ = [
     "GRADIENT_HOOKS",
     "HOOK_DICTS",
     "MODULE_NOTES",
+    "OPTIMIZER_HOOK_DICTS",
     "PARAMETERS",
     "RNN_NOTES",
     "SCALER_LAZY_START",
@@ -642,6 +654,7 @@ __all__ = [
     "compiling",
     "constant_source",
     "core_aten_decompositions",
+    "count_dispatch_modes",
     "cpp_library",
     "current_autograd_node",
     "default_store",
@@ -681,6 +694,7 @@ __all__ = [
     "rename_placeholder",
     "renew_notes",
     "root_mesh",
+    "saved_tensors_hooks",
     "sequence_number_of",
     "set_local_tensor",
     "set_proxy_of_tensor",

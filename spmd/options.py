@@ -50,8 +50,12 @@ class CacheOption:
         kind, colon, folder = given.partition(":")
         verifies = given == "verify" or (kind == "verify" and bool(colon))
         named = folder if verifies else "" if given == "on" else given
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cls(Path(named) if named else home / "spmd", verifies)
+        return cls(Path(named) if named else _user_cache() / "spmd", verifies)
+
+
+def _user_cache() -> Path:
+    """The user's cache directory. A user without a home is asked for none where the cache has a folder of its own."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 @dataclass(frozen=True)

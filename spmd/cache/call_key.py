@@ -23,10 +23,12 @@ from .._torch import (
     HOOK_DICTS,
     MODULE_NOTES,
     accumulation_hooks,
+    count_dispatch_modes,
     gradient_hooks,
     own_buffers,
     own_children,
     own_parameters,
+    saved_tensors_hooks,
 )
 from ..annotations.chosen_units import ChosenUnits
 from ..annotations.contract import state
@@ -37,6 +39,7 @@ from ..guards.guards import torch_settings
 from ..modes.data_parallel import DataParallel
 from ..modes.dtensor_expand import DTensorExpand
 from ..options import Options
+from ..rules import user_rules
 from .described import Describer
 from .not_cached import NotCachedError
 
@@ -168,6 +171,12 @@ def _settings() -> list[str]:
         if name in ("global hooks", "function modes") and any(values):
             raise NotCachedError(f"there are {name}")
         found.append(f"{name} {values}")
+    if saved_tensors_hooks() is not None:
+        raise NotCachedError("there are hooks on saved tensors")
+    if count_dispatch_modes():
+        raise NotCachedError("a dispatch mode is on")
+    if user_rules.registered:
+        raise NotCachedError(f"the user has rules for {user_rules.registered[0]}")
     return found
 
 
@@ -203,6 +212,8 @@ def _option(value: Any, describer: Describer) -> Any:
             raise NotCachedError("ignored_params and ignored_modules name objects")
         return "none ignored"
     if isinstance(value, ChosenUnits):
+        if any(callable(each) and not isinstance(each, type) for each in value.choices):
+            raise NotCachedError("a function of the user's chooses units")
         return [_option(each, describer) for each in value.choices]
     if is_dataclass(value) and not isinstance(value, type):
         return [

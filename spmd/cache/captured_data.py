@@ -25,6 +25,8 @@ def captured_to_data(captured: Captured, reads: Reads) -> dict[str, Any]:
     """``captured`` as JSON. Raises ``NotCachedError`` for what refers to objects of this process."""
     if captured.guards.branches:
         raise NotCachedError("the step branches on the value of state")
+    if captured.returns_loss:
+        raise NotCachedError("it returns a loss that it does not train, which each process is warned of")
     if captured.sizes.symbols or captured.is_of_one_size:
         raise NotCachedError("its program serves other sizes of its arguments, too")
     carried = captured.carried

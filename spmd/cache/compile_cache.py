@@ -36,7 +36,8 @@ from .surroundings import functions, same_functions, surroundings
 
 _PROGRAMS = ("captured", "partitioned", "final")
 _TRIED = 8  # entries of one key that a call is compared with
-_READ = (NotCachedError, RefusedFolderError, OSError, LookupError, ValueError, TypeError, AttributeError)
+_READ = (NotCachedError, RefusedFolderError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
+_UNDESCRIBED = (NotCachedError, RuntimeError)  # torch has no contents for some tensors, and Python an end of recursion
 
 
 @dataclass
@@ -76,10 +77,11 @@ class Lookup:
 
     def agree(self, agreement: Agreement) -> None:
         """Settle on an entry that all ranks have, or on none; all call it together, whatever their own options are."""
-        own = json.dumps([uuid.uuid4().hex[:16], [*self.found]])
+        own = json.dumps([uuid.uuid4().hex[:16], [*self.found], self.verifies])
         gathered = [json.loads(text) for text in agreement.all_gather_text(own)]
         self.number = gathered[0][0]
-        common = [each for each in gathered[0][1] if all(each in found for _, found in gathered)]
+        self.verifies = any(verifies for *_, verifies in gathered)  # one rank cannot compile alone
+        common = [each for each in gathered[0][1] if all(each in found for _, found, _ in gathered)]
         if common:
             self.warm = self.found[common[0]]
 
@@ -97,7 +99,7 @@ class Lookup:
             values = [[leaf.name, _value(leaf, live, self.names)] for leaf in self.call.given.leaves]
             self._data = {"reads": data, "capture": captured_to_data(captured, reads), "values": values}
             self._data |= {"functions": self.functions, "flags": _changed_flags(self._flags, _flags_of(self.call))}
-        except NotCachedError as error:
+        except _UNDESCRIBED as error:
             self.why = str(error)
 
     def note_programs(self, captured: Program, partitioned: Program, program: Program) -> None:
@@ -107,7 +109,7 @@ class Lookup:
                 programs = zip(_PROGRAMS, (captured, partitioned, program), strict=True)
                 self._data |= {name: program_to_data(each) for name, each in programs}
                 self._text = print_program(program)
-            except NotCachedError as error:
+            except _UNDESCRIBED as error:
                 self.why = str(error)
         if self.missed and self.warm is None:
             program.notes.append(f"compiled anew, though there is an entry for such a call: {self.missed}")
@@ -178,7 +180,7 @@ def _find(lookup: Lookup, name: str, options: Options, folder: Path, live: Carri
         describer = Describer(lookup.names)
         facts = facts_of_call(name, lookup.function, call, options, live.leaves, describer)
         lookup.key = digest_of([facts, surroundings()])
-    except NotCachedError as error:
+    except _UNDESCRIBED as error:
         lookup.why = str(error)
         return
     except (OSError, RefusedFolderError) as error:

@@ -8,17 +8,20 @@ of it is recorded, attribute by attribute. All else makes a call one that is not
 from __future__ import annotations
 
 import argparse
+import builtins
 import collections
+import dataclasses
 import enum
 import hashlib
 import json
 import logging
 import re
+import sys
 import types
 import typing
 from abc import ABC
 from collections import namedtuple
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import PurePath
@@ -29,7 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._torch import OpOverload, OpOverloadPacket, has_registered_classes
-from ..interpreter.foreign_code import is_foreign_code, is_foreign_module
+from ..interpreter.foreign_code import is_foreign_code, is_foreign_file, is_foreign_module
 from ..python_state.reads import CONTAINERS, MISSING
 from .code_digests import code_digest
 from .not_cached import NotCachedError
@@ -46,6 +49,8 @@ _OF_TORCH = frozenset(
     "load from_file hub cuda backends distributed get_num_threads get_num_interop_threads initial_seed get_rng_state "
     "default_generator seed cpu accelerator mps xpu utils multiprocessing".split()
 )
+# The same functions, by whatever module of torch they are found.
+_READING = frozenset("load from_file get_num_threads get_num_interop_threads initial_seed get_rng_state seed".split())
 _ALLOWED = {
     ("utils", "checkpoint"),
     ("utils", "_contextlib"),
@@ -58,8 +63,12 @@ _ALLOWED = {
     ("distributed", "tensor"),
 }
 _PACKAGES = {"torch", "spmd", "passes", "sympy", "mpmath"}  # whose versions and files the surroundings have
+UNSAFE = frozenset("open input eval exec compile __import__ globals locals vars dir breakpoint id hash".split())
+"""Builtins that read what is not watched, or give something else in another process."""
+_UNSAFE = frozenset(getattr(builtins, name) for name in (*UNSAFE, "getattr", "hasattr"))  # these two unless called
 _WHOLE = (str, int, float, complex, bytes, bool, type(None), type(...), type(NotImplemented))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_GENERATED = ("<string>", "<frozen ", "<eval_with_key>")  # by Python, and by torch, from what is compared besides
 _CACHED = type(lru_cache(len))
 # Python's own classes that a class of the user's may extend: what their objects hold is described, or is recorded.
 _BASES = (
@@ -152,7 +161,9 @@ class Describer:
             return tensor_description(value)
         if isinstance(value, PurePath):
             raise NotCachedError(f"the step reads a path, {value}, and what lies there may differ")
-        if isinstance(value, (re.Pattern, logging.Logger)) or type(value).__module__ == "typing":
+        if isinstance(value, re.Pattern):  # as text it is cut short
+            return ["pattern", self.of(value.pattern), value.flags]
+        if isinstance(value, logging.Logger) or type(value).__module__ == "typing":
             return [type(value).__qualname__, str(value), str(getattr(value, "flags", ""))]
         if isinstance(value, _SLOTS):
             return ["slot", str(value)]
@@ -171,19 +182,27 @@ class Describer:
         description = ["object", self.of_class(cls)]
         if isinstance(value, dict):
             description += [[self.of(k, within), self.of(v, within)] for k, v in dict.items(value)]
+            description.append(self.of(getattr(value, "default_factory", None), within))
         elif isinstance(value, (set, frozenset)):
+            if len(value) > 1 and not all(type(each) in (int, bool) for each in value):
+                raise NotCachedError("the step reads a set, whose order differs from process to process")
             description += sorted((self.of(each, within) for each in value), key=json.dumps)
         elif isinstance(value, CONTAINERS):
             description += [self.of(each, within) for each in value]
+            description.append(self.of(getattr(value, "maxlen", None), within))
         elif isinstance(value, _WHOLE):
             plain: Any = next(base for base in _WHOLE if isinstance(value, base))
             description += [plain.__repr__(value), self.of(getattr(value, "__dict__", {}), within)]
         return description
 
     def _of_builtin(self, value: Any, within: tuple[int, ...]) -> Any:
+        if value in _UNSAFE:
+            raise NotCachedError(f"the step uses {value.__name__}(), which may give something else in another process")
         owner = getattr(value, "__self__", None)
         if owner is None or isinstance(owner, types.ModuleType):
             module = str(getattr(value, "__module__", None) or "builtins")
+            if not is_foreign_module(module):
+                raise NotCachedError(f"the step uses {module}.{value.__name__}, whose code is made in C")
             return ["builtin", check_module(module, f"{module}.{value.__name__}"), value.__qualname__]
         return ["builtin", value.__qualname__, self.of(owner, within)]
 
@@ -199,14 +218,19 @@ class Describer:
     def _parts(self, function: types.FunctionType, name: str) -> list[Any]:
         code = self.codes[id(function.__code__)] = function.__code__
         if is_foreign_code(code, function.__globals__):
+            if code.co_filename.startswith("<") and not code.co_filename.startswith(_GENERATED):
+                raise NotCachedError(f"the step uses {name}, whose code and globals have neither a file nor a module")
             module = str(function.__globals__.get("__name__", "builtins"))
             check_module(f"{module}.{function.__name__}", name)
         describe = self.of if id(code) in self.ran else self._if_possible
         cells = [self._cell(cell, describe) for cell in function.__closure__ or ()]
         held = [getattr(function, "__wrapped__", None), function.__name__, function.__doc__, _annotations(function)]
+        notes = (
+            [] if is_foreign_code(code, function.__globals__) else sorted(vars(function))
+        )  # torch marks its own late
         return [
             *("function", name, code_digest(code), describe(function.__defaults__), describe(function.__kwdefaults__)),
-            *(cells, digest_of([*map(self._if_possible, held), sorted(vars(function))])),
+            *(cells, digest_of([*map(self._if_possible, held), notes])),
         ]
 
     def _cell(self, cell: types.CellType, describe: Callable[[Any], Any]) -> Any:
@@ -240,7 +264,8 @@ class Describer:
             bases = [self._if_possible(base) for base in (*cls.__bases__, type(cls))]
             entries = [[key, self._entry(value)] for key, value in vars(cls).items() if key not in _NOT_OF_CODE]
             texts = [cls.__name__, repr(cls.__doc__), repr(sorted(vars(cls)))]
-            self._classes[id(cls)] = cls, ["class", name, digest_of([bases, entries, texts])]
+            unnamed = [self._if_possible(each) for each in _read_by_python(cls)]
+            self._classes[id(cls)] = cls, ["class", name, digest_of([bases, entries, texts, unnamed])]
         return self._classes[id(cls)][1]
 
     def _entry(self, value: Any) -> Any:
@@ -248,16 +273,18 @@ class Describer:
         is_code = isinstance(value, (types.FunctionType, type)) or type(value) in CALLABLES
         if is_code and self.ran:
             return self.of(value) if _ran_in(value, self.ran) else self._if_possible(value)
-        return (
-            self._if_possible(value) if is_code or type(value) in (*_WHOLE, tuple) else ["a", type(value).__qualname__]
-        )
+        is_described = is_code or type(value) in (*_WHOLE, *CONTAINERS)
+        return self._if_possible(value) if is_described else ["a", type(value).__qualname__]
 
 
 def check_module(module: str, shown: str) -> str:
     """The name of a module; raises ``NotCachedError`` if its functions look at the outside world."""
     root, *rest = module.split(".")
+    file = getattr(sys.modules.get(root), "__file__", None)
+    if file and is_foreign_module(root) and not is_foreign_file(file):
+        raise NotCachedError(f"the step uses {shown} of {file}, which has the name of a library")
     is_strange = is_foreign_module(module) and root not in PURE and root not in _PACKAGES
-    is_of_process = root == "torch" and bool(rest) and rest[0] in _OF_TORCH
+    is_of_process = root == "torch" and bool(rest) and (rest[0] in _OF_TORCH or rest[-1] in _READING)
     if is_strange or (is_of_process and tuple(rest[:2]) not in _ALLOWED):
         raise NotCachedError(f"the step uses {shown}, which may give something else in another process")
     return module
@@ -275,6 +302,18 @@ def _ran_in(value: Any, ran: Collection[int]) -> bool:
     return id(code) in ran
 
 
+def _read_by_python(cls: type) -> Iterator[Any]:
+    """What Python's own functions read of a class, whose names the step's code need not have: nothing records that."""
+    for name, kind in vars(cls).get("__annotations__", {}).items():
+        yield from (name, kind)
+    if issubclass(cls, enum.Enum):
+        for name, member in cls.__members__.items():
+            yield from (name, member.value)
+    if dataclasses.is_dataclass(cls):
+        for each in dataclasses.fields(cls):
+            yield from (each.name, each.default, each.default_factory, dict(each.metadata))
+
+
 def _is_known_base(base: type) -> bool:
     return base in _ALL_BASES or (
         base.__module__.partition(".")[0] in _PACKAGES and issubclass(base, (nn.Module, Optimizer))
@@ -289,6 +328,8 @@ def tensor_description(tensor: torch.Tensor) -> list[Any]:
         or tensor.layout is not torch.strided
     ):
         raise NotCachedError(f"the step reads a {type(tensor).__name__} on {tensor.device} that is no argument")
+    if tensor.is_conj() or tensor.is_neg():
+        raise NotCachedError("the step reads a tensor that is no argument, and that is conjugated or negated when read")
     with torch.no_grad():
         content: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     properties = (str(tensor.dtype), list(tensor.shape), list(tensor.stride()), tensor.requires_grad)

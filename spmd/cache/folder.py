@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .not_cached import NotCachedError
 
-MANIFEST = "manifest.json"
+MANIFEST = "spmd-entry.json"  # what else lies in the folder has none, and is not ours to remove
 _TEMPORARY = ".writing-"
 _OLD = 3600  # seconds after which what a process was writing is taken for left behind
 
@@ -46,9 +46,9 @@ class Folder:
         return cls(path)
 
     def entries(self, key: str = "") -> list[Path]:
-        """The entries with a key, or all; those used last first."""
+        """The entries with a key, or all; those used last first. Anything else in the folder is none."""
         found = [(_used(path), path) for path in self.path.glob(f"{key}*") if not path.name.startswith(".")]
-        return [path for _, path in sorted(found, reverse=True)]
+        return [path for used, path in sorted(found, reverse=True) if used]
 
     def read(self, entry: Path) -> dict[str, bytes]:
         """The files of an entry, by name. Raises ``NotCachedError`` if it is not as it was written."""

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._torch import CHILDREN, HOOK_DICTS
+from .._torch import CHILDREN, HOOK_DICTS, OPTIMIZER_HOOK_DICTS
 from ..python_state.reads import Reads
 from .described import CALLABLES
 from .not_cached import NotCachedError
 
 Path = list[list[Any]]  # the root, then each step: a kind, and mostly a key
+_HOOKS = HOOK_DICTS | OPTIMIZER_HOOK_DICTS
 _NAMESPACES = ("vars", "globals", "module")  # steps to a dict of which only the entries count that were read
 
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
@@ -48,9 +49,8 @@ def follow(path: Path, function: Any, leaves: Sequence[Any]) -> Any:
 
 
 def values_of(key: Any, value: Any) -> Any:
-    """``value``, or its values alone if it holds hooks: their keys count the hooks of a process."""
-    is_hooks = isinstance(key, str) and key.endswith("_hooks") and isinstance(value, dict)
-    return list(value.values()) if is_hooks else value
+    """``value``, or its values alone if it holds hooks of torch's: their keys count the hooks of a process."""
+    return list(value.values()) if key in _HOOKS and isinstance(value, dict) else value
 
 
 def _shown(path: Path) -> str:

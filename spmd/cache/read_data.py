@@ -161,7 +161,9 @@ def _site(site: ReadSite, placed: Placed, describer: Describer) -> list[Any]:
 
 
 def _global(namespace: dict[str, Any], key: str, describer: Describer) -> Any:
-    return describer.of(namespace.get(key, vars(builtins).get(key, MISSING)))
+    if key not in namespace and key in vars(builtins):
+        return ["of Python", digest_of(repr(type(vars(builtins)[key]))), key]  # the surroundings have all of them
+    return describer.of(namespace.get(key, MISSING))
 
 
 def _described(name: str, value: Any, describer: Describer) -> Any:

@@ -34,12 +34,15 @@ def is_foreign_file(filename: str) -> bool:
 def is_foreign_code(code: CodeType, variables: dict[str, Any]) -> bool:
     """The same for code with the globals ``variables``; without a file it is the code of the module that has these.
 
-    ``exec`` and ``python -c`` compile such code. So do torch and named tuples: lambdas, with a dict of their own.
+    ``exec`` and ``python -c`` compile such code. So do torch and named tuples: lambdas, with a dict of their own. Code
+    to which somebody gave another name in brackets is not the user's where it has a dict of its own.
     """
-    if code.co_filename != "<string>":
+    if not code.co_filename.startswith("<"):
         return is_foreign_file(code.co_filename)
     name = variables.get("__name__")
-    return is_foreign_module(name) if name in sys.modules else code.co_name == "<lambda>"
+    if name in sys.modules:
+        return is_foreign_module(name)
+    return code.co_name == "<lambda>" if code.co_filename == "<string>" else is_foreign_file(code.co_filename)
 
 
 def is_foreign_frame(frame: FrameType) -> bool:

@@ -23,6 +23,8 @@ from .registry import RULES
 Pairs = Sequence[tuple[Sequence[Any], Sequence[Any]]]
 Placements = Callable[..., Pairs]
 
+registered: list[OpOverload] = []  # the ops that got rules of users
+
 
 def register_rule(op: OpOverload | OpOverloadPacket) -> Callable[[Placements], Placements]:
     """Register how ``op`` can run on parts of tensors; of an ``OpOverloadPacket``, all overloads.
@@ -49,6 +51,7 @@ def register_rule(op: OpOverload | OpOverloadPacket) -> Callable[[Placements], P
             raise TypeError(f"expected a function of the arguments of {op}, got {function!r}")
         for one in ops:
             RULES[one] = _rule(function)
+            registered.append(one)
         return function
 
     return register

@@ -80,7 +80,7 @@ class AttributeReads:
                 for each in [*(fields or ()), *_slots_of(instance), "__dict__"]:
                     if each not in elsewhere:
                         on_read(instance, fields, each)
-            elif key not in elsewhere and not key.startswith("__"):
+            elif key not in elsewhere and not (key.startswith("__") and key not in (_fields_of(instance) or ())):
                 fields = _fields_of(instance)
                 if fields is None or (id(fields), key) not in noted:
                     is_field = fields is not None and key in fields and fields[key] is value

@@ -14,8 +14,9 @@ import pytest
 
 import spmd
 from spmd.cache import folder as folders
-from spmd.cache.folder import Folder, RefusedFolderError
+from spmd.cache.folder import MANIFEST, Folder, RefusedFolderError
 from spmd.cache.not_cached import NotCachedError
+from spmd.options import CacheOption
 
 from .trainer import TracedError, Trainer, batch
 from .trainer import trainer as trainer
@@ -36,9 +37,7 @@ def test_a_flipped_byte_in_any_file_is_found(trainer: Trainer, tmp_path: Path) -
     train(trainer, tmp_path / "cache")
     (entry,) = (tmp_path / "cache").iterdir()
     files = sorted(entry.iterdir())
-    assert {"capture.json", "captured.json", "final.json", "manifest.json", "reads.json"} <= {
-        each.name for each in files
-    }
+    assert {"capture.json", "captured.json", "final.json", MANIFEST, "reads.json"} <= {each.name for each in files}
     trainer.refuse_traces()
     for file in files:
         content = file.read_bytes()
@@ -163,7 +162,23 @@ def test_beyond_the_limit_the_least_recently_used_go(tmp_path: Path) -> None:
     opened = Folder(Folder.open(tmp_path / "cache").path, limit=3500)
     for k in range(3):
         opened.write(f"key{k}-n-0", {"x.json": b"1" * 800})
-        os.utime(opened.path / f"key{k}-n-0" / "manifest.json", (k, k))
+        os.utime(opened.path / f"key{k}-n-0" / MANIFEST, (k, k))
     opened.touch(opened.path / "key0-n-0")
     opened.write("key3-n-0", {"x.json": b"1" * 800})
     assert sorted(each.name for each in opened.entries()) == ["key0-n-0", "key2-n-0", "key3-n-0"]
+
+
+def test_what_else_lies_in_the_folder_is_left_there(tmp_path: Path) -> None:
+    opened = Folder(tmp_path, limit=1)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text("precious")
+    opened.write("key-n-0", {"x.json": b"1" * 800})
+    assert (tmp_path / "data" / "manifest.json").exists() and not opened.entries()
+
+
+def test_a_folder_that_is_named_needs_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    assert CacheOption.of("/there").folder == Path("/there")

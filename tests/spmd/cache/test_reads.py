@@ -98,6 +98,50 @@ def read(net):
         "class A: gain = 1.0\nclass B: gain = 2.0\nclass C(A): pass\nO = C()\ndef read(net):\n    return O.gain",
         "m.C.__bases__ = (m.B,)",
     ),
+    "the keys of a dict that is called as torch's dicts of hooks are": (
+        "def prepare(net):\n    net.my_hooks = {'a': 1.0, 'b': 2.0}\ndef read(net):\n    return net.my_hooks['a']",
+        "net.my_hooks = {'b': 1.0, 'a': 2.0}",
+    ),
+    "the end of a long pattern": (
+        "import re\nP = re.compile('z' * 300 + '|a')\ndef read(net):\n    return 1.0 if P.match('a') else 2.0",
+        "m.P = m.re.compile('z' * 300 + '|b')",
+    ),
+    "the members of an enum": (
+        "import enum\nclass E(enum.Enum):\n    A = 1.0\ndef read(net):\n    return sum(each.value for each in E)",
+        "m.E.A._value_ = 2.0",
+    ),
+    "the metadata of fields": (
+        "from dataclasses import dataclass, field, fields\nM = {'gain': 1.0}\n"
+        "@dataclass\nclass C:\n    a: int = field(default=1, metadata=M)\n"
+        "def read(net):\n    return sum(each.metadata['gain'] for each in fields(C))",
+        "m.M['gain'] = 2.0",
+    ),
+    "annotations": (
+        "import typing\nclass C:\n    a: typing.Annotated[float, 1.0]\n"
+        "def read(net):\n    return typing.get_type_hints(C, include_extras=True)['a'].__metadata__[0]",
+        "m.C.__annotations__['a'] = m.typing.Annotated[float, 2.0]",
+    ),
+    "an attribute with underscores": (
+        "def prepare(net):\n    net.__gain__ = 1.0\ndef read(net):\n    return net.__gain__",
+        "net.__gain__ = 2.0",
+    ),
+    "what a dict makes of missing keys": (
+        "import collections, functools\nD = collections.defaultdict(functools.partial(float, '1'))\n"
+        "def read(net):\n    return D.default_factory()",
+        "m.D.default_factory = m.functools.partial(float, '2')",
+    ),
+    "a list of a class's class": (
+        "class M(type): pass\nclass C(metaclass=M): pass\nM.gain = [1.0]\ndef read(net):\n    return C.gain[0]",
+        "m.M.gain[0] = 2.0",
+    ),
+    "how long a deque may be": (
+        "import collections\nD = collections.deque([1.0], 2)\ndef read(net):\n    return D.maxlen",
+        "m.D = m.collections.deque([1.0], 3)",
+    ),
+    "a global of code that has no file": (
+        "exec(compile('G = 1.0\\ndef read(net):\\n    return G', '<made>', 'exec'), globals())",
+        "m.G = 2.0",
+    ),
 }
 # What makes a step one that is not kept, with the reason.
 NOT_KEPT = {
@@ -147,6 +191,41 @@ def read(net):
         "import threading\nL = threading.local()\nL.gain = 1.0\ndef read(net):\n    return L.gain",
         "_thread._local",
     ),
+    "a name that is computed": (
+        "class C: gain = [1.0]\nN = 'niag'\ndef read(net):\n    return getattr(C, N[::-1])[0]",
+        "calls getattr with a name",
+    ),
+    "getattr that is passed on": (
+        "class C: gain = [1.0]\ndef read(net):\n    return [*map(getattr, [C], ['gain'])][0][0]",
+        "calls getattr with a name",
+    ),
+    "attrgetter": (
+        "import operator\nclass C: gain = 1.0\ndef read(net):\n    return operator.attrgetter('gain')(C)",
+        "names attrgetter",
+    ),
+    "an import when it is called": (
+        "def read(net):\n    import spmd_gain\n    return spmd_gain.GAIN",
+        "imports spmd_gain",
+    ),
+    "code that has neither a file nor a module": (
+        "N = {'G': 1.0}\nexec(compile('def f():\\n    return G', '<made>', 'exec'), N)\nf = N['f']\n"
+        "def read(net):\n    return f()",
+        "neither a file nor a module",
+    ),
+    "an attribute in a text": (
+        "class C: gain = [1.0]\ndef read(net):\n    return float('{0.gain[0]}'.format(C))",
+        "formats a text",
+    ),
+    "a level of logging": (
+        "import logging\ndef read(net):\n    return float(logging.getLogger('x').isEnabledFor(20))",
+        "getLogger",
+    ),
+    "the order of a set": ("S = {'a', 'b'}\ndef read(net):\n    return 1.0 if [*S][0] == 'a' else 2.0", "reads a set"),
+    "the seed": (
+        "from torch.random import initial_seed\ndef read(net):\n    return 1.0 + initial_seed() % 2",
+        "initial_seed",
+    ),
+    "a hash by another name": ("h = hash\ndef read(net):\n    return 1.0 + h('a') % 2", r"hash\(\)"),
 }
 
 
@@ -194,9 +273,29 @@ def test_with_another_value_there_is_no_entry(folder: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("kind", NOT_KEPT)
 def test_what_no_other_process_can_compare_is_not_kept(folder: Path, kind: str) -> None:
     code, reason = NOT_KEPT[kind]
+    (folder / "spmd_gain.py").write_text("GAIN = 1.0")
     module, net = start(folder, code)
     step = spmd.compile(module.step, cache=folder / "cache")
     step(net, torch.ones(4, 3))
     (note,) = [note for note in step.report().notes if note.startswith("not kept for later processes")]
     assert re.search(reason, note), note
     assert not os.listdir(folder / "cache")
+
+
+@pytest.mark.usefixtures("alone")
+def test_getattr_with_constant_names_is_kept(folder: Path) -> None:
+    code = "def read(net):\n    return getattr(net, 'gain', 1.0) if hasattr(net, 'linear') else 2.0"
+    module, net = start(folder, code)
+    spmd.compile(module.step, cache=folder / "cache")(net, torch.ones(4, 3))
+    assert os.listdir(folder / "cache")
+
+
+@pytest.mark.usefixtures("alone")
+def test_hooks_on_saved_tensors_are_not_there_in_an_entry(folder: Path) -> None:
+    module, net = start(folder, "def read(net):\n    return 1.0")
+    spmd.compile(module.step, cache=folder / "cache")(net, torch.ones(4, 3))
+    module, net = start(folder, "def read(net):\n    return 1.0")
+    step = spmd.compile(module.step, cache=folder / "cache")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x * 2, lambda x: x):
+        step(net, torch.ones(4, 3))
+    assert "hooks on saved tensors" in "".join(step.report().notes)
