@@ -25,6 +25,7 @@ aten = torch.ops.aten
 
 Group = list[fx.Node]
 
+_PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar}
 _KERNELS = {op for kernel in kernels() for op in (kernel.op, kernel.op_with_tensor)}
 
 
@@ -37,7 +38,13 @@ def over_lists(node: fx.Node) -> Any:
         return None
     if len(node.args) < 2 or _is_tensor(node.args[1]):
         return among_tensors
-    return with_number if not node.kwargs else None
+    return with_number if not node.kwargs and not _is_rounded_over_lists(node) else None
+
+
+def _is_rounded_over_lists(node: fx.Node) -> bool:
+    """Whether the in-place op over lists rounds the number to the tensors' dtype first, as no other variant does."""
+    dtype = node.meta["val"].dtype
+    return node.target in _PRODUCTS and dtype.is_floating_point and dtype.itemsize < 4
 
 
 def in_a_row(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ class Lookup:
     def agree(self, agreement: Agreement) -> None:
         """Settle on an entry that all ranks have, or on none; all call it together, whatever their own options are."""
         own = json.dumps([uuid.uuid4().hex[:16], [*self.found], self.verifies])
-        gathered = [json.loads(text) for text in agreement.all_gather_text(own)]
+        gathered = [_entries(text) for text in agreement.all_gather_text(own)]
+        if None in gathered:
+            return  # some rank has come to another exchange, and the next one says so
         self.number = gathered[0][0]
         self.verifies = any(verifies for *_, verifies in gathered)  # one rank cannot compile alone
         common = [each for each in gathered[0][1] if all(each in found for _, found, _ in gathered)]
@@ -270,3 +273,10 @@ def _bytes(data: Any) -> bytes:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _entries(text: str) -> Any:
+    """What a rank says of its entries; None for a text that says something else."""
+    with suppress(ValueError):
+        return json.loads(text)
+    return None

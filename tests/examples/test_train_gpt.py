@@ -157,7 +157,7 @@ def test_a_wrong_option_is_refused_with_a_sentence(
 
 
 def test_a_text_that_is_not_there_is_one_sentence_from_all_ranks(tmp_path: Path) -> None:
-    done = run(LAUNCH, "--text", str(tmp_path / "nowhere"))
+    done = run([*LAUNCH, EXAMPLE], "--text", str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert done.stderr.count("there is no text at") == 1
     assert "Traceback" not in done.stderr and done.stdout == ""

@@ -97,9 +97,10 @@ def test_hosts_that_find_each_other(script: Path) -> None:
         one = pool.submit(launched, *options)
         done = [launched(script, "follow", **{f"PET_{name}": value for name, value in variables.items()}), one.result()]
     assert [each.returncode for each in done] == [1, 1]
-    own, other = sorted((each.stderr for each in done), key=len, reverse=True)
-    assert own.endswith("ValueError: bad row\non rank 1 of 2\n") and own.count("Traceback") == 1
-    assert other in ("RankFailedError: rank 1 failed\n", "spmd run: rank 0 was killed by signal 15 (SIGTERM)\n")
+    errors = [each.stderr for each in done]
+    own = [text for text in errors if text.endswith("ValueError: bad row\non rank 1 of 2\n")]
+    assert len(own) == 1, errors  # the other host says that it has lost this one, as far as torch lets it
+    assert all(text.count("Traceback") <= 1 for text in errors)
 
 
 @pytest.mark.processes

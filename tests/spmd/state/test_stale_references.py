@@ -155,7 +155,7 @@ def test_a_model_that_stays_whole_is_not_split() -> None:
 
 def test_a_step_that_takes_parameters_knows_what_to_do() -> None:
     def step(model: nn.Module, parameters: list[Tensor], x: Tensor) -> Tensor:
-        return model(x).sum() + sum(parameter.sum() for parameter in parameters)
+        return model(x).sum().detach() + sum(parameter.detach().sum() for parameter in parameters)
 
     with fake_world(2), warnings.catch_warnings():
         warnings.simplefilter("error")
