@@ -52,6 +52,16 @@ def mlp(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1]).double()
 
 
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """A step of regression that clips by the norm of all gradients."""
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     """One of ``OPTIMIZERS`` for these parameters or groups."""
     kind, options = OPTIMIZERS[name]

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 import passes
 import spmd
 from passes.ir.effects import is_functional
 from passes.ir.region import Region, regions
-from tests.harness.cases import MLP, make_optimizer
+from tests.harness.cases import MLP, clipped, make_optimizer
 from tests.harness.messages import messages
 from tests.harness.oracle import all_unequal, compiled_run, plain_run, snapshot
 from tests.harness.pool import Ranks
@@ -48,14 +47,7 @@ class Normed(MLP):
     def after(self, objects: tuple[Any, ...], step: int) -> None:
         objects[1].param_groups[0]["lr"] *= 0.5
 
-    @staticmethod
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    step = staticmethod(clipped)
 
 
 class Counting:

@@ -18,7 +18,7 @@ import spmd
 from passes.ir.region import islands
 from spmd.lowering import islands as compiled_islands
 from spmd.lowering.islands import CompiledIslands
-from tests.harness.cases import MLP, make_optimizer
+from tests.harness.cases import MLP, clipped, make_optimizer
 from tests.harness.oracle import Later, all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 from tests.harness.structure import compile_on_fake_ranks
@@ -60,14 +60,7 @@ class Blocks(MLP):
     def after(self, objects: tuple[Any, ...], step: int) -> None:
         objects[1].param_groups[0]["lr"] *= 0.5
 
-    @staticmethod
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    step = staticmethod(clipped)
 
 
 def takes_all(patch: pytest.MonkeyPatch) -> None:

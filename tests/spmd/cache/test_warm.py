@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.nn import functional as F
 import spmd
 from passes import print_program
 from spmd import capture_call
+from spmd import step as step_module
+from spmd.cache import compile_cache, surroundings
 from tests.harness.cases import MLP
 from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run, random_generator
 from tests.harness.pool import Ranks
@@ -185,18 +189,28 @@ class Tokens(Case):
 def cold_and_warm(rank: int, world: int, case: Case, mode: dict[str, Any], folder: str, draws: bool) -> list[str]:
     """What differs between a cold run, a warm one and the plain step; or that the warm run traced."""
 
+    lookups: list[Any] = []
+
+    def look_up(*args: Any) -> Any:
+        lookups.append(compile_cache.look_up(*args))
+        return lookups[-1]
+
     def refuse(*_: Any) -> Any:
-        raise TracedError
+        cold, warm = lookups[0], lookups[-1]
+        raise TracedError(
+            f"keys {cold.key}, {warm.key}; not kept: {cold.why or 'no'}, {warm.why or 'no'}; missed: {warm.missed}; "
+            f"surroundings: {surroundings.surroundings()}"
+        )
 
     runs, original = [], capture_call.capture
-    for warm in (False, True):
-        capture_call.capture = refuse if warm else original
-        spmd.seed(7)
-        try:
-            runs.append(compiled_run(rank, case, 5, cache=folder, parallel_mode=spmd.DataParallel(**mode))[1])
-        finally:
-            capture_call.capture = original
-            spmd.seed(None)
+    gc.collect()  # what earlier jobs of this process have left is no part of the calls that are compared
+    for capture in (original, refuse):
+        with mock.patch.object(step_module, "look_up", look_up), mock.patch.object(capture_call, "capture", capture):
+            spmd.seed(7)
+            try:
+                runs.append(compiled_run(rank, case, 5, cache=folder, parallel_mode=spmd.DataParallel(**mode))[1])
+            finally:
+                spmd.seed(None)
     found = all_unequal(runs[0], runs[1], rank, world, 0, 0)
     return found if draws else [*found, *all_unequal(plain_run(case, world, 5), runs[1], rank, world)]
 
