@@ -101,10 +101,8 @@ def with_micro_batches(pipeline: Iterable[Pass]) -> tuple[Pass, ...]:
     passes = tuple(pipeline)
     if not passes or any(isinstance(each, SplitMicroBatches) for each in passes):
         return passes
-    kinds = (FormIslands, FormRegions, UpdateInPlace)
-    at = next(
-        (k for k, each in enumerate(passes) if isinstance(each, kinds) or each.last or each.keeps_order), len(passes)
-    )
+    forms = (k for k, each in enumerate(passes) if isinstance(each, (FormIslands, FormRegions)))
+    at = min(next(forms, len(passes)), _functional(passes))
     return (*passes[:at], SplitMicroBatches(), *passes[at:])
 
 

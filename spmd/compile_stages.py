@@ -1,4 +1,7 @@
-"""``Stages``: the stages of one compilation, each shown, timed, and explained if it fails unexpectedly."""
+"""``Stages``: the stages of one compilation, each shown, timed, and explained if it fails unexpectedly.
+
+What ranks do at the stages of a pipeline says their ``Bundle`` (``passes/ir/bundle.py``).
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ from .compiled import Compiled, describe_for_agreement, text_of
 from .deferral.deferred_update import DeferredUpdate
 from .deferral.pending import calling, no_hooks_on_calls, remove_stale
 from .dispatch import Dispatch, Turn
-from .dump import StepFolders, files_of, stage_name, stages_to_compare, visit_stages
+from .dump import Dump, StepFolders, files_of, stage_name, stages_to_compare, visit_stages
 from .guards.guards import Guards, torch_settings
 from .guards.leaves import check_leaves
 from .guards.read_guards import ReadGuards
@@ -86,6 +86,7 @@ from .ranks.consensus import Agreement, all_or_none, call_number, identity_of, n
 from .ranks.simulated import simulated
 from .ranks.standing import StateError
 from .recorder import Recorder
+from .shared_captures import SharedCapture
 from .state.background_reads import READS
 from .state.distribute import Prepared, check_memory, commit, prepare
 from .state.edits import EditedError, compare_edits, edited_before, whole_state
@@ -317,7 +318,7 @@ class CompiledStep(Generic[P, R]):
         return f"{self._name} (program {number}: {reason})" if number > 1 else self._name
 
     def _compile(self, turn: Turn, call: Call, agreement: Agreement, stages: Stages) -> Compiled:
-        """Capture, partition, transform, passes, lower. State is changed last, when all of that has gone well."""
+        """Make the program, or read it from an entry, and lower it. State is changed last, when all has gone well."""
         options, name, costs = self._options, stages.name, table_of(self._options.pipeline)
         dump = self._dumps.dump(options.dump_folder, name)
         with stages.explained("reading the call"):
@@ -328,24 +329,7 @@ class CompiledStep(Generic[P, R]):
             lookup = look_up(name, self._function, call, options, live, why, agreement)
             made = self._from_entry(lookup, call, agreement)
         if made is None:
-            with stages.stage("capture"):
-                captured, reads, any_size = capture_call(
-                    self._function, call, name, options, self._dispatch, agreement, shared, live
-                )
-                check_memory(captured.program, call, captured.carried, captured.constants)
-                captured.program.notes += [*notes, *call.notes]
-                lookup.note_capture(captured, reads, any_size)
-                dump.stage(0, "capture", captured.program)
-            with stages.stage("partition"), DisableAutocast():
-                local, added, state = self._partition(call, captured, agreement)
-                self._warn_of_cuts(local, agreement)
-                local, pipeline = options.fitted(local, agreement.all_gather_text, self._dispatch.graphs)
-                dump.stage(1, "partition", local)
-            choosing = self._choosing(pipeline, agreement, stages)
-            with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
-                program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
-            lookup.verify(captured.program, program)
-            made = Made(captured, reads, any_size, local, added, state, pipeline, program, parts)
+            made = self._make(call, agreement, stages, dump, lookup, shared, notes)
         captured, local, state = made.captured, made.local, made.state
         stages.program = program = made.program
         with stages.stage("lower"), DisableAutocast():
@@ -387,6 +371,37 @@ class CompiledStep(Generic[P, R]):
             any_size=made.any_size,
             deferred=deferred,
         )
+
+    def _make(
+        self,
+        call: Call,
+        agreement: Agreement,
+        stages: Stages,
+        dump: Dump,
+        lookup: Lookup,
+        shared: SharedCapture | None,
+        notes: Sequence[str],
+    ) -> Made:
+        """Capture, partition, transform, passes. ``notes``: for the report."""
+        options, name = self._options, stages.name
+        with stages.stage("capture"):
+            captured, reads, any_size = capture_call(
+                self._function, call, name, options, self._dispatch, agreement, shared, lookup.live
+            )
+            check_memory(captured.program, call, captured.carried, captured.constants)
+            captured.program.notes += [*notes, *call.notes]
+            lookup.note_capture(captured, reads, any_size)
+            dump.stage(0, "capture", captured.program)
+        with stages.stage("partition"), DisableAutocast():
+            local, added, state = self._partition(call, captured, agreement)
+            self._warn_of_cuts(local, agreement)
+            local, pipeline = options.fitted(local, agreement.all_gather_text, self._dispatch.graphs)
+            dump.stage(1, "partition", local)
+        choosing = self._choosing(pipeline, agreement, stages)
+        with stages.stage("passes"), DisableAutocast(), choosing as pipeline:
+            program, parts = options.run(local, pipeline, stages.noting(local, dump.on_pass))
+        lookup.verify(captured.program, program)
+        return Made(captured, reads, any_size, local, added, state, pipeline, program, parts)
 
     def _warn_of_cuts(self, local: Program, agreement: Agreement) -> None:
         """Warn, once, of a batch that the step cuts into parts: ranks may have joined these parts themselves."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+import torch
+
 from .program import Program
 from .roles import Role
 
@@ -16,6 +18,13 @@ def accumulating(program: Program, joined: Collection[str]) -> Program:
     kept = [(value, out) for value, out in pairs if out.role is Role.ACCUMULATOR or out.name in joined]
     own.set_outputs([value for value, _ in kept], [out for _, out in kept])
     return replace(own, name=f"{program.name}-accumulating", micro_batches=None)
+
+
+def new_accumulators(program: Program) -> dict[int, torch.Tensor]:
+    """Zeros for the accumulators of a program, by their positions among its inputs."""
+    inputs = enumerate(zip(program.inputs, program.placeholders, strict=True))
+    vals = {k: node.meta["val"] for k, (declared, node) in inputs if declared.role is Role.ACCUMULATOR}
+    return {k: torch.zeros(val.shape, dtype=val.dtype, device=val.device) for k, val in vals.items()}
 
 
 def runs_of(program: Program) -> list[Program]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from passes import OutputKind, Part, Program, Role
-from passes.ir.micro_batches import accumulating
+from passes import OutputKind, Part, Program
+from passes.ir.micro_batches import accumulating, new_accumulators
 
 from .._torch import DisableAutocast
 from ..state.background_reads import READS
@@ -36,11 +36,11 @@ class InputRef:
 
 @dataclass
 class Runs:
-    """All runs of a call but the last one. ``accumulators``: their positions among the inputs, and their memory."""
+    """All runs of a call but the last one. ``accumulators``: by position among the inputs, from the first call on."""
 
     program: Program
     executable: Executable
-    accumulators: dict[int, torch.Tensor]
+    accumulators: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, arenas: Arenas, regions: Compiles | None) -> Runs | None:
@@ -48,19 +48,22 @@ class Runs:
         micro = program.micro_batches
         if micro is None:
             return None
-        inputs = enumerate(zip(program.inputs, program.placeholders, strict=True))
-        made = {k: _zeros(node.meta["val"]) for k, (declared, node) in inputs if declared.role is Role.ACCUMULATOR}
-        first = accumulating(micro.accumulating or program, micro.joined)
-        return cls(program, lower(first, arenas, Commit(), regions), made)
+        return cls(program, lower(accumulating(micro.accumulating or program, micro.joined), arenas, Commit(), regions))
 
     def accumulate(self, inputs: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
         """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one, and rows."""
         micro, given = self.program.micro_batches, list(inputs)
         assert micro is not None
+        self.accumulators = self.accumulators or new_accumulators(self.program)
         for k, memory in self.accumulators.items():
             given[k] = memory.zero_()
         rows = [self.executable(micro.of_run(self.program, given, k)) for k in range(micro.count - 1)]
         return micro.of_run(self.program, given, micro.count - 1), rows
+
+    def close(self) -> None:
+        """Drop the generated code, and the memory of accumulators."""
+        self.executable.close_code()
+        self.accumulators.clear()
 
     def join(self, returned: list[Any], rows: Sequence[Sequence[Any]]) -> list[Any]:
         """What the last run ``returned``, with the rows of those before it."""
@@ -69,10 +72,6 @@ class Runs:
         outputs = [each for each in self.program.outputs if each.kind is not OutputKind.UPDATE]
         names = [each.name for each in outputs if each.name in micro.joined]
         return micro.join(outputs, returned, [dict(zip(names, each, strict=True)) for each in rows])
-
-
-def _zeros(val: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(val.shape, dtype=val.dtype, device=val.device)
 
 
 @dataclass
@@ -112,7 +111,7 @@ class Executable:
         """Drop the generated code, and keep the arenas, which other programs use."""
         self.function.close()
         if self.runs is not None:
-            self.runs.executable.close_code()
+            self.runs.close()
 
     def _write(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if not self.updates:

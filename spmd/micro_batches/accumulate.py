@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -48,7 +49,7 @@ def accumulate(program: Program, sums: Sequence[fx.Node], dtype: torch.dtype | N
 def add_run(program: Program) -> None:
     """The input that says which micro-batch runs, where some op draws."""
     if program.draws:
-        _input(program, Input(Role.RUN, RUN), 0)
+        add_input(program, Input(Role.RUN, RUN), 0)
 
 
 def follow_the_run(program: Program, second: Program) -> None:
@@ -97,7 +98,7 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
     wide = own.to(dtype) if dtype is not None and own.is_floating_point() else own
     placement = tuple(held.meta["placement"][:-1])
     declared = Input(Role.ACCUMULATOR, name, tuple(own.shape), wide.dtype, placement)
-    total = _input(program, declared, wide)
+    total = add_input(program, declared, wide)
     cast = value
     if wide.dtype is not own.dtype:
         cast = insert_before(node, aten._to_copy.default, value, like=wait, kwargs={"dtype": wide.dtype}, val=wide)
@@ -105,9 +106,7 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
     result = grown
     if wide.dtype is not own.dtype:
         result = insert_before(node, aten._to_copy.default, grown, like=wait, kwargs={"dtype": own.dtype}, val=own)
-    for key in ("grad_of", "captured", "placement"):
-        if key in wait.meta:
-            result.meta[key] = wait.meta[key]
+    result.meta |= {key: wait.meta[key] for key in ("grad_of", "captured") if key in wait.meta}
     result.meta["placement"] = held.meta["placement"]
     wait.replace_all_uses_with(result)
     program.graph.erase_node(wait)
@@ -121,11 +120,11 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
     )
 
 
-def _input(program: Program, declared: Input, val: Any) -> fx.Node:
+def add_input(program: Program, declared: Input, val: Any) -> fx.Node:
     """A new input, behind all others."""
     last = program.placeholders[-1]
     with program.graph.inserting_after(last):
-        node = program.graph.placeholder(declared.name.replace(".", "_").replace("-", "_"))
+        node = program.graph.placeholder(re.sub(r"\W", "_", declared.name))
     node.meta["val"] = val
     program.inputs = [*program.inputs, declared]
     return node

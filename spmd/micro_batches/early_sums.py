@@ -12,12 +12,14 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes import Input, Output, OutputKind, PartitionError, Program, Role
+from passes import Output, OutputKind, PartitionError, Program, Role
+from passes.cleanup.dead_code import DeadCode
 from passes.ir.effects import is_random
 from passes.ir.ops import Trait, has
 
 from ..partitioner.emit_program import partition
 from ..partitioner.plan import Plan
+from .accumulate import add_input
 from .lines import described
 
 WHOLE = "all of "
@@ -54,7 +56,7 @@ def compute_early(
     taken = dict[str, str]()
     for declared, node in zip(ahead.inputs, ahead.placeholders, strict=True):
         if node.users and declared.name in rows:
-            copies[node] = _input(program, replace(declared, name=whole[declared.name]), node)
+            copies[node] = add_input(program, replace(declared, name=whole[declared.name]), node.meta["val"])
             taken[whole[declared.name]] = declared.name
         elif node.users:
             copies[node] = nodes[declared.name]
@@ -65,7 +67,7 @@ def compute_early(
                 copies[node] = program.graph.node_copy(node, copies.__getitem__)
     for name, value, output in zip(names, ahead.output_values(), ahead.outputs, strict=True):
         _replace(program, name, copies[value], output)
-    erase_unused(program.graph)
+    DeadCode().rewrite(program)
     return taken
 
 
@@ -87,14 +89,6 @@ def _replace(program: Program, name: str, value: fx.Node, output: Output) -> Non
             node.replace_all_uses_with(value)
 
 
-def _input(program: Program, declared: Input, like: fx.Node) -> fx.Node:
-    with program.graph.inserting_after(program.placeholders[-1]):
-        node = program.graph.placeholder(f"{like.name}_whole")
-    node.meta |= like.meta
-    program.inputs = [*program.inputs, declared]
-    return node
-
-
 def _of_nodes(captured: Program, names: Sequence[str], sums: Sequence[fx.Node]) -> Program:
     """The captured program that computes the values of some nodes alone."""
     own = captured.copy()
@@ -104,19 +98,14 @@ def _of_nodes(captured: Program, names: Sequence[str], sums: Sequence[fx.Node]) 
     values = [by_name[name] for name in names]
     outputs = [_result(f"ahead.{k}", value.meta["val"]) for k, value in enumerate(values)]
     own.set_outputs(values, outputs)
-    erase_unused(own.graph)
+    for node in reversed(own.graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output"):  # checks, too: the whole program has them
+            own.graph.erase_node(node)
     return own
 
 
 def _result(name: str, val: torch.Tensor) -> Output:
     return Output(OutputKind.RESULT, name, Role.RESULT, tuple(val.shape), val.dtype)
-
-
-def erase_unused(graph: fx.Graph) -> None:
-    """Erase what nothing reads, collectives included."""
-    for node in reversed(graph.nodes):
-        if not node.users and node.op not in ("placeholder", "output"):
-            graph.erase_node(node)
 
 
 def _check_given(program: Program, value: fx.Node, wait: fx.Node) -> None:

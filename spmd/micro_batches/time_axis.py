@@ -26,10 +26,10 @@ from .early_sums import compute_early, early
 def partition_in_time(program: Program, plan: Plan, count: int, dtype: torch.dtype | None = None) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
-    Rows are cut as ``torch.chunk`` does it, so that the last part may be shorter, and parts may be fewer; a step that
-    merges rows with other dims runs more often then, on equal parts, and a note says so. ``dtype``: that of
-    accumulators; None is that of what they add up. Raises ``PartitionError``, with the op and the user's line, where a
-    run would have to know rows of another one.
+    Rows are cut as ``torch.chunk`` does it, so that the last part may be shorter, and parts may be fewer. A step that
+    takes equal parts alone (it merges rows with other dims) runs more often then, and a note says so. ``dtype``: that
+    of accumulators; None is that of what they add up. Raises ``PartitionError``, with the op and the user's line, where
+    a run would have to know rows of another one.
     """
     rows = _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
@@ -49,7 +49,7 @@ def partition_in_time(program: Program, plan: Plan, count: int, dtype: torch.dty
         local = _Shares(program, plan, rows, even, dtype).of(0, follows=even > 1)
         note = (
             f"micro_batches={count} does not divide the {lengths[0]} rows of {batch[0].name} on a rank, and the step "
-            f"merges rows with other dims, which takes equal parts: it runs {even} times. Pass a multiple of {count}"
+            f"takes equal parts alone: it runs {even} times. Pass a multiple of {count}"
         )
         return replace(local, notes=[*local.notes, note])
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from passes import Program, Role
-from passes.ir.program import MicroBatches
+from passes.ir.micro_batches import new_accumulators, runs_of
 
 from .lockstep import Watch, run_in_lockstep
 
@@ -28,13 +28,15 @@ def run_programs(
     if micro is None:
         return run_in_lockstep(programs, inputs, watch)
     for program, given in zip(programs, inputs, strict=True):
-        _add_accumulators(program, given)
+        for k, zeros in new_accumulators(program).items():
+            given[k] = zeros
+    runs = [runs_of(program) for program in programs]
     is_split = micro.accumulating is not None and len(micro.accumulating.outputs) != len(programs[0].outputs)
     seen = None if watch is None or is_split else _Seen()
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
-        now = [_of_run(program, is_last=k == micro.count - 1) for program in programs]
-        taken = [_inputs_of(program, each, k) for program, each in zip(programs, inputs, strict=True)]
+        now = [each[k] for each in runs]
+        taken = [micro.of_run(program, given, k) for program, given in zip(programs, inputs, strict=True)]
         returned = run_in_lockstep(now, taken, seen)
         for program, of_rank, outputs, before in zip(now, inputs, returned, rows, strict=True):
             _keep_accumulators(program, programs[0], of_rank, outputs)
@@ -44,25 +46,6 @@ def run_programs(
         seen.show(watch)
     ends = zip(programs, returned, rows, strict=True)
     return [tuple(micro.join(program.outputs, outputs, before[:-1])) for program, outputs, before in ends]
-
-
-def _of_run(program: Program, is_last: bool) -> Program:
-    micro = program.micro_batches
-    assert micro is not None
-    return program if is_last or micro.accumulating is None else micro.accumulating
-
-
-def _inputs_of(program: Program, given: Sequence[Any], k: int) -> list[Any]:
-    micro: MicroBatches = program.micro_batches  # type: ignore[assignment]
-    return micro.of_run(program, given, k)
-
-
-def _add_accumulators(program: Program, given: list[Any]) -> None:
-    """Put zeros where accumulators are among the inputs of a call."""
-    for k, (declared, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
-        if declared.role is Role.ACCUMULATOR:
-            val = node.meta["val"]
-            given[k] = torch.zeros(val.shape, dtype=val.dtype, device=val.device)
 
 
 def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], outputs: Sequence[Any]) -> None:

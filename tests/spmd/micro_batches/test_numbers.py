@@ -288,3 +288,17 @@ def test_verify_catches_what_is_wrong_in_micro_batches(wrong: Pass) -> None:
     model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.3), nn.Linear(64, 3)).double()
     found = verified(regress, model, passes=[wrong], parallel_style="replicate", micro_batches=3)
     assert not found and type(wrong).__name__ in str(found)
+
+
+def checks_and_masks(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    torch._assert_async(x.sum() < 1e9, "too large")
+    return masked(model, optimizer, x, y)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_computed_ahead_leaves_the_checks_of_a_step() -> None:
+    model = mlp(5, 7, 3)
+    compiled = spmd.compile(checks_and_masks, parallel_mode=spmd.DataParallel(micro_batches=3), passes=())
+    compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), *batch(6))
+    assert compiled.program is not None
+    assert torch.ops.aten._assert_async.msg in {node.target for node in compiled.program.graph.nodes}
