@@ -18,6 +18,7 @@ from passes import print_program
 from spmd import capture_call
 from spmd import step as step_module
 from spmd.cache import compile_cache, surroundings
+from spmd.cache.described import digest_of
 from tests.harness.cases import MLP
 from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run, random_generator
 from tests.harness.pool import Ranks
@@ -190,27 +191,28 @@ def cold_and_warm(rank: int, world: int, case: Case, mode: dict[str, Any], folde
     """What differs between a cold run, a warm one and the plain step; or that the warm run traced."""
 
     lookups: list[Any] = []
+    traced: list[str] = []
 
     def look_up(*args: Any) -> Any:
-        lookups.append(compile_cache.look_up(*args))
-        return lookups[-1]
+        lookups.append((compile_cache.look_up(*args), digest_of(surroundings.surroundings())))
+        return lookups[-1][0]
 
-    def refuse(*_: Any) -> Any:
-        cold, warm = lookups[0], lookups[-1]
-        raise TracedError(
-            f"keys {cold.key}, {warm.key}; not kept: {cold.why or 'no'}, {warm.why or 'no'}; missed: {warm.missed}; "
-            f"surroundings: {surroundings.surroundings()}"
-        )
+    def note_trace(*args: Any) -> Any:
+        """Say on this rank why it traces; the other ranks may have other reasons."""
+        parts = [f"{each.key} {known} {[*each.found]} {each.why} {each.missed}" for each, known in lookups]
+        traced.append(f"rank {rank} traced: {parts}")
+        return original(*args)
 
     runs, original = [], capture_call.capture
     gc.collect()  # what earlier jobs of this process have left is no part of the calls that are compared
-    for capture in (original, refuse):
+    for capture in (original, note_trace):
         with mock.patch.object(step_module, "look_up", look_up), mock.patch.object(capture_call, "capture", capture):
             spmd.seed(7)
             try:
                 runs.append(compiled_run(rank, case, 5, cache=folder, parallel_mode=spmd.DataParallel(**mode))[1])
             finally:
                 spmd.seed(None)
+    found = traced + all_unequal(runs[0], runs[1], rank, world, 0, 0)
     found = all_unequal(runs[0], runs[1], rank, world, 0, 0)
     return found if draws else [*found, *all_unequal(plain_run(case, world, 5), runs[1], rank, world)]
 
