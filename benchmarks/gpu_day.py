@@ -1,12 +1,13 @@
 """The first hour on a GPU, as one command of ten minutes at most: tests, a race of one rank, estimates and offload.
 
-    python -m benchmarks.gpu_day [--out gpu_day] [--parts tests steps ...] [--models gpt768x12] [--seconds 540]
+    python -m benchmarks.gpu_day [--out gpu_day] [--parts tests steps ...] [--models gpt1024x4] [--seconds 540]
 
 It writes OUT.json and OUT.html. All systems of a race train one model in one process, in turn; their losses are first
 compared with those of the plain step.
 
 tests        those marked for a GPU
-steps        ms of a step, device memory, seconds of the first steps: torch.compile, DDP and FSDP2 of one rank, and ours
+steps        ms of a step and of the host in it, device memory, seconds of the first steps: torch.compile, DDP and FSDP2
+             of one rank, and ours
 estimates    what a step was estimated to take beside what it took
 offload      a step whose parameters and optimizer state live in the memory of the host
 
@@ -35,32 +36,53 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.optim import AdamW
 
 import passes
 import spmd
 from examples.gpt import Config
 
 from .peers.llama import Llama
-from .peers.models import SMOKE, RandomBatches, Workload, build
-from .peers.systems import TrainStep, compiled, compiled_ddp, eager, fsdp, ours
+from .peers.models import SMOKE, RandomBatches, Workload, build, train_step
+from .peers.systems import TrainStep, compiled, compiled_ddp, eager, fsdp
 
 WORKLOADS = (
     Workload("gpt256x4", Config(width=256, layers=4)),  # bound by launches
-    Workload("gpt768x12", Config(width=768, layers=12, heads=12, context=1024), batch=8),
-    Workload("llama1024x8", Config(width=1024, layers=8, heads=16, context=1024), batch=8, model=Llama),
+    Workload("gpt1024x4", Config(width=1024, layers=4, heads=16, context=1024), batch=8),
+    Workload("llama1024x4", Config(width=1024, layers=4, heads=16, context=1024), batch=8, model=Llama),
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2}  # of a loss, relative: fp32 products are TF32
-FIRST, ROUNDS, SECONDS = 6, 5, 0.3  # steps whose losses are compared; rounds, and seconds of a round
+FIRST, ROUNDS, SECONDS = 6, 5, 0.2  # steps whose losses are compared; rounds, and seconds of a round
+
+
+def reduce_overhead(model: Any) -> TrainStep:
+    """Forward and backward by ``torch.compile`` as CUDA graphs."""
+    return partial(_one_iteration, torch.compile(model, mode="reduce-overhead"), AdamW(model.parameters(), fused=True))
+
+
+def _one_iteration(*args: Any) -> Any:
+    torch.compiler.cudagraph_mark_step_begin()
+    return train_step(*args).clone()
+
+
+def ours(model: Any, offload_policy: Any = None, **options: Any) -> TrainStep:
+    """spmd, with an optimizer whose counters are on the device; ``options`` are those of ``compile``."""
+    mode = spmd.DataParallel(offload_policy=offload_policy)
+    fused = AdamW(model.parameters(), fused=True)
+    return partial(spmd.compile(train_step, parallel_mode=mode, **options), model, fused)
+
 
 SYSTEMS: dict[str, Callable[[Any], TrainStep]] = {
     "eager": eager,
     "torch.compile, fused AdamW": compiled,
+    "torch.compile, CUDA graphs, fused AdamW": reduce_overhead,
     "DDP, compiled, fused AdamW": compiled_ddp,
     "FSDP2 per block, compiled, fused AdamW": partial(fsdp, compile_blocks=True),
     "spmd": ours,
+    "spmd, CUDA graphs": partial(ours, cuda_graphs=True),
     "spmd, inductor": partial(ours, backend="inductor"),
-    "spmd, torch.compile as backend": partial(ours, backend=torch.compile),
+    "spmd, inductor, CUDA graphs": partial(ours, backend="inductor", cuda_graphs=True),
 }
 
 
@@ -72,6 +94,7 @@ class Row:
     losses: list[float] = field(default_factory=list)
     first: float = 0.0  # seconds of the first steps, compiling included
     ms: list[float] = field(default_factory=list)  # of a step, by round
+    host: list[float] = field(default_factory=list)  # of these, what the host takes until the call returns
     mb: float = 0.0  # of device memory, the most at a time, state included
     failed: str = ""
 
@@ -186,7 +209,7 @@ def race(day: Day, workload: Workload, dtype: str, systems: dict[str, Callable[[
             row.failed = f"its losses {row.losses} are not those of the plain step, {rows[0].losses}"
     for _ in range(1 if day.smoke else ROUNDS):
         for row, step in running:
-            row.ms.append(1000 * seconds(day, step))
+            note(day, row, step)
     return rows
 
 
@@ -201,30 +224,40 @@ def start(day: Day, workload: Workload, dtype: str, make: Callable[[Any], TrainS
     return lambda: train(*batches.draw())
 
 
-def seconds(day: Day, step: Callable[[], Any], least: float = SECONDS) -> float:
-    """Seconds of a step, of as many as take ``least`` seconds."""
-    count, least = 1, 0.0 if day.smoke else least
+def note(day: Day, row: Row, step: Callable[[], Any]) -> float:
+    """Note milliseconds of a step, of as many as take some time, in the device and in the host."""
+    count, least = 1, 0.0 if day.smoke else SECONDS
     while True:
         day.synchronize()
         begin = time.perf_counter()
         for _ in range(count):
             step()
+        host = time.perf_counter() - begin
         day.synchronize()
         took = time.perf_counter() - begin
         if took >= least:
-            return took / count
+            row.ms.append(1000 * took / count)
+            row.host.append(1000 * host / count)
+            return row.ms[-1]
         count = max(2 * count, int(count * least / took))
 
 
 def table(title: str, rows: list[Row]) -> Table:
     """The rows as a table."""
-    drawn = Table("system", "ms", "min - max", "MB", f"first {FIRST}, s", title=title)
+    drawn = Table("system", "ms", "min - max", "host, ms", "MB", f"first {FIRST}, s", title=title)
     for row in rows:
         if row.failed or not row.ms:
             drawn.add_row(row.system, row.failed)
             continue
         spread = f"{min(row.ms):.2f} - {max(row.ms):.2f}"
-        drawn.add_row(row.system, f"{statistics.median(row.ms):.2f}", spread, f"{row.mb:.0f}", f"{row.first:.1f}")
+        drawn.add_row(
+            row.system,
+            f"{statistics.median(row.ms):.2f}",
+            spread,
+            f"{min(row.host):.2f}",
+            f"{row.mb:.0f}",
+            f"{row.first:.1f}",
+        )
     return drawn
 
 
@@ -239,7 +272,7 @@ def estimates(day: Day, options: argparse.Namespace, console: Console) -> None:
                 train(*batches.draw())
             program = train.func.program  # type: ignore[attr-defined]
             found = passes.estimate(program)
-            took, name = seconds(day, partial(_next, train, batches)), f"{workload.name} {dtype}"
+            took, name = note(day, Row("spmd"), partial(_next, train, batches)) / 1000, f"{workload.name} {dtype}"
             figures = {"estimated": found and found.seconds, "measured": took}
             day.found.setdefault("estimates", {})[name] = figures
             drawn.add_row(name, f"{1000 * found.seconds:.2f}" if found else "none", f"{1000 * took:.2f}")
@@ -265,7 +298,8 @@ def offload(day: Day, options: argparse.Namespace, console: Console) -> None:
             begin = time.perf_counter()
             row.losses = [train(*batches.draw()).item() for _ in range(FIRST)]
             row.first = time.perf_counter() - begin
-        row.ms = [1000 * seconds(day, partial(_next, train, batches)) for _ in range(3)]
+        for _ in range(3):
+            note(day, row, partial(_next, train, batches))
         rows.append(row)
     day.found["offload"] = [asdict(row) for row in rows]
     console.print(table(f"offload, {workload.name}, fp32", rows))

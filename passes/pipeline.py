@@ -86,14 +86,19 @@ def default(*, bucket_bytes: int = MAX_BYTES, table: Table = BUILT_IN) -> tuple[
     )
 
 
-def with_numbers_on_device(pipeline: Iterable[Pass], names: tuple[str, ...] = ("*",)) -> tuple[Pass, ...]:
-    """Adapt a pipeline to programs that are captured and replayed: ``names`` are read from the device.
+def with_numbers_on_device(
+    pipeline: Iterable[Pass], names: tuple[str, ...] = ("*",), on_host: tuple[str, ...] = ()
+) -> tuple[Pass, ...]:
+    """Adapt a pipeline to programs that are captured and replayed: ``names`` but ``on_host`` are read from the device.
 
-    Adds ``DeviceNumbers``. The pass stands before those that fuse updates, which take tensors where a kernel does.
+    Adds ``DeviceNumbers``, unless it is there, before the passes that fuse updates, which take tensors where a kernel
+    does.
     """
     pipeline = tuple(pipeline)
+    if any(isinstance(each, DeviceNumbers) for each in pipeline):
+        return pipeline
     at = next((k for k, each in enumerate(pipeline) if isinstance(each, (FuseUpdate, FuseForeach))), 0)
-    return (*pipeline[:at], DeviceNumbers(names), *pipeline[at:])
+    return (*pipeline[:at], DeviceNumbers(names, on_host), *pipeline[at:])
 
 
 def with_micro_batches(pipeline: Iterable[Pass]) -> tuple[Pass, ...]:

@@ -581,6 +581,18 @@ def inductor_code(graph: fx.GraphModule, examples: Sequence[torch.Tensor], mode:
     return str(getattr(code, "value", code))
 
 
+def python_module(text: str) -> Any:
+    """The module that Inductor wrote, with its kernels compiled, from its cache on disk. 2.11 to 2.15.
+
+    Kernels are not tuned by what this rank measures, since another one might then sum in another order.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import PyCodeCache
+
+    with config.patch({"triton.autotune_pointwise": False, "max_autotune": False}):
+        return PyCodeCache.load(text)
+
+
 def cpp_library(text: str) -> Any:
     """The library of C++ kernels that Inductor wrote, as ``ctypes`` loads it, from its cache on disk. 2.11 to 2.15.
 
@@ -688,6 +700,7 @@ __all__ = [
     "own_children",
     "own_parameters",
     "process_groups_set_aside",
+    "python_module",
     "register_module_forward_hook",
     "register_module_forward_pre_hook",
     "register_pytree_node",

@@ -70,6 +70,7 @@ class Options:
     dump: Path | None
     timeout: float | None
     keep_freed_memory: bool = False
+    cuda_graphs: bool = False
     max_programs: int | None = None
     program: EditedPrograms | None = None
     memory: int | None = None  # bytes per rank
@@ -88,6 +89,7 @@ class Options:
         dump: Any,
         timeout: Any,
         keep_freed_memory: Any = False,
+        cuda_graphs: Any = False,
         max_programs: Any = None,
         program: Any = None,
         memory: Any = None,
@@ -107,6 +109,7 @@ class Options:
             dump=_check_folder("dump", dump),
             timeout=_check_timeout(timeout),
             keep_freed_memory=check_flag("keep_freed_memory", keep_freed_memory),
+            cuda_graphs=check_flag("cuda_graphs", cuda_graphs),
             max_programs=_check_max_programs(max_programs),
             program=_check_program(program, dump or os.environ.get("SPMD_DUMP")),
             memory=_check_memory(memory),
@@ -120,6 +123,8 @@ class Options:
         """The passes to run: the user's, else the mode's, else the default ones; which form regions for a backend."""
         given = self.mode.custom_passes if self.passes is None else self.passes
         chosen = passes.default() if given is None else tuple(given)
+        if self.cuda_graphs:
+            chosen = passes.with_numbers_on_device(chosen, on_host=_OF_KERNELS)
         if self.mode.micro_batches > 1:
             chosen = with_micro_batches(chosen)
         if self.backend == "inductor":
@@ -208,6 +213,9 @@ def _kind_of_other(overrides: Sequence[Any]) -> str:
 
 
 ModeName = Literal["replicate", "fully_shard", "ddp", "fsdp", "zero1"]
+# What kernels of optimizers take from the host only, by names in ``param_groups``.
+_OF_KERNELS = ("*.betas.*", "*.eps", "*.weight_decay", "*.momentum", "*.dampening", "*.lr_decay")
+
 _MODES: Mapping[str, Mapping[str, Any]] = {
     "replicate": {"parallel_style": "replicate"},
     "fully_shard": {"parallel_style": "fully_shard"},

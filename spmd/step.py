@@ -73,6 +73,7 @@ from .interpreter.young_collections import young_collections
 from .lowering.arenas import Arenas
 from .lowering.backends import Backend, CompiledRegions
 from .lowering.codegen import Compiles
+from .lowering.cuda_graphs import why_not_captured
 from .lowering.islands import CompiledIslands
 from .lowering.lower import Executable, lower
 from .modes.base import ParallelMode
@@ -334,8 +335,11 @@ class CompiledStep(Generic[P, R]):
         stages.program = program = made.program
         with stages.stage("lower"), DisableAutocast():
             program = options.final(program)
-            executable = lower(program, self._arenas_on(call.device_mesh), regions=self._backend_regions)
+            arenas, graphs = self._arenas_on(call.device_mesh), self._options.cuda_graphs and not simulated()
+            executable = lower(program, arenas, regions=self._backend_regions, cuda_graphs=graphs)
             deferred = self._deferred(made.parts, call, executable, captured, program)
+            if options.cuda_graphs and (why := "an update is left pending" if deferred else why_not_captured(program)):
+                program.notes.append(f"runs without CUDA graphs: {why}")
             lookup.note_programs(captured.program, local, program)
         if deferred is not None:
             dump.bundle(deferred.bundle)
@@ -684,6 +688,7 @@ class CompileOptions(TypedDict, total=False):
     dump: str | Path | None
     timeout: float | None
     keep_freed_memory: bool
+    cuda_graphs: bool
     max_programs: int | None
     program: str | Path | None
     memory: int | str | None
@@ -728,6 +733,7 @@ def compile(
     dump: str | Path | None = None,
     timeout: float | None = None,
     keep_freed_memory: bool = False,
+    cuda_graphs: bool = False,
     max_programs: int | None = None,
     program: str | Path | None = None,
     memory: int | str | None = None,
@@ -751,6 +757,8 @@ def compile(
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
     - ``timeout``: seconds that a rank waits for the others at a call, then all raise; None: as for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).
+    - ``cuda_graphs``: launch each half of a step (gradients, update) as one CUDA graph from its third call on; numbers
+      such as learning rates are read from the device. The report says what cannot be captured.
     - ``max_programs``: keep no more than this number; the one run longest ago goes. None: all, but 64 of one capture.
     - ``program``: a step's folder in a dump. Its final programs, which you may have edited, run in place of those made,
       with the same inputs, outputs and mesh. They are code, and what they compute is for ``spmd.verify`` to check.
@@ -773,6 +781,7 @@ def compile(
         dump=dump,
         timeout=timeout,
         keep_freed_memory=keep_freed_memory,
+        cuda_graphs=cuda_graphs,
         max_programs=max_programs,
         program=program,
         memory=memory,

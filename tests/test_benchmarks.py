@@ -49,6 +49,18 @@ def test_checkpoints_are_measured_beside_dcp(ranks: Ranks, tmp_path: Path) -> No
     assert all(seconds > 0 for seconds, _ in found.values())
 
 
+def test_gpu_day_runs_without_a_gpu(tmp_path: Path) -> None:
+    own = ["--systems", "eager", "spmd", "spmd, CUDA graphs", "--dtypes", "fp32", "--parts", "steps", "estimates"]
+    run = programs.run(["-m", "benchmarks.gpu_day", "--smoke", "--out", tmp_path / "day", *own])
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "day.json").read_text())
+    rows = found["steps"]["smoke fp32"]
+    assert [row["system"] for row in rows] == own[1:4] and not any(row["failed"] for row in rows)
+    assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
+    assert found["estimates"]["smoke fp32"]["estimated"] > 0
+    assert "spmd, CUDA graphs" in (tmp_path / "day.html").read_text()
+
+
 def test_compiler_measures_all_stages(tmp_path: Path) -> None:
     run = programs.run(["-m", "benchmarks.compiler", "--smoke", "--json", tmp_path / "out"])
     assert run.returncode == 0, run.stdout + run.stderr

@@ -57,9 +57,14 @@ def draw(op: Any, seed: int | torch.Tensor, number: int, region: Region, *args: 
     return result
 
 
+def is_drawn_by_position(op: Any) -> bool:
+    """Whether the numbers of an op can depend on their global position alone."""
+    return op in _DRAWN_BY_POSITION
+
+
 def draw_from_tensor(op: Any, seed: torch.Tensor, number: int, region: Region, *args: Any, **kwargs: Any) -> Any:
     """Numbers by position, of a seed that only its device knows; raises ``SpmdError`` for an op that has none."""
-    if op not in _DRAWN_BY_POSITION:
+    if not is_drawn_by_position(op):
         raise SpmdError(
             f"expected an op whose numbers can depend on their global position alone, since the seed is read from the "
             f"device, but {op} draws with a kernel of its own: use an implementation in simpler ops, or leave the seed "

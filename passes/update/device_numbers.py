@@ -20,7 +20,7 @@ from ..ir.edit import insert_before, replace
 from ..ir.ops import aten as aten_ops
 from ..ir.program import Input, Program
 from ..ir.roles import Role
-from ..runtime.random import draw
+from ..runtime.random import draw, is_drawn_by_position
 
 aten = torch.ops.aten
 
@@ -31,15 +31,16 @@ _LOW = {torch.bfloat16, torch.float16}
 class DeviceNumbers(Pass):
     """The floats of a call become one small input on the device, its ints another; ops read 0-dim views of them.
 
-    ``names``: of hyper-parameters, other live numbers and the seed, as patterns. Floats are fp64 there, as in Python.
-    Arithmetic on them follows to the device, and so does a value that the step reads from a tensor. An op with a number
-    becomes one with a tensor, or several that compute the same; in low precision these compute in fp32 and round once.
-    A number stays as it was where a tensor cannot stand for it: where the program returns it, as a size or an index,
-    and in ops that are not in the table below. ``host_numbers`` names those: a program that was captured with their
-    values is valid for these values only.
+    ``names``: of hyper-parameters, other live numbers and the seed, as patterns, but those of ``on_host``. Floats are
+    fp64 there, as in Python. Arithmetic on them follows to the device, and so does a value that the step reads from a
+    tensor. An op with a number becomes one with a tensor, or several that compute the same; in low precision these
+    compute in fp32 and round once. A number stays as it was where a tensor cannot stand for it: where the program
+    returns it, as a size or an index, and in ops that are not in the table below. ``host_numbers`` names those: a
+    program that was captured with their values is valid for these values only.
     """
 
     names: tuple[str, ...] = ("*",)
+    on_host: tuple[str, ...] = ()
     numerics: ClassVar[Numerics] = "reassociates"
 
     def rewrite(self, program: Program) -> int:
@@ -56,7 +57,8 @@ class DeviceNumbers(Pass):
 
     def _names(self, declared: Input) -> bool:
         is_live = declared.role in (Role.HYPER_PARAMETER, Role.SEED)
-        return is_live and any(fnmatchcase(declared.name, pattern) for pattern in self.names)
+        here, there = (any(fnmatchcase(declared.name, each) for each in those) for those in (self.names, self.on_host))
+        return is_live and here and not there
 
 
 def host_numbers(program: Program) -> list[str]:
@@ -111,7 +113,7 @@ class _Edit:
         if node.op != "call_function" or not any(map(self.tensor, node.all_input_nodes)):
             return False
         if node.target is draw:
-            seed = self.tensor(node.args[1])
+            seed = self.tensor(node.args[1]) if is_drawn_by_position(node.args[0]) else None
             node.update_arg(1, seed or node.args[1])
             return seed is not None
         formula, val = _FORMULAS.get(node.target), node.meta.get("val")

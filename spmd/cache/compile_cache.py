@@ -209,6 +209,7 @@ def _excluded(call: Call, options: Options, live: Carried) -> str:
         "it has a budget of memory": options.memory,
         "it names sizes that change": options.dynamic,
         "it defers updates": options.mode.defer_updates,
+        "it is captured as CUDA graphs": options.cuda_graphs,
         "it runs micro-batches": options.mode.micro_batches > 1,
         "it is dumped": options.dump_folder,
         "ranks have unequal numbers of rows": call.uneven,

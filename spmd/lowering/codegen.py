@@ -64,7 +64,9 @@ from ..state.bound_programs import track
 from .arenas import Arenas
 from .bindings import direct
 from .clock import Clock
+from .cuda_graphs import Halves, Replay, run_halves
 from .island_call import CompiledIsland
+from .island_launch import LaunchedIsland
 from .stream_lines import StreamLines, allocation, writer
 
 aten = torch.ops.aten
@@ -82,10 +84,6 @@ class Compiles(Protocol):
         """The compiled form of a region."""
 
 
-Halves = tuple[Callable[..., Any], Callable[[list[Any]], Any] | None]
-"""``gradients(*given) -> handed`` and ``update(handed) -> results``; without a write the first returns the results."""
-
-
 class Bound:
     """Runs a graph on the program's inputs. Bound to state at the first call; ``release`` lets go of all of it.
 
@@ -100,12 +98,15 @@ class Bound:
         clock: Clock | None = None,
         regions: Compiles | None = None,
         device: DeviceStreams | None = None,
+        replay: Replay | None = None,
     ) -> None:
         """``commit`` is called between the halves, before the first write; ``clock`` ticks after each node.
 
         ``regions``: what a backend made of the program's regions, which it makes now. ``device``: has the streams, for
-        a program that runs on several. Raises ``PassError`` if it has a race there.
+        a program that runs on several. ``replay`` runs the halves, as CUDA graphs. Raises ``PassError`` if the program
+        has a race.
         """
+        self.replay = replay
         self.regions = regions
         self.arenas = arenas or Arenas()
         self.arenas.users.add(self)
@@ -137,6 +138,8 @@ class Bound:
         self._state: list[torch.Tensor] = []
         self._addresses: list[int] | None = None
         self._halves: Halves | None = None
+        if self.replay is not None:
+            self.replay.release()
 
     def state(self) -> list[torch.Tensor]:
         """The state that it is bound to."""
@@ -159,15 +162,13 @@ class Bound:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph, and return its outputs."""
-        gradients, update = self.halves(*inputs)
+        halves, given = self.halves(*inputs), self.given(*inputs)
         if self.clock is not None:
             self.clock.restart()
         try:
-            handed = gradients(*[inputs[k] for k in self._given])
-            if update is None:
-                return handed
-            self.before_update(*inputs)
-            return update(handed)
+            if self.replay is not None and self.clock is None:
+                return self.replay(halves, given, self._state, lambda: self.before_update(*inputs))
+            return run_halves(halves, given, lambda: self.before_update(*inputs))
         except BaseException:
             if self.device is not None:
                 self.device.join()
@@ -337,12 +338,12 @@ class _Writer:
         self.each_call.append(f"{work}.start()")
         self.fixed.add(node)
 
-    def _compiled_island(self, node: fx.Node) -> CompiledIsland | None:
+    def _compiled_island(self, node: fx.Node) -> CompiledIsland | LaunchedIsland | None:
         region = region_of(node)
         made = self.regions.get(region) if region is not None else None
-        return made if isinstance(made, CompiledIsland) else None
+        return made if isinstance(made, (CompiledIsland, LaunchedIsland)) else None
 
-    def _write_island(self, node: fx.Node, island: CompiledIsland) -> None:
+    def _write_island(self, node: fx.Node, island: CompiledIsland | LaunchedIsland) -> None:
         """Bind an island to all that never moves once, and call it with the rest."""
         work, bind = f"{node.name}_work", self._name(island.bind)
         operands = cast(list[fx.Node], list(node.args))  # some twice, where values turned out to be equal

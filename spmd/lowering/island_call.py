@@ -42,7 +42,7 @@ class CompiledIsland:
         def run_on(*values: Tensor) -> None:
             for k, value in zip(given, values, strict=True):
                 held[k] = value
-            lying = [_lying(held[k], val, k in outs) for k, val in moving]
+            lying = [laid_out(held[k], val, k in outs) for k, val in moving]
             for (k, _), value in zip(moving, lying, strict=True):
                 table[k] = value.data_ptr()
             for k in given:
@@ -52,7 +52,7 @@ class CompiledIsland:
         return run_on if moving else run
 
 
-def _lying(value: Any, val: Tensor, is_out: bool) -> Tensor:
+def laid_out(value: Any, val: Tensor, is_out: bool) -> Tensor:
     """``value``, or a copy of it that lies as ``val``."""
     if lies_as(value, val):
         return value  # type: ignore[no-any-return]

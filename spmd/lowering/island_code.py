@@ -44,6 +44,12 @@ class IslandCode:
 
 def island_code(island: Island, name: str) -> IslandCode:
     """The code of an island that writes into given memory. Raises ``NoKernelError`` where there is none."""
+    text, operands = inductor_text(island)
+    return _Module(text, operands).code(name, len(island.outs))
+
+
+def inductor_text(island: Island) -> tuple[str, list[str]]:
+    """What Inductor writes for an island, and the names of its operands there. Raises ``NoKernelError``."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     vals = [node.meta["val"] for node in island.placeholders]
     with mode, torch.no_grad():
@@ -53,8 +59,7 @@ def island_code(island: Island, name: str) -> IslandCode:
             text = inductor_code(graph, examples, mode)
         except Exception as error:  # Inductor's own, of many kinds
             raise NoKernelError(f"{type(error).__name__}: {error}") from error
-    operands = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-    return _Module(text, operands).code(name, len(island.outs))
+    return text, [node.name for node in graph.graph.find_nodes(op="placeholder")]
 
 
 class _Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from passes import Canonicalize, FoldLayoutCopies, Island, Program, ReuseMemory,
 from passes.runtime.arena import extent
 
 from .codegen import Bound, Compiles
+from .cuda_graphs import CudaCapture
 
 _PASSES = (Canonicalize(), FoldLayoutCopies(), ReuseMemory())
 _ROUNDS = 7
@@ -24,15 +26,20 @@ _SECONDS = 0.002  # of a round, at least
 def seconds_of(island: Island, compiles: Compiles) -> tuple[float, float]:
     """Seconds of one call: op by op, and as ``compiles`` runs the island. The best of several rounds, taken in turn."""
     operands = [example(node.meta["val"]) for node in island.placeholders]
+    device = island.results[0].meta["val"].device
     bound = [_bound(graph, len(operands), compiles) for graph in (_by_ops(island), _by_call(island))]
     with torch.no_grad():
         ops, call = (each.halves(*operands)[0] for each in bound)
-        count = max(1, int(_SECONDS / _seconds(ops, 3)))
-        _seconds(call, count)
-        rounds = [(_seconds(ops, count), _seconds(call, count)) for _ in range(_ROUNDS)]
+        if device.type == "cpu":
+            count = max(1, int(_SECONDS / _seconds(ops, 3)))
+            clocks: list[Callable[[], float]] = [partial(_seconds, each, count) for each in (ops, call)]
+        else:
+            clocks = [_on_device(device, each) for each in (ops, call)]
+        rounds = [tuple(clock() for clock in clocks) for _ in range(_ROUNDS + 1)][1:]
     for each in bound:
         each.close()
-    return min(first for first, _ in rounds), min(second for _, second in rounds)
+    by_ops, by_call = (min(times) for times in zip(*rounds, strict=True))
+    return by_ops, by_call
 
 
 def _seconds(run: Callable[[], Any], count: int) -> float:
@@ -40,6 +47,22 @@ def _seconds(run: Callable[[], Any], count: int) -> float:
     for _ in range(count):
         run()
     return (time.perf_counter() - begin) / count
+
+
+def _on_device(device: torch.device, run: Callable[[], Any], count: int = 20) -> Callable[[], float]:
+    """Measures what a GPU takes for a call, however long the host takes to launch it: it replays ``count`` of them."""
+    run()
+    _, launch = CudaCapture(device)(lambda: [run() for _ in range(count)])
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def seconds() -> float:
+        begin.record()
+        launch()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000 / count
+
+    return seconds
 
 
 def _by_ops(island: Island) -> fx.Graph:
@@ -84,7 +107,8 @@ def _bound(graph: fx.Graph, operands: int, compiles: Compiles) -> Bound:
 
 def example(val: torch.Tensor) -> torch.Tensor:
     """Numbers between 0 and 1, of which most functions are finite, and ones for integers, which may be divisors."""
-    made = torch.empty(extent(val.shape, val.stride()), dtype=val.dtype, device=val.device)
+    made = torch.empty(extent(val.shape, val.stride()), dtype=val.dtype)
     own = torch.Generator().manual_seed(0)  # that of the user stays as it is
     made = made.uniform_(generator=own) if val.dtype.is_floating_point else made.fill_(1)
+    made = made.to(val.device)
     return made.as_strided(val.shape, val.stride())  # also where elements share memory, as in an expanded one

@@ -26,6 +26,7 @@ from ..interpreter.source_lines import warn_user
 from .island_call import CompiledIsland
 from .island_check import difference
 from .island_code import IslandCode, NoKernelError, island_code
+from .island_launch import LaunchedIsland
 from .island_times import seconds_of
 
 AllGatherText = Callable[[str], list[str]]
@@ -38,7 +39,7 @@ class CompiledIslands:
     """The islands of a step's programs, by key, and what is known of each."""
 
     def __init__(self) -> None:
-        self._made: dict[str, CompiledIsland | str] = {}  # or why there is none
+        self._made: dict[str, CompiledIsland | LaunchedIsland | str] = {}  # or why there is none
         self.seconds: dict[str, tuple[float, float]] = {}
         self._chosen: dict[tuple[str, ...], list[bool]] = {}  # by the keys of all islands of a program
         self._count = 0
@@ -54,7 +55,7 @@ class CompiledIslands:
         made = self._made[key]
         return island if isinstance(made, str) else made
 
-    def made(self, key: str) -> CompiledIsland | str:
+    def made(self, key: str) -> CompiledIsland | LaunchedIsland | str:
         """The island of a key as it was compiled, or why it was not."""
         return self._made[key]
 
@@ -91,12 +92,20 @@ class CompiledIslands:
         for key in [key for key in islands if key not in self._made]:
             try:
                 island = islands[key]
-                codes[key] = island_code(island if island.outs else island.with_outs(), f"island_{self._count}")
+                island, name = island if island.outs else island.with_outs(), f"island_{self._count}"
+                if self._is_launched(island):
+                    self._made[key] = LaunchedIsland(island, name)
+                else:
+                    codes[key] = island_code(island, name)
                 self._count += 1
             except NoKernelError as error:
                 self._made[key] = str(error)
         if codes:
             self._load(codes)
+
+    def _is_launched(self, island: Island) -> bool:
+        """Whether kernels are launched one by one: on a GPU, where no C++ of ours can call them."""
+        return any(node.meta["val"].device.type != "cpu" for node in island.placeholders)
 
     def _load(self, codes: dict[str, IslandCode]) -> None:
         try:
@@ -156,7 +165,7 @@ class Choice:
         parts = []
         for key, calls in self._found.items():
             (island, is_taken), made = calls[0], self._islands.made(key)
-            if is_taken and isinstance(made, CompiledIsland):
+            if is_taken and not isinstance(made, str):
                 ops = [f"//     {node.name} = {node.target}" for node in island.nodes]
                 names = ", ".join(each.name for each, _ in calls)
                 parts.append("\n".join([f"// {names}: {made.code.kernels} kernels of", *ops, made.code.text]))
@@ -185,6 +194,6 @@ def key_of(island: Island) -> str:
     lines = [f"{torch.get_num_threads()} threads"]
     for node in graph.nodes:
         val, arguments = node.meta.get("val"), text_of([node.args, dict(node.kwargs)], number)
-        layout = f"{val.dtype} {tuple(val.shape)} {val.stride()}" if isinstance(val, Tensor) else ""
+        layout = f"{val.dtype} {tuple(val.shape)} {val.stride()} {val.device}" if isinstance(val, Tensor) else ""
         lines.append(f"{node.op if node.op != 'call_function' else node.target} {arguments} {layout}")
     return "\n".join(lines)

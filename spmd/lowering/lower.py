@@ -10,6 +10,7 @@ import torch
 
 from passes import OutputKind, Part, Program
 from passes.ir.micro_batches import accumulating, new_accumulators
+from passes.schedule.node_costs import device_of
 
 from .._torch import DisableAutocast
 from ..state.background_reads import READS
@@ -17,6 +18,7 @@ from ..state.commit import Commit
 from .arenas import Arenas
 from .clock import Clock
 from .codegen import Bound, Compiles
+from .cuda_graphs import Replay, why_not_captured
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,13 @@ class Runs:
     accumulators: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Program, arenas: Arenas, regions: Compiles | None) -> Runs | None:
+    def of(cls, program: Program, arenas: Arenas, regions: Compiles | None, cuda_graphs: bool) -> Runs | None:
         """Those of a program that runs for each micro-batch; None for any other."""
         micro = program.micro_batches
         if micro is None:
             return None
-        return cls(program, lower(accumulating(micro.accumulating or program, micro.joined), arenas, Commit(), regions))
+        first = accumulating(micro.accumulating or program, micro.joined)
+        return cls(program, lower(first, arenas, Commit(), regions, cuda_graphs))
 
     def accumulate(self, inputs: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
         """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one, and rows."""
@@ -131,17 +134,21 @@ def lower(
     arenas: Arenas | None = None,
     commit: Commit | None = None,
     regions: Compiles | None = None,
+    cuda_graphs: bool = False,
 ) -> Executable:
     """Make ``program`` run, as Python (``codegen.py``), in ``arenas``; its regions as a backend compiled them.
 
-    ``commit``: that of another program, which runs in its place. Without ``regions`` these run op by op.
+    ``commit``: that of another program, which runs in its place. Without ``regions`` these run op by op. With
+    ``cuda_graphs``, what can be captured is.
     """
     commit = commit or Commit()
-    function = Bound(program, arenas, commit, regions=regions)
+    replay = Replay(device_of(program)) if cuda_graphs and not why_not_captured(program) else None
+    function = Bound(program, arenas, commit, regions=regions, replay=replay)
     refs = input_refs(program)
     updates = [(k, refs[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
     returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
-    return Executable(function, updates, returned, commit, Runs.of(program, function.arenas, regions))
+    runs = Runs.of(program, function.arenas, regions, cuda_graphs)
+    return Executable(function, updates, returned, commit, runs)
 
 
 def input_refs(program: Program) -> dict[str, InputRef]:
