@@ -91,13 +91,14 @@ def with_numbers_on_device(
 ) -> tuple[Pass, ...]:
     """Adapt a pipeline to programs that are captured and replayed: ``names`` but ``on_host`` are read from the device.
 
-    Adds ``DeviceNumbers``, unless it is there, before the passes that fuse updates, which take tensors where a kernel
-    does.
+    Adds ``DeviceNumbers``, unless it is there. Kernels of optimizers read their rate from the device, and all else from
+    the host: numbers that are ``on_host`` leave them what they need. Without any, updates are computed op by op.
     """
     pipeline = tuple(pipeline)
     if any(isinstance(each, DeviceNumbers) for each in pipeline):
         return pipeline
-    at = next((k for k, each in enumerate(pipeline) if isinstance(each, (FuseUpdate, FuseForeach))), 0)
+    follows = FuseForeach if on_host else (FuseUpdate, FuseForeach)
+    at = next((k for k, each in enumerate(pipeline) if isinstance(each, follows)), _functional(pipeline))
     return (*pipeline[:at], DeviceNumbers(names, on_host), *pipeline[at:])
 
 

@@ -506,7 +506,9 @@ class DeviceBuffer:
 
     def filled(self, values: Sequence[Any]) -> torch.Tensor:
         """The buffer, with the numbers of a call."""
-        return self.tensor.copy_(pack(self._declared, {name: values[k] for name, k in self._positions.items()}))
+        packed = pack(self._declared, {name: values[k] for name, k in self._positions.items()})
+        # From pageable memory the host would wait until the device has done all that was issued before.
+        return self.tensor.copy_(packed.pin_memory() if self.tensor.is_cuda else packed, non_blocking=True)
 
 
 def describe_for_agreement(

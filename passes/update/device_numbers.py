@@ -21,10 +21,12 @@ from ..ir.ops import aten as aten_ops
 from ..ir.program import Input, Program
 from ..ir.roles import Role
 from ..runtime.random import draw, is_drawn_by_position
+from .optimizer_kernels import kernels
 
 aten = torch.ops.aten
 
 _LOW = {torch.bfloat16, torch.float16}
+_KERNELS = {kernel.op: kernel.op_with_tensor for kernel in kernels()}
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,25 @@ class _Edit:
             seed = self.tensor(node.args[1]) if is_drawn_by_position(node.args[0]) else None
             node.update_arg(1, seed or node.args[1])
             return seed is not None
+        if node.target in _KERNELS:
+            return self._rewrite_kernel(node, _KERNELS[node.target])
         formula, val = _FORMULAS.get(node.target), node.meta.get("val")
         operands = [each.meta["val"] for each in node.all_input_nodes if _is_tensor(each)]
         here = isinstance(val, torch.Tensor) and {each.device for each in (val, *operands)} == {self.device}
         if formula is None or not here:
             return False
         replace(node, _Typed(self, node, operands).apply(formula), val)
+        return True
+
+    def _rewrite_kernel(self, node: fx.Node, op: Any) -> bool:
+        """Let a kernel of an optimizer read its rate from the device: on an accelerator in fp32, if it computes so."""
+        rate = self.tensor(node.kwargs["lr"])
+        parameters: Any = node.args[0]
+        is_fp32 = self.device.type != "cpu"
+        if op is None or rate is None or (is_fp32 and parameters[0].meta["val"].dtype is torch.float64):
+            return False
+        node.target = op
+        node.update_kwarg("lr", self.converted(rate, torch.float32, node) if is_fp32 else rate)
         return True
 
     def tensor(self, value: Any) -> fx.Node | None:

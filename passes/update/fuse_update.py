@@ -17,7 +17,6 @@ from ..cleanup.dead_code import DeadCode
 from ..communication.packed import is_unpacked
 from ..ir.program import Program
 from ..ir.schemas import schema
-from .device_numbers import DeviceNumbers
 from .match_optimizers import Match, groups
 
 aten = torch.ops.aten
@@ -36,7 +35,6 @@ class FuseUpdate(Pass):
     """
 
     numerics: ClassVar[Numerics] = "reassociates"
-    after: ClassVar[tuple[type[Pass], ...]] = (DeviceNumbers,)
 
     def rewrite(self, program: Program) -> int:
         """One op for each group, in the order in which their gradients are computed; then erase the dead updates."""
@@ -71,8 +69,7 @@ def _fuse(group: list[Match], start: fx.Node) -> None:
         lists[kernel.counts] = _counted(lists[kernel.counts], counted, start)
     options = _options(group[0], start)
     arguments = tuple(lists.get(name, []) for name in kernel.lists)
-    op = kernel.op_with_tensor if isinstance(_val(options["lr"]), torch.Tensor) else kernel.op
-    fused = call_before(start, op, arguments, options)
+    fused = call_before(start, kernel.op, arguments, options)
     fused.meta["val"] = _results(group)
     for k, name in enumerate(kernel.lists):
         if name in kernel.updates and name != kernel.counts:
@@ -93,17 +90,9 @@ def _options(match: Match, start: fx.Node) -> dict[str, Any]:
     """The numbers that the op takes, and what decides whether it skips the step."""
     given = match.kernel.options
     options = {name: match.found[value] if isinstance(value, str) else value for name, value in given.items()}
-    rate = _val(options["lr"])
-    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":  # where the kernels read fp32
-        options["lr"] = call_before(start, aten._to_copy.default, (options["lr"],), {"dtype": torch.float32})
-        options["lr"].meta["val"] = rate.float()
     if match.unless is not None:
         options["found_inf"] = call_before(start, aten._to_copy.default, (match.unless,), {"dtype": torch.float32})
     return options
-
-
-def _val(value: Any) -> Any:
-    return value.meta["val"] if isinstance(value, fx.Node) else value
 
 
 def _counted(counts: list[fx.Node], new: list[fx.Node], start: fx.Node) -> list[fx.Node]:

@@ -147,23 +147,7 @@ def _admits(kernel: Kernel, name: str, value: Any, parameter: fx.Node, own: set[
         return value in own and _same_type(val, parameter.meta["val"]) and layouts.is_contiguous(value)
     if name == "g":
         return _same_type(val, parameter.meta["val"])
-    if name == "lr" and isinstance(val, torch.Tensor):
-        known = kernel.op_with_tensor is not None and _is_number_on_device(value)
-        return known and _is_rate(val, parameter.meta["val"])
     return isinstance(val, (float, int, torch.SymFloat)) and not isinstance(val, bool)
-
-
-def _is_number_on_device(value: fx.Node) -> bool:
-    """Whether a tensor is a number that a call brings, and not one that is computed for this parameter alone."""
-    whole = value.args[0] if value.target is aten.select.int else None
-    return isinstance(whole, fx.Node) and whole.op == "placeholder"
-
-
-def _is_rate(val: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a tensor may be the rate of a kernel, which reads fp32 on an accelerator: no less than it computes in."""
-    reads = torch.float64 if parameter.device.type == "cpu" else torch.float32
-    wide = reads is torch.float64 or parameter.dtype is not torch.float64
-    return wide and not val.ndim and val.dtype is torch.float64 and val.device == parameter.device
 
 
 def _selected(value: fx.Node, old: fx.Node) -> tuple[fx.Node | None, fx.Node]:

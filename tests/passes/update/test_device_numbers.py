@@ -136,11 +136,11 @@ def test_the_seed_of_a_draw_is_a_tensor() -> None:
     assert torch.equal(*results(after, tensors), *results(program, tensors))
 
 
-def test_it_stands_before_what_fuses_updates() -> None:
+def test_it_stands_behind_kernels_that_read_the_host() -> None:
+    names = [type(each).__name__ for each in with_numbers_on_device(default(), on_host=("*.eps",))]
+    assert names.index("FuseUpdate") + 1 == names.index("DeviceNumbers") == names.index("FuseForeach") - 1
     names = [type(each).__name__ for each in with_numbers_on_device(default())]
     assert names.index("DeviceNumbers") + 1 == names.index("FuseUpdate")
-    with pytest.raises(ValueError, match="must come after DeviceNumbers"):
-        run(program_of(lambda x, n: (aten.mul.Tensor(x, n),), x=f64(3), n=0.1), [*default(), DeviceNumbers()])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -206,7 +206,7 @@ def test_kernels_take_the_learning_rate_as_a_tensor() -> None:
     """The other numbers stay on the host, where the kernels read them."""
     case = Scheduled()
     torch.manual_seed(0)
-    pipeline = passes.with_numbers_on_device(passes.default(), ("*.lr", "seed"))
+    pipeline = passes.with_numbers_on_device(passes.default(), ("*.lr", "seed"), ("*.betas.*",))
     objects, step = case.build(), spmd.compile(case.step, passes=pipeline)
     spmd.seed(3)
     got = []
