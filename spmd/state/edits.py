@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -36,6 +37,7 @@ class Edits:
         self._positions = [k for k, name in enumerate(names) if name in whole]
         self.names = [names[k] for k in self._positions]
         self._ids: list[int] = []
+        self._references: list[weakref.ref[torch.Tensor]] = []
         self._versions: list[int] = []
         self._before: list[int] | None = None  # the versions at the start of this call, if nothing was written
         self._own: list[int] | None = None  # how often a call writes to each tensor itself, once that is known
@@ -61,7 +63,8 @@ class Edits:
             _remember_last()
             _last = self
         tensors = self.tensors(live)
-        self._ids, self._versions = list(map(id, tensors)), _versions_of(tensors)
+        self._ids, self._references = list(map(id, tensors)), list(map(weakref.ref, tensors))
+        self._versions = _versions_of(tensors)
 
     def made(self, live: Sequence[torch.Tensor]) -> dict[int, int]:
         """The edits since the last call: the number of writes by index of the tensor, 0 where it is another one."""
@@ -72,7 +75,7 @@ class Edits:
             return {}
         self._before = self._own = None
         _remember_last()
-        pairs = ((k, _versions.get(key), version) for k, (key, version) in enumerate(zip(ids, versions, strict=True)))
+        pairs = ((k, _known(each), version) for k, (each, version) in enumerate(zip(tensors, versions, strict=True)))
         return {k: version - (before or 0) for k, before, version in pairs if version != before}
 
     def is_due(self, number: int) -> bool:
@@ -109,7 +112,7 @@ def edited_before(call: Call) -> dict[str, torch.Tensor]:
     slots = [slot for slot in slots if slot.input.name not in call.annotations.ignored]
     names, tensors = [slot.input.name for slot in slots], [slot.get() for slot in slots]
     found = zip(names, tensors, _versions_of(tensors), strict=True)
-    return {name: each for name, each, version in found if _versions.get(id(each), version) != version}
+    return {name: each for name, each, version in found if _known(each) not in (None, version)}
 
 
 def number_of(made: Mapping[int, int]) -> int:
@@ -166,10 +169,23 @@ def _versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _remember_last() -> None:
     """Keep what the last call knew, for calls of other programs that use the same tensors."""
+    global _purged
     if _last is not None:
-        _versions.update(zip(_last._ids, _last._versions, strict=True))
+        _versions.update(zip(_last._ids, zip(_last._references, _last._versions, strict=True), strict=True))
+    if len(_versions) > 2 * _purged:
+        for key in [key for key, (reference, _) in _versions.items() if reference() is None]:
+            del _versions[key]
+        _purged = max(len(_versions), _FEW)
+
+
+def _known(tensor: torch.Tensor) -> int | None:
+    """The version of a tensor at the end of a call; None of one that no call knew, even by a dead one's id."""
+    reference, version = _versions.get(id(tensor), (None, None))
+    return version if reference is not None and reference() is tensor else None
 
 
 _PLAIN: set[Any] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _last: Edits | None = None  # of the program that ran last
-_versions: dict[int, int] = {}  # by the id of a tensor, at the end of the calls before that
+_versions: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by id, at the end of the calls before that
+_FEW = 1000
+_purged = _FEW  # how many were left when the dead ones went last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,14 @@ class Tokens(Case):
         return loss, {"largest": scores.detach().amax()}
 
 
+@pytest.fixture(scope="module")
+def new_ranks() -> Iterator[Ranks]:
+    """Ranks of these tests alone: what others leave in a process may make it another one to the cache."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
 def cold_and_warm(rank: int, world: int, case: Case, mode: dict[str, Any], folder: str, draws: bool) -> list[str]:
     """What differs between a cold run, a warm one and the plain step; or that the warm run traced."""
 
@@ -224,12 +233,14 @@ def cold_and_warm(rank: int, world: int, case: Case, mode: dict[str, Any], folde
         (MLP(optimizer="SGD momentum"), 2, {"shard_optimizer": True}),
     ],
 )
-def test_ranks_start_warm(ranks: Ranks, tmp_path: Path, case: Case, world: int, mode: dict[str, Any]) -> None:
-    assert [line for each in ranks.run(world, cold_and_warm, case, mode, str(tmp_path), False) for line in each] == []
+def test_ranks_start_warm(new_ranks: Ranks, tmp_path: Path, case: Case, world: int, mode: dict[str, Any]) -> None:
+    assert [
+        line for each in new_ranks.run(world, cold_and_warm, case, mode, str(tmp_path), False) for line in each
+    ] == []
 
 
-def test_random_ops_draw_what_they_drew(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run(2, cold_and_warm, Tokens(), {}, str(tmp_path), True)
+def test_random_ops_draw_what_they_drew(new_ranks: Ranks, tmp_path: Path) -> None:
+    found = new_ranks.run(2, cold_and_warm, Tokens(), {}, str(tmp_path), True)
     assert [line for each in found for line in each] == []
 
 

@@ -1,4 +1,4 @@
-"""Halves of a step as CUDA graphs: what moves is copied in, results are copied out; reports say what is not captured."""
+"""Halves of a step as CUDA graphs: what moves is copied in, results are copied out, and reports have reasons."""
 
 from __future__ import annotations
 

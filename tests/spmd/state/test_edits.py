@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -179,3 +180,19 @@ def compared_calls(rank: int, world: int, mode: Any, passes: Any) -> int:
 @pytest.mark.parametrize("mode, passes", [("replicate", None), ("replicate", ()), ("fully_shard", None)])
 def test_nothing_is_compared_where_nothing_was_written(ranks: Ranks, mode: str, passes: Any) -> None:
     assert ranks.run(2, compared_calls, mode, passes) == [0, 0]
+
+
+def test_a_tensor_is_not_taken_for_a_dead_one_of_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "_last", None)
+    monkeypatch.setattr(edits, "_versions", {})
+    names = [f"w{k}" for k in range(900)]
+    own = edits.Edits(names, {*names})
+    for _ in range(5):
+        kept = [torch.zeros(2) for _ in names]  # others than those before, which die
+        own.note(kept)
+        own.close()
+    assert len(edits._versions) < 3000 and edits._known(kept[0]) == 0
+    dead, new = torch.zeros(2), torch.ones(2)
+    edits._versions[id(new)] = weakref.ref(dead), 7
+    del dead
+    assert edits._known(new) is None
