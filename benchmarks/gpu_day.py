@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -127,7 +127,7 @@ class Day:
 
 def main() -> int:
     """Run the parts, print their tables, and write the files. Returns 1 if a system of ours failed."""
-    options = parse()
+    options = parse(sys.argv[1:])
     day = Day(torch.device("cpu" if options.smoke else "cuda"), options.smoke, time.monotonic() + options.seconds)
     console = Console(record=True, width=140, highlight=False)
     with one_rank(day.device):
@@ -142,7 +142,7 @@ def main() -> int:
     return int("failed" in json.dumps({part: day.found[part].keys() for part in day.found}, default=list))
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day", description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="gpu_day", help="where to write OUT.json and OUT.html")
@@ -152,7 +152,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS])
     parser.add_argument("--seconds", type=float, default=540, help="begin nothing after these")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 @contextmanager

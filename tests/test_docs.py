@@ -29,7 +29,7 @@ import train_gpt
 from rich.console import Console
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from benchmarks import resident
+from benchmarks import gpu_day, resident
 from spmd.cli import commands as spmd_command
 from spmd.rules import RULES
 from tests.harness.api_page import page as api_page
@@ -130,6 +130,8 @@ def test_commands_can_be_given(document: str, command: str) -> None:
             spmd_command.parser(options).parse_args(options)
         case ["python", "-m", "benchmarks.resident", *options]:
             resident.parse(options)
+        case ["python", "-m", "benchmarks.gpu_day", *options]:
+            gpu_day.parse(options)
         case ["python", script, *_]:
             assert (ROOT / script).exists()
         case ["pytest", *options]:
