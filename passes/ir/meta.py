@@ -117,6 +117,7 @@ KEYS: tuple[Key, ...] = (
             "passes/update",
             _ERRORS,
             "spmd/lowering/codegen.py",
+            "spmd/lowering/cuda_graphs.py",
             "spmd/lowering/backends.py",
             _SCHEDULE,
             _REPORT,

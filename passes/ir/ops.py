@@ -172,10 +172,10 @@ _LISTED: Mapping[Trait, Sequence[Any]] = {
         "_convert_indices_from_csr_to_coo _int_mm _logcumsumexp _native_batch_norm_legit.no_stats _scaled_mm "
         "_scaled_mm_v2 _slow_conv2d_forward adaptive_avg_pool2d adaptive_avg_pool3d aminmax binary_cross_entropy "
         "binary_cross_entropy_backward col2im hash_tensor histogram.bin_ct histogram.bins_tensor huber_loss "
-        "huber_loss_backward im2col isin.Scalar_Tensor linalg_cross linalg_eigvals linalg_lstsq masked_select "
-        "max_unpool2d max_unpool3d mse_loss mse_loss_backward multi_margin_loss multi_margin_loss_backward "
-        "multilabel_margin_loss_backward multilabel_margin_loss_forward nansum narrow_copy nonzero nonzero_static "
-        "renorm slow_conv3d_forward slow_conv_transpose2d slow_conv_transpose3d smooth_l1_loss "
+        "huber_loss_backward im2col isin.Scalar_Tensor linalg_cross linalg_eigvals linalg_lstsq linalg_polar "
+        "masked_select max_unpool2d max_unpool3d mse_loss mse_loss_backward multi_margin_loss "
+        "multi_margin_loss_backward multilabel_margin_loss_backward multilabel_margin_loss_forward nansum narrow_copy "
+        "nonzero nonzero_static renorm slow_conv3d_forward slow_conv_transpose2d slow_conv_transpose3d smooth_l1_loss "
         "smooth_l1_loss_backward sspaddmm take"
     ),
     # Of what is not pointwise: views, and copies of what is there anyway.

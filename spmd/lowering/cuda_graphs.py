@@ -48,7 +48,7 @@ def why_not_captured(program: Program) -> str:
     if any(each.role is Role.RUN for each in program.inputs):
         return "each run of a micro-batch draws by its own number"
     if found := [node for node in calls if _is_on_host(node)]:
-        source = f" ({found[0].meta['source']})" if found[0].meta.get("source") else ""
+        source = f" ({line})" if (line := found[0].meta.get("source")) else ""
         return f"{found[0].target} computes on the host{source}: make the optimizer with fused=True or capturable=True"
     return ""
 

@@ -21,7 +21,7 @@ from passes.runtime.arena import extent
 
 from .._torch import FakeTensorMode, ShapeEnv, inductor_code, inductor_graph
 
-_SKIPPED = ("assert_size_stride", "assert_alignment")
+_SKIPPED = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
 
 
 class NoKernelError(Exception):

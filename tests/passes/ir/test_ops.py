@@ -15,7 +15,8 @@ from passes.runtime import message_collectives
 
 aten = torch.ops.aten
 
-MAY_BE_ABSENT = {"_scaled_mm_v2", "_upsample_lanczos2d_aa", "hash_tensor"}  # in some torch from 2.11 to 2.15
+# In some torch from 2.11 to 2.15.
+MAY_BE_ABSENT = {"_scaled_mm_v2", "_upsample_lanczos2d_aa", "hash_tensor", "linalg_polar"}
 
 
 def all_ops() -> list[OpOverload]:
