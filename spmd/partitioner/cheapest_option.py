@@ -33,6 +33,7 @@ class Chooser:
 
     options: Options
     model_axes: frozenset[int] = frozenset()  # those over which no argument of the step is split
+    expert_axes: frozenset[int] = frozenset()
     _chosen: dict[Any, Choice] = field(default_factory=dict)
 
     def cheapest(
@@ -51,7 +52,7 @@ class Chooser:
         already. Raises ``PartitionError`` if no option is so.
         """
         ask = _Ask(call, operands, hint, phase, required, later, given)
-        if self.model_axes or given is not None:
+        if self.model_axes or self.expert_axes or given is not None:
             return self._cheapest(ask)
         key = (*key_of(call), tuple(tuple(value.nodes) for value in operands), hint, phase, required)
         if key not in self._chosen:
@@ -77,7 +78,10 @@ class Chooser:
         model = self.model_axes if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset[int]()
         mesh = self.options.mesh
         axes = range(len(mesh.axes))
-        return [OptionCosts(mesh, index, index in model, call, operands, hint, phase).of for index in axes]
+        experts = self.expert_axes if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset[int]()
+        return [
+            OptionCosts(mesh, index, index in model, call, operands, hint, phase, index in experts).of for index in axes
+        ]
 
     def _right(self, ask: _Ask, chosen: Sequence[Option]) -> list[Option]:
         """The options along the next axis, of those that are given or required."""

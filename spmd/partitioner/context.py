@@ -150,9 +150,15 @@ class Context:
         wire = self.plan.reduce_dtypes.get(parameter, self.plan.options.get("reduce_dtype"))
         return Reason(Role.GRADIENT, of=(parameter,), wire=wire)
 
-    def on_model_axes(self, placement: Placements) -> Placements:
-        """``placement`` over the axes that split the model, replicated over those of the batch."""
-        return tuple(p if k in self.model_axes else Replicate() for k, p in enumerate(placement))
+    def read_placement(self, parameter: str, placement: Placements) -> Placements:
+        """``placement`` over the axes that split the model, or experts, replicated over those of the batch."""
+        stays = self.model_axes | self.expert_axes if parameter in self.plan.experts else self.model_axes
+        return tuple(p if k in stays else Replicate() for k, p in enumerate(placement))
+
+    @cached_property
+    def expert_axes(self) -> frozenset[int]:
+        """The axes over which ranks have other experts."""
+        return frozenset(self.mesh.axes_with(AxisRole.EXPERTS)) if self.plan.experts else frozenset()
 
     def batch_placement(self, shape: Sequence[int] | None) -> Placements | None:
         """The placement of the batch, if a value of this shape has the same lengths in the dims that it splits."""

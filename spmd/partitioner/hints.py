@@ -125,7 +125,7 @@ class Hints:
                 return None
         if end not in complete:
             return None
-        return self.context.on_model_axes(self.context.placements[complete[end]])
+        return self.context.read_placement(complete[end], self.context.placements[complete[end]])
 
     def _of_draw(self, node: fx.Node) -> Placements | None:
         """For a draw, the placement of the first value of its shape that it is computed with."""

@@ -26,7 +26,8 @@ _WEIGHT_STAYS = 1000.0
 class OptionCosts:
     """The costs of the options of one call along the mesh axis at ``index``.
 
-    ``hint``: the placement that the (first) result should have; ``on_model``: whether the axis splits the model.
+    ``hint``: the placement that the (first) result should have; ``on_model``: whether the axis splits the model;
+    ``on_experts``: whether ranks have other experts along it.
     """
 
     mesh: Mesh
@@ -36,6 +37,7 @@ class OptionCosts:
     operands: Sequence[Value]
     hint: Placements | None
     phase: Phase | None
+    on_experts: bool = False
 
     @property
     def axis(self) -> Axis:
@@ -55,6 +57,9 @@ class OptionCosts:
             follows_hint = self.hint is not None and option.results[0] == self.hint[self.index]
             pairs = zip(placed, moves, strict=True)
             total += sum(self._surcharge(value, p, moved, follows_hint) for (value, p), moved in pairs)
+        elif self.on_experts:
+            pairs = zip(placed, moves, strict=True)
+            total += sum(_WEIGHT_STAYS * moved for (value, _), moved in pairs if value.is_weight)
         return total + self._missed_hint(option.results[0]) + self._own(option)
 
     def _own(self, option: Option) -> float:
