@@ -79,9 +79,7 @@ class Chooser:
         mesh = self.options.mesh
         axes = range(len(mesh.axes))
         experts = self.expert_axes if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset[int]()
-        return [
-            OptionCosts(mesh, index, index in model, call, operands, hint, phase, index in experts).of for index in axes
-        ]
+        return [OptionCosts(mesh, index, index in model, call, operands, hint, phase, experts).of for index in axes]
 
     def _right(self, ask: _Ask, chosen: Sequence[Option]) -> list[Option]:
         """The options along the next axis, of those that are given or required."""
