@@ -50,6 +50,7 @@ class Layout(Protocol):
     input_batch_dim: int
     ignored: Ignored | None
     units: ChosenUnits | None
+    experts: ChosenUnits | None
     param_init_fn: Callable[[nn.Module], Any] | None
     sync: bool
     mp_policy: MixedPrecisionPolicy | None

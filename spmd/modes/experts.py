@@ -6,7 +6,7 @@ which counts experts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from passes import AxisRole, PlacementError, Program, Role
+from passes import AxisRole, Mesh, PlacementError, Program, Role
 from passes.ir.program import Placements
 from passes.ir.schemas import name_of
 
@@ -34,6 +34,7 @@ def expert_placements(
     axes = program.mesh.axes_with(AxisRole.EXPERTS)
     if not axes:
         return {}
+    _check_order(program.mesh, axes)
     names = _found(program) if named is None else named
     parameters = [i for i in program.inputs if i.role is Role.PARAMETER]
     ranks = prod(program.mesh.axes[k].size for k in axes)
@@ -47,11 +48,24 @@ def expert_placements(
         placements[each.name] = tuple(Shard(0) if k in axes else p for k, p in enumerate(given[each.name]))
     if not placements:
         raise PlacementError(
-            f"axes gives {', '.join(program.mesh.axes[k].name for k in axes)} the role \"experts\", but no parameter "
+            f'axes gives {", ".join(program.mesh.axes[k].name for k in axes)} the role "experts", but no parameter '
             "is read by a grouped or batched matrix product: name those whose dim 0 is the expert with "
             "experts='*.experts.*'"
         )
     return placements
+
+
+def _check_order(mesh: Mesh, axes: Sequence[int]) -> None:
+    """Raise ``PlacementError`` unless one axis has experts, and no axis behind it splits tokens."""
+    if len(axes) > 1:
+        names = ", ".join(mesh.axes[k].name for k in axes)
+        raise PlacementError(f'expected one axis with the role "experts", got {names}: make one mesh axis of them')
+    behind = [k for k in mesh.axes_with(AxisRole.BATCH, AxisRole.SEQUENCE) if k > axes[0]]
+    if behind:
+        raise PlacementError(
+            f"expected the axis of experts, {mesh.axes[axes[0]].name}, to stand behind all that split the batch or "
+            f"the sequence, but {mesh.axes[behind[0]].name} follows it: make a mesh with the axis of experts last"
+        )
 
 
 def _found(program: Program) -> frozenset[str]:

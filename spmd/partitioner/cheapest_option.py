@@ -17,6 +17,7 @@ from passes import Mesh, PartitionError, Phase
 from passes.ir.program import Placements
 from passes.ir.rates import Rate
 
+from ..placements import OwnRows
 from ..rules import OpCall, Option
 from .assignment import Choice, shown
 from .option_costs import OptionCosts
@@ -91,6 +92,8 @@ class Chooser:
             found = [option for option in found if option.results[0] == ask.required[index]]
         elif given is None and ask.phase is Phase.UPDATE and _is_contraction(found):
             found = _on_matrices(ask.call, found, ask.operands, index)
+        if given is None and ask.hint is not None and isinstance(ask.hint[index], OwnRows):
+            found = [option for option in found if option.results[0] == ask.hint[index]] or found
         if given is not None:
             found = [option for option in found if _is_given(option, given, index)]
             if not found:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from passes import AxisRole, Input, Mesh, OutputKind, PartitionError, Program, Role
 from passes.ir.program import Placements, is_even, is_sharded, replicated
 
+from .experts.routes import Routes
 from .plan import Plan
 from .redistribute import Reason
 
@@ -105,6 +106,11 @@ class Context:
         if self.gathers_parameters:
             split.update(self.mesh.axes_with(AxisRole.BATCH, AxisRole.SHARD, AxisRole.SEQUENCE))
         return frozenset(range(len(self.mesh.axes))) - split
+
+    @cached_property
+    def routes(self) -> Routes:
+        """Which rows go to the ranks of their experts."""
+        return Routes.of(self.program, self.plan.experts)
 
     @cached_property
     def uneven_rows(self) -> frozenset[int]:

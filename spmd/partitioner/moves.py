@@ -54,8 +54,8 @@ class Moves:
         for k, operand in enumerate(operands):
             value = self.values[operand]
             if self.parameters.is_gathered(operand, node):
-                name = self.parameters.name(operand) or ""
-                yield Move(MoveKind.PARAMETER, k, self.context.read_placement(name, value.primary))
+                read = self.context.read_placement(self.parameters.name(operand) or "", value.primary)
+                yield Move(MoveKind.PARAMETER, k, read)
             elif name := self.parameters.rounded(operand, value):
                 yield Move(MoveKind.PART, k, self.context.update_placements[name])
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, Mesh, Phase
 from passes.ir.program import Placements
 
+from ..placements import OwnRows
 from ..rules import OpCall, Option, parts_of
 from .steps import cost
 from .values import Value
@@ -66,7 +67,9 @@ class OptionCosts:
 
     def _divides_experts(self, option: Option) -> bool:
         """Whether the dim of experts, which another axis splits, would be split along this one, too."""
-        placed = [(value.primary, p) for value, p in zip(self.operands, option.operands, strict=True) if value.is_weight]
+        placed = [
+            (value.primary, p) for value, p in zip(self.operands, option.operands, strict=True) if value.is_weight
+        ]
         placed += [(self.hint, option.results[0])] if self.hint is not None and option.results[0] is not None else []
         return any(isinstance(p, Shard) and p == whole[k] for whole, p in placed for k in self.experts - {self.index})
 
@@ -95,6 +98,8 @@ class OptionCosts:
     def _missed_hint(self, result: Placement | None) -> float:
         """The cost of building more than this rank's part of a result that should be split."""
         info, goal = self.call.results[0], self.hint[self.index] if self.hint is not None else None
+        if isinstance(goal, OwnRows) and info is not None and result is not None:
+            return cost(result, goal, info.nbytes, self.axis)
         if not isinstance(goal, Shard) or info is None or result == goal:
             return 0.0
         if isinstance(result, Partial):  # the gradient of an expert is complete where the expert is
