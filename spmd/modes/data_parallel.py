@@ -171,13 +171,14 @@ class DataParallel(PlannedMode):
         check_placements("params", "name patterns", params)
         self.params = dict(params or {})
         self.axes, self._roles = axes, check_axes(axes)
+        self.experts = chosen_units(experts, "experts")
         self.names_axes = axes is not None
         self._check_roles()
         self.wire = Wire.check(reduce_gradients, reduce_dtype, gather_dtype, self.split)
         self.mp_policy, self.offload_policy = check_policy(mp_policy), check_offload_policy(offload_policy)
         self.gathers = Gathers.check(reshard_after_forward, prefetch, limit_gathers, self.split, offload_policy)
         self.reshard_after_forward = self.gathers.reshard
-        self.units, self.experts = chosen_units(units), chosen_units(experts, "experts")
+        self.units = chosen_units(units)
         self.ignored = Ignored(check_parameters("ignored_params", ignored_params), check_modules(ignored_modules))
         self.param_init_fn, self.sync = check_callable("param_init_fn", param_init_fn), check_flag("sync", sync)
         self.defer_updates = check_flag("defer_updates", defer_updates)

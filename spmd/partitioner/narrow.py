@@ -33,10 +33,14 @@ def narrowed(
         _runs(value, tuple(o.operands[k] for o in chosen), hinted if _has_rows(value, call, hinted) else None)
         for k, value in enumerate(operands)
     )
-    before = len(chosen)
-    hinted = hint[before] if hint is not None and isinstance(hint[before], OwnRows) else None
+    goal = hint[len(chosen)] if hint is not None else None
     owned = tuple(_owned(value, tuple(o.operands[k] for o in chosen)) for k, value in enumerate(operands))
-    known: dict[str, Any] = {"size": axis.size, "interleaved": interleaved, "owned": owned, "hinted": hinted}
+    known: dict[str, Any] = {
+        "size": axis.size,
+        "interleaved": interleaved,
+        "owned": owned,
+        "hinted": goal if isinstance(goal, OwnRows) else None,
+    }
     return [replace(each, **known) for each in _on_all_lengths(call, chosen, mesh)]
 
 
