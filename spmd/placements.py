@@ -84,23 +84,24 @@ class ByGroup(OwnRows):
     """Rows by group: those of the experts that a rank has, of ``count`` experts in all.
 
     ``of`` is the captured node that says whose they are. ``ends``: it holds the row at which each expert's rows end,
-    of rows that are sorted by expert; else the expert of each row.
+    of rows that are sorted by expert; else the expert of each row. ``rows``: their number; those behind the last end
+    are the last rank's.
     """
 
-    def __init__(self, dim: int, of: str, count: int, ends: bool) -> None:
+    def __init__(self, dim: int, of: str, count: int, ends: bool, rows: int) -> None:
         super().__init__(dim)
-        self.of, self.count, self.ends = of, count, ends
+        self.of, self.count, self.ends, self.rows = of, count, ends, rows
 
     def along(self, dim: int) -> ByGroup:
         """The same rows, as those of another dim."""
-        return ByGroup(dim, self.of, self.count, self.ends)
+        return ByGroup(dim, self.of, self.count, self.ends, self.rows)
 
     def length(self, size: int, ranks: int) -> int:
         """All of them: one rank may have the experts of every row."""
         return size
 
     def _key(self) -> tuple[object, ...]:
-        return (self.dim, self.of, self.count, self.ends)
+        return (self.dim, self.of, self.count, self.ends, self.rows)
 
 
 def splits(placement: Placement, dim: int) -> bool:

@@ -327,7 +327,7 @@ def _entry(entry: Any) -> list[Any]:
         case Interleaved():
             return ["interleaved", entry.dim, entry.outer]
         case ByGroup():
-            return ["by group", entry.dim, entry.of, entry.count, entry.ends]
+            return ["by group", entry.dim, entry.of, entry.count, entry.ends, entry.rows]
         case Dealt():
             return ["dealt", entry.dim]
         case Shard() if type(entry) is Shard:

@@ -182,8 +182,8 @@ def _placement(placement: Placement) -> str:
             return f"S({dim}, {outer})"
         case Shard(dim=dim):
             return f"S({dim})"
-        case ByGroup(dim=dim, of=of, count=count, ends=ends):
-            return f"G({dim}, {of!r}, {count}, {ends})"
+        case ByGroup(dim=dim, of=of, count=count, ends=ends, rows=rows):
+            return f"G({dim}, {of!r}, {count}, {ends}, {rows})"
         case Dealt(dim=dim):
             return f"D({dim})"
         case Partial(reduce_op=op):
@@ -244,8 +244,8 @@ def _read(value: ast.expr) -> Any:
             return Interleaved(_read(dim), _read(outer))
         case ast.Call(func=ast.Name(id="D"), args=[dim]):
             return Dealt(_read(dim))
-        case ast.Call(func=ast.Name(id="G"), args=[dim, of, count, ends]):
-            return ByGroup(_read(dim), _read(of), _read(count), _read(ends))
+        case ast.Call(func=ast.Name(id="G"), args=given):
+            return ByGroup(*map(_read, given))
         case ast.Call(func=ast.Name(id=kind), args=[index, placement]):
             return Move(MoveKind(kind), _read(index), _read(placement))
     raise ValueError(f"expected placements (R, S(dim), P), names or moves, got {ast.unparse(value)!r}")

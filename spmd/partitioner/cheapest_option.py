@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Shard
 
 from passes import Mesh, PartitionError, Phase
+from passes.ir.ops import Trait, has
 from passes.ir.program import Placements
 from passes.ir.rates import Rate
 
@@ -94,6 +95,8 @@ class Chooser:
             found = _on_matrices(ask.call, found, ask.operands, index)
         if given is None and ask.hint is not None and isinstance(ask.hint[index], OwnRows):
             found = [option for option in found if option.results[0] == ask.hint[index]] or found
+        elif given is None and self.expert_axes and has(ask.call.target, Trait.POINTWISE):
+            found = [option for option in found if _keeps_batch(option, ask.operands, index)] or found
         if given is not None:
             found = [option for option in found if _is_given(option, given, index)]
             if not found:
@@ -117,6 +120,12 @@ class _Ask:
     required: Placements | None
     later: Later | None
     given: Choice | None
+
+
+def _keeps_batch(option: Option, operands: Sequence[Value], axis: int) -> bool:
+    """Whether rows of the batch stay, so that what comes back from experts is added to the rows of each rank."""
+    placed = zip(operands, option.operands, strict=True)
+    return all(placement == value.primary[axis] for value, placement in placed if axis in value.batch)
 
 
 def _is_given(option: Option, given: Choice, axis: int) -> bool:

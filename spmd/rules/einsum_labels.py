@@ -98,7 +98,7 @@ def options(call: OpCall, dims: Dims) -> list[Option]:
     """Every correct split of a letter, and every partial operand that passes through."""
     splits = (split(call, dims, letter) for letter in dims.letters())
     found = [option for option in splits if option is not None]
-    found += [option for plain in found for option in (*in_runs(call, plain), *on_own_rows(call, plain))]
+    found += [option for plain in found for option in (*in_runs(call, plain), *on_own_rows(call, plain, dims))]
     found += [option for names in dims.linear for option in partial(call, names, P)]
     return found + [option for kind in PARTIALS if dims.moves for option in partial(call, dims.moves, kind)]
 
@@ -152,10 +152,10 @@ def _with_runs(plain: Option, outer: int) -> Option:
     return Option(tuple(map(lifted, plain.operands)), tuple(map(lifted, plain.results)))
 
 
-def on_own_rows(call: OpCall, plain: Option) -> list[Option]:
+def on_own_rows(call: OpCall, plain: Option, dims: Dims) -> list[Option]:
     """``plain``, which splits one letter, with rows that each have one owner, as in the operands or as is hinted.
 
-    What lies behind a rank's own rows is set to zero where the op sums over rows.
+    Where the op sums over rows, what lies behind a rank's own is set to zero: so it must be linear in such an operand.
     """
     if not any(call.owned) and call.hinted is None:
         return []
@@ -165,10 +165,19 @@ def on_own_rows(call: OpCall, plain: Option) -> list[Option]:
     if call.hinted is not None and plain.results[0] == Shard(call.hinted.dim):
         kinds[call.hinted.along(0)] = None
     sums = any(isinstance(p, Partial) for p in plain.results)
-    changes = sums and (call.kwargs or any(isinstance(p, Partial) and p != P for p in plain.results))
-    if changes or len(_sizes_split(call, plain)) != 1 or torch.Tag.nondeterministic_seeded in call.target.tags:
+    others = any(isinstance(p, Partial) and p != P for p in plain.results)
+    if sums and (others or call.kwargs or not _zero_adds_nothing(call, plain, dims)):
+        return []
+    if len(_sizes_split(call, plain)) != 1 or torch.Tag.nondeterministic_seeded in call.target.tags:
         return []
     return [_with_own_rows(plain, kind, _summed if sums else None) for kind in kinds]
+
+
+def _zero_adds_nothing(call: OpCall, plain: Option, dims: Dims) -> bool:
+    """Whether rows of zeros, in the operands that ``plain`` splits, add nothing to the result."""
+    names = [name for name, value in arguments(call) for _ in infos(value)]
+    split = {name for name, p in zip(names, plain.operands, strict=True) if isinstance(p, Shard)}
+    return any({*linear} - {dims.onto} <= split for linear in dims.linear)
 
 
 def _with_own_rows(plain: Option, kind: OwnRows, local: Local | None) -> Option:

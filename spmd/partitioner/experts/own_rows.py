@@ -21,6 +21,7 @@ from ...placements import ByGroup, Dealt, OwnRows, chunk
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
+_LARGE = 2**31 - 1  # more than any number of experts
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,14 @@ class OwnRowsOf:
             if not isinstance(rows, OwnRows):
                 continue
             axis = self.mesh.axes[index]
-            numbers = self(rows, index, placement, length, numbers).taken(self._emit(rows, axis, numbers), numbers)
+            emit, own = self._emit(rows, axis, numbers), self(rows, index, placement, length, numbers)
+            numbers = own.taken(emit, numbers)
             length = numbers.meta["val"].shape[0]
             if isinstance(rows, ByGroup):
-                first, own = chunk(rows.count, axis.size, axis.coordinate)
-                emit = self._emit(rows, axis, numbers)
-                numbers = emit(aten.clamp.default, (emit(aten.sub.Tensor, (numbers, first)), 0, own - 1))
+                below = emit(aten.lt.Scalar, (numbers, 0))  # such a number counts from the last expert
+                first = chunk(rows.count, axis.size, axis.coordinate)[0]
+                moved = emit(aten.where.self, (below, emit(aten.add.Tensor, (numbers, rows.count)), numbers))
+                numbers = own.only(emit, emit(aten.sub.Tensor, (moved, first)))
         return numbers
 
     def only(self, placement: Placements, size: int, tensor: fx.Node) -> fx.Node:
@@ -152,12 +155,16 @@ class OwnRowsOf:
 
     def _sorted(self, rows: ByGroup, index: int, dealt: Sequence[int], size: int, ends: fx.Node) -> Own:
         """Rows that are sorted by expert: those between two ends."""
-        axis = self.mesh.axes[index]
+        axis, count = self.mesh.axes[index], rows.rows
         for k in dealt:
             ends = self._ends(Dealt(0), k, ends)
+            count = (count + self.mesh.axes[k].size - 1 - self.mesh.axes[k].coordinate) // self.mesh.axes[k].size
         emit, room = self._emit(rows, axis, ends), rows.length(size, axis.size)
         first, own = chunk(rows.count, axis.size, axis.coordinate)
-        padded = emit(aten.constant_pad_nd.default, (ends, [1, 0]))
+        inner = emit(aten.slice.Tensor, (ends, 0, 0, rows.count - 1))
+        padded = emit(
+            aten.constant_pad_nd.default, (emit(aten.constant_pad_nd.default, (inner, [0, 1], count)), [1, 0])
+        )
         start, stop = (emit(aten.slice.Tensor, (padded, 0, at, at + 1)) for at in (first, first + own))
         here, there = _count(emit, room, ends), _count(emit, size, ends)
         take, put = emit(aten.add.Tensor, (here, start)), emit(aten.sub.Tensor, (there, start))
@@ -182,7 +189,11 @@ class OwnRowsOf:
             if before is not None:
                 counted = emit(aten.bitwise_and.Tensor, (own.taken(emit, before), counted))
         first, count = chunk(rows.count, axis.size, axis.coordinate)
-        bounds = (emit(aten.ge.Scalar, (numbers, first)), emit(aten.lt.Scalar, (numbers, first + count)))
+        # A negative number counts from the last expert; one that is too large is the last rank's, where it is an error.
+        below = emit(aten.lt.Scalar, (numbers, 0))
+        numbers = emit(aten.where.self, (below, emit(aten.add.Tensor, (numbers, rows.count)), numbers))
+        stop = first + count if first + count < rows.count else _LARGE
+        bounds = (emit(aten.ge.Scalar, (numbers, first)), emit(aten.lt.Scalar, (numbers, stop)))
         inside = emit(aten.bitwise_and.Tensor, bounds)
         if counted is not None:
             inside = emit(aten.bitwise_and.Tensor, (inside, counted))

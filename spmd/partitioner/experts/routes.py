@@ -79,13 +79,15 @@ def _routed(node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Nod
             return
         ragged = {(2, 3): [(first, 0)], (3, 2): [(second, 1)], (2, 2): [(first, 1), (second, 0)]}
         dims = first.meta["val"].ndim, second.meta["val"].ndim
-        yield ends, known or ByGroup(0, ends.name, count or 0, ends=True), ragged[dims] + [(each, 0) for each in others]
+        rows = ragged[dims] + [(each, 0) for each in others]
+        size = rows[0][0].meta["val"].shape[rows[0][1]]
+        yield ends, known or ByGroup(0, ends.name, count or 0, ends=True, rows=size), rows
     elif name in _LOOKUPS:
         indices = node.args[1]
         assert isinstance(indices, (list, tuple))
         whose, count = indices[0], counts.get(_base(node.args[0]))
         if count is not None and isinstance(whose, fx.Node) and whose.meta["val"].ndim == 1 and len(indices) == 1:
-            own = ByGroup(0, whose.name, count, ends=False)
+            own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]))
             yield whose, own, [(node, 0)]
 
 

@@ -88,6 +88,35 @@ def test_a_checkpoint_goes_on_at_another_size(ranks: Ranks, tmp_path: Any) -> No
     assert ranks.run(2, go_on_on_two, folder) == [[]] * 2
 
 
+class Odd(Mixture):
+    """Rows behind the last end, which no product reads and others do; experts counted from the last; sums over rows."""
+
+    def by_ends(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        experts, order = chosen.flatten().sort()
+        ends, rows = experts.bincount(minlength=EXPERTS).cumsum(0).clamp(max=len(experts) - 5).int(), order // 2
+        out = torch.ops.transformers.grouped_mm_fallback(x[rows], self.experts["up"], ends).exp()
+        out = torch.ops.transformers.grouped_mm_fallback(out, self.experts["down"], ends) + x[rows]
+        out = out * weights.flatten()[order, None]
+        with torch.no_grad():
+            self.bias += 1e-3 * out[:, 0].float().histc(EXPERTS, -1, 1)
+        return torch.zeros_like(x).index_add(0, rows, out) + out.sum(0) + out.exp().mean()
+
+    def by_numbers(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().by_numbers(x, chosen.where(chosen < 2, chosen - EXPERTS), weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form, mesh", [("ends", {"dp": 3, "ep": 2}), ("numbers", {"ep": 2})])
+def test_rows_that_no_expert_has_and_uneven_parts(form: Any, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, case = Odd(form).double(), Training(form)
+    batch = case.whole([case.part(rank, 0) for rank in range(5)])  # 40 tokens, for 6 ranks
+    step = spmd.compile(case.step, parallel_mode=spmd.DataParallel(axes={"batch": tuple(mesh), "experts": "ep"}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    verdict = spmd.verify(step, model, optimizer, *batch, world=2 * mesh.get("dp", 1), mesh=mesh, steps=2)
+    assert verdict, str(verdict)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, implementation", [("Mixtral", "grouped_mm"), ("Qwen3Moe", "batched_mm")])
 def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch, name: str, implementation: str) -> None:
