@@ -186,6 +186,8 @@ class DataParallel(PlannedMode):
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
         self.bits = check_bits(bits, virtual, self.split, self.micro_batches)
         if self.bits is not None:
+            if axes_having(AxisRole.EXPERTS, self._roles or {}):
+                raise ValueError('expected no axis with the role "experts" with bits="same", whose state is whole')
             self.micro_batches = self.bits
 
     def partition(self, program: Program) -> Program:

@@ -23,8 +23,8 @@ def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[
 
     Slices first, then sums (those over micro-batches, then those that leave a part, the innermost axis first), then
     gathers, so that little is communicated. A dim that several axes split is cut by the outermost one first: an axis
-    that would break this order is replicated, and cut in the end. Own rows are taken last, when no other axis moves rows
-    any more, and put back first, as a sum of one summand a rank.
+    that would break this order is replicated, and cut in the end. Own rows are taken last, when no other axis moves
+    rows any more, and put back first, as a sum of one summand a rank.
     """
     current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
     axes = range(len(current))

@@ -147,6 +147,7 @@ def _placement(own: ByGroup, mesh: Mesh) -> Placements:
     def along(roles: tuple[AxisRole, ...]) -> Any:
         if AxisRole.EXPERTS in roles:
             return own
-        return Dealt(own.dim) if {AxisRole.BATCH, AxisRole.SEQUENCE} & set(roles) else Replicate()
+        deals = {AxisRole.BATCH, AxisRole.SEQUENCE} & set(roles) and AxisRole.MICRO_BATCHES not in roles
+        return Dealt(own.dim) if deals else Replicate()
 
     return tuple(along(axis.roles) if axis.size > 1 else Replicate() for axis in mesh.axes)

@@ -275,3 +275,8 @@ def test_experts_are_named_or_found(experts: Any) -> None:
 def test_experts_need_an_axis(axes: Any) -> None:
     with pytest.raises(ValueError, match="experts"):
         spmd.DataParallel(experts="*.experts.*", axes=axes)
+
+
+def test_bits_that_are_the_same_need_whole_experts() -> None:
+    with pytest.raises(ValueError, match='no axis with the role "experts" with bits="same"'):
+        spmd.DataParallel(bits="same", **OVER_TWO)
