@@ -38,6 +38,72 @@ class Interleaved(Shard):
     __str__ = __repr__
 
 
+class OwnRows(Placement):
+    """Rows of ``dim`` that have one owner each along the axis: a rank has its own, in order, in front.
+
+    Behind them, up to ``length``, are rows with any values, which must reach no other row. It occurs only inside of
+    programs.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def along(self, dim: int) -> OwnRows:
+        """The same rows, as those of another dim."""
+        return type(self)(dim)
+
+    def length(self, size: int, ranks: int) -> int:
+        """The rows that each of ``ranks`` has room for, of ``size`` in all."""
+        raise NotImplementedError
+
+    def _key(self) -> tuple[object, ...]:
+        return (self.dim,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnRows) and type(other) is type(self) and other._key() == self._key()
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, *self._key()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self._key()}".replace(",)", ")")
+
+    __str__ = __repr__
+
+
+class Dealt(OwnRows):
+    """Rows dealt out like cards: row k is that of rank k mod ranks."""
+
+    def length(self, size: int, ranks: int) -> int:
+        """As many as the first rank is dealt."""
+        return -(-size // ranks)
+
+
+class ByGroup(OwnRows):
+    """Rows by group: those of the experts that a rank has, of ``count`` experts in all.
+
+    ``of`` is the captured node that says whose they are. ``ends``: it holds the row at which each expert's rows end,
+    of rows that are sorted by expert; else the expert of each row. ``rows``: their number; those behind the last end
+    are the last rank's.
+    """
+
+    def __init__(self, dim: int, of: str, count: int, ends: bool, rows: int) -> None:
+        super().__init__(dim)
+        self.of, self.count, self.ends, self.rows = of, count, ends, rows
+
+    def along(self, dim: int) -> ByGroup:
+        """The same rows, as those of another dim."""
+        return ByGroup(dim, self.of, self.count, self.ends, self.rows)
+
+    def length(self, size: int, ranks: int) -> int:
+        """All of them: one rank may have the experts of every row."""
+        return size
+
+    def _key(self) -> tuple[object, ...]:
+        return (self.dim, self.of, self.count, self.ends, self.rows)
+
+
 def splits(placement: Placement, dim: int) -> bool:
     """Whether a placement splits ``dim``, in runs or not."""
     return isinstance(placement, Shard) and placement.dim == dim
@@ -105,6 +171,8 @@ def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
     for entry, axis in zip(placement, mesh.axes, strict=True):
         if isinstance(entry, Shard):
             local[entry.dim] = chunk(local[entry.dim], axis.size, axis.coordinate)[1]
+        elif isinstance(entry, OwnRows):
+            local[entry.dim] = entry.length(local[entry.dim], axis.size)
     return tuple(local)
 
 
@@ -120,6 +188,8 @@ def all_shapes(shape: Sequence[int], placement: Placements, axes: Sequence[Axis]
         if isinstance(entry, Shard):
             cut = [_with_length(one, entry.dim, n) for one in shapes for n in _lengths(one[entry.dim], axis.size)]
             shapes = list(dict.fromkeys(cut))
+        elif isinstance(entry, OwnRows):
+            shapes = [_with_length(s, entry.dim, entry.length(s[entry.dim], axis.size)) for s in shapes]
     return shapes
 
 

@@ -39,7 +39,7 @@ class AxisRole(StrEnum):
     SHARD = "shard"  # styles split parameters, which are gathered to be read
     TENSOR = "tensor"  # parameters are named as split, and stay so while ops read them
     SEQUENCE = "sequence"  # the program splits the sequence of each argument
-    EXPERTS = "experts"
+    EXPERTS = "experts"  # ranks have other experts, whose weights stay; rows of activations go to them
     STAGES = "stages"
     MICRO_BATCHES = "micro_batches"  # its parts run one after the other; no ranks
 

@@ -1,4 +1,4 @@
-"""Units that a parallel mode asks for, instead of an annotation of each module: the modules that ``units=`` picks."""
+"""Modules and parameters that a parallel mode picks: the units of ``units=``, the experts of ``experts=``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,27 @@ Choice = Callable[[nn.Module], bool] | type[nn.Module] | str
 
 
 class ChosenUnits:
-    """The choices: predicates, module classes, and fnmatch patterns over the names of modules."""
+    """The choices: predicates, module classes, and fnmatch patterns over names. ``option``: what the user calls it."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
-        self.choices = choices
+    def __init__(self, choices: Sequence[Choice], option: str = "units") -> None:
+        self.choices, self.option = choices, option
+
+    def parameters(self, modules: Mapping[str, nn.Module], names: Mapping[int, str]) -> frozenset[str]:
+        """The parameters that a pattern names, or that are in a module of a class or predicate.
+
+        Raises ``PlacementError`` for a choice that picks none.
+        """
+        inside = list(dict.fromkeys(module for whole in modules.values() for module in whole.modules()))
+        held = {module: [names[id(each)] for each in module.parameters()] for module in inside}
+        every, found = list(dict.fromkeys(name for own in held.values() for name in own)), set[str]()
+        for choice in self.choices:
+            if isinstance(choice, str):
+                picked = {name for name in every if fnmatchcase(name, choice)}
+            else:
+                picked = {name for module in inside if _picks(choice, "", module) for name in held[module]}
+            self._check_picked(choice, picked, "parameters", every)
+            found |= picked
+        return frozenset(found)
 
     def groups(self, modules: Mapping[str, nn.Module], names: Mapping[int, str]) -> tuple[tuple[str, ...], ...]:
         """The parameters of each unit, in the order of its modules. ``names``: of all parameters, by id.
@@ -54,26 +71,29 @@ class ChosenUnits:
         found = set[str]()
         for each in self.choices:
             picked = {path for path, module in inside.items() if _picks(each, path, module)}
-            if not picked:
-                what = repr(each) if isinstance(each, str) else getattr(each, "__qualname__", repr(each))
-                listed = ", ".join(list(inside)[:8]) or "there are none"
-                raise PlacementError(f"{what} in units picks none of the submodules ({listed}, ...)")
+            self._check_picked(each, picked, "submodules", inside)
             found |= picked
         return found
 
+    def _check_picked(self, choice: Choice, picked: set[str], kind: str, among: Iterable[str]) -> None:
+        if not picked:
+            what = repr(choice) if isinstance(choice, str) else getattr(choice, "__qualname__", repr(choice))
+            listed = ", ".join(list(among)[:8]) or "there are none"
+            raise PlacementError(f"{what} in {self.option} picks none of the {kind} ({listed}, ...)")
 
-def chosen_units(given: Any) -> ChosenUnits | None:
-    """The choices of ``units=``, None for None. Raises ``TypeError`` for anything that cannot pick modules."""
+
+def chosen_units(given: Any, option: str = "units") -> ChosenUnits | None:
+    """The choices of an option, None for None. Raises ``TypeError`` for anything that cannot pick modules."""
     if given is None:
         return None
     several = isinstance(given, Iterable) and not isinstance(given, str | type)
     choices = tuple(given) if several else (given,)
     if not choices or not all(map(_is_choice, choices)):
         raise TypeError(
-            "expected units to be module classes, patterns over names of modules, or functions that pick modules, "
+            f"expected {option} to be module classes, patterns over names of modules, or functions that pick modules, "
             f"got {given!r}"
         )
-    return ChosenUnits(choices)
+    return ChosenUnits(choices, option)
 
 
 def _is_choice(given: Any) -> bool:

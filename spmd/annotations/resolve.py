@@ -65,13 +65,15 @@ class Mark:
 class Annotations:
     """The annotations of the modules of one call. ``marks``: by the name of a parameter or buffer.
 
-    ``chosen``: parameters without an annotation that form units, as the mode asks; None where it leaves that open.
+    ``chosen``: parameters without an annotation that form units, as the mode asks; ``experts``: the parameters that it
+    names as experts; None where it leaves that open.
     """
 
     units: tuple[Unit, ...] = ()
     marks: Mapping[str, Mark] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     chosen: tuple[tuple[str, ...], ...] | None = None
+    experts: frozenset[str] | None = None
 
     @classmethod
     def of(
@@ -80,6 +82,7 @@ class Annotations:
         names: Mapping[int, str],
         ignored: Ignored | None = None,
         chosen: ChosenUnits | None = None,
+        experts: ChosenUnits | None = None,
     ) -> Annotations:
         """The annotations now. ``names``: of all parameters and buffers, by id; the rest: by the parallel mode.
 
@@ -102,7 +105,8 @@ class Annotations:
         for each in left_out & names.keys():
             marks.setdefault(names[each], Mark(None, ignored=True))
         groups = chosen.groups(modules, names) if chosen is not None else None
-        return cls(units, marks, _mesh(units), groups)
+        named = experts.parameters(modules, names) if experts is not None else None
+        return cls(units, marks, _mesh(units), groups, named)
 
     @property
     def ignored(self) -> frozenset[str]:

@@ -26,7 +26,7 @@ from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
 from ..partitioner.assignment import Assignment
-from ..placements import Interleaved
+from ..placements import ByGroup, Dealt, Interleaved
 from .not_cached import NotCachedError
 
 _OURS = (collective_ops.NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE)
@@ -326,6 +326,10 @@ def _entry(entry: Any) -> list[Any]:
     match entry:
         case Interleaved():
             return ["interleaved", entry.dim, entry.outer]
+        case ByGroup():
+            return ["by group", entry.dim, entry.of, entry.count, entry.ends, entry.rows]
+        case Dealt():
+            return ["dealt", entry.dim]
         case Shard() if type(entry) is Shard:
             return ["shard", entry.dim]
         case Replicate() if type(entry) is Replicate:
@@ -337,6 +341,8 @@ def _entry(entry: Any) -> list[Any]:
 
 _PLACEMENTS: dict[str, Callable[..., Any]] = {
     "interleaved": Interleaved,
+    "by group": ByGroup,
+    "dealt": Dealt,
     "shard": Shard,
     "replicate": Replicate,
     "partial": Partial,

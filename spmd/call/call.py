@@ -50,6 +50,7 @@ class Layout(Protocol):
     input_batch_dim: int
     ignored: Ignored | None
     units: ChosenUnits | None
+    experts: ChosenUnits | None
     param_init_fn: Callable[[nn.Module], Any] | None
     sync: bool
     mp_policy: MixedPrecisionPolicy | None
@@ -120,7 +121,7 @@ class Call:
         """The annotations by ``spmd.replicate`` and ``spmd.fully_shard`` on the modules of the call."""
         modules = self.given.modules
         names = {id(each.tensor): each.name for each in [*parameters_of(modules), *buffers_of(modules)]}
-        found = Annotations.of(modules, names, self._mode.ignored, self._mode.units)
+        found = Annotations.of(modules, names, self._mode.ignored, self._mode.units, self._mode.experts)
         if found.units and not self._mode.follows_annotations:
             raise PlacementError(
                 f"{found.units[0]} is an annotation, which {self._mode!r} does not follow: compile the step with "

@@ -30,6 +30,7 @@ class ParallelMode(ABC):
       does not name are split over the axes of the batch (``axis_roles``).
     - ``custom_passes``: passes for programs of this mode instead of ``passes.default()``.
     - ``units``: the modules whose parameters are communicated together, None for what passes form.
+    - ``experts``: the parameters whose dim 0 is the expert, None for those that are found in the program.
     - ``ignored``: state that ranks do not make equal; ``sync``: False if they make none equal.
     - ``reshard_after_forward``: a number is the size of the groups of ranks that keep gathered parameters together
       until backward.
@@ -49,6 +50,7 @@ class ParallelMode(ABC):
     custom_passes: Sequence[Pass] | None = None
     ignored: Ignored | None = None
     units: ChosenUnits | None = None
+    experts: ChosenUnits | None = None
     param_init_fn: Callable[[nn.Module], Any] | None = None
     sync: bool = True
     mp_policy: MixedPrecisionPolicy | None = None

@@ -25,6 +25,7 @@ from ..partitioner.plan import Plan
 from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
 from ..ranks.world import axis_names
 from .base import PlannedMode, check_callable, check_flag
+from .experts import expert_placements
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
 from .option_groups import (
     Gathers,
@@ -51,8 +52,13 @@ class DataParallel(PlannedMode):
     ``axes`` gives roles to axes by name, ``{"batch": "dp", "tensor": "tp"}``; a role may name several axes, and an axis
     have several roles. ``"batch"``: ranks pass other rows. ``"shard"``: styles split parameters, by default over the
     axes of ``"batch"`` and ``"sequence"`` together. ``"tensor"``: ``params`` splits them. ``"sequence"``: the program
-    splits dim 1 of each argument that ``inputs`` does not name, if it is as long as there are ranks. Along an axis
-    without the role ``"batch"`` ranks pass equal tensors, each whole, and results are whole.
+    splits dim 1 of each argument that ``inputs`` does not name, if it is as long as there are ranks. ``"experts"``:
+    ranks have other experts, whose weights are split on dim 0 and stay where they are, in every style; rows go to
+    them. Along an axis without the role ``"batch"`` ranks pass equal tensors, each whole, and results are whole.
+
+    ``experts``: the parameters whose dim 0 is the expert: an fnmatch pattern over their names, a class of modules that
+    hold them, a function from a module to a bool, or a list of these. None, the default, finds those that grouped and
+    batched matrix products read.
 
     Without ``axes`` the first axis splits the batch and parameters. On a mesh whose axes are called ``("replicate",
     "shard", ...)`` the batch is split over both of these, and parameters over ``"shard"`` alone: gradients are
@@ -147,6 +153,7 @@ class DataParallel(PlannedMode):
         prefetch: tuple[int, int] = (1, 1),
         limit_gathers: int | None = None,
         units: Choice | Iterable[Choice] | None = None,
+        experts: Choice | Iterable[Choice] | None = None,
         ignored_params: Iterable[nn.Parameter] | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], Any] | None = None,
@@ -164,6 +171,7 @@ class DataParallel(PlannedMode):
         check_placements("params", "name patterns", params)
         self.params = dict(params or {})
         self.axes, self._roles = axes, check_axes(axes)
+        self.experts = chosen_units(experts, "experts")
         self.names_axes = axes is not None
         self._check_roles()
         self.wire = Wire.check(reduce_gradients, reduce_dtype, gather_dtype, self.split)
@@ -178,6 +186,8 @@ class DataParallel(PlannedMode):
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
         self.bits = check_bits(bits, virtual, self.split, self.micro_batches)
         if self.bits is not None:
+            if axes_having(AxisRole.EXPERTS, self._roles or {}):
+                raise ValueError('expected no axis with the role "experts" with bits="same", whose state is whole')
             self.micro_batches = self.bits
 
     def partition(self, program: Program) -> Program:
@@ -209,6 +219,8 @@ class DataParallel(PlannedMode):
     def _check_roles(self) -> None:
         """Raise ``ValueError`` for roles that fit neither the mesh nor the other options."""
         roles = self._roles
+        if roles is None and self.experts is not None:
+            raise ValueError('expected axes={..., "experts": ...} with experts=, to name the axis to split them over')
         if roles is None:
             return
         if self.mesh is not None and (unknown := unknown_axes(roles, axis_names(self.mesh))):
@@ -218,6 +230,8 @@ class DataParallel(PlannedMode):
                 f'expected axes to give an axis the role "shard", over which {self.split} splits: without that entry '
                 'it is the role of the axes of "batch" and "sequence", and axes names none of these'
             )
+        if self.experts is not None and not axes_having(AxisRole.EXPERTS, roles):
+            raise ValueError('expected axes to give an axis the role "experts", over which experts= is split')
         if axes_having(AxisRole.SEQUENCE, roles) and self.input_batch_dim != 0:
             raise ValueError(
                 f'expected input_batch_dim=0 with axes["sequence"], which splits dim {SEQUENCE_DIM} of the arguments, '
@@ -233,6 +247,8 @@ class DataParallel(PlannedMode):
         shares = {i.name: self._share(annotations.marks.get(i.name)) for i in parameters}
         named = parameter_placements(program, self.params)
         given = {i.name: i.placement or named.get(i.name) or replicated(program.mesh) for i in parameters}
+        experts = expert_placements(program, annotations.experts, given)
+        given |= experts
         kept = self._named_over_own_axes(program) | annotations.ignored
         free = [i for i in parameters if i.name not in kept]
         placements = given | {i.name: shares[i.name].placement(i, given[i.name], program.mesh) for i in free}
@@ -245,6 +261,7 @@ class DataParallel(PlannedMode):
             options={"gather_parameters": True, **self.wire.options()},
             updates=updates,
             cuts=sequence_cuts(program, self.inputs),
+            experts=frozenset(experts),
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
             reshard=_reshard(parameters, shares, annotations.chosen),
             kept_by=_kept_by(shares, program.mesh),

@@ -44,8 +44,9 @@ class Share:
 
     def placement(self, declared: Input, given: Placements, mesh: Mesh) -> Placements:
         """``given``, with the split of the style over the axes that split parameters, if ``given`` has none there."""
-        over = mesh.axes_with(AxisRole.SHARD)
-        if self.style == "fully_shard" and mesh.axes and not over:
+        shard = mesh.axes_with(AxisRole.SHARD)
+        over = [k for k in shard if not _has_experts(mesh, k, given)]
+        if self.style == "fully_shard" and mesh.axes and not shard:
             raise PlacementError(
                 f"{self.unit or declared.name} is to be split over the ranks, but no axis of {mesh} has the role "
                 '"shard": give it to one, as axes={"batch": "dp"} does, or axes={"shard": "dp"}'
@@ -79,6 +80,11 @@ class Share:
                 f"{self.unit} {wish}, but an earlier step has split {declared.name} over {_listed(mesh, over)} as "
                 f"{kept[0]}: annotate a model before its first step, or build it anew"
             )
+
+
+def _has_experts(mesh: Mesh, axis: int, given: Placements) -> bool:
+    """Whether ranks have other experts along an axis, so that styles split the parameter over the others alone."""
+    return AxisRole.EXPERTS in mesh.axes[axis].roles and isinstance(given[axis], Shard)
 
 
 def _listed(mesh: Mesh, axes: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import PartitionError
 from passes.ir.program import Placements
 
-from ..placements import Interleaved
+from ..placements import ByGroup, Dealt, Interleaved
 from ..rules import Option
 
 
@@ -182,6 +182,10 @@ def _placement(placement: Placement) -> str:
             return f"S({dim}, {outer})"
         case Shard(dim=dim):
             return f"S({dim})"
+        case ByGroup(dim=dim, of=of, count=count, ends=ends, rows=rows):
+            return f"G({dim}, {of!r}, {count}, {ends}, {rows})"
+        case Dealt(dim=dim):
+            return f"D({dim})"
         case Partial(reduce_op=op):
             return "P" if op == "sum" else f"P({op!r})"
     return "R"
@@ -238,6 +242,10 @@ def _read(value: ast.expr) -> Any:
             return Shard(_read(dim))
         case ast.Call(func=ast.Name(id="S"), args=[dim, outer]):
             return Interleaved(_read(dim), _read(outer))
+        case ast.Call(func=ast.Name(id="D"), args=[dim]):
+            return Dealt(_read(dim))
+        case ast.Call(func=ast.Name(id="G"), args=given):
+            return ByGroup(*map(_read, given))
         case ast.Call(func=ast.Name(id=kind), args=[index, placement]):
             return Move(MoveKind(kind), _read(index), _read(placement))
     raise ValueError(f"expected placements (R, S(dim), P), names or moves, got {ast.unparse(value)!r}")

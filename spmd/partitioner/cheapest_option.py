@@ -14,9 +14,11 @@ from typing import Any
 from torch.distributed.tensor import Partial, Shard
 
 from passes import Mesh, PartitionError, Phase
+from passes.ir.ops import Trait, has
 from passes.ir.program import Placements
 from passes.ir.rates import Rate
 
+from ..placements import OwnRows
 from ..rules import OpCall, Option
 from .assignment import Choice, shown
 from .option_costs import OptionCosts
@@ -33,6 +35,7 @@ class Chooser:
 
     options: Options
     model_axes: frozenset[int] = frozenset()  # those over which no argument of the step is split
+    expert_axes: frozenset[int] = frozenset()
     _chosen: dict[Any, Choice] = field(default_factory=dict)
 
     def cheapest(
@@ -51,7 +54,7 @@ class Chooser:
         already. Raises ``PartitionError`` if no option is so.
         """
         ask = _Ask(call, operands, hint, phase, required, later, given)
-        if self.model_axes or given is not None:
+        if self.model_axes or self.expert_axes or given is not None:
             return self._cheapest(ask)
         key = (*key_of(call), tuple(tuple(value.nodes) for value in operands), hint, phase, required)
         if key not in self._chosen:
@@ -77,7 +80,8 @@ class Chooser:
         model = self.model_axes if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset[int]()
         mesh = self.options.mesh
         axes = range(len(mesh.axes))
-        return [OptionCosts(mesh, index, index in model, call, operands, hint, phase).of for index in axes]
+        experts = self.expert_axes if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset[int]()
+        return [OptionCosts(mesh, index, index in model, call, operands, hint, phase, experts).of for index in axes]
 
     def _right(self, ask: _Ask, chosen: Sequence[Option]) -> list[Option]:
         """The options along the next axis, of those that are given or required."""
@@ -89,6 +93,10 @@ class Chooser:
             found = [option for option in found if option.results[0] == ask.required[index]]
         elif given is None and ask.phase is Phase.UPDATE and _is_contraction(found):
             found = _on_matrices(ask.call, found, ask.operands, index)
+        if given is None and ask.hint is not None and isinstance(ask.hint[index], OwnRows):
+            found = [option for option in found if option.results[0] == ask.hint[index]] or found
+        elif given is None and self.expert_axes and has(ask.call.target, Trait.POINTWISE):
+            found = [option for option in found if _keeps_batch(option, ask.operands, index)] or found
         if given is not None:
             found = [option for option in found if _is_given(option, given, index)]
             if not found:
@@ -112,6 +120,12 @@ class _Ask:
     required: Placements | None
     later: Later | None
     given: Choice | None
+
+
+def _keeps_batch(option: Option, operands: Sequence[Value], axis: int) -> bool:
+    """Whether rows of the batch stay, so that what comes back from experts is added to the rows of each rank."""
+    placed = zip(operands, option.operands, strict=True)
+    return all(placement == value.primary[axis] for value, placement in placed if axis in value.batch)
 
 
 def _is_given(option: Option, given: Choice, axis: int) -> bool:

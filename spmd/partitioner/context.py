@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from passes import AxisRole, Input, Mesh, OutputKind, PartitionError, Program, Role
 from passes.ir.program import Placements, is_even, is_sharded, replicated
 
+from .experts.routes import Routes
 from .plan import Plan
 from .redistribute import Reason
 
@@ -107,6 +108,11 @@ class Context:
         return frozenset(range(len(self.mesh.axes))) - split
 
     @cached_property
+    def routes(self) -> Routes:
+        """Which rows go to the ranks of their experts."""
+        return Routes.of(self.program, self.plan.experts)
+
+    @cached_property
     def uneven_rows(self) -> frozenset[int]:
         """The numbers of rows of arguments of which ranks have unequal parts."""
         arguments = [(i, self.placements[i.name]) for i in self.program.inputs if i.role is Role.BATCH]
@@ -150,9 +156,15 @@ class Context:
         wire = self.plan.reduce_dtypes.get(parameter, self.plan.options.get("reduce_dtype"))
         return Reason(Role.GRADIENT, of=(parameter,), wire=wire)
 
-    def on_model_axes(self, placement: Placements) -> Placements:
-        """``placement`` over the axes that split the model, replicated over those of the batch."""
-        return tuple(p if k in self.model_axes else Replicate() for k, p in enumerate(placement))
+    def read_placement(self, parameter: str, placement: Placements) -> Placements:
+        """``placement`` over the axes that split the model, or experts, replicated over those of the batch."""
+        stays = self.model_axes | self.expert_axes if parameter in self.plan.experts else self.model_axes
+        return tuple(p if k in stays else Replicate() for k, p in enumerate(placement))
+
+    @cached_property
+    def expert_axes(self) -> frozenset[int]:
+        """The axes over which ranks have other experts."""
+        return frozenset(self.mesh.axes_with(AxisRole.EXPERTS)) if self.plan.experts else frozenset()
 
     def batch_placement(self, shape: Sequence[int] | None) -> Placements | None:
         """The placement of the batch, if a value of this shape has the same lengths in the dims that it splits."""

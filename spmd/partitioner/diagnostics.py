@@ -47,6 +47,8 @@ class Diagnostics:
         source, reader = value.nearest(placement, self.context.mesh), reason.reader
         axes = [k for k, p in enumerate(source) if isinstance(p, Shard) and p != placement[k]]
         axes = [k for k in axes if k not in self.context.model_axes]
+        if reader in self.context.routes.hints:  # tokens go to their experts, as the user asks
+            return
         if axes and reader is not None and not value.is_weight and self._is_noted(reader):
             note = _rows_note(reader, all(self._is_even(value, source, k) for k in axes))
             self._rows.setdefault(note, []).append(value.nbytes)

@@ -20,6 +20,7 @@ from passes.runtime.random import draw
 from ..memo import Shapes
 from ..placements import local_runs, local_shape
 from ..rules.base import parameters
+from .experts.own_rows import OwnRowsOf
 from .operand_layouts import Layout, lies, operand_layouts
 from .redistribute import Reason, Redistribution
 from .values import Value, results
@@ -36,6 +37,7 @@ class Emitter:
         self.graph = fx.Graph()
         self.mesh: Mesh = program.mesh
         self.seed: fx.Node | None = None
+        self.own = OwnRowsOf(self.mesh, self.call)
         self._unnumbered = 0
         self._shapes = Shapes(_fake_mode(program))
         self._layouts = Layouts()
@@ -139,7 +141,7 @@ class Emitter:
                 new.meta["collective"] = collective
             return new
 
-        node = Redistribution(emit, self.mark, self.mesh, value.shape, reason).run(start, source, placement)
+        node = Redistribution(emit, self.mark, self.mesh, value.shape, reason, self.own).run(start, source, placement)
         if node is not start:
             node.meta["placement"] = placement
             if "grad_of" in start.meta:

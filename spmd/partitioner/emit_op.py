@@ -13,6 +13,7 @@ from passes import Axis, Collective, Kind, Role
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.program import Placements, is_sharded
 
+from ..placements import OwnRows
 from ..rules import localize_of
 from .context import Context
 from .emit import Emitter
@@ -60,7 +61,7 @@ class OpEmitter(Emitter):
             new: fx.Node = local(_Run(self, op, op.body[0]), op.call, args, op.operand_parts, parts)
         else:
             localize = localize_of(op.call.target)
-            if localize is not None and any(p is not None and is_sharded(p) for p in op.gives):
+            if localize is not None and any(p is not None and _divides(p) for p in op.gives):
                 args = localize(op.call, args, kwargs, shapes)
             new = self.op(op.node, args, kwargs, op.gives)
         self.check(op.node, new, shapes)
@@ -92,12 +93,31 @@ class _Run:
             node.meta["numbers"] = f"of parts of {_split_lengths(placed)}"
         return node
 
+    def own_ends(self, ends: fx.Node, position: int, dim: int) -> fx.Node:
+        """Where groups end in this rank's rows of an operand, for ``ends`` in the whole."""
+        return self.emitter.own.ends(self.op.reads[position], dim, ends)
+
+    def own_numbers(self, position: int | None) -> fx.Node:
+        """The experts of this rank's rows of an operand, or of the first result, numbered from its first one."""
+        return self.emitter.own.numbers(self.op.gives[0] if position is None else self.op.reads[position])
+
+    def only_own(self, tensor: fx.Node, position: int) -> fx.Node:
+        """An operand with zeros behind this rank's own rows."""
+        placement, shape = self.op.reads[position], self.op.call.operands[position].shape
+        dims = [p.dim for p in placement if isinstance(p, OwnRows)]
+        return self.emitter.own.only(placement, shape[dims[0]], tensor) if dims else tensor
+
     def all_to_all(self, tensor: fx.Node, received: list[int], sent: list[int]) -> fx.Node:
         """Emit an exchange of rows along the axis of the option."""
         node = self(c10d.all_to_all_single.default, (tensor, received, sent, self.axis.group))
         why = f"{Role.ACTIVATION}: passed on {for_op(self.op.node)}"
         node.meta["collective"] = Collective(Kind.ALL_TO_ALL, self.axis.name, None, Role.ACTIVATION, why)
         return self(WAIT, (node,))
+
+
+def _divides(placement: Placements) -> bool:
+    """Whether a rank has other lengths than the whole."""
+    return is_sharded(placement) or any(isinstance(p, OwnRows) for p in placement)
 
 
 def _split_lengths(placed: Sequence[Placed]) -> list[tuple[int, int]]:

@@ -50,7 +50,7 @@ class Greedy:
         self.calls, self.context, self.given = calls, calls.context, given
         self.walk = Walk(calls, Tally(self.context.mesh))
         values, self.parameters = self.walk.values, self.walk.parameters
-        self.chooser = Chooser(calls.options, self.context.model_axes)
+        self.chooser = Chooser(calls.options, self.context.model_axes, self.context.expert_axes)
         self.lookahead = Lookahead(self.context.mesh, calls.options, values, self.context.differentiated)
         self.hints = Hints(self.context, self.parameters, values)
         self.moves = Moves(self.context, self.parameters, self.hints, values)
@@ -140,7 +140,22 @@ class Greedy:
         except PartitionError as error:
             raise PartitionError(f"{self.calls.describe(node)} cannot be computed as assigned: {error}") from None
         self.hints.note_draw(node, choice.options)
+        self._check_experts_stay(node, operands, choice)
         return choice
+
+    def _check_experts_stay(self, node: fx.Node, operands: Sequence[Value], choice: Choice) -> None:
+        """Raise ``PartitionError`` for an op that would read the weights of experts of other ranks."""
+        if node.meta.get("phase") not in (Phase.FORWARD, Phase.BACKWARD):
+            return
+        for value, reads in zip(operands, choice.reads or (), strict=True):
+            split = [k for k in self.context.expert_axes if isinstance(value.primary[k], Shard)]
+            moved = [k for k in split if value.is_weight and reads[k] != value.primary[k]]
+            if moved:
+                raise PartitionError(
+                    f"{self.calls.describe(node)} reads the weights of all experts, {list(value.shape)}, of which each "
+                    f"rank along {self.calls.axes[moved[0]]} has a part: compute experts by grouped_mm, bmm or einsum "
+                    "over their dim, or leave these weights out with experts="
+                )
 
     def _is_decomposed(self, node: fx.Node, operands: Sequence[Value], given: Choice) -> bool:
         """Whether the ops of a decomposition are computed instead, where there is one."""

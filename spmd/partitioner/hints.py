@@ -60,6 +60,8 @@ class Hints:
         """The placement that the (first) result of ``node`` should have; None where there is no hint."""
         if "draw" in node.meta:
             return self._of_draw(node)
+        if node in self.context.routes.hints:
+            return self.context.routes.hints[node]
         user = next(iter(node.users)) if len(node.users) == 1 else None
         if user is not None and user.target is CONSTRAIN:
             return constrained_to(user, self.context.replicated, self.context.mesh)
@@ -125,7 +127,7 @@ class Hints:
                 return None
         if end not in complete:
             return None
-        return self.context.on_model_axes(self.context.placements[complete[end]])
+        return self.context.read_placement(complete[end], self.context.placements[complete[end]])
 
     def _of_draw(self, node: fx.Node) -> Placements | None:
         """For a draw, the placement of the first value of its shape that it is computed with."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate
 from passes import Axis, Mesh
 from passes.ir.program import Placements
 
+from ..placements import OwnRows
 from ..rules import Info, LocalPart, OpCall, Option, iota_dim_of, parts_of
 from ..rules.factories import makes_zeros
 from .assignment import Choice
@@ -50,7 +51,9 @@ class LocalOp:
     def body(self) -> tuple[Axis, Option] | None:
         """The axis and the option that has ops of its own for a rank to compute instead of the op itself."""
         pairs = zip(self.mesh.axes, self.choice.options, strict=True)
-        return next(((axis, option) for axis, option in pairs if option.local is not None), None)
+        found = [(axis, option) for axis, option in pairs if option.local is not None]
+        # What computes on a rank's own rows does so over all axes; that of experts, the last, knows their weights, too.
+        return next((pair for pair in reversed(found) if _has_own_rows(pair[1])), found[0] if found else None)
 
     @property
     def sends(self) -> list[Traffic]:
@@ -96,6 +99,10 @@ class LocalOp:
     def placed_results(self) -> list[Placed]:
         """The global shape and placement of each result."""
         return _placed(self.call.results, self.gives)
+
+
+def _has_own_rows(option: Option) -> bool:
+    return any(isinstance(p, OwnRows) for p in (*option.operands, *option.results))
 
 
 Placed = tuple[tuple[int, ...], Placements]

@@ -54,7 +54,8 @@ class Moves:
         for k, operand in enumerate(operands):
             value = self.values[operand]
             if self.parameters.is_gathered(operand, node):
-                yield Move(MoveKind.PARAMETER, k, self.context.on_model_axes(value.primary))
+                read = self.context.read_placement(self.parameters.name(operand) or "", value.primary)
+                yield Move(MoveKind.PARAMETER, k, read)
             elif name := self.parameters.rounded(operand, value):
                 yield Move(MoveKind.PART, k, self.context.update_placements[name])
 

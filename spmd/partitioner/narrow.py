@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from passes import Axis, Mesh
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, all_shapes, chunk, first_of_each_length, local_shape, splits
+from ..placements import Interleaved, OwnRows, all_shapes, chunk, first_of_each_length, local_shape, splits
 from ..rules import Info, OpCall, Option, localize_of
 from .values import Value
 
@@ -33,7 +33,21 @@ def narrowed(
         _runs(value, tuple(o.operands[k] for o in chosen), hinted if _has_rows(value, call, hinted) else None)
         for k, value in enumerate(operands)
     )
-    return [replace(each, size=axis.size, interleaved=interleaved) for each in _on_all_lengths(call, chosen, mesh)]
+    goal = hint[len(chosen)] if hint is not None else None
+    owned = tuple(_owned(value, tuple(o.operands[k] for o in chosen)) for k, value in enumerate(operands))
+    known: dict[str, Any] = {
+        "size": axis.size,
+        "interleaved": interleaved,
+        "owned": owned,
+        "hinted": goal if isinstance(goal, OwnRows) else None,
+    }
+    return [replace(each, **known) for each in _on_all_lengths(call, chosen, mesh)]
+
+
+def _owned(value: Value, before: Placements) -> tuple[OwnRows, ...]:
+    """The own rows in which a value is available along the next axis."""
+    along = (placement[len(before)] for placement in value.nodes if placement[: len(before)] == before)
+    return tuple(dict.fromkeys(p for p in along if isinstance(p, OwnRows)))
 
 
 def _runs(value: Value, before: Placements, hinted: Interleaved | None) -> tuple[Interleaved, ...]:
@@ -63,7 +77,7 @@ def _has_rows(value: Value, call: OpCall, runs: Interleaved | None) -> bool:
 
 
 def _on_all_lengths(call: OpCall, chosen: Sequence[Option], mesh: Mesh) -> list[OpCall]:
-    if not any(isinstance(p, Shard) for option in chosen for p in (*option.operands, *option.results)):
+    if not any(isinstance(p, (Shard, OwnRows)) for option in chosen for p in (*option.operands, *option.results)):
         return [call]
     return [_on_rank(call, chosen, rank) for rank in _different_ranks(call, chosen, mesh.axes[: len(chosen)])]
 
@@ -98,7 +112,7 @@ def _on_rank(call: OpCall, chosen: Sequence[Option], axes: Mesh) -> OpCall:
     """The call on the parts that one rank has."""
 
     def narrow(info: Info, placement: tuple[Any, ...], iota_dim: int | None = None) -> Info:
-        return Info(local_shape(info.shape, placement, axes), info.dtype, iota_dim)
+        return Info(local_shape(info.shape, placement, axes), info.dtype, iota_dim, info.group)
 
     operands = [
         narrow(info, tuple(o.operands[k] for o in chosen), _iota_dim_left(info, k, chosen))

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, Mesh, Phase
 from passes.ir.program import Placements
 
+from ..placements import OwnRows
 from ..rules import OpCall, Option, parts_of
 from .steps import cost
 from .values import Value
@@ -26,7 +27,8 @@ _WEIGHT_STAYS = 1000.0
 class OptionCosts:
     """The costs of the options of one call along the mesh axis at ``index``.
 
-    ``hint``: the placement that the (first) result should have; ``on_model``: whether the axis splits the model.
+    ``hint``: the placement that the (first) result should have; ``on_model``: whether the axis splits the model;
+    ``experts``: the axes along which ranks have other experts.
     """
 
     mesh: Mesh
@@ -36,6 +38,7 @@ class OptionCosts:
     operands: Sequence[Value]
     hint: Placements | None
     phase: Phase | None
+    experts: frozenset[int] = frozenset()
 
     @property
     def axis(self) -> Axis:
@@ -55,7 +58,20 @@ class OptionCosts:
             follows_hint = self.hint is not None and option.results[0] == self.hint[self.index]
             pairs = zip(placed, moves, strict=True)
             total += sum(self._surcharge(value, p, moved, follows_hint) for (value, p), moved in pairs)
+        elif self.index in self.experts:
+            pairs = zip(placed, moves, strict=True)
+            total += sum(_WEIGHT_STAYS * moved for (value, _), moved in pairs if value.is_weight)
+        elif self.experts and self._divides_experts(option):
+            total += _WEIGHT_STAYS * self.axis.rate.latency
         return total + self._missed_hint(option.results[0]) + self._own(option)
+
+    def _divides_experts(self, option: Option) -> bool:
+        """Whether the dim of experts, which another axis splits, would be split along this one, too."""
+        placed = [
+            (value.primary, p) for value, p in zip(self.operands, option.operands, strict=True) if value.is_weight
+        ]
+        placed += [(self.hint, option.results[0])] if self.hint is not None and option.results[0] is not None else []
+        return any(isinstance(p, Shard) and p == whole[k] for whole, p in placed for k in self.experts - {self.index})
 
     def _own(self, option: Option) -> float:
         """The cost of what an option communicates by itself, on parts along this axis alone."""
@@ -82,8 +98,12 @@ class OptionCosts:
     def _missed_hint(self, result: Placement | None) -> float:
         """The cost of building more than this rank's part of a result that should be split."""
         info, goal = self.call.results[0], self.hint[self.index] if self.hint is not None else None
-        if not isinstance(goal, Shard) or info is None or result == goal or isinstance(result, Partial):
+        if isinstance(goal, OwnRows) and info is not None and result is not None:
+            return cost(result, goal, info.nbytes, self.axis)
+        if not isinstance(goal, Shard) or info is None or result == goal:
             return 0.0
+        if isinstance(result, Partial):  # the gradient of an expert is complete where the expert is
+            return cost(result, goal, info.nbytes, self.axis) if self.index in self.experts else 0.0
         return info.nbytes * self.axis.rate.per_byte
 
 

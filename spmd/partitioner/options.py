@@ -58,7 +58,7 @@ class Options:
 
     def _of_call(self, call: OpCall) -> list[Option]:
         """Everything replicated, and the options of the rule."""
-        key = (*key_of(call), call.size, call.interleaved, call.of_parts)
+        key = (*key_of(call), call.size, call.interleaved, call.of_parts, call.owned, call.hinted)
         if key not in self._memo:
             rule = rule_of(call.target)
             self._memo[key] = [_replicated(call), *(rule(call) if rule is not None else [])]

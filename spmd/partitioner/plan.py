@@ -42,6 +42,9 @@ class Plan:
     - ``"reduce_dtype"``, ``"gather_dtype"``: a dtype or None; gradients are reduced, and parameters gathered, in this
       dtype where their own is wider.
 
+    ``experts``: the parameters that stay split over the axes of the role "experts" while forward and backward read
+    them; rows of activations go to the ranks that have their expert.
+
     ``reduce_dtypes``: for single parameters, by name, another dtype than that option; None is their own.
 
     ``reshard``: the parameters that are gathered again for backward, instead of kept whole; ``kept_by``: of these,
@@ -61,6 +64,7 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     updates: Mapping[str, Placements] = field(default_factory=dict)
     cuts: Mapping[str, Placements] = field(default_factory=dict)
+    experts: frozenset[str] = frozenset()
     reduce_dtypes: Mapping[str, torch.dtype | None] = field(default_factory=dict)
     reshard: frozenset[str] = frozenset()
     kept_by: Mapping[str, int] = field(default_factory=dict)

@@ -20,7 +20,8 @@ from passes import Axis, AxisRole, Collective, Kind, Mesh, Role
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, all_shapes, chunk, splits
+from ..placements import Interleaved, OwnRows, all_shapes, chunk, local_shape, splits
+from .experts.own_rows import Own
 from .steps import steps
 
 aten = torch.ops.aten
@@ -84,6 +85,7 @@ class Redistribution:
     mesh: Mesh
     shape: tuple[int, ...]  # global
     reason: Reason
+    own: Callable[[OwnRows, int, Placements, int, fx.Node], Own] | None = None
 
     def run(self, node: fx.Node, source: Placements, target: Placements) -> fx.Node:
         """The value of ``node``, which has placement ``source``, in placement ``target``."""
@@ -101,6 +103,11 @@ class Redistribution:
     def _step(self, goal: Placement, node: fx.Node, current: Placements, index: int) -> fx.Node:
         axis, whole = self.mesh.axes[index], _with(current, index, Replicate())
         match current[index], goal:
+            case (_, OwnRows() as rows) | (OwnRows() as rows, _):
+                assert self.own is not None, "own rows occur in programs alone"
+                size = local_shape(self.shape, whole, self.mesh)[rows.dim]
+                own = self.own(rows, index, current, size, node)
+                return own.taken(self.emit, node) if rows == goal else own.put_back(self.emit, node)
             case (Interleaved(), Shard()) | (Shard(), Interleaved()):
                 return self._to(goal, self._to(Replicate(), node, current, index), whole, index)
             case Interleaved() as runs, Replicate():

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, AxisRole, Kind, Mesh
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, local_shape, splits
+from ..placements import Interleaved, OwnRows, local_shape, splits
 
 # Reading and writing a byte here counts as this share of sending it: without communication, the least work is chosen.
 _LOCAL = 1e-3
@@ -23,10 +23,19 @@ def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[
 
     Slices first, then sums (those over micro-batches, then those that leave a part, the innermost axis first), then
     gathers, so that little is communicated. A dim that several axes split is cut by the outermost one first: an axis
-    that would break this order is replicated, and cut in the end.
+    that would break this order is replicated, and cut in the end. Own rows are taken last, when no other axis moves
+    rows any more, and put back first, as a sum of one summand a rank.
     """
     current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
     axes = range(len(current))
+    own = [k for k in axes if _moves_own_rows(current, goals, k)]
+    for index in reversed(own):
+        if isinstance(current[index], OwnRows):
+            yield tuple(current), index, Partial()
+            current[index] = Partial()
+    last = [(index, goals[index]) for index in own if isinstance(goals[index], OwnRows)]
+    for index, _ in last:
+        goals[index] = Replicate()
     whole = [k for k in axes if isinstance(current[k], Replicate)]
     in_time = mesh.axes_with(AxisRole.MICRO_BATCHES)
     sums = [k for k in reversed(axes) if isinstance(current[k], Partial)]  # the nearest ranks first
@@ -37,6 +46,17 @@ def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[
         if goal != current[index]:
             yield tuple(current), index, goal
             current[index] = goal
+    for index, rows in last:
+        yield tuple(current), index, rows
+        current[index] = rows
+
+
+def _moves_own_rows(current: Sequence[Placement], goals: Sequence[Placement], index: int) -> bool:
+    """Whether an axis takes or puts back own rows: it changes, or another axis that divides the same dim does."""
+    held = [p for p in (current[index], goals[index]) if isinstance(p, OwnRows)]
+    others = [k for k in range(len(current)) if k != index and current[k] != goals[k]]
+    divided = [p.dim for k in others for p in (current[k], goals[k]) if isinstance(p, (Shard, OwnRows))]
+    return bool(held) and (current[index] != goals[index] or any(p.dim in divided for p in held))
 
 
 def _on_many_ranks(placements: Placements, mesh: Mesh) -> list[Placement]:
@@ -74,6 +94,12 @@ def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_be
             # A sum over micro-batches is known after the last of them: it cannot be a summand in each.
             stays = not may_become_sum or AxisRole.MICRO_BATCHES in axis.roles
             return math.inf if stays else _local_work(nbytes, axis)
+        case (Replicate(), OwnRows()) | (OwnRows(), Partial(reduce_op="sum")):
+            return _local_work(part, axis)
+        case OwnRows(), _:
+            return cost(Partial(), target, nbytes, axis)
+        case _, OwnRows():
+            return cost(source, Replicate(), nbytes, axis) + _local_work(part, axis)
         case Shard(), Replicate():
             return rate.seconds(rest)
         case Shard(), Shard():
@@ -124,6 +150,8 @@ def traffic(
 
 def _kind(shape: Sequence[int], current: Placements, index: int, goal: Placement, mesh: Mesh) -> Kind | None:
     match current[index], goal:
+        case (OwnRows(), _) | (_, OwnRows()):
+            return None
         case Partial(reduce_op="sum"), Shard():
             return Kind.REDUCE_SCATTER
         case Partial(), _:

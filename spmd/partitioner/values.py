@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from passes import Mesh
 from passes.ir.program import Placements
 
+from ..placements import ByGroup, OwnRows
 from ..rules import Info
 from .steps import total_cost
 
@@ -24,7 +25,7 @@ class Value:
     ``source`` is its node in the global graph; ``primary`` the placement it was computed in; ``batch`` the mesh axes
     over which ``primary`` splits it because some argument of the step is split there: its rows are those of the batch.
     ``iota_dim`` is the dim along which it is known to hold 0, 1, 2, ...; ``is_weight`` whether it is computed from
-    parameters alone.
+    parameters alone. ``group``: the rows of which it says whose they are.
     """
 
     source: fx.Node
@@ -35,6 +36,7 @@ class Value:
     batch: frozenset[int] = frozenset()
     iota_dim: int | None = None
     is_weight: bool = False
+    group: ByGroup | None = None
 
     @classmethod
     def of(
@@ -60,7 +62,7 @@ class Value:
     @property
     def info(self) -> Info:
         """Global shape and dtype, and iota dim."""
-        return Info(self.shape, self.dtype, self.iota_dim)
+        return Info(self.shape, self.dtype, self.iota_dim, self.group)
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +73,7 @@ class Value:
         """Bytes that ``placement`` leaves on a rank if it is replicated over the axis at ``axis``."""
         nbytes = float(self.nbytes)
         for k, entry in enumerate(placement):
-            if k != axis and isinstance(entry, Shard):
+            if k != axis and isinstance(entry, (Shard, OwnRows)):
                 nbytes /= mesh.axes[k].size
         return nbytes
 

@@ -60,9 +60,11 @@ class Walk:
     def run(self, decisions: Decisions) -> tuple[list[Input], list[Any], list[Output]]:
         """The inputs, what is returned, and the outputs, with their placements."""
         self.decisions = decisions
+        if isinstance(self.emitter, OpEmitter):
+            self.emitter.own.source = self._whole
         inputs = [self._input(node, declared) for node, declared in self.context.inputs.items()]
         self._cut_arguments()
-        for node in self.context.program.graph.nodes:
+        for node in self.context.routes.order:
             if node.op == "call_function":
                 self._visit(node)
             elif node.op not in ("placeholder", "output"):
@@ -83,6 +85,12 @@ class Walk:
         self.values[node] = Value.of(node, val, placement, held, batch, is_weight=declared.role is Role.PARAMETER)
         return replace(declared, placement=placement)
 
+    def _whole(self, name: str) -> Any:
+        """What holds a node whole, which says whose rows are whose."""
+        (node,) = (node for node in self.context.routes.groups if node.name == name)
+        reason = Reason(value="numbers of experts", use="to send rows to them")
+        return self.materializer.materialize(self.values[node], self.context.replicated, reason)
+
     def _cut_arguments(self) -> None:
         """Hold each argument that the plan cuts as this rank's part only, from here on."""
         for node, declared in self.context.inputs.items():
@@ -101,6 +109,8 @@ class Walk:
             self.values[node] = self._op(node)
         else:
             self._number(node)
+        if node in self.context.routes.groups and isinstance(value := self.values[node], Value):
+            value.group = self.context.routes.groups[node]
         self.parameters.note_update(node)
         for move in self.decisions.then(node, self.values[node]):
             self._move(node, move)

@@ -23,7 +23,7 @@ from passes.ir.program import Placements
 from passes.ir.schemas import schema
 
 from .._torch import OpOverload
-from ..placements import Interleaved, local_shape, local_start, smallest_shape
+from ..placements import ByGroup, Interleaved, OwnRows, local_shape, local_start, smallest_shape
 
 # As in torch's own notation for placements: R, P, S(0).
 R = Replicate()
@@ -37,11 +37,15 @@ def S(dim: int) -> Shard:
 
 @dataclass(frozen=True)
 class Info:
-    """Shape and dtype of a tensor in a call; along ``iota_dim``, if known, it holds 0, 1, 2, ... (``iota.py``)."""
+    """Shape and dtype of a tensor in a call; along ``iota_dim``, if known, it holds 0, 1, 2, ... (``iota.py``).
+
+    ``group``: the rows that go to the ranks of their experts, where the tensor says whose they are.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     iota_dim: int | None = None
+    group: ByGroup | None = None
 
     @property
     def ndim(self) -> int:
@@ -71,7 +75,8 @@ class OpCall:
     the order of ``tree_leaves((args, kwargs))``; ``results`` has one Info per tensor the op returns (None for an output
     that is no tensor or is absent); ``size`` is the number of ranks along the axis; ``interleaved`` lists for each
     operand the splits in runs of rows in which it is available; ``of_parts`` says whether axes before split some of the
-    tensors, so that positions in these are not those in the whole.
+    tensors, so that positions in these are not those in the whole. ``owned`` lists for each operand the own rows in
+    which it is available; ``hinted`` are those that the first result should have.
     """
 
     target: OpOverload
@@ -82,6 +87,8 @@ class OpCall:
     size: int
     interleaved: tuple[tuple[Interleaved, ...], ...] = ()
     of_parts: bool = False
+    owned: tuple[tuple[OwnRows, ...], ...] = ()
+    hinted: OwnRows | None = None
 
     def arg(self, name: str, default: Any = None) -> Any:
         """The argument called ``name`` in the op's schema, given by position, by name or by the schema's default."""
@@ -128,6 +135,15 @@ class Run(Protocol):
 
     def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
         """The result of an op."""
+
+    def own_ends(self, ends: Any, position: int, dim: int) -> Any:
+        """Where groups end in this rank's rows of an operand, for ``ends`` in the whole; of its own groups alone."""
+
+    def own_numbers(self, position: int | None) -> Any:
+        """The experts of this rank's rows of an operand, or of the first result, numbered from its first one."""
+
+    def only_own(self, tensor: Any, position: int) -> Any:
+        """An operand with zeros behind this rank's own rows."""
 
     def all_to_all(self, tensor: Any, received: list[int], sent: list[int]) -> Any:
         """The rows that this rank receives from each one of the axis, for those of ``tensor`` that it sends to each."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import prod
 from string import ascii_letters
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..placements import rows
-from .base import Info, OpCall, Option, P, R, parameters
+from ..placements import OwnRows, rows
+from .base import Info, Local, OpCall, Option, P, Parts, R, Run, parameters
 
 Labels = str | Sequence[str]
 """One character per dim; for an argument that is a list of tensors, one such string per tensor."""
@@ -97,7 +98,7 @@ def options(call: OpCall, dims: Dims) -> list[Option]:
     """Every correct split of a letter, and every partial operand that passes through."""
     splits = (split(call, dims, letter) for letter in dims.letters())
     found = [option for option in splits if option is not None]
-    found += [option for plain in found for option in in_runs(call, plain)]
+    found += [option for plain in found for option in (*in_runs(call, plain), *on_own_rows(call, plain, dims))]
     found += [option for names in dims.linear for option in partial(call, names, P)]
     return found + [option for kind in PARTIALS if dims.moves for option in partial(call, dims.moves, kind)]
 
@@ -149,6 +150,57 @@ def _with_runs(plain: Option, outer: int) -> Option:
         return rows(placement.dim, outer) if isinstance(placement, Shard) else placement
 
     return Option(tuple(map(lifted, plain.operands)), tuple(map(lifted, plain.results)))
+
+
+def on_own_rows(call: OpCall, plain: Option, dims: Dims) -> list[Option]:
+    """``plain``, which splits one letter, with rows that each have one owner, as in the operands or as is hinted.
+
+    Where the op sums over rows, what lies behind a rank's own is set to zero: so it must be linear in such an operand.
+    """
+    if not any(call.owned) and call.hinted is None:
+        return []
+    kinds = dict[OwnRows, None]()
+    for placement, held in zip(plain.operands, call.owned, strict=True):
+        kinds |= {kind.along(0): None for kind in held if placement == Shard(kind.dim)}
+    if call.hinted is not None and plain.results[0] == Shard(call.hinted.dim):
+        kinds[call.hinted.along(0)] = None
+    sums = any(isinstance(p, Partial) for p in plain.results)
+    others = any(isinstance(p, Partial) and p != P for p in plain.results)
+    if sums and (others or call.kwargs or not _zero_adds_nothing(call, plain, dims)):
+        return []
+    if len(_sizes_split(call, plain)) != 1 or torch.Tag.nondeterministic_seeded in call.target.tags:
+        return []
+    return [_with_own_rows(plain, kind, _summed if sums else None) for kind in kinds]
+
+
+def _zero_adds_nothing(call: OpCall, plain: Option, dims: Dims) -> bool:
+    """Whether rows of zeros, in the operands that ``plain`` splits, add nothing to the result."""
+    names = [name for name, value in arguments(call) for _ in infos(value)]
+    split = {name for name, p in zip(names, plain.operands, strict=True) if isinstance(p, Shard)}
+    return any({*linear} - {dims.onto} <= split for linear in dims.linear)
+
+
+def _with_own_rows(plain: Option, kind: OwnRows, local: Local | None) -> Option:
+    def lifted(placement: Any) -> Any:
+        return kind.along(placement.dim) if isinstance(placement, Shard) else placement
+
+    return Option(tuple(map(lifted, plain.operands)), tuple(map(lifted, plain.results)), local=local)
+
+
+def _summed(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
+    """The op, on operands with zeros behind a rank's own rows."""
+    positions = count()
+    return run(
+        call.target, tuple(_only_own(run, arg, given, positions) for arg, given in zip(args, call.args, strict=True))
+    )
+
+
+def _only_own(run: Run, arg: Any, given: Any, positions: Iterator[int]) -> Any:
+    if isinstance(given, Info):
+        return run.only_own(arg, next(positions))
+    if isinstance(given, (list, tuple)):
+        return [_only_own(run, each, info, positions) for each, info in zip(arg, given, strict=True)]
+    return arg
 
 
 def partial(call: OpCall, names: Sequence[str], kind: Partial) -> list[Option]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
+from ..placements import ByGroup, OwnRows
 from . import lookup
-from .base import Info, OpCall, Option, P, S
+from .base import Info, OpCall, Option, P, Parts, Run, S
 from .einsum_labels import WHOLE, Dims, aligned, letters, option, options, without, wrap
 from .optional_ops import aten
 from .registry import rule, whole
@@ -117,7 +118,34 @@ def index(call: OpCall) -> list[Option]:
         return []
     source, indices, result = labels
     operands = {"self": source, "indices": indices}
-    return _from_zero(call, options(call, Dims(operands, result, broadcast=True, linear=(("self",),))))
+    found = options(call, Dims(operands, result, broadcast=True, linear=(("self",),)))
+    return [*_of_own_experts(call), *_from_zero(call, found)]
+
+
+def _of_own_experts(call: OpCall) -> list[Option]:
+    """Weights by the number of their expert: those of the rows that go to the rank of their expert."""
+    group = _numbers_experts(call)
+    if group is None:
+        return []
+    return [replace(option(call, {"self": S(0)}, group), local=_index_own)]
+
+
+def _numbers_experts(call: OpCall) -> ByGroup | None:
+    """The rows that go to their experts, if dim 0 alone is indexed, by the expert of each."""
+    first, *others = call.arg("indices")
+    group = first.group if isinstance(first, Info) else None
+    if group is None or group.ends or any(each is not None for each in others):
+        return None
+    return group if call.arg("self").shape[0] == group.count else None
+
+
+def _index_own(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
+    return run(call.target, (args[0], [run.own_numbers(None)]))
+
+
+def _add_to_own(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
+    values = run.only_own(args[2], 2)
+    return run(call.target, (args[0], [run.own_numbers(2)], values, True))
 
 
 @rule(*aten("index_put", "_unsafe_index_put"))
@@ -135,7 +163,10 @@ def index_put(call: OpCall) -> list[Option]:
         return _from_zero(call, options(call, Dims(operands, source, broadcast=True)))
     summed = "".join(c for c in rows if c not in source)
     added = Dims(operands, source, reduced=summed, broadcast=True, onto="self", linear=(("self", "values"),))
-    return _from_zero(call, options(call, added))
+    group = _numbers_experts(call)
+    whole = call.arg("values").shape[:1] == call.arg("indices")[0].shape if group is not None else False
+    own = [option(call, {"self": S(0), "values": group}, S(0))] if whole and group is not None else []
+    return [*(replace(each, local=_add_to_own) for each in own), *_from_zero(call, options(call, added))]
 
 
 def _indexed(call: OpCall) -> tuple[str, list[str], str] | None:
@@ -172,6 +203,7 @@ def _from_zero(call: OpCall, found: list[Option]) -> list[Option]:
     """The options, with the index of a split dim starting from 0 on each rank."""
     given = [d for d, one in enumerate(call.arg("indices")) if isinstance(one, Info)]
     splits = {d: 1 + k for k, d in enumerate(given)}  # operands: the tensor, then the indices
+    found = [o for o in found if not (isinstance(o.operands[0], OwnRows) and o.operands[0].dim in splits)]
     first = [option.operands[0] for option in found]
     return [
         replace(o, from_zero=(splits[p.dim],)) if isinstance(p, Shard) and p.dim in splits else o

@@ -16,6 +16,8 @@ Op = OpOverload
 
 RULES: dict[Op, Rule] = {}
 LOCALIZE: dict[Op, Localize] = {}
+NAMED: dict[str, Rule] = {}
+"""Rules for ops of other libraries, by name: the ops exist once such a library is imported."""
 TAGGED: dict[torch.Tag, Rule] = {}
 """Rules for all aten ops with a tag, where the op has none of its own."""
 
@@ -27,6 +29,16 @@ def rule(*ops: Op) -> Callable[[Rule], Rule]:
         for op in ops:
             assert op not in RULES, f"{op} has a rule already"
             RULES[op] = function
+        return function
+
+    return register
+
+
+def named(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for ops of other libraries."""
+
+    def register(function: Rule) -> Rule:
+        NAMED.update(dict.fromkeys(names, function))
         return function
 
     return register
@@ -70,7 +82,7 @@ def rule_of(op: Any) -> Rule | None:
         return RULES.get(op)
     # Only tags of aten ops: on a user's op a tag may promise less than the rule relies on.
     if op.namespace != "aten" or has(op, Trait.MUTABLE):
-        return None
+        return NAMED.get(op.name())
     return next((TAGGED[tag] for tag in op.tags if tag in TAGGED), None)
 
 

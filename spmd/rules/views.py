@@ -34,6 +34,12 @@ def view(call: OpCall) -> list[Option]:
             for outer in [1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == dim)]:
                 placement = _viewed(call, before, after, dim, outer)
                 splits += [option(call, {"self": rows(dim, outer)}, placement)] if placement is not None else []
+    own = call.owned[0] if call.owned else ()
+    for before, after in groups(source.shape, result.shape):
+        if len(before) == len(after) == 1:
+            kinds = [kind for kind in own if kind.dim == before[0]]
+            kinds += [call.hinted] if call.hinted is not None and call.hinted.dim == after[0] else []
+            splits += [option(call, {"self": kind.along(before[0])}, kind.along(after[0])) for kind in kinds]
     return splits + passing
 
 

@@ -1,0 +1,108 @@
+"""Experts: the parameters that are split over the axes of the role "experts", and where they lie.
+
+The user names them, or they are what grouped and batched matrix products read: a weight of three dims, the first of
+which counts experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from passes import AxisRole, Mesh, PlacementError, Program, Role
+from passes.ir.program import Placements
+from passes.ir.schemas import name_of
+
+_GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
+_BATCHED = {"bmm", "baddbmm"}
+_SAME_ROWS = {"detach", "_to_copy", "transpose", "permute", "view", "expand", "alias", "clone", "unsqueeze"}
+_BY_NUMBER = {"index", "index_select", "embedding"}  # rows of a weight by the number of their expert
+
+
+def expert_placements(
+    program: Program, named: Collection[str] | None, given: Mapping[str, Placements]
+) -> dict[str, Placements]:
+    """The placements of experts, by name: those ``given``, and split on dim 0 over the axes of experts.
+
+    Raises ``PlacementError`` where no parameter is an expert, or their number does not divide.
+    """
+    axes = program.mesh.axes_with(AxisRole.EXPERTS)
+    if not axes:
+        return {}
+    _check_order(program.mesh, axes)
+    names = _found(program) if named is None else named
+    parameters = [i for i in program.inputs if i.role is Role.PARAMETER]
+    ranks = prod(program.mesh.axes[k].size for k in axes)
+    placements = {}
+    for each in (i for i in parameters if i.name in names):
+        if not each.shape or each.shape[0] % ranks:
+            raise PlacementError(
+                f"expected {each.name} to have experts in dim 0, as many on each of {ranks} ranks, got the shape "
+                f"{tuple(each.shape)}: choose a number of ranks that divides them, or name the experts with experts="
+            )
+        placements[each.name] = tuple(Shard(0) if k in axes else p for k, p in enumerate(given[each.name]))
+    if not placements:
+        raise PlacementError(
+            f'axes gives {", ".join(program.mesh.axes[k].name for k in axes)} the role "experts", but no parameter '
+            "is read by a grouped or batched matrix product: name those whose dim 0 is the expert with "
+            "experts='*.experts.*'"
+        )
+    return placements
+
+
+def _check_order(mesh: Mesh, axes: Sequence[int]) -> None:
+    """Raise ``PlacementError`` unless one axis has experts, and no axis behind it splits tokens."""
+    if len(axes) > 1:
+        names = ", ".join(mesh.axes[k].name for k in axes)
+        raise PlacementError(f'expected one axis with the role "experts", got {names}: make one mesh axis of them')
+    behind = [k for k in mesh.axes_with(AxisRole.BATCH, AxisRole.SEQUENCE) if k > axes[0]]
+    if behind:
+        raise PlacementError(
+            f"expected the axis of experts, {mesh.axes[axes[0]].name}, to stand behind all that split the batch or "
+            f"the sequence, but {mesh.axes[behind[0]].name} follows it: make a mesh with the axis of experts last"
+        )
+
+
+def _found(program: Program) -> frozenset[str]:
+    """The parameters of three dims that grouped and batched products read, all of one number of experts."""
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    found = {
+        declared.name: declared.shape[0]
+        for node in program.graph.nodes
+        for operand in _factors(node)
+        if (declared := inputs.get(_base(operand))) is not None
+        and declared.role is Role.PARAMETER
+        and len(declared.shape) == 3
+    }
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{name} ({count})" for name, count in found.items())
+        raise PlacementError(
+            f"grouped and batched products read parameters of unequal numbers of experts: {listed}. Say which are "
+            "experts, with experts='*.experts.*'"
+        )
+    return frozenset(found)
+
+
+def _factors(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands of a grouped or batched product that may be weights."""
+    name = name_of(node.target) if node.op == "call_function" else ""
+    if name in _GROUPED | _BATCHED:
+        yield from (operand for operand in node.args[:3] if isinstance(operand, fx.Node))
+
+
+def _base(node: fx.Node) -> Any:
+    """The node whose dim 0 is that of ``node``, through casts, views, and rows taken by number."""
+    while node.op == "call_function" and node.args and isinstance(source := node.args[0], fx.Node):
+        name, before, after = name_of(node.target), source.meta.get("val"), node.meta.get("val")
+        if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.ndim and after.ndim):
+            return node
+        keeps = name in _SAME_ROWS and before.shape[0] == after.shape[0]
+        if not keeps and not (name in _BY_NUMBER and before.ndim == after.ndim):
+            return node
+        node = source
+    return node

@@ -1,0 +1,1 @@
+"""Rows of activations that go to the ranks of their experts."""

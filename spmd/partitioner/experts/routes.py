@@ -1,0 +1,153 @@
+"""Routes: which tensors say where rows go, and which values should be computed on the rows of a rank's experts alone.
+
+A product of weights that are split by expert reads rows sorted by expert, and where each expert's rows end; or weights
+are looked up by the expert of each row. Rows that a product reads, and all that is computed row by row for them, up to
+where they are taken from the tokens, have a hint: a rank's own rows: so that tokens are brought to the ranks of their
+experts once, before anything is computed for each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Replicate, Shard
+
+from passes import AxisRole, Mesh, Program
+from passes.ir.program import Placements
+from passes.ir.schemas import name_of
+
+from ...placements import ByGroup, Dealt
+from ...rules import OpCall, rule_of
+from ..values import infos, leaves, results
+
+_PRODUCTS = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
+_LOOKUPS = {"index", "index_put"}
+_SAME = {"detach", "alias", "_to_copy", "clone", "view", "transpose", "permute", "t"}
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of a program. ``groups``: by the node that says whose rows are whose; ``hints``: by node.
+
+    ``order``: the nodes, those that ``groups`` need before those that have hints.
+    """
+
+    order: Sequence[fx.Node]
+    groups: Mapping[fx.Node, ByGroup] = field(default_factory=dict)
+    hints: Mapping[fx.Node, Placements] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, experts: frozenset[str]) -> Routes:
+        """The routes to ``experts``, the parameters that are split by expert."""
+        order = list(program.graph.nodes)
+        if not experts:
+            return cls(order)
+        counts = {
+            node: declared.shape[0]
+            for node, declared in zip(program.placeholders, program.inputs, strict=True)
+            if declared.name in experts
+        }
+        groups, rows = dict[fx.Node, ByGroup](), dict[fx.Node, ByGroup]()
+        for node in order:
+            for of, own, operands in _routed(node, counts, groups):
+                groups.setdefault(of, own)
+                rows |= {operand: own.along(dim) for operand, dim in operands}
+        hints = dict[fx.Node, ByGroup]()
+        for node, own in rows.items():
+            _hint(node, own, hints, program.mesh)
+        order = _needed_first(order, hints)
+        position = {node.name: k for k, node in enumerate(order)}
+        known = {node: own for node, own in hints.items() if position[own.of] < position[node.name]}
+        return cls(order, groups, {node: _placement(own, program.mesh) for node, own in known.items()})
+
+
+Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
+
+
+def _routed(node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Node, ByGroup]) -> Iterator[Routed]:
+    """The node that says whose rows ``node`` reads, and those rows with their dims."""
+    name = name_of(node.target) if node.op == "call_function" else ""
+    if name in _PRODUCTS:
+        first, second, ends, *others = (arg for arg in node.args if isinstance(arg, fx.Node))
+        count = next((counts[base] for base in map(_base, (first, second)) if base in counts), None)
+        known = groups.get(ends)
+        if known is None and count is None:
+            return
+        ragged = {(2, 3): [(first, 0)], (3, 2): [(second, 1)], (2, 2): [(first, 1), (second, 0)]}
+        dims = first.meta["val"].ndim, second.meta["val"].ndim
+        rows = ragged[dims] + [(each, 0) for each in others]
+        size = rows[0][0].meta["val"].shape[rows[0][1]]
+        yield ends, known or ByGroup(0, ends.name, count or 0, ends=True, rows=size), rows
+    elif name in _LOOKUPS:
+        indices = node.args[1]
+        assert isinstance(indices, (list, tuple))
+        whose, count = indices[0], counts.get(_base(node.args[0]))
+        if count is not None and isinstance(whose, fx.Node) and whose.meta["val"].ndim == 1 and len(indices) == 1:
+            own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]))
+            yield whose, own, [(node, 0)]
+
+
+def _base(node: Any) -> Any:
+    """The node of which ``node`` is a view or a cast."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and name_of(node.target) in _SAME:
+        node = node.args[0]
+    return node
+
+
+def _hint(node: fx.Node, own: ByGroup, hints: dict[fx.Node, ByGroup], mesh: Mesh) -> None:
+    """Hint at own rows for ``node``, and for its operands where their rows are those of the result."""
+    if node in hints or node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+        return
+    hints[node] = own
+    rule = rule_of(node.target)
+    operands = [leaf for leaf in leaves(node) if isinstance(leaf.meta.get("val"), torch.Tensor)]
+    (axis, *_) = (mesh.axes[k] for k in mesh.axes_with(AxisRole.EXPERTS))
+    for option in rule(_call(node, axis.size)) if rule is not None else []:
+        if option.results[0] == Shard(own.dim) and option.local is None:
+            for operand, placement in zip(operands, option.operands, strict=True):
+                if type(placement) is Shard and operand.meta["val"].is_floating_point():
+                    _hint(operand, own.along(placement.dim), hints, mesh)
+            return
+
+
+def _call(node: fx.Node, ranks: int) -> OpCall:
+    """The call of a node on global shapes."""
+
+    def info(operand: fx.Node) -> Any:
+        return next(iter(infos([operand.meta.get("val")])), None) or operand.meta.get("val")
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), info)
+    operands = tuple(i for leaf in leaves(node) for i in infos([leaf.meta.get("val")]) if i is not None)
+    target: Any = node.target
+    return OpCall(target, args, kwargs, operands, infos(results(node.meta["val"])), ranks)
+
+
+def _needed_first(order: Sequence[fx.Node], hints: Mapping[fx.Node, ByGroup]) -> list[fx.Node]:
+    """``order``, with what groups need before what has a hint, where that does not need the latter."""
+    by_name, done = {node.name: node for node in order}, dict[fx.Node, None]()
+    for node in order:
+        pending = [by_name[hints[node].of]] if node in hints else []
+        while pending:
+            missing = [each for each in pending[-1].all_input_nodes if each not in done]
+            if missing:
+                pending += missing
+            else:
+                done.setdefault(pending.pop())
+        done.setdefault(node)
+    return list(done)
+
+
+def _placement(own: ByGroup, mesh: Mesh) -> Placements:
+    """Own rows over the axis of experts; over axes that split tokens, rows are dealt out, so that all have as many."""
+
+    def along(roles: tuple[AxisRole, ...]) -> Any:
+        if AxisRole.EXPERTS in roles:
+            return own
+        deals = {AxisRole.BATCH, AxisRole.SEQUENCE} & set(roles) and AxisRole.MICRO_BATCHES not in roles
+        return Dealt(own.dim) if deals else Replicate()
+
+    return tuple(along(axis.roles) if axis.size > 1 else Replicate() for axis in mesh.axes)

@@ -1,0 +1,282 @@
+"""Experts along an axis of the mesh: numbers beside the plain step, what is communicated, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import spmd
+from passes import Kind, PartitionError, PlacementError, Role
+from spmd.partitioner.experts.own_rows import Own, OwnRowsOf
+from tests.harness.experts import EXPERTS, HIDDEN, WIDTH, Mixture, Training
+from tests.harness.fake import fake_world
+from tests.harness.oracle import all_unequal, assert_agrees, plain_run, snapshot
+from tests.harness.pool import Ranks
+from tests.models.examine import Training as Real
+
+OVER_BATCH: dict[str, Any] = {"axes": {"batch": "ep", "experts": "ep"}}
+OVER_TWO: dict[str, Any] = {"axes": {"batch": ("dp", "ep"), "experts": "ep"}}
+OF_THEIR_OWN: dict[str, Any] = {"axes": {"batch": "dp", "experts": "ep"}}
+
+
+def whole_batch(form: Any, ranks: int) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    case = Training(form)
+    return (*case.build(), *case.whole([case.part(rank, 0) for rank in range(ranks)]))
+
+
+def verified(form: Any, mesh: dict[str, int], **options: Any) -> Any:
+    step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(**options))
+    return spmd.verify(step, *whole_batch(form, 4), world=4 if len(mesh) > 1 else 2, mesh=mesh, steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form, mesh, options", [
+    ("ends", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **OVER_TWO}),
+    ("ends", {"dp": 2, "ep": 2}, {"shard_optimizer": True, **OF_THEIR_OWN}),
+    ("numbers", {"dp": 2, "ep": 2}, {"parallel_style": "replicate", **OVER_TWO}),
+    ("capacity", {"dp": 2, "ep": 2}, {"parallel_style": "fully_shard", **OVER_TWO}),
+    ("capacity", {"ep": 2}, {"parallel_style": "replicate", **OVER_BATCH}),
+])  # fmt: skip
+def test_each_form_is_as_the_plain_step(form: Any, mesh: dict[str, int], options: dict[str, Any]) -> None:
+    verdict = verified(form, mesh, **options)
+    assert verdict, str(verdict)
+
+
+@pytest.mark.parametrize("form", ["ends", "numbers"])
+def test_any_routing_on_ranks(ranks: Ranks, form: Any) -> None:
+    """Skewed, with an expert that has no row, and a rank whose experts have none."""
+    assert_agrees(ranks, 2, Training(form), {"parallel_style": "fully_shard", "axes": {"batch": "dp", "experts": "dp"}})
+
+
+def save_on_four(rank: int, world: int, folder: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mode, case = spmd.DataParallel("fully_shard", mesh=mesh, **OVER_TWO), Training()
+    torch.manual_seed(0)
+    step, (model, optimizer) = spmd.compile(case.step, parallel_mode=mode), case.build()
+    got = [snapshot(step(model, optimizer, *case.part(rank, k)), (model, optimizer)) for k in range(2)]
+    up = model.experts["up"]
+    assert isinstance(up, DTensor) and up.placements == (Shard(1), Shard(0))
+    spmd.save(folder, model=model, optimizer=optimizer)
+    return all_unequal(plain_run(case, world, 2), got, rank, world)
+
+
+def go_on_on_two(rank: int, world: int, folder: str) -> list[str]:
+    """Two ranks that each have the rows of two."""
+    case, plain = Training(), Training()
+    torch.manual_seed(0)
+    objects = plain.build()
+    batches = [plain.whole([plain.part(each, k) for each in range(4)]) for k in range(4)]
+    expected = [snapshot(plain.step(*objects, *batch), objects) for batch in batches]
+    mode = spmd.DataParallel("replicate", axes={"batch": "dp", "experts": "dp"})
+    step, (model, optimizer) = spmd.compile(case.step, parallel_mode=mode), case.build()
+    spmd.load(folder, model=model, optimizer=optimizer)
+    parts = [plain.whole([plain.part(each, k) for each in (2 * rank, 2 * rank + 1)]) for k in (2, 3)]
+    got = [snapshot(step(model, optimizer, *part), (model, optimizer)) for part in parts]
+    return all_unequal(expected[2:], got, rank, world)
+
+
+def test_a_checkpoint_goes_on_at_another_size(ranks: Ranks, tmp_path: Any) -> None:
+    folder = str(tmp_path / "saved")
+    assert ranks.run(4, save_on_four, folder) == [[]] * 4
+    assert ranks.run(2, go_on_on_two, folder) == [[]] * 2
+
+
+class Odd(Mixture):
+    """Rows behind the last end, which no product reads and others do; experts counted from the last; sums over rows."""
+
+    def by_ends(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        experts, order = chosen.flatten().sort()
+        ends, rows = experts.bincount(minlength=EXPERTS).cumsum(0).clamp(max=len(experts) - 5).int(), order // 2
+        out = torch.ops.transformers.grouped_mm_fallback(x[rows], self.experts["up"], ends).exp()
+        out = torch.ops.transformers.grouped_mm_fallback(out, self.experts["down"], ends) + x[rows]
+        out = out * weights.flatten()[order, None]
+        with torch.no_grad():
+            self.bias += 1e-3 * out[:, 0].float().histc(EXPERTS, -1, 1)
+        return torch.zeros_like(x).index_add(0, rows, out) + out.sum(0) + out.exp().mean()
+
+    def by_numbers(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().by_numbers(x, chosen.where(chosen < 2, chosen - EXPERTS), weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form, mesh", [("ends", {"dp": 3, "ep": 2}), ("numbers", {"ep": 2})])
+def test_rows_that_no_expert_has_and_uneven_parts(form: Any, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, case = Odd(form).double(), Training(form)
+    batch = case.whole([case.part(rank, 0) for rank in range(5)])  # 40 tokens, for 6 ranks
+    step = spmd.compile(case.step, parallel_mode=spmd.DataParallel(axes={"batch": tuple(mesh), "experts": "ep"}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    verdict = spmd.verify(step, model, optimizer, *batch, world=2 * mesh.get("dp", 1), mesh=mesh, steps=2)
+    assert verdict, str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, implementation", [("Mixtral", "grouped_mm"), ("Qwen3Moe", "batched_mm")])
+def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch, name: str, implementation: str) -> None:
+    """Unmodified, with their auxiliary loss; the plain step takes the grouped product that has fp64."""
+    import transformers.integrations.moe
+
+    from tests.models.catalog import ENTRIES
+
+    monkeypatch.setattr(transformers.integrations.moe, "_can_use_grouped_mm", lambda *given: False)
+    (entry,) = (entry for entry in ENTRIES if entry.name == name)
+    torch.manual_seed(0)
+    model = replace(entry, config={**entry.config, "experts_implementation": implementation}).build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(8, 96, (4, 8))
+    step = spmd.compile(Real.step, parallel_mode=spmd.DataParallel("fully_shard", **OVER_BATCH, experts="*.experts.*"))
+    verdict = spmd.verify(step, model, optimizer, {"input_ids": ids, "labels": ids}, world=2, mesh={"ep": 2}, steps=2)
+    assert verdict, str(verdict)
+
+
+# What is communicated
+
+
+def compiled(form: Any, passes: Any = None, **options: Any) -> spmd.CompiledStep:
+    """The step on rank 0 of a fake mesh of 2 x 2."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        mesh = mesh["ep"] if "dp" not in str(options) else mesh
+        step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(mesh=mesh, **options), passes=passes)
+        torch.manual_seed(0)
+        step(*Training(form).build(), *Training(form).part(0, 0))
+    return step
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("axes", [OVER_TWO, OF_THEIR_OWN], ids=["over the batch", "over their own axis"])
+@pytest.mark.parametrize("form", ["ends", "numbers", "capacity"])
+def test_experts_and_their_gradients_never_travel_over_their_axis(form: Any, axes: Any, style: Any) -> None:
+    program = compiled(form, passes=(), parallel_style=style, **axes).program
+    assert program is not None
+    sent = [node.meta["collective"] for node in program.collectives()]
+    assert not [each for each in sent if each.axis == "ep" and any("experts" in name for name in each.of)]
+    assert [each for each in sent if each.axis == "dp" and any("experts" in name for name in each.of)]
+    weights = [node.meta["val"] for node in program.placeholders if "experts" in node.name]
+    assert all(len(each) == EXPERTS // 2 for each in weights)
+
+
+def test_rows_are_brought_once_and_summed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come to the experts' ranks, results go back, and their gradient comes; tokens themselves need none."""
+    monkeypatch.setattr("tests.harness.experts.ROWS", 4096)  # so that sums are large enough to be scattered
+    program = compiled("ends", passes=(), parallel_style="replicate", **OVER_BATCH).program
+    assert program is not None
+    activations = [node for node in program.collectives() if node.meta["collective"].role is Role.ACTIVATION]
+    sent = [(node.meta["collective"].kind, tuple(node.args[0].meta["val"].shape[1:])) for node in activations]
+    rows = [kind for kind, shape in sent if shape == (WIDTH,)]
+    assert rows == [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_GATHER]
+    assert (HIDDEN,) not in dict(map(reversed, sent))
+    products = [node for node in program.graph.nodes if "grouped_mm_fallback" in str(node.target)]
+    assert [len(node.args[1].meta["val"]) for node in products] == [EXPERTS // 2] * 4
+
+
+# Mutants: each is found
+
+
+def ends_of_other_experts(self: OwnRowsOf, rows: Any, index: int, ends: Any) -> Any:
+    """The ends of the first rank's experts, on all ranks."""
+    mesh = self.mesh
+    self.mesh = replace(mesh, axes=tuple(replace(axis, coordinate=0) for axis in mesh.axes))
+    try:
+        return ENDS(self, rows, index, ends)
+    finally:
+        self.mesh = mesh
+
+
+def dropped_first_row(self: Own, emit: Any, own: Any) -> Any:
+    """The own rows, of which the first counts for nothing."""
+    rest = emit(torch.ops.aten.slice.Tensor, (ONLY(self, emit, own), self.dim, 1, own.meta["val"].shape[self.dim]))
+    return emit(torch.ops.aten.constant_pad_nd.default, (rest, [0, 0] * (own.meta["val"].ndim - self.dim - 1) + [1, 0]))
+
+
+def not_masked(self: Own, emit: Any, own: Any) -> Any:
+    """Whatever lies behind a rank's rows counts."""
+    return own
+
+
+ENDS, ONLY = OwnRowsOf._ends, Own.only
+MUTANTS = {
+    "ends of others": ("ends", OwnRowsOf, "_ends", ends_of_other_experts),
+    "dropped row": ("ends", Own, "only", dropped_first_row),
+    "rows behind": ("numbers", Own, "only", not_masked),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_found(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    form, *change = MUTANTS[mutant]
+    monkeypatch.setattr(*change)
+    verdict = verified(form, {"ep": 2}, parallel_style="replicate", **OVER_BATCH)
+    assert not verdict and verdict.stage == "partition"
+
+
+# Options
+
+
+class Gathers(Mixture):
+    """All experts for all tokens, as one product of two dims."""
+
+    def by_ends(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return x @ self.experts["up"].reshape(EXPERTS * WIDTH, HIDDEN)[:WIDTH] @ self.experts["down"].sum(0)
+
+
+class Plain(nn.Module):
+    """No experts."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), x.new_zeros(())
+
+
+@pytest.mark.parametrize("make, options, error, message", [
+    (Mixture, {"experts": "*.expert.*"}, PlacementError, r"'\*.expert.\*' in experts picks none of the parameters \("),
+    (Mixture, {"experts": nn.Conv1d}, PlacementError, "Conv1d in experts picks none of the parameters"),
+    (Mixture, {"experts": "*.shared.*"}, PlacementError, "expected model.shared.weight to have experts in dim 0"),
+    (Plain, {}, PlacementError, "no parameter is read by a grouped or batched matrix product: name those"),
+    (Gathers, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .24, 10"),
+    (Mixture, {"axes": {"batch": ("dp", "ep"), "experts": "dp"}}, PlacementError, "the axis of experts, dp, to stand"),
+    (Mixture, {"axes": {"batch": "dp", "experts": ("dp", "ep")}}, PlacementError, "expected one axis with the role"),
+])  # fmt: skip
+def test_what_is_refused(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = make("ends").double()
+    given = (model, torch.optim.SGD(model.parameters(), lr=0.1), *Training().part(0, 0))
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 4) if "shared" in str(options) else (4, 2), mesh_dim_names=("dp", "ep"))
+        step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(mesh=mesh, **{**OVER_TWO, **options}))
+        with pytest.raises(error, match=message):
+            step(*given)
+
+
+@pytest.mark.parametrize(
+    "experts", [Named := nn.ParameterDict, "*.experts.*", lambda module: isinstance(module, Named)]
+)
+def test_experts_are_named_or_found(experts: Any) -> None:
+    found = compiled("ends", (), parallel_style="replicate", **OVER_TWO).program
+    named = compiled("ends", (), parallel_style="replicate", experts=experts, **OVER_TWO).program
+    assert found is not None and named is not None
+    split = [
+        {i.name for i in each.inputs if Shard(0) in i.placement and i.role is Role.PARAMETER} for each in (found, named)
+    ]
+    assert split[0] == split[1] == {"model.experts.up", "model.experts.down"}
+
+
+@pytest.mark.parametrize("axes", [None, {"batch": "dp"}])
+def test_experts_need_an_axis(axes: Any) -> None:
+    with pytest.raises(ValueError, match="experts"):
+        spmd.DataParallel(experts="*.experts.*", axes=axes)
+
+
+def test_bits_that_are_the_same_need_whole_experts() -> None:
+    with pytest.raises(ValueError, match='no axis with the role "experts" with bits="same"'):
+        spmd.DataParallel(bits="same", **OVER_TWO)
