@@ -23,6 +23,7 @@ from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
 from ..ranks.world import axis_names
+from ..rules.attention import Form
 from .base import PlannedMode, check_callable, check_flag
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
 from .option_groups import (
@@ -34,7 +35,7 @@ from .option_groups import (
     check_micro_batches,
     check_modules,
 )
-from .sequence import SEQUENCE_DIM, sequence_cuts
+from .sequence import SEQUENCE_DIM, check_attention, sequence_cuts
 from .shares import Share, Style, check_gather_dtype, check_untrained
 
 
@@ -51,6 +52,11 @@ class DataParallel(PlannedMode):
     axes of ``"batch"`` and ``"sequence"`` together. ``"tensor"``: ``params`` splits them. ``"sequence"``: the program
     splits dim 1 of each argument that ``inputs`` does not name, if it is as long as there are ranks. Along an axis
     without the role ``"batch"`` ranks pass equal tensors, each whole, and results are whole.
+
+    ``attention``: how ranks that split a sequence attend to all of it. ``"gather"``: each gathers all keys and values;
+    ``"ring"``: they pass these around, and compute with those of one rank at a time; ``"heads"``: they exchange rows
+    for heads, which must divide evenly. None, the default, takes what communicates least, call by call. What is masked
+    by ``is_causal`` is not computed.
 
     Without ``axes`` the first axis splits the batch and parameters. On a mesh whose axes are called ``("replicate",
     "shard", ...)`` the batch is split over both of these, and parameters over ``"shard"`` alone: gradients are
@@ -148,6 +154,7 @@ class DataParallel(PlannedMode):
         defer_updates: bool = False,
         micro_batches: int = 1,
         accumulate_dtype: torch.dtype | None = None,
+        attention: Form | None = None,
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
@@ -166,6 +173,7 @@ class DataParallel(PlannedMode):
         self.defer_updates = check_flag("defer_updates", defer_updates)
         self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
+        self.attention = check_attention(attention, self._roles)
 
     def partition(self, program: Program) -> Program:
         """One rank's share; a program that runs several times in a call where there are micro-batches."""
@@ -227,7 +235,7 @@ class DataParallel(PlannedMode):
             self.mesh,
             state_placements(program, placements, updates),
             units=_units(annotations, shares),
-            options={"gather_parameters": True, **self.wire.options()},
+            options={"gather_parameters": True, "attention": self.attention, **self.wire.options()},
             updates=updates,
             cuts=sequence_cuts(program, self.inputs),
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
@@ -273,6 +281,7 @@ class DataParallel(PlannedMode):
             "reshard_after_forward": self.gathers.reshard,
             "defer_updates": self.defer_updates or None,
             "micro_batches": self.micro_batches if self.micro_batches > 1 else None,
+            "attention": self.attention,
         }
         given = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)
         return f"DataParallel({self.split.style!r}{given})"

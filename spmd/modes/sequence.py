@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from math import prod
+from typing import Any, get_args
 
 from torch.distributed.tensor import Shard
 
 from passes import AxisRole, Program, Role
 from passes.ir.program import Placements, replicated
 
+from ..ranks.axis_roles import Roles, axes_having
+from ..rules.attention import Form
+
 SEQUENCE_DIM = 1
+
+
+def check_attention(given: Any, roles: Roles | None) -> Form | None:
+    """Raise ``ValueError`` for another form of attention, or where no axis splits sequences; returns it."""
+    if given is not None and given not in get_args(Form):
+        raise ValueError(f'expected attention to be "gather", "ring", "heads" or None, got {given!r}')
+    if given is not None and not (roles and axes_having(AxisRole.SEQUENCE, roles)):
+        raise ValueError(
+            f'expected no attention="{given}" without an axis that splits sequences: give one the role, as '
+            'axes={"sequence": "cp"} does'
+        )
+    return given  # type: ignore[no-any-return]
 
 
 def sequence_cuts(program: Program, named: Collection[str] | None) -> dict[str, Placements]:

@@ -6,7 +6,7 @@ All costs are seconds, estimated by the rate of the axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -61,7 +61,7 @@ class OptionCosts:
         """The cost of what an option communicates by itself, on parts along this axis alone."""
         if option.sends is None:
             return 0.0
-        mesh, call = Mesh((self.axis,)), self.call
+        mesh, call = Mesh((self.axis,)), replace(self.call, size=self.axis.size)
         operands = parts_of(call.operands, [(p,) for p in option.operands], mesh)
         results = parts_of(call.results, [(p,) for p in option.results], mesh)
         return sum(self.axis.rate.seconds(sent.nbytes) for sent in option.sends(call, operands, results))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from passes import Mesh
+from passes import AxisRole, Mesh, PartitionError
 from passes.ir.program import Placements
 
 from ..memo import memo_key
 from ..rules import OpCall, Option, rule_of
+from ..rules.attention import Form, has_form, is_attention
 from .narrow import narrowed
 from .values import Value
 
@@ -22,6 +23,7 @@ class Options:
     """Lists options for calls on one mesh; a rule is asked once for all calls of one memo key."""
 
     mesh: Mesh
+    attention: str | None = None  # the form of attention over split sequences, if the user says
     _memo: dict[Any, list[Option]] = field(default_factory=dict)
 
     def next_axis(
@@ -29,7 +31,8 @@ class Options:
     ) -> list[Option]:
         """The options along the axis after those of ``chosen`` that are right on all ranks."""
         first, *others = map(self._of_call, narrowed(call, operands, chosen, self.mesh, hint))
-        return [option for option in first if all(option in other for other in others)] if others else first
+        found = [option for option in first if all(option in other for other in others)] if others else first
+        return self._of_attention(call, operands, chosen, found) if is_attention(call) else found
 
     def of_all_axes(
         self, call: OpCall, operands: Sequence[Value], hint: Placements | None = None, chosen: tuple[Option, ...] = ()
@@ -51,6 +54,27 @@ class Options:
                 return None
             chosen.append(min(fits, key=lambda o: sum(isinstance(p, Shard) for p in o.operands)))
         return chosen
+
+    def _of_attention(
+        self, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], found: list[Option]
+    ) -> list[Option]:
+        """The options of attention of the form that the user says; at most one axis has a program of its own."""
+        if any(option.local is not None for option in chosen):
+            found = [option for option in found if option.local is None]
+        index = len(chosen)
+        axis = self.mesh.axes[index]
+        rows_split = any(source[index] == Shard(2) for value in operands for source in value.nodes)
+        if self.attention is None or AxisRole.SEQUENCE not in axis.roles or axis.size == 1 or not rows_split:
+            return found
+        fits = [option for option in found if has_form(option, self.attention)]
+        if not fits:
+            forms = [f'"{form}"' for form in get_args(Form) if any(has_form(option, form) for option in found)]
+            raise PartitionError(
+                f'expected attention="{self.attention}" to fit each call, but over the {axis.size} ranks of '
+                f"{axis.name} queries of shape {[*call.operands[0].shape]} and their keys can only be computed with "
+                f"{' or '.join(forms) or 'whole'}: leave attention out, and each call takes what it can"
+            )
+        return fits
 
     def along(self, call: OpCall, axis: int) -> list[Option]:
         """The options along one axis for a call on global shapes, whose operands have not been computed yet."""

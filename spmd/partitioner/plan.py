@@ -41,6 +41,7 @@ class Plan:
       placement of a split parameter's update; "each" reduces each of them, and adds up shards.
     - ``"reduce_dtype"``, ``"gather_dtype"``: a dtype or None; gradients are reduced, and parameters gathered, in this
       dtype where their own is wider.
+    - ``"attention"``: the form of attention over split sequences, "gather", "ring" or "heads"; None: the cheapest.
 
     ``reduce_dtypes``: for single parameters, by name, another dtype than that option; None is their own.
 

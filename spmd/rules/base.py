@@ -126,10 +126,17 @@ class Run(Protocol):
     size: int
     rank: int
 
-    def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
-        """The result of an op."""
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, numbers: str = "") -> Any:
+        """The result of an op; of an op with several, an access by index is an op, too (``operator.getitem``).
 
-    def all_to_all(self, tensor: Any, received: list[int], sent: list[int]) -> Any:
+        ``numbers``: what the numbers among the arguments are, where other ones on the same operands have another
+        meaning: on some rank these may be equal.
+        """
+
+    def rows(self, tensor: Any, dim: int, start: int, end: int, numbers: str) -> Any:
+        """The rows of a tensor that this rank needs, of which each rank may need another number."""
+
+    def all_to_all(self, tensor: Any, received: list[int], sent: list[int], numbers: str = "") -> Any:
         """The rows that this rank receives from each one of the axis, for those of ``tensor`` that it sends to each."""
 
 
@@ -159,6 +166,7 @@ class Option:
     ``from_zero``: the positions of iota operands that are split and must number a rank's own rows from 0. ``local``:
     a rank's computation, where it is not the op itself on its parts: an op with indices needs one, since these are
     positions in the whole dim and a rank has a part of it. All ranks must run the same ops; only numbers may differ.
+    It returns a node or tensor for the one result, or a tuple for several.
     ``sends``: the collectives of ``local``, by which the option is counted and chosen; whatever it computes in the end
     must be as promised. ``name``: what tells it from another option of the same placements.
     """

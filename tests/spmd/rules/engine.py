@@ -179,10 +179,13 @@ class RunOnRank:
     def __init__(self, rank: int, size: int, exchange: Exchange | None) -> None:
         self.rank, self.size, self.exchange = rank, size, exchange
 
-    def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
-        return op(*args)
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: Any = None, numbers: str = "") -> Any:
+        return op(*args, **(kwargs or {}))
 
-    def all_to_all(self, tensor: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+    def rows(self, tensor: torch.Tensor, dim: int, start: int, end: int, numbers: str) -> torch.Tensor:
+        return tensor.narrow(dim, start, end - start)
+
+    def all_to_all(self, tensor: torch.Tensor, received: list[int], sent: list[int], numbers: str = "") -> torch.Tensor:
         assert self.exchange is not None, "an option that communicates says what it sends"
         self.exchange.rows[self.rank] = list(tensor.split(sent))
         self.exchange.nbytes[self.rank].append(tensor.nbytes)

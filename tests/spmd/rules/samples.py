@@ -485,6 +485,11 @@ def attention() -> Iterator[tuple[Any, ...]]:
         out, lse = getattr(torch.ops.aten, name)(q, k, v, 0.0, causal, **more)
         yield name, q, k, v, 0.0, causal, more
         yield f"{name}_backward", grad, q, k, v, out, lse, 0.0, causal, more
+    few = f(4, 2, 5, 8)  # keys and values have fewer heads
+    for causal in (True, False):
+        out, lse = getattr(torch.ops.aten, name)(q, few, few, 0.0, causal)
+        yield name, q, few, few, 0.0, causal
+        yield f"{name}_backward", grad, q, few, few, out, lse, 0.0, causal
     yield from attention_on_gpu()
 
 
