@@ -26,7 +26,7 @@ from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
 from ..partitioner.assignment import Assignment
-from ..placements import Interleaved
+from ..placements import Interleaved, Mirrored
 from .not_cached import NotCachedError
 
 _OURS = (collective_ops.NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE)
@@ -325,7 +325,7 @@ def placement_to_data(placement: Sequence[Any]) -> list[list[Any]]:
 def _entry(entry: Any) -> list[Any]:
     match entry:
         case Interleaved():
-            return ["interleaved", entry.dim, entry.outer]
+            return ["mirrored" if isinstance(entry, Mirrored) else "interleaved", entry.dim, entry.outer]
         case Shard() if type(entry) is Shard:
             return ["shard", entry.dim]
         case Replicate() if type(entry) is Replicate:
@@ -337,6 +337,7 @@ def _entry(entry: Any) -> list[Any]:
 
 _PLACEMENTS: dict[str, Callable[..., Any]] = {
     "interleaved": Interleaved,
+    "mirrored": Mirrored,
     "shard": Shard,
     "replicate": Replicate,
     "partial": Partial,

@@ -57,6 +57,9 @@ class DataParallel(PlannedMode):
     ``"ring"``: they pass these around, and compute with those of one rank at a time; ``"heads"``: they exchange rows
     for heads, which must divide evenly. None, the default, takes what communicates least, call by call. What is masked
     by ``is_causal`` is not computed.
+    ``balance``: each rank has an early and a late part of a sequence, so that causal attention is equal work for all,
+    where twice as many parts as ranks are of equal length (and ``attention`` is not ``"heads"``, which needs none).
+    Positions, labels and results are as without.
 
     Without ``axes`` the first axis splits the batch and parameters. On a mesh whose axes are called ``("replicate",
     "shard", ...)`` the batch is split over both of these, and parameters over ``"shard"`` alone: gradients are
@@ -155,6 +158,7 @@ class DataParallel(PlannedMode):
         micro_batches: int = 1,
         accumulate_dtype: torch.dtype | None = None,
         attention: Form | None = None,
+        balance: bool = True,
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
@@ -173,7 +177,7 @@ class DataParallel(PlannedMode):
         self.defer_updates = check_flag("defer_updates", defer_updates)
         self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
-        self.attention = check_attention(attention, self._roles)
+        self.attention, self.balance = check_attention(attention, self._roles), check_flag("balance", balance)
 
     def partition(self, program: Program) -> Program:
         """One rank's share; a program that runs several times in a call where there are micro-batches."""
@@ -237,7 +241,7 @@ class DataParallel(PlannedMode):
             units=_units(annotations, shares),
             options={"gather_parameters": True, "attention": self.attention, **self.wire.options()},
             updates=updates,
-            cuts=sequence_cuts(program, self.inputs),
+            cuts=sequence_cuts(program, self.inputs, self.balance and self.attention != "heads"),
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
             reshard=_reshard(parameters, shares, annotations.chosen),
             kept_by=_kept_by(shares, program.mesh),
@@ -282,6 +286,7 @@ class DataParallel(PlannedMode):
             "defer_updates": self.defer_updates or None,
             "micro_batches": self.micro_batches if self.micro_batches > 1 else None,
             "attention": self.attention,
+            "balance": None if self.balance else False,
         }
         given = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)
         return f"DataParallel({self.split.style!r}{given})"

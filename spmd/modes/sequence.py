@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 from passes import AxisRole, Program, Role
 from passes.ir.program import Placements, replicated
 
+from ..placements import Mirrored
 from ..ranks.axis_roles import Roles, axes_having
 from ..rules.attention import Form
 
@@ -29,11 +30,12 @@ def check_attention(given: Any, roles: Roles | None) -> Form | None:
     return given  # type: ignore[no-any-return]
 
 
-def sequence_cuts(program: Program, named: Collection[str] | None) -> dict[str, Placements]:
+def sequence_cuts(program: Program, named: Collection[str] | None, balance: bool) -> dict[str, Placements]:
     """The placement with which the program goes on, by argument: split along the sequence, too.
 
     Not of arguments that are ``named``, nor where the dim is shorter than there are ranks: those stay as they are
-    passed, and every rank computes with them as a whole.
+    passed, and every rank computes with them as a whole. ``balance``: each rank has an early and a late part, if one
+    axis cuts the dim into equal pieces.
     """
     axes = [k for k in program.mesh.axes_with(AxisRole.SEQUENCE) if program.mesh.axes[k].size > 1]
     ranks = prod(program.mesh.axes[k].size for k in axes)
@@ -43,5 +45,7 @@ def sequence_cuts(program: Program, named: Collection[str] | None) -> dict[str, 
         is_named = any(f"{each.name}.".startswith(f"{name}.") for name in named or ())
         if not is_named and len(each.shape) > SEQUENCE_DIM and each.shape[SEQUENCE_DIM] >= ranks:
             whole = each.placement or replicated(program.mesh)
-            found[each.name] = tuple(Shard(SEQUENCE_DIM) if k in axes else p for k, p in enumerate(whole))
+            mirrors = balance and len(axes) == 1 and each.shape[SEQUENCE_DIM] % (2 * ranks) == 0
+            split = Mirrored(SEQUENCE_DIM, 1) if mirrors else Shard(SEQUENCE_DIM)
+            found[each.name] = tuple(split if k in axes else p for k, p in enumerate(whole))
     return found

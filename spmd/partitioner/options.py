@@ -9,9 +9,11 @@ from typing import Any, get_args
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from passes import AxisRole, Mesh, PartitionError
+from passes.ir.ops import draws
 from passes.ir.program import Placements
 
 from ..memo import memo_key
+from ..placements import Mirrored, splits
 from ..rules import OpCall, Option, rule_of
 from ..rules.attention import Form, has_form, is_attention
 from .narrow import narrowed
@@ -63,7 +65,7 @@ class Options:
             found = [option for option in found if option.local is None]
         index = len(chosen)
         axis = self.mesh.axes[index]
-        rows_split = any(source[index] == Shard(2) for value in operands for source in value.nodes)
+        rows_split = any(splits(source[index], 2) for value in operands for source in value.nodes)
         if self.attention is None or AxisRole.SEQUENCE not in axis.roles or axis.size == 1 or not rows_split:
             return found
         fits = [option for option in found if has_form(option, self.attention)]
@@ -85,7 +87,10 @@ class Options:
         key = (*key_of(call), call.size, call.interleaved, call.of_parts)
         if key not in self._memo:
             rule = rule_of(call.target)
-            self._memo[key] = [_replicated(call), *(rule(call) if rule is not None else [])]
+            found = rule(call) if rule is not None else []
+            if draws(call.target, call.args, call.kwargs):  # a draw's part is one run of rows, or one of each
+                found = [option for option in found if not any(isinstance(p, Mirrored) for p in option.results)]
+            self._memo[key] = [_replicated(call), *found]
         return self._memo[key]
 
 

@@ -13,8 +13,9 @@ from typing import Literal
 
 from torch.distributed.tensor import Shard
 
+from ..placements import Mirrored
 from . import sequence_attention
-from .base import Info, Local, OpCall, Option, R, S, Sends, parameters
+from .base import Info, Local, OpCall, Option, S, Sends, parameters
 from .einsum_labels import EQUAL, WHOLE, Dims, aligned, option, options
 from .optional_ops import aten
 from .registry import rule
@@ -87,19 +88,27 @@ def _by_rows(call: OpCall, found: list[Option], causal: Local) -> list[Option]:
     by_rows = [replace(option, name=GATHER) for option in found if _splits_queries(option)]
     if call.arg("is_causal"):
         own_keys = call.arg("query").shape[2] == call.arg("key").shape[2]
-        by_rows = [replace(option, local=causal) for option in by_rows if type(option.results[0]) is Shard and own_keys]
+        by_rows = [replace(option, local=causal) for option in by_rows if own_keys and option.results[0] in _PARTS]
     return kept + by_rows
 
 
+_PARTS = (S(2), Mirrored(2, 1))  # of queries, whose places in the whole the programs know
+
+
 def _in_a_ring(call: OpCall, found: list[Option], ring: Local, sends: Sends) -> list[Option]:
-    """For the option that gathers keys, the one that passes them around; none with a mask, which has all keys."""
-    gather = next((o for o in found if o.name == GATHER and type(o.results[0]) is Shard), None)
-    key = call.arg("key")
-    if gather is None or _mask(call, HEADS) or not call.fills(key.shape[2]):
+    """For options that gather keys, those that pass them around; none with a mask, which has columns for all keys."""
+    rows = call.arg("key").shape[2]
+    if _mask(call, HEADS) or not call.fills(rows):
         return []
-    placed = {name: S(2) if isinstance(call.arg(name), Info) else R for name in parameters(call.target)}
-    results = [S(2) if info is not None else None for info in call.results]
-    return [replace(option(call, placed, results), local=ring, sends=sends, name=RING)]
+    parts = _PARTS if rows == call.arg("query").shape[2] else _PARTS[:1]
+    split = [o.results[0] for o in found if o.name == GATHER and o.results[0] in parts]
+    tensors = [name for name in parameters(call.target) if isinstance(call.arg(name), Info)]
+    made = [
+        option(call, dict.fromkeys(tensors, placed), [placed if info is not None else None for info in call.results])
+        for placed in split
+        if placed is not None
+    ]
+    return [replace(each, local=ring, sends=sends, name=RING) for each in made]
 
 
 def _splits_queries(option: Option) -> bool:

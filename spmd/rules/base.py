@@ -23,7 +23,7 @@ from passes.ir.program import Placements
 from passes.ir.schemas import schema
 
 from .._torch import OpOverload
-from ..placements import Interleaved, local_shape, local_start, smallest_shape
+from ..placements import Interleaved, Mirrored, local_shape, local_start, smallest_shape
 
 # As in torch's own notation for placements: R, P, S(0).
 R = Replicate()
@@ -101,17 +101,22 @@ class OpCall:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A rank's part of a tensor: its start, its shape, and the shape of the smallest part on any rank."""
+    """A rank's part of a tensor: its start, its shape, and the shape of the smallest part on any rank.
+
+    ``mirrored``: whether it consists of an early and a late run of rows; it has no start then.
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
     smallest: tuple[int, ...]
+    mirrored: bool = False
 
     @classmethod
     def of(cls, shape: Sequence[int], placement: Placements, mesh: Mesh) -> LocalPart:
         """This rank's part of a tensor of a global shape."""
         placed = (shape, placement, mesh)
-        return cls(local_start(*placed), local_shape(*placed), smallest_shape(*placed))
+        mirrored = any(isinstance(entry, Mirrored) for entry in placement)
+        return cls(local_start(*placed), local_shape(*placed), smallest_shape(*placed), mirrored)
 
 
 def parts_of(infos: Sequence[Info | None], placements: Sequence[Any], mesh: Mesh) -> list[LocalPart | None]:

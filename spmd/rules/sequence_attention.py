@@ -8,11 +8,14 @@ gradients that its keys contribute.
 In a ring, a rank has the keys of one rank at a time and passes them on (Liu et al., "Ring Attention with Blockwise
 Transformers for Near-Infinite Context", 2023); what its queries do not see is not computed.
 
+Where rows are mirrored, each rank has an early and a late run of queries, and all compute equally much.
+
 All ranks run the same ops. Keys that a rank does not need are cut down to one row, whose weight is zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from operator import getitem
 from typing import Any, NamedTuple
@@ -21,8 +24,8 @@ import torch
 
 from passes import Kind
 
-from ..placements import chunk
-from .base import OpCall, Parts, Run, Sent, parameters
+from ..placements import chunk, mirrored_pieces
+from .base import LocalPart, OpCall, Parts, Run, Sent, parameters
 
 aten = torch.ops.aten
 _NEVER = 1e30  # exp(x - _NEVER) is zero for every score x
@@ -94,39 +97,79 @@ class Kernel(NamedTuple):
 
 def gathered(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """Causal attention of a rank's rows to all keys."""
-    query, kernel = args[0], Kernel(run, call)
-    before, own = _around(run, args[1], args[2], parts[0])
-    out, logsumexp = kernel.merged(kernel.forward(query, own), kernel.forward(query, before))
+    query, key, value = args[:3]
+    kernel, found = Kernel(run, call), []
+    for rows in _runs(run, call, parts[0]):
+        part = rows.of_queries(run, query)
+        before, own = rows.keys(run, key, value)
+        found.append(kernel.merged(kernel.forward(part, own), kernel.forward(part, before)))
+    out, logsumexp = (_joined(run, each) for each in zip(*found, strict=True))
     return kernel.rounded(out), logsumexp
 
 
 def gathered_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
     """The gradients of a rank's queries, and what these add to the gradients of all keys."""
     grad, query, key, value, out, logsumexp = args[:6]
-    part, kernel, length = parts[0], Kernel(run, call), call.arg("key").shape[2]
+    kernel, of_queries, length = Kernel(run, call), list[Any](), call.arg("key").shape[2]
+    of_keys: list[Any] = []
+    for rows in _runs(run, call, parts[0]):
+        grads, queries, outs = (rows.of_queries(run, each) for each in (grad, query, out))
+        sums = rows.of_queries(run, logsumexp)
+        before, own = rows.keys(run, key, value)
+        of_before = kernel.backward(grads, queries, before, outs, sums)
+        of_own = kernel.backward(grads, queries, own, outs, sums)
+        of_queries.append(run(aten.add.Tensor, (of_own[0], of_before[0])))
+        end = rows.start + rows.length
+        for each, start, stop in ((of_own[1:], rows.start, end), (of_before[1:], 0, max(rows.start, 1))):
+            padded = [_padded(run, grad_of_rows, start, length - stop) for grad_of_rows in each]
+            of_keys = _added(run, of_keys, padded) if of_keys else padded
+    return _joined(run, of_queries), *of_keys
+
+
+class Rows(NamedTuple):
+    """Rows of queries that follow one another: the ``nth`` run of the ``runs`` that a rank has."""
+
+    start: int
+    length: int
+    nth: int = 0
+    runs: int = 1
+
+    def of_queries(self, run: Run, tensor: Any) -> Any:
+        """These rows of a rank's part, contiguous for kernels that need it."""
+        if self.runs == 1:
+            return tensor
+        start = self.nth * self.length
+        return run(aten.contiguous.default, (run(aten.slice.Tensor, (tensor, 2, start, start + self.length)),))
+
+    def keys(self, run: Run, key: Any, value: Any) -> tuple[Keys, Keys]:
+        """The keys before these rows, and those of these rows."""
+        end, names = max(self.start, 1), (f"before run {self.nth}", f"of run {self.nth}")
+        before = [run.rows(x, 2, 0, end, names[0]) for x in (key, value)]
+        own = [run.rows(x, 2, self.start, self.start + self.length, names[1]) for x in (key, value)]
+        seen = self.start > 0 if self.nth == 0 else None
+        return Keys(before[0], before[1], names[0], seen=seen), Keys(own[0], own[1], names[1], causal=True)
+
+
+def _runs(run: Run, call: OpCall, part: LocalPart | None) -> list[Rows]:
+    """The runs of rows of this rank's queries."""
     assert part is not None
-    before, own = _around(run, key, value, part)
-    of_before = kernel.backward(grad, query, before, out, logsumexp)
-    of_own = kernel.backward(grad, query, own, out, logsumexp)
-    start, end = part.start[2], part.start[2] + part.shape[2]
-    added = [run(aten.add.Tensor, (of_own[0], of_before[0]))]
-    for own_rows, rows_before in zip(of_own[1:], of_before[1:], strict=True):
-        padded = _padded(run, own_rows, start, length - end), _padded(run, rows_before, 0, length - max(start, 1))
-        added.append(run(aten.add.Tensor, padded))
-    return tuple(added)
+    if not part.mirrored:
+        return [Rows(part.start[2], part.shape[2])]
+    length = part.shape[2] // 2
+    return [Rows(k * length, length, n, 2) for n, k in enumerate(mirrored_pieces(run.rank, run.size))]
 
 
-def _around(run: Run, key: Any, value: Any, part: Any) -> tuple[Keys, Keys]:
-    """The keys before the rows of ``part``, and those of these rows."""
-    start, rows = part.start[2], part.shape[2]
-    before = [run.rows(x, 2, 0, max(start, 1), "before") for x in (key, value)]
-    own = [run.rows(x, 2, start, start + rows, "own") for x in (key, value)]
-    return Keys(before[0], before[1], "before", seen=start > 0), Keys(own[0], own[1], "own", causal=True)
+def _joined(run: Run, found: Sequence[Any]) -> Any:
+    return found[0] if len(found) == 1 else run(aten.cat.default, (list(found), 2))
 
 
 def _padded(run: Run, rows: Any, before: int, after: int) -> Any:
     """``rows`` of dim 2, with rows of zeros around them."""
     return run(aten.constant_pad_nd.default, (rows, [0, 0, before, after]))
+
+
+def _added(run: Run, first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    return [run(aten.add.Tensor, pair) for pair in zip(first, second, strict=True)]
 
 
 # Keys that pass around
@@ -139,8 +182,8 @@ def ring(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: P
     passing = list(args[1:3])
     for step in range(run.size):
         held, passing = passing, blocks.passed(passing, step) if step < run.size - 1 else []
-        part = kernel.forward(query, blocks.keys(held, step))
-        found = part if found is None else kernel.merged(found, part)
+        part = kernel.forward(blocks.of_queries(query, step), blocks.keys(held, step))
+        found = part if found is None else kernel.merged(found, blocks.with_all_queries(part, step))
     assert found is not None
     return kernel.rounded(found[0]), found[1]
 
@@ -153,12 +196,13 @@ def ring_backward(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, r
     following: list[Any] = []
     for step in range(run.size):
         held, passing = passing, blocks.passed(passing, step) if step < run.size - 1 else []
-        of_query, *of_keys = kernel.backward(grad, query, blocks.keys(held, step), out, logsumexp)
+        grads, queries, outs, of_rows = (blocks.of_queries(x, step) for x in (grad, query, out, logsumexp))
+        of_query, *of_keys = kernel.backward(grads, queries, blocks.keys(held, step), outs, of_rows)
         if step == 0:
             sums = [of_query, *of_keys]
             continue
-        sums[0] = run(aten.add.Tensor, (sums[0], of_query))
-        of_keys = [blocks.completed(each, step) for each in of_keys]
+        sums[0] = run(aten.add.Tensor, (sums[0], blocks.with_all_rows(of_query, step)))
+        of_keys = [blocks.with_all_keys(each, step) for each in of_keys]
         following = _added(run, following, of_keys) if following else of_keys
         following = blocks.passed(following, step)
     return sums[0], *_added(run, sums[1:], following)
@@ -185,6 +229,7 @@ class Blocks(NamedTuple):
     rank: int
     lengths: list[int]
     shapes: list[tuple[int, ...]]  # of this rank's key and value
+    mirrored: bool
 
     @classmethod
     def of(cls, run: Run | None, call: OpCall, parts: Parts) -> Blocks:
@@ -194,12 +239,63 @@ class Blocks(NamedTuple):
         held = [part for part in parts[at : at + 2] if part is not None]
         ranks = run.size if run is not None else call.size
         rows = [chunk(call.arg("key").shape[2], ranks, k) for k in range(ranks)]
-        rank = next(k for k, (start, _) in enumerate(rows) if start == held[0].start[2])
-        return cls(run, call, rank, [length for _, length in rows], [part.shape for part in held])
+        by_start = (k for k, (start, _) in enumerate(rows) if start == held[0].start[2])
+        rank = run.rank if run is not None else next(by_start)
+        return cls(run, call, rank, [n for _, n in rows], [part.shape for part in held], held[0].mirrored)
 
     def owner(self, step: int) -> int:
         """The rank whose rows this rank holds at a step."""
         return (self.rank - step) % len(self.lengths)
+
+    def seen(self, step: int) -> tuple[int, int, bool | None]:
+        """(first row of the queries that see keys of this step, number of keys that they see, whether some do).
+
+        Of mirrored rows, all queries see the early keys of ranks before, and late queries all keys of ranks behind.
+        """
+        owner, rows = self.owner(step), self.lengths[self.owner(step)]
+        if step == 0 or not self.call.arg("is_causal"):
+            return 0, rows, None
+        if self.mirrored:
+            return (0, rows // 2, None) if owner < self.rank else (rows // 2, rows, None)
+        return (0, rows, True) if owner < self.rank else (0, 1, False)
+
+    def is_cut(self, step: int) -> bool:
+        """Whether some rank computes a step with a part of its queries or keys."""
+        return step > 0 and bool(self.call.arg("is_causal"))
+
+    def of_queries(self, tensor: Any, step: int) -> Any:
+        """The rows of the queries that see keys of this step."""
+        if not (self.is_cut(step) and self.mirrored):
+            return tensor
+        rows = self.run.rows(tensor, 2, self.seen(step)[0], self.lengths[0], f"queries of step {step}")
+        return self.run(aten.contiguous.default, (rows,))
+
+    def keys(self, held: Any, step: int) -> Keys:
+        """The keys of a step that queries see."""
+        (key, value), name = held, f"keys of step {step}"
+        if not self.is_cut(step):
+            return Keys(key, value, name, causal=bool(self.call.arg("is_causal")))
+        _, rows, seen = self.seen(step)
+        return Keys(self.run.rows(key, 2, 0, rows, name), self.run.rows(value, 2, 0, rows, name), name, seen=seen)
+
+    def with_all_keys(self, grad: Any, step: int) -> Any:
+        """The gradient of all keys of a step, from that of those that were computed with."""
+        after = self.lengths[self.owner(step)] - self.seen(step)[1]
+        return _padded(self.run, grad, 0, after) if self.is_cut(step) else grad
+
+    def with_all_rows(self, grad: Any, step: int) -> Any:
+        """The gradient of all queries, from that of those that see keys of this step."""
+        cut = self.is_cut(step) and self.mirrored
+        return _padded(self.run, grad, self.seen(step)[0], 0) if cut else grad
+
+    def with_all_queries(self, part: tuple[Any, Any], step: int) -> tuple[Any, Any]:
+        """An output and log-sum-exp with all rows: those without keys weigh nothing."""
+        if not (self.is_cut(step) and self.mirrored):
+            return part
+        before = self.seen(step)[0]
+        return self.with_all_rows(part[0], step), self.run(
+            aten.constant_pad_nd.default, (part[1], [before, 0], -_NEVER)
+        )
 
     def shapes_of(self, owner: int) -> list[list[int]]:
         """The shapes of a rank's key and value."""
@@ -212,23 +308,6 @@ class Blocks(NamedTuple):
     def sent(self, step: int) -> Sent:
         """What a rank passes on after a step."""
         return Sent(Kind.ALL_TO_ALL, self.elements(self.owner(step)) * self.call.arg("key").dtype.itemsize)
-
-    def keys(self, held: Any, step: int) -> Keys:
-        """The keys of a step, none of which is computed with where the queries do not see them."""
-        key, value = held
-        name, causal = f"{step} ranks before", self.call.arg("is_causal")
-        if step == 0 or not causal:
-            return Keys(key, value, name, causal=step == 0 and causal)
-        seen = self.owner(step) < self.rank
-        rows = self.lengths[self.owner(step)] if seen else 1
-        return Keys(self.run.rows(key, 2, 0, rows, name), self.run.rows(value, 2, 0, rows, name), name, seen=seen)
-
-    def completed(self, rows: Any, step: int) -> Any:
-        """The gradient of all rows of a step's keys, from that of those that were computed with."""
-        if not self.call.arg("is_causal"):
-            return rows
-        owner = self.owner(step)
-        return _padded(self.run, rows, 0, 0 if owner < self.rank else self.lengths[owner] - 1)
 
     def passed(self, pair: Any, step: int) -> list[Any]:
         """What this rank receives from the rank before it, for the pair that it passes on after a step."""
@@ -244,7 +323,3 @@ class Blocks(NamedTuple):
             found.append(run(aten.view.default, (run(aten.slice.Tensor, (flat, 0, start, end)), shape)))
             start = end
         return found
-
-
-def _added(run: Run, first: list[Any], second: list[Any]) -> list[Any]:
-    return [run(aten.add.Tensor, pair) for pair in zip(first, second, strict=True)]

@@ -18,7 +18,7 @@ from passes import Axis, Mesh, Program, Role
 from passes.runtime.random import draw
 
 from .._torch import tree_flatten
-from ..placements import Interleaved, local_runs
+from ..placements import Interleaved, Mirrored, local_runs
 from ..rules import Info, OpCall, Option, R, localize_of, rule_of
 from ..rules.reductions import EXTREMES
 from . import symbols
@@ -172,7 +172,8 @@ def rule_call(node: fx.Node, in_runs: bool = False) -> OpCall:
 
 def _in_runs(info: Info) -> tuple[Interleaved, ...]:
     sizes = [(dim, size) for dim, size in enumerate(info.shape) if size > 1]
-    return tuple(Interleaved(dim, n) for dim, size in sizes for n in range(2, size) if size % n == 0)
+    runs = [(dim, n) for dim, size in sizes for n in range(1, size) if size % n == 0]
+    return (*(Interleaved(*each) for each in runs if each[1] > 1), *(Mirrored(*each) for each in runs))
 
 
 def _draws_part(program: Program, node: fx.Node, candidate: fx.Node, placed: Placed) -> bool:
