@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Axis, Mesh, Phase
+from passes import Axis, AxisRole, Mesh, Phase
 from passes.ir.program import Placements
 
 from ..rules import OpCall, Option, parts_of
+from ..rules.attention import is_attention
 from .steps import cost
 from .values import Value
 
@@ -49,13 +50,24 @@ class OptionCosts:
             self.on_model and any(isinstance(p, Shard) for p in option.operands)
         )
         placed = list(zip(self.operands, option.operands, strict=True))
-        moves = [move_cost(value, p, self.index, self.mesh, may_join) for value, p in placed]
+        moves = [move_cost(self._held(value), p, self.index, self.mesh, may_join) for value, p in placed]
         total = sum(moves)
         if self.on_model:
             follows_hint = self.hint is not None and option.results[0] == self.hint[self.index]
             pairs = zip(placed, moves, strict=True)
             total += sum(self._surcharge(value, p, moved, follows_hint) for (value, p), moved in pairs)
         return total + self._missed_hint(option.results[0]) + self._own(option)
+
+    def _held(self, value: Value) -> Value:
+        """``value`` as it counts for a read: of a sequence that ranks split, no copy made for an op.
+
+        One op that needs all rows, such as a shift of labels, is no reason for every rank to compute all rows of the
+        next ops. Attention gathers for its backward, too.
+        """
+        split = AxisRole.SEQUENCE in self.axis.roles and isinstance(value.primary[self.index], Shard)
+        if not split or is_attention(self.call):
+            return value
+        return replace(value, nodes={value.primary: value.nodes.get(value.primary)})
 
     def _own(self, option: Option) -> float:
         """The cost of what an option communicates by itself, on parts along this axis alone."""
@@ -91,9 +103,17 @@ def move_cost(value: Value, placement: Placement, index: int, mesh: Mesh, may_jo
     """The least cost of having a value in ``placement`` along one axis; ``may_join``: a whole may become a sum."""
     axis, may_join = mesh.axes[index], may_join and value.dtype.is_floating_point
     return min(
-        _cost_from(source[index], placement, value.bytes_before(source, index, mesh), axis, may_join)
+        _cost_from(source[index], step, value.bytes_before(source, index, mesh), axis, may_join)
         for source in value.nodes
+        for step in [Replicate() if _goes_by_replicas(source[index], placement, value.shape, axis) else placement]
     )
+
+
+def _goes_by_replicas(source: Placement, target: Placement, shape: Sequence[int], axis: Axis) -> bool:
+    """Whether a split along another dim is made from the whole, since either does not cut into equal parts."""
+    if not isinstance(source, Shard) or not isinstance(target, Shard) or source.dim == target.dim:
+        return False
+    return any(shape[p.dim] % axis.size for p in (source, target))
 
 
 def _cost_from(source: Placement, target: Placement, nbytes: float, axis: Axis, may_join: bool) -> float:

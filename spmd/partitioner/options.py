@@ -73,8 +73,9 @@ class Options:
             forms = [f'"{form}"' for form in get_args(Form) if any(has_form(option, form) for option in found)]
             raise PartitionError(
                 f'expected attention="{self.attention}" to fit each call, but over the {axis.size} ranks of '
-                f"{axis.name} queries of shape {[*call.operands[0].shape]} and their keys can only be computed with "
-                f"{' or '.join(forms) or 'whole'}: leave attention out, and each call takes what it can"
+                f"{axis.name} queries of shape {[*call.operands[0].shape]} and their keys have "
+                f"{' or '.join(forms) or 'no form, since some rank would have no row'}: leave attention out, and each "
+                "call takes what it can"
             )
         return fits
 
