@@ -192,6 +192,14 @@ def test_balanced_ranks_compute_equally_much(attention: Any, balance: bool) -> N
     assert (max(scores) < 1.1 * min(scores)) == balance
 
 
+@pytest.mark.parametrize("rank, expected", [(0, (0, 2)), (1, (0, 2)), (2, (1, 2)), (3, (1, 2))])
+def test_ranks_of_one_sequence_have_one_index_for_a_sampler(rank: int, expected: tuple[int, int]) -> None:
+    with fake_world(4, rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        assert spmd.data_rank(spmd.DataParallel(mesh=mesh, axes={"batch": "dp", "sequence": "cp"})) == expected
+        assert spmd.data_rank(spmd.DataParallel()) == (rank, 4)
+
+
 # Wrong programs are found
 
 
