@@ -57,8 +57,8 @@ class DataParallel(PlannedMode):
     ``"ring"``: they pass these around, and compute with those of one rank at a time; ``"heads"``: they exchange rows
     for heads, which must divide evenly. None, the default, takes what communicates least, call by call. What is masked
     by ``is_causal`` is not computed.
-    ``balance``: each rank has an early and a late part of a sequence, so that causal attention is equal work for all,
-    where twice as many parts as ranks are of equal length (and ``attention`` is not ``"heads"``, which needs none).
+    ``balance``: where attention is causal, each rank has an early and a late part of a sequence, for equal work, if
+    twice as many parts as ranks are of equal length (and ``attention`` is not ``"heads"``, which needs none).
     Positions, labels and results are as without.
 
     Without ``axes`` the first axis splits the batch and parameters. On a mesh whose axes are called ``("replicate",

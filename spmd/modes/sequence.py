@@ -13,7 +13,7 @@ from passes.ir.program import Placements, replicated
 
 from ..placements import Mirrored
 from ..ranks.axis_roles import Roles, axes_having
-from ..rules.attention import Form
+from ..rules.attention import Form, splits_causal_rows
 
 SEQUENCE_DIM = 1
 
@@ -34,11 +34,12 @@ def sequence_cuts(program: Program, named: Collection[str] | None, balance: bool
     """The placement with which the program goes on, by argument: split along the sequence, too.
 
     Not of arguments that are ``named``, nor where the dim is shorter than there are ranks: those stay as they are
-    passed, and every rank computes with them as a whole. ``balance``: each rank has an early and a late part, if one
-    axis cuts the dim into equal pieces.
+    passed, and every rank computes with them as a whole. ``balance``: each rank has an early and a late part, if some
+    attention is causal and one axis cuts the dim into equal pieces.
     """
     axes = [k for k in program.mesh.axes_with(AxisRole.SEQUENCE) if program.mesh.axes[k].size > 1]
     ranks = prod(program.mesh.axes[k].size for k in axes)
+    balance = balance and any(splits_causal_rows(n.target, n.args, n.kwargs) for n in program.graph.nodes)
     arguments = [i for i in program.inputs if i.role in (Role.BATCH, Role.ARGUMENT)] if axes else []
     found = {}
     for each in arguments:

@@ -8,8 +8,9 @@ its queries. Where queries are split along the sequence, keys are whole, or pass
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch.distributed.tensor import Shard
 
@@ -73,6 +74,15 @@ def attention_backward(call: OpCall) -> list[Option]:
 def is_attention(call: OpCall) -> bool:
     """Whether a call is attention, or its backward."""
     return call.target in FORWARD or call.target in BACKWARD
+
+
+def splits_causal_rows(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is causal attention, of which ranks may have rows of queries."""
+    if target not in FORWARD or _of_queries(FORWARD[target]) == HEADS:
+        return False
+    position, default = parameters(target)["is_causal"]
+    given = args[position] if position is not None and position < len(args) else kwargs.get("is_causal", default)
+    return bool(given)
 
 
 def has_form(option: Option, form: str) -> bool:

@@ -72,6 +72,7 @@ class Kernel(NamedTuple):
     def backward(self, grad: Any, query: Any, keys: Keys, out: Any, logsumexp: Any) -> list[Any]:
         """The gradients of query, key and value."""
         run = self.run
+        logsumexp = run(aten.contiguous.default, (logsumexp,))  # kernels read rows that were cut from others wrongly
         if keys.seen is not None:
             logsumexp = run(aten.add.Scalar, (logsumexp, 0.0 if keys.seen else _NEVER), numbers=keys.name)
         args = (grad, query, keys.key, keys.value, out, logsumexp, 0.0, keys.causal)
@@ -135,11 +136,9 @@ class Rows(NamedTuple):
     runs: int = 1
 
     def of_queries(self, run: Run, tensor: Any) -> Any:
-        """These rows of a rank's part, contiguous for kernels that need it."""
-        if self.runs == 1:
-            return tensor
+        """These rows of a rank's part."""
         start = self.nth * self.length
-        return run(aten.contiguous.default, (run(aten.slice.Tensor, (tensor, 2, start, start + self.length)),))
+        return tensor if self.runs == 1 else run(aten.slice.Tensor, (tensor, 2, start, start + self.length))
 
     def keys(self, run: Run, key: Any, value: Any) -> tuple[Keys, Keys]:
         """The keys before these rows, and those of these rows."""
@@ -267,8 +266,7 @@ class Blocks(NamedTuple):
         """The rows of the queries that see keys of this step."""
         if not (self.is_cut(step) and self.mirrored):
             return tensor
-        rows = self.run.rows(tensor, 2, self.seen(step)[0], self.lengths[0], f"queries of step {step}")
-        return self.run(aten.contiguous.default, (rows,))
+        return self.run.rows(tensor, 2, self.seen(step)[0], self.lengths[0], f"queries of step {step}")
 
     def keys(self, held: Any, step: int) -> Keys:
         """The keys of a step that queries see."""
@@ -313,10 +311,11 @@ class Blocks(NamedTuple):
         """What this rank receives from the rank before it, for the pair that it passes on after a step."""
         run, ranks = self.run, range(len(self.lengths))
         owner, received = self.owner(step), self.owner(step + 1)
-        flat = run(aten.cat.default, ([run(aten.reshape.default, (x, [-1])) for x in pair],))
+        only = str(self.call.target)  # backward passes keys around again, instead of keeping what forward had
+        flat = run(aten.cat.default, ([run(aten.reshape.default, (x, [-1]), numbers=only) for x in pair],))
         to_next = [self.elements(owner) * (k == (self.rank + 1) % len(ranks)) for k in ranks]
         from_previous = [self.elements(received) * (k == (self.rank - 1) % len(ranks)) for k in ranks]
-        flat = run.all_to_all(flat, from_previous, to_next, str(self.call.target))  # backward does not keep them
+        flat = run.all_to_all(flat, from_previous, to_next)
         found, start = [], 0
         for shape in self.shapes_of(received):
             end = start + prod(shape)

@@ -96,7 +96,7 @@ class PartsByRule:
             yield []
             return
         axis = mesh.axes[index]
-        calls = [replace(call, size=axis.size) for call in calls]
+        calls = [_along(call, axis.size) for call in calls]
         of_each = [_options_of(call) for call in calls]
         for option in of_each[0]:
             if all(any(_same(option, other) for other in others) for others in of_each[1:]):
@@ -168,6 +168,17 @@ def rule_call(node: fx.Node, in_runs: bool = False) -> OpCall:
     target: Any = node.target
     call = OpCall(target, args, kwargs, operands, tuple(_info(each, none=True) for each in results), 1)
     return replace(call, interleaved=tuple(map(_in_runs, operands))) if in_runs else call
+
+
+def _along(call: OpCall, size: int) -> OpCall:
+    """The call along an axis of this size, whose ranks have both parts of what is mirrored."""
+    held = zip(call.operands, call.interleaved, strict=True) if call.interleaved else ()
+    fits = (tuple(runs for runs in each if _is_possible(info, runs, size)) for info, each in held)
+    return replace(call, size=size, interleaved=tuple(fits))
+
+
+def _is_possible(info: Info, runs: Interleaved, size: int) -> bool:
+    return not isinstance(runs, Mirrored) or info.shape[runs.dim] % (2 * size * runs.outer) == 0
 
 
 def _in_runs(info: Info) -> tuple[Interleaved, ...]:

@@ -126,6 +126,31 @@ def test_sequence_batch_and_micro_batches() -> None:
     assert verified(given, {"dp": 2, "cp": 2}, train_on, axes=axes, attention="ring", micro_batches=2)
 
 
+@pytest.mark.slow
+def test_dropout_of_attention_draws_as_on_whole_sequences() -> None:
+    """Torch computes it from the scores: rows stay split, and keys are gathered."""
+    assert verified(arguments(8, 2, dropout_p=0.5))
+
+
+@pytest.mark.slow
+def test_an_unmodified_llama() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randint(16, (2, 8))
+    assert verified(given, step=train_llama, attention="gather")
+
+
+def train_llama(model: nn.Module, optimizer: Any, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 LENGTHS = {2: (8, 7), 4: (8, 7)}  # by the number of ranks: with an early and a late part for each, and without
 
 
