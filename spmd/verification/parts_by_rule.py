@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ class PartsByRule:
         """The call of which the ranks' ``nodes``, with these operands, compute the parts."""
         op = call_of(nodes[0])[0]
         hint = nodes[0].meta.get("captured")  # which to try first: nothing more
-        for in_runs, renamed in ((False, None), (False, RENAMED.get(op)), (True, None)):
+        names = (None, RENAMED[op]) if op in RENAMED else (None,)
+        for in_runs, renamed in product((False, True), names):
             candidates = self.captured.by_op.get(op if renamed is None else renamed.op, [])
             for candidate in sorted(candidates, key=lambda each: each.name != hint):
                 for options in self._options([rule_call(candidate, in_runs)], 0):
