@@ -102,10 +102,10 @@ class Moves:
             yield Move(MoveKind.UPDATE, 0, self.context.placements[updated])
 
     def _reduced_over_sequence(self, node: fx.Node, value: Value) -> Placements:
-        """The gradient of an activation is brought to the activation's own parts: a sum, or heads after attention.
+        """A gradient's placement along sequences: the activation's own, for a sum, and for heads after attention.
 
-        Each rank then computes on with its rows. As a sum it would cost as little to send later, but every rank would
-        multiply all rows by the weights.
+        Each rank then goes on with its rows. To reduce a sum later would cost no more, but every rank would multiply
+        all rows by the weights.
         """
         axes, operand = self.context.mesh.axes_with(AxisRole.SEQUENCE), _differentiated(node)
         moved = Partial if operand is None else (Partial, Shard)

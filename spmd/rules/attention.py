@@ -113,11 +113,7 @@ def _in_a_ring(call: OpCall, found: list[Option], ring: Local, sends: Sends) -> 
     parts = _PARTS if rows == call.arg("query").shape[2] else _PARTS[:1]
     split = [o.results[0] for o in found if o.name == GATHER and o.results[0] in parts]
     tensors = [name for name in parameters(call.target) if isinstance(call.arg(name), Info)]
-    made = [
-        option(call, dict.fromkeys(tensors, placed), [placed if info is not None else None for info in call.results])
-        for placed in split
-        if placed is not None
-    ]
+    made = [option(call, dict.fromkeys(tensors, placed), placed) for placed in split if placed is not None]
     return [replace(each, local=ring, sends=sends, name=RING) for each in made]
 
 
