@@ -100,6 +100,7 @@ class Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
         _check_micro_batches(parallel_mode, program=program, check=_check_check(check) or None)
+        _check_bits(parallel_mode, backend)
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=check_callable("gm_transformation", gm_transformation),
@@ -190,6 +191,14 @@ def _check_micro_batches(mode: Any, **options: Any) -> None:
     given = [name for name, value in options.items() if value is not None]
     if given and isinstance(mode, ParallelMode) and mode.micro_batches > 1:
         raise ValueError(f"expected no {given[0]} with micro_batches, of which each runs a program in a call")
+
+
+def _check_bits(mode: Any, backend: Any) -> None:
+    """Raise ``ValueError`` for a backend whose kernels follow from what it measures, where bits are to be the same."""
+    if isinstance(mode, ParallelMode) and mode.bits is not None and backend != "aten":
+        raise ValueError(
+            f'expected backend="aten" with bits="same", whose kernels are the same in each run, got {backend!r}'
+        )
 
 
 def _check_overrides(given: Any) -> tuple[Override, ...]:

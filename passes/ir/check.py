@@ -67,7 +67,8 @@ def _micro_batches_are_sound(program: Program) -> None:
     missing = sorted({*micro.split, *micro.whole} - inputs.keys())
     if missing:
         raise PassError(f"micro-batches of {program.name} divide {missing}, but it has no such inputs")
-    accumulators = {each.name for each in inputs.values() if each.role is Role.ACCUMULATOR}
+    above = {name for names in micro.tree.values() for name in names}
+    accumulators = {each.name for each in inputs.values() if each.role is Role.ACCUMULATOR} - above
     first = micro.accumulating
     for each in [program] if first is None else [program, first]:
         lost = sorted(accumulators - _updated(each))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,27 @@ def new_accumulators(program: Program) -> dict[int, torch.Tensor]:
     inputs = enumerate(zip(program.inputs, program.placeholders, strict=True))
     vals = {k: node.meta["val"] for k, (declared, node) in inputs if declared.role is Role.ACCUMULATOR}
     return {k: torch.zeros(val.shape, dtype=val.dtype, device=val.device) for k, val in vals.items()}
+
+
+def ascend(program: Program, inputs: Sequence[torch.Tensor], k: int) -> None:
+    """After run ``k``, add the sums of pairs that are complete: of runs, of pairs, and so on, like carries of a count.
+
+    So each sum is that of a balanced tree over the runs, of which the last run adds up what is left: the sum of a
+    half of the runs has the same bits, whether it is all that a program runs or the first half of it.
+    """
+    micro = program.micro_batches
+    assert micro is not None
+    position = program.positions()
+    for name, above in micro.tree.items() if k % 2 else ():
+        pair = inputs[position[name]]
+        total = pair
+        for level, each in enumerate(above, start=1):
+            held = inputs[position[each]]
+            if (k + 1) >> level & 1:
+                held.copy_(total)
+                break
+            total = held + total
+        pair.zero_()
 
 
 def runs_of(program: Program) -> list[Program]:

@@ -152,6 +152,8 @@ class MicroBatches:
     An accumulator (an input of that role) is zero in the first run, and in the others what the run before made of it.
     Results in ``joined`` are rows of all runs, one after the other along a dim. All other outputs, state included, are
     those of the last run. ``whole``: inputs that are all of an argument, by name, with that of the argument.
+    ``tree``: where sums are those of a balanced tree, by the name of an accumulator, which then holds the first run of
+    a pair, the accumulators of the first pair of two, of the first two pairs of four, and so on (``ascend``).
     ``accumulating``: the program of all runs but the last one, with the same inputs, once it is another one: its parts
     are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone.
     """
@@ -160,6 +162,7 @@ class MicroBatches:
     split: Mapping[str, int]
     whole: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, int] = field(default_factory=dict)
+    tree: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     accumulating: Program | None = None
 
     def __str__(self) -> str:

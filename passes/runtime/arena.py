@@ -49,3 +49,8 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 def has_arena(graph: fx.Graph) -> bool:
     """Whether values of ``graph`` lie in an arena."""
     return bool(graph.find_nodes(op="call_function", target=reserve))
+
+
+def has_shared_arena(graph: fx.Graph) -> bool:
+    """Whether other ranks of the host read memory that a graph reserves."""
+    return any(True in node.args for node in graph.find_nodes(op="call_function", target=reserve))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from passes import OutputKind, Part, Program
-from passes.ir.micro_batches import accumulating, new_accumulators
+from passes.ir.micro_batches import accumulating, ascend, new_accumulators
+from passes.runtime.arena import has_shared_arena
 from passes.schedule.node_costs import device_of
 
 from .._torch import DisableAutocast
@@ -43,6 +44,7 @@ class Runs:
     program: Program
     executable: Executable
     accumulators: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_read_by_peers: bool = False  # whether values of a run lie in memory that ranks share
 
     @classmethod
     def of(cls, program: Program, arenas: Arenas, regions: Compiles | None, cuda_graphs: bool) -> Runs | None:
@@ -51,16 +53,26 @@ class Runs:
         if micro is None:
             return None
         first = accumulating(micro.accumulating or program, micro.joined)
-        return cls(program, lower(first, arenas, Commit(), regions, cuda_graphs))
+        executable = lower(first, arenas, Commit(), regions, cuda_graphs)
+        return cls(program, executable, is_read_by_peers=has_shared_arena(first.graph))
 
-    def accumulate(self, inputs: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
-        """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one, and rows."""
+    def accumulate(self, inputs: Sequence[Any], commit: Commit) -> tuple[list[Any], list[list[Any]]]:
+        """Run all but the last micro-batch, on the inputs of a call; returns the inputs of the last one, and rows.
+
+        All runs compute in the same memory. What peers may still read there at the end of a run, they have read when
+        all ranks have come as far.
+        """
         micro, given = self.program.micro_batches, list(inputs)
         assert micro is not None
         self.accumulators = self.accumulators or new_accumulators(self.program)
         for k, memory in self.accumulators.items():
             given[k] = memory.zero_()
-        rows = [self.executable(micro.of_run(self.program, given, k)) for k in range(micro.count - 1)]
+        rows = []
+        for k in range(micro.count - 1):
+            rows.append(self.executable(micro.of_run(self.program, given, k)))
+            ascend(self.program, given, k)
+            if self.is_read_by_peers:
+                commit.wait_for_ranks()
         return micro.of_run(self.program, given, micro.count - 1), rows
 
     def close(self) -> None:
@@ -92,7 +104,7 @@ class Executable:
         with torch.no_grad(), DisableAutocast():
             if self.runs is None:
                 return self.finish(self.function(*inputs), inputs)
-            last, rows = self.runs.accumulate(inputs)
+            last, rows = self.runs.accumulate(inputs, self.commit)
             return self.runs.join(self.finish(self.function(*last), last), rows)
 
     def finish(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

@@ -40,10 +40,15 @@ def sums_in_time(program: Program) -> list[fx.Node]:
     return found
 
 
-def accumulate(program: Program, sums: Sequence[fx.Node], dtype: torch.dtype | None) -> None:
-    """Replace sums over micro-batches by accumulators, in ``dtype`` or in their own."""
-    for k, node in enumerate(sums):
-        _accumulate(program, node, f"accumulated.{k}", dtype)
+def accumulate(
+    program: Program, sums: Sequence[fx.Node], dtype: torch.dtype | None, levels: int = 1
+) -> dict[str, tuple[str, ...]]:
+    """Replace sums over micro-batches by accumulators, in ``dtype`` or in their own.
+
+    Returns by the name of each those above it, where sums are those of a tree of several ``levels``.
+    """
+    names = [f"accumulated.{k}" for k in range(len(sums))]
+    return {name: _accumulate(program, node, name, dtype, levels) for name, node in zip(names, sums, strict=True)}
 
 
 def add_run(program: Program) -> None:
@@ -89,8 +94,8 @@ def _moving(node: fx.Node, run: fx.Node, next_region: Sequence[Sequence[int]]) -
     return region
 
 
-def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype | None) -> None:
-    """Replace a sum over micro-batches by one that grows from run to run."""
+def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype | None, levels: int) -> tuple[str, ...]:
+    """Replace a sum over micro-batches by one that grows from run to run; returns the accumulators of upper levels."""
     (wait,) = node.users
     held = wait if "placement" in wait.meta else next(iter(wait.users))  # sums in a wider dtype are rounded behind it
     value: Any = node.args[0]
@@ -103,9 +108,13 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
     if wide.dtype is not own.dtype:
         cast = insert_before(node, aten._to_copy.default, value, like=wait, kwargs={"dtype": wide.dtype}, val=wide)
     grown = insert_before(node, aten.add.Tensor, total, cast, like=wait, val=wide)
+    above = tuple(f"{name}.of_{2**level}" for level in range(1, levels))
     result = grown
+    for each in above:
+        upper = add_input(program, replace(declared, name=each), wide)
+        result = insert_before(node, aten.add.Tensor, upper, result, like=wait, val=wide)
     if wide.dtype is not own.dtype:
-        result = insert_before(node, aten._to_copy.default, grown, like=wait, kwargs={"dtype": own.dtype}, val=own)
+        result = insert_before(node, aten._to_copy.default, result, like=wait, kwargs={"dtype": own.dtype}, val=own)
     result.meta |= {key: wait.meta[key] for key in ("grad_of", "captured") if key in wait.meta}
     result.meta["placement"] = held.meta["placement"]
     wait.replace_all_uses_with(result)
@@ -118,6 +127,7 @@ def _accumulate(program: Program, node: fx.Node, name: str, dtype: torch.dtype |
             Output(OutputKind.UPDATE, name, Role.ACCUMULATOR, declared.shape, declared.dtype, placement),
         ],
     )
+    return above
 
 
 def add_input(program: Program, declared: Input, val: Any) -> fx.Node:

@@ -23,17 +23,22 @@ from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_output
 from .early_sums import compute_early, early
 
 
-def partition_in_time(program: Program, plan: Plan, count: int, dtype: torch.dtype | None = None) -> Program:
+def partition_in_time(
+    program: Program, plan: Plan, count: int, dtype: torch.dtype | None = None, as_tree: bool = False
+) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
     Rows are cut as ``torch.chunk`` does it, so that the last part may be shorter, and parts may be fewer. A step that
     takes equal parts alone (it merges rows with other dims) runs more often then, and a note says so. ``dtype``: that
-    of accumulators; None is that of what they add up. Raises ``PartitionError``, with the op and the user's line, where
+    of accumulators; None is that of what they add up. ``as_tree``: parts are equal, a power of two, and their sums
+    those of a balanced tree. Raises ``PartitionError``, with the op and the user's line, where
     a run would have to know rows of another one.
     """
     rows = _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
     lengths = [local_shape(each.shape, each.placement, program.mesh)[rows[each.name]] for each in batch]
+    if as_tree:
+        return _Shares(program, plan, rows, count, dtype, as_tree=True).of(0, follows=True)
     most = max(*lengths, 1)
     parts = -(-most // -(-most // count))
     if not _leaves_rest(lengths, parts):
@@ -76,6 +81,7 @@ class _Shares:
     rows: Mapping[str, int]
     count: int
     dtype: torch.dtype | None
+    as_tree: bool = False
 
     def __post_init__(self) -> None:
         problem = self._problem(0)
@@ -96,8 +102,8 @@ class _Shares:
         whole = compute_early(local, self.program, self.plan, self.rows, ahead) if ahead else {}
         sums = sums_in_time(local)
         assert not early(local.graph, sums, _values(local, joined)), "what a run needs of others is computed ahead"
-        accumulate(local, sums, self.dtype)
-        micro = MicroBatches(self.count, self.rows, whole, joined)
+        tree = accumulate(local, sums, self.dtype, (self.count - 1).bit_length() if self.as_tree else 1)
+        micro = MicroBatches(self.count, self.rows, whole, joined, tree if self.as_tree else {})
         return replace(without_axis(local, self.rows, self.count, k), micro_batches=micro)
 
     def _emitted(self, k: int) -> Program:

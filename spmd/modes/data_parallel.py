@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from ..annotations.apply import check_offload_policy, check_parameters, check_po
 from ..annotations.chosen_units import Choice, chosen_units
 from ..annotations.policies import MixedPrecisionPolicy, OffloadPolicy
 from ..annotations.resolve import Annotations, Ignored, Mark
+from ..micro_batches.same_bits import partition_with_same_bits
 from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
@@ -32,6 +33,7 @@ from .option_groups import (
     Split,
     Wire,
     check_accumulate_dtype,
+    check_bits,
     check_micro_batches,
     check_modules,
 )
@@ -120,6 +122,12 @@ class DataParallel(PlannedMode):
     follow the rows. What needs other rows at once (batch statistics, a result with rows) is an error with the user's
     line.
 
+    ``bits="same"``: after any number of steps, parameters and optimizer state have the same bits on 1, 2, 4, ... ranks
+    that pass the same global batch. It is computed as ``virtual`` parts, a power of two and at least twice as many as
+    ranks, one after the other on each rank, whose sums are those of one balanced tree. For ``"replicate"``, on
+    processors of one kind, with one version of torch and one number of threads; axes of the batch have 2 ranks, or 1:
+    give 4 a mesh of 2 x 2.
+
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
     treated as theirs asks.
 
@@ -157,6 +165,8 @@ class DataParallel(PlannedMode):
         defer_updates: bool = False,
         micro_batches: int = 1,
         accumulate_dtype: torch.dtype | None = None,
+        bits: Literal["same"] | None = None,
+        virtual: int = 8,
         attention: Form | None = None,
         balance: bool = True,
     ) -> None:
@@ -177,12 +187,17 @@ class DataParallel(PlannedMode):
         self.defer_updates = check_flag("defer_updates", defer_updates)
         self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
+        self.bits = check_bits(bits, virtual, self.split, self.micro_batches)
+        if self.bits is not None:
+            self.micro_batches = self.bits
         self.attention, self.balance = check_attention(attention, self._roles), check_flag("balance", balance)
 
     def partition(self, program: Program) -> Program:
         """One rank's share; a program that runs several times in a call where there are micro-batches."""
         if self.micro_batches == 1:
             return super().partition(program)
+        if self.bits is not None:
+            return partition_with_same_bits(program, self.plan(program), self.bits, self.accumulate_dtype)
         return partition_in_time(program, self.plan(program), self.micro_batches, self.accumulate_dtype)
 
     @property
@@ -284,7 +299,9 @@ class DataParallel(PlannedMode):
             "gather_dtype": self.wire.gather_dtype,
             "reshard_after_forward": self.gathers.reshard,
             "defer_updates": self.defer_updates or None,
-            "micro_batches": self.micro_batches if self.micro_batches > 1 else None,
+            "micro_batches": self.micro_batches if self.micro_batches > 1 and self.bits is None else None,
+            "bits": self.bits and "'same'",
+            "virtual": self.bits,
             "attention": self.attention,
             "balance": None if self.balance else False,
         }

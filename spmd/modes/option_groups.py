@@ -150,6 +150,21 @@ def check_micro_batches(count: Any, reduce_gradients: Reduce, defers: bool) -> i
     return count
 
 
+def check_bits(bits: Any, virtual: Any, split: Split, micro_batches: int) -> int | None:
+    """The number of virtual parts for ``bits="same"``; None without. Raises ``ValueError`` for anything else."""
+    if bits is None:
+        return None
+    if bits != "same":
+        raise ValueError(f'expected bits to be "same" or None, got {bits!r}')
+    if not isinstance(virtual, int) or virtual < 2 or virtual & (virtual - 1):
+        raise ValueError(f"expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got {virtual!r}")
+    if split.needs_axis:
+        raise ValueError(f'expected parallel_style="replicate" with bits="same", whose state is whole, got {split}')
+    if micro_batches > 1:
+        raise ValueError('expected no micro_batches with bits="same": its virtual parts run one after the other')
+    return virtual
+
+
 def check_accumulate_dtype(given: Any) -> torch.dtype | None:
     """Raise ``ValueError`` unless ``given`` is None or a dtype of floating point; returns it."""
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):

@@ -21,15 +21,15 @@ _LOCAL = 1e-3
 def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[Placements, int, Placement]]:
     """The steps from ``source`` to ``target``: the placement before each, the axis that it changes, and its new entry.
 
-    Slices first, then sums (those over micro-batches, then those that leave a part), then gathers, so that little is
-    communicated. A dim that several axes split is cut by the outermost one first: an axis that would break this order
-    is replicated, and cut in the end.
+    Slices first, then sums (those over micro-batches, then those that leave a part, the innermost axis first), then
+    gathers, so that little is communicated. A dim that several axes split is cut by the outermost one first: an axis
+    that would break this order is replicated, and cut in the end.
     """
     current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
     axes = range(len(current))
     whole = [k for k in axes if isinstance(current[k], Replicate)]
     in_time = mesh.axes_with(AxisRole.MICRO_BATCHES)
-    sums = [k for k in axes if isinstance(current[k], Partial)]
+    sums = [k for k in reversed(axes) if isinstance(current[k], Partial)]  # the nearest ranks first
     sums.sort(key=lambda k: (k not in in_time, not isinstance(goals[k], Shard)))
     split = [k for k in reversed(axes) if isinstance(current[k], Shard)]
     for index in [*whole, *sums, *split, *axes]:

@@ -30,6 +30,11 @@ class Commit:
         """Need no barrier: the first write is of data that was complete on all ranks before this call."""
         self._has_barrier = False
 
+    def wait_for_ranks(self) -> None:
+        """Wait for all ranks in the middle of a call: they have read what this one had written for them."""
+        if self._connection is not None:
+            self._connection.barrier()
+
     def __call__(self) -> None:
         """Wait for all ranks, and for copies of state that are under way; state may be written from here on."""
         if self.state is StateIs.BEFORE:

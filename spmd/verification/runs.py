@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from passes import Program, Role
-from passes.ir.micro_batches import new_accumulators, runs_of
+from passes.ir.micro_batches import ascend, new_accumulators, runs_of
 
 from .lockstep import Watch, run_in_lockstep
 
@@ -40,6 +40,8 @@ def run_programs(
         returned = run_in_lockstep(now, taken, seen)
         for program, of_rank, outputs, before in zip(now, inputs, returned, rows, strict=True):
             _keep_accumulators(program, programs[0], of_rank, outputs)
+            if k < micro.count - 1:
+                ascend(programs[0], of_rank, k)
             named = {out.name: value for out, value in zip(program.outputs, outputs, strict=True)}
             before.append({name: named[name] for name in micro.joined})
     if seen is not None and watch is not None:

@@ -1,0 +1,47 @@
+"""Partition a program whose sums over rows do not depend on the number of ranks, to the last bit.
+
+A sum of floats depends on its order. The global batch is cut into parts, always the same ones; a rank has several that
+follow each other, and computes each with ops of the same sizes, whatever the number of ranks. What is summed over rows
+is a partial sum for each part, and a balanced tree over all of them: its lower levels are accumulators of a rank, and
+each level above is a sum over an axis of two ranks, which has one order.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch.distributed.tensor import Shard
+
+from passes import AxisRole, PartitionError, Program
+
+from ..partitioner.plan import Plan
+from ..placements import local_shape
+from .time_axis import partition_in_time
+
+
+def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: torch.dtype | None = None) -> Program:
+    """One rank's share, to be run for each of its parts. Raises ``PartitionError`` where ranks or rows do not fit."""
+    over = program.mesh.axes_with(AxisRole.BATCH)
+    axes = [program.mesh.axes[k] for k in over]
+    ranks = prod(axis.size for axis in axes)
+    if any(axis.size > 2 for axis in axes):
+        raise PartitionError(
+            f'bits="same" sums over two ranks at a time, but the mesh of {program.name} splits the batch over '
+            f"{' x '.join(str(axis.size) for axis in axes)}: for 4 ranks pass mesh=init_device_mesh(device, (2, 2), "
+            'mesh_dim_names=("a", "b")) and axes={"batch": ("a", "b")}'
+        )
+    if 2 * ranks > virtual:
+        raise PartitionError(
+            f'bits="same" takes at least two virtual parts on each rank, but has virtual={virtual} for {ranks} ranks: '
+            f"pass virtual={2 * ranks} or more, the same on any number of ranks"
+        )
+    count = virtual // ranks
+    for each in program.inputs:
+        dims = [p.dim for k, p in enumerate(each.placement) if k in over and isinstance(p, Shard)]
+        if dims and local_shape(each.shape, each.placement, program.mesh)[dims[0]] % count:
+            raise PartitionError(
+                f'bits="same" cuts the global batch into {virtual} equal parts, but {each.name} has '
+                f"{each.shape[dims[0]]} rows: pass a multiple of {virtual}, or drop the last batch"
+            )
+    return partition_in_time(program, plan, count, dtype, as_tree=True)

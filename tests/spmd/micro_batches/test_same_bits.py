@@ -1,0 +1,167 @@
+"""``bits="same"``: state has the same bits on 1, 2 and 4 ranks; and it is that of the plain step."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import spmd
+from examples.gpt import GPT, Config
+from passes.runtime.local_peers import LocalPeers
+from tests.harness.pool import Ranks
+
+CONFIG = Config(width=32, layers=1, heads=2, context=16)
+STEPS = 4
+
+
+def train(
+    model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, autocast: bool = False, drop: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Labels that count are unequally many in each part; gradients are clipped."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        scores = F.dropout(model(x), drop) if drop else model(x)
+        loss = F.cross_entropy(scores.flatten(0, 1).float(), torch.where(y < 180, y, -100).flatten())
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def build(optimizer: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    make = torch.optim.AdamW if optimizer == "AdamW" else torch.optim.SGD
+    options = {} if optimizer == "AdamW" else {"momentum": 0.9}
+    return model, make(model.parameters(), lr=0.05, **options)
+
+
+def rows(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    own = torch.randint(0, CONFIG.vocabulary, (16, CONFIG.context + 1), generator=draw).chunk(world)[rank]
+    return own[:, :-1].contiguous(), own[:, 1:].contiguous()
+
+
+def mode(world: int, **options: Any) -> spmd.DataParallel:
+    if world == 4:
+        options |= {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), "axes": {"batch": ("a", "b")}}
+    return spmd.DataParallel(bits="same", **options)
+
+
+def digest(model: nn.Module, optimizer: Any, results: list[Any]) -> str:
+    tensors = [*model.parameters(), *(each[key] for each in optimizer.state.values() for key in sorted(each))]
+    found = hashlib.sha256(repr(results).encode())
+    for each in tensors:
+        found.update(each.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def trained(rank: int, world: int, optimizer: str, options: dict[str, Any]) -> str:
+    objects = build(optimizer)
+    step, results = spmd.compile(train, parallel_mode=mode(world)), []
+    spmd.seed(3)
+    try:
+        for k in range(STEPS):
+            results.append([each.item() for each in step(*objects, *rows(k, rank, world), **options)])
+    finally:
+        spmd.seed(None)
+    return digest(*objects, results)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"), [("AdamW", {"drop": 0.3}), ("SGD", {"autocast": True})], ids=["dropout", "autocast"]
+)
+def test_state_has_the_same_bits_on_any_number_of_ranks(ranks: Ranks, optimizer: str, options: dict[str, Any]) -> None:
+    found = [digest for world in (1, 2, 4) for digest in ranks.run(world, trained, optimizer, options)]
+    assert len(found) == 7 and len({*found}) == 1, found
+
+
+@pytest.mark.usefixtures("alone")
+def test_it_is_the_plain_step() -> None:
+    """Beside the plain step on the whole batch, in fp64; and all ranks in one process, stage by stage."""
+    results: list[Any] = []
+    for compiles in (False, True):
+        model, optimizer = build("SGD")
+        model.double()
+        step = spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same", virtual=4)) if compiles else train
+        results.append([step(model, optimizer, *rows(k)) for k in range(3)] + [list(model.parameters())])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-9)
+    verdict = spmd.verify(
+        spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same")), *build("SGD"), *rows(0), world=2
+    )
+    assert verdict, verdict
+
+
+def refused(rank: int, world: int) -> list[str]:
+    found = []
+    cases = [(spmd.DataParallel(bits="same", virtual=2), 8), (spmd.DataParallel(bits="same"), 3)]
+    for given, count in cases:
+        try:
+            x, y = rows(0, rank, world)
+            spmd.compile(train, parallel_mode=given)(*build("SGD"), x[:count], y[:count])
+        except spmd.PartitionError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_does_not_divide_is_refused(ranks: Ranks) -> None:
+    few, rest = ranks.run(2, refused)[0]
+    assert "takes at least two virtual parts on each rank, but has virtual=2 for 2 ranks: pass virtual=4" in few
+    assert "cuts the global batch into 8 equal parts, but x has 6 rows: pass a multiple of 8" in rest
+    for options, message in [
+        ({"parallel_style": "fully_shard"}, 'expected parallel_style="replicate" with bits="same"'),
+        ({"micro_batches": 2}, 'expected no micro_batches with bits="same"'),
+        ({"virtual": 6}, "expected virtual, the parts of the global batch, to be 2, 4, 8, ..., got 6"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            spmd.DataParallel(bits="same", **options)
+
+
+def test_a_backend_that_chooses_by_time_is_refused() -> None:
+    with pytest.raises(ValueError, match='expected backend="aten" with bits="same"'):
+        spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same"), backend="inductor")
+
+
+def on_a_line(rank: int, world: int) -> str:
+    with pytest.raises(spmd.PartitionError, match="sums over two ranks at a time") as found:
+        spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same"))(*build("SGD"), *rows(0, rank, world))
+    dist.barrier()
+    return str(found.value)
+
+
+def test_four_ranks_take_a_mesh_of_two_by_two(ranks: Ranks) -> None:
+    assert "pass mesh=init_device_mesh(device, (2, 2)" in ranks.run(4, on_a_line)[0]
+
+
+def late(rank: int, world: int) -> list[list[float]]:
+    """The losses where one rank reads what its peers have published long after they did."""
+    collect = LocalPeers.collect
+
+    def collect_late(self: LocalPeers, number: int) -> Any:
+        found = collect(self, number)
+        time.sleep(0.03 * rank)
+        return found
+
+    LocalPeers.collect = collect_late  # type: ignore[method-assign]
+    try:
+        objects = build("SGD")
+        step = spmd.compile(train, parallel_mode=spmd.DataParallel(micro_batches=4))
+        return [[each.item() for each in step(*objects, *rows(k, rank, world))] for k in range(2)]
+    finally:
+        LocalPeers.collect = collect  # type: ignore[method-assign]
+
+
+def test_a_run_leaves_what_peers_still_read(ranks: Ranks) -> None:
+    """Each run counts labels on all ranks, in memory that the next run computes in."""
+    objects = build("SGD")
+    expected = [[each.item() for each in train(*objects, *rows(k))] for k in range(2)]
+    for found in ranks.run(2, late):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
