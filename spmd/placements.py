@@ -27,15 +27,23 @@ class Interleaved(Shard):
         self.outer = outer
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Interleaved) and (self.dim, self.outer) == (other.dim, other.outer)
+        return type(other) is type(self) and (self.dim, self.outer) == (other.dim, other.outer)
 
     def __hash__(self) -> int:
-        return hash((self.dim, self.outer))
+        return hash((type(self), self.dim, self.outer))
 
     def __repr__(self) -> str:
-        return f"Interleaved(dim={self.dim}, outer={self.outer})"
+        return f"{type(self).__name__}(dim={self.dim}, outer={self.outer})"
 
     __str__ = __repr__
+
+
+class Mirrored(Interleaved):
+    """Split along ``dim`` so that each rank has an early and a late part of every run: of causal rows, equal work.
+
+    Each run consists of twice as many pieces as there are ranks, of equal length. The rank at ``r`` of ``n`` has the
+    pieces ``r`` and ``2 * n - 1 - r``, in this order.
+    """
 
 
 class OwnRows(Placement):
@@ -112,6 +120,16 @@ def splits(placement: Placement, dim: int) -> bool:
 def rows(dim: int, outer: int = 1) -> Shard:
     """Split along ``dim`` in ``outer`` runs; a plain ``Shard`` for one run."""
     return Shard(dim) if outer == 1 else Interleaved(dim, outer)
+
+
+def same_rows(like: Shard, dim: int, outer: int = 1) -> Shard:
+    """Split along ``dim`` in ``outer`` runs, each of them as ``like`` splits its own."""
+    return Mirrored(dim, outer) if isinstance(like, Mirrored) else rows(dim, outer)
+
+
+def mirrored_pieces(rank: int, ranks: int) -> tuple[int, int]:
+    """The pieces of a run that a rank has where it is mirrored."""
+    return rank, 2 * ranks - 1 - rank
 
 
 def normalize(placement: Any, mesh: Mesh, name: str) -> Placements:

@@ -27,6 +27,7 @@ from .initialized import materialize
 from .mesh_picture import show
 from .modes.base import ParallelMode, PlannedMode
 from .modes.data_parallel import DataParallel
+from .modes.data_rank import data_rank
 from .modes.dtensor_expand import DTensorExpand
 from .override import Override
 from .partitioner import partition
@@ -73,6 +74,7 @@ __all__ = [
     "compile",
     "constrain",
     "contract",
+    "data_rank",
     "export",
     "fully_shard",
     "load",

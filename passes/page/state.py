@@ -10,7 +10,7 @@ _INPUT = re.compile(
     r"^    \w+: \"[^\"]*\",  # (?P<role>[\w -]+?) (?P<name>\S+): (?P<dtype>\w+)\[(?P<shape>[\d, ]*)\] as "
     r"(?P<placement>\w+\(.*?\)(?:, \w+\(.*?\))*)"
 )
-_SHARD = re.compile(r"(?:Shard|_StridedShard|Interleaved)\(dim=(-?\d+)")
+_SHARD = re.compile(r"(?:Shard|_StridedShard|Interleaved|Mirrored)\(dim=(-?\d+)")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
 from ..partitioner.assignment import Assignment
-from ..placements import ByGroup, Dealt, Interleaved
+from ..placements import ByGroup, Dealt, Interleaved, Mirrored
 from .not_cached import NotCachedError
 
 _OURS = (collective_ops.NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE)
@@ -325,7 +325,7 @@ def placement_to_data(placement: Sequence[Any]) -> list[list[Any]]:
 def _entry(entry: Any) -> list[Any]:
     match entry:
         case Interleaved():
-            return ["interleaved", entry.dim, entry.outer]
+            return ["mirrored" if isinstance(entry, Mirrored) else "interleaved", entry.dim, entry.outer]
         case ByGroup():
             return ["by group", entry.dim, entry.of, entry.count, entry.ends, entry.rows]
         case Dealt():
@@ -343,6 +343,7 @@ _PLACEMENTS: dict[str, Callable[..., Any]] = {
     "interleaved": Interleaved,
     "by group": ByGroup,
     "dealt": Dealt,
+    "mirrored": Mirrored,
     "shard": Shard,
     "replicate": Replicate,
     "partial": Partial,

@@ -24,6 +24,7 @@ from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
 from ..ranks.world import axis_names
+from ..rules.attention import Form
 from .base import PlannedMode, check_callable, check_flag
 from .experts import expert_placements
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
@@ -37,7 +38,7 @@ from .option_groups import (
     check_micro_batches,
     check_modules,
 )
-from .sequence import SEQUENCE_DIM, sequence_cuts
+from .sequence import SEQUENCE_DIM, check_attention, sequence_cuts
 from .shares import Share, Style, check_gather_dtype, check_untrained
 
 
@@ -59,6 +60,14 @@ class DataParallel(PlannedMode):
     ``experts``: the parameters whose dim 0 is the expert: an fnmatch pattern over their names, a class of modules that
     hold them, a function from a module to a bool, or a list of these. None, the default, finds those that grouped and
     batched matrix products read.
+
+    ``attention``: how ranks that split a sequence attend to all of it. ``"gather"``: each gathers all keys and values;
+    ``"ring"``: they pass these around, and compute with those of one rank at a time; ``"heads"``: they exchange rows
+    for heads, which must divide evenly. None, the default, takes what communicates least, call by call. What is masked
+    by ``is_causal`` is not computed.
+    ``balance``: where attention is causal, each rank has an early and a late part of a sequence, for equal work, if
+    twice as many parts as ranks are of equal length (and ``attention`` is not ``"heads"``, which needs none).
+    Positions, labels and results are as without.
 
     Without ``axes`` the first axis splits the batch and parameters. On a mesh whose axes are called ``("replicate",
     "shard", ...)`` the batch is split over both of these, and parameters over ``"shard"`` alone: gradients are
@@ -165,6 +174,8 @@ class DataParallel(PlannedMode):
         accumulate_dtype: torch.dtype | None = None,
         bits: Literal["same"] | None = None,
         virtual: int = 8,
+        attention: Form | None = None,
+        balance: bool = True,
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
@@ -189,6 +200,7 @@ class DataParallel(PlannedMode):
             if axes_having(AxisRole.EXPERTS, self._roles or {}):
                 raise ValueError('expected no axis with the role "experts" with bits="same", whose state is whole')
             self.micro_batches = self.bits
+        self.attention, self.balance = check_attention(attention, self._roles), check_flag("balance", balance)
 
     def partition(self, program: Program) -> Program:
         """One rank's share; a program that runs several times in a call where there are micro-batches."""
@@ -258,9 +270,9 @@ class DataParallel(PlannedMode):
             self.mesh,
             state_placements(program, placements, updates),
             units=_units(annotations, shares),
-            options={"gather_parameters": True, **self.wire.options()},
+            options={"gather_parameters": True, "attention": self.attention, **self.wire.options()},
             updates=updates,
-            cuts=sequence_cuts(program, self.inputs),
+            cuts=sequence_cuts(program, self.inputs, self.balance and self.attention != "heads"),
             experts=frozenset(experts),
             reduce_dtypes={name: share.reduce_dtype for name, share in shares.items()},
             reshard=_reshard(parameters, shares, annotations.chosen),
@@ -307,6 +319,8 @@ class DataParallel(PlannedMode):
             "micro_batches": self.micro_batches if self.micro_batches > 1 and self.bits is None else None,
             "bits": self.bits and "'same'",
             "virtual": self.bits,
+            "attention": self.attention,
+            "balance": None if self.balance else False,
         }
         given = "".join(f", {name}={value}" for name, value in shown.items() if value is not None)
         return f"DataParallel({self.split.style!r}{given})"

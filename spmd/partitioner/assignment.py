@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import PartitionError
 from passes.ir.program import Placements
 
-from ..placements import ByGroup, Dealt, Interleaved
+from ..placements import ByGroup, Dealt, Interleaved, Mirrored
 from ..rules import Option
 
 
@@ -178,6 +178,8 @@ def _value(value: Any) -> str:
 
 def _placement(placement: Placement) -> str:
     match placement:
+        case Mirrored(dim=dim, outer=outer):
+            return f"M({dim}, {outer})"
         case Interleaved(dim=dim, outer=outer):
             return f"S({dim}, {outer})"
         case Shard(dim=dim):
@@ -246,6 +248,8 @@ def _read(value: ast.expr) -> Any:
             return Dealt(_read(dim))
         case ast.Call(func=ast.Name(id="G"), args=given):
             return ByGroup(*map(_read, given))
+        case ast.Call(func=ast.Name(id="M"), args=[dim, outer]):
+            return Mirrored(_read(dim), _read(outer))
         case ast.Call(func=ast.Name(id=kind), args=[index, placement]):
             return Move(MoveKind(kind), _read(index), _read(placement))
     raise ValueError(f"expected placements (R, S(dim), P), names or moves, got {ast.unparse(value)!r}")

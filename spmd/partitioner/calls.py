@@ -31,7 +31,7 @@ class Calls:
     @cached_property
     def options(self) -> Options:
         """The options of every call."""
-        return Options(self.context.mesh)
+        return Options(self.context.mesh, self.context.plan.options.get("attention"))
 
     @property
     def axes(self) -> tuple[str, ...]:

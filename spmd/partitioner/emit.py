@@ -57,6 +57,11 @@ class Emitter:
         node.meta["uneven"] = self.uneven(*values)
         self._layouts.see(node)
 
+    def mark_unequal(self, node: fx.Node, what: str) -> None:
+        """Mark that ranks hold unequal numbers of elements in ``node``."""
+        node.meta["uneven"] = what
+        self._layouts.see(node)
+
     def uneven(self, *values: tuple[Sequence[int], Placements]) -> str:
         """Describe the values that ranks have unequal parts of; an empty text if there are none."""
         found = [(tuple(shape), placement) for shape, placement in values if not is_even(shape, placement, self.mesh)]
@@ -82,7 +87,7 @@ class Emitter:
         """Emit the op of ``node`` on this rank's parts; its results have ``placements``."""
         target: Any = node.target
         self._shapes.learn(node)
-        args, kwargs = self._laid_out(node, args, kwargs)
+        args, kwargs = self.laid_out(node, args, kwargs)
         if draws(target, args, kwargs):
             return self._draw(node, target, args, kwargs, placements)
         if _joins_elements(node):
@@ -91,7 +96,7 @@ class Emitter:
             target = aten.reshape.default  # the whole could be viewed so; some rank's part has other strides
         return self.call(target, args, kwargs, like=node)
 
-    def _laid_out(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def laid_out(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The operands, those copied that the op reads in a layout that they may not have on some rank."""
         target: Any = node.target
         needed = operand_layouts(target)

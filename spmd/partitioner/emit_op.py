@@ -34,6 +34,8 @@ class OpEmitter(Emitter):
             return next(remaining) if isinstance(value, Value) else value
 
         new = self._on_parts(op, *fx.node.map_arg((op.node.args, op.node.kwargs), local))
+        if isinstance(new, tuple):
+            return [self._placed(op, item, index) for index, item in enumerate(new)]
         if not isinstance(op.node.meta["val"], torch.Tensor):
             return [self._item(op, new, index) for index in range(len(op.node.meta["val"]))]
         new.meta["placement"] = op.gives[0]
@@ -53,12 +55,19 @@ class OpEmitter(Emitter):
             if placement in value.nodes:
                 value.nodes[placement].meta[key] = parameter
 
-    def _on_parts(self, op: LocalOp, args: Any, kwargs: Any) -> fx.Node:
+    def _on_parts(self, op: LocalOp, args: Any, kwargs: Any) -> fx.Node | tuple[fx.Node, ...]:
         parts = op.result_parts
         shapes = tuple(None if part is None else part.shape for part in parts)
         local = None if op.body is None else op.body[1].local
         if op.body is not None and local is not None:
-            new: fx.Node = local(_Run(self, op, op.body[0]), op.call, args, op.operand_parts, parts)
+            args, kwargs = self.laid_out(op.node, args, kwargs)
+            new: fx.Node | tuple[fx.Node, ...] = local(
+                _Run(self, op, op.body[0]), op.call, args, op.operand_parts, parts
+            )
+            if isinstance(new, tuple):
+                for item, shape in zip(new, shapes, strict=True):
+                    self.check(op.node, item, [shape])
+                return new
         else:
             localize = localize_of(op.call.target)
             if localize is not None and any(p is not None and _divides(p) for p in op.gives):
@@ -69,7 +78,11 @@ class OpEmitter(Emitter):
         return new
 
     def _item(self, op: LocalOp, new: fx.Node, index: int) -> fx.Node:
-        item, info, placement = self.item(new, index), op.call.results[index], op.gives[index]
+        return self._placed(op, self.item(new, index), index)
+
+    def _placed(self, op: LocalOp, item: fx.Node, index: int) -> fx.Node:
+        """``item``, the result at ``index``, with its placement."""
+        info, placement = op.call.results[index], op.gives[index]
         placed = [] if info is None or placement is None else [(info.shape, placement)]
         self.mark(item, *placed)
         if placed:
@@ -84,13 +97,16 @@ class _Run:
         self.emitter, self.op, self.axis = emitter, op, axis
         self.size, self.rank = axis.size, axis.coordinate
 
-    def __call__(self, op: Any, args: tuple[Any, ...]) -> fx.Node:
-        node = self.emitter.call(op, args, {}, like=self.op.node)
+    def __call__(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, numbers: str = ""
+    ) -> fx.Node:
+        node = self.emitter.call(op, args, kwargs or {}, like=self.op.node)
         placed = [*self.op.placed_operands, *self.op.placed_results]
         if uneven := self.emitter.uneven(*placed):
-            node.meta["numbers"] = f"of {self.op.call.target} on {uneven}"  # such as how many rows this rank has
+            found = f"of {self.op.call.target} on {uneven}"  # such as how many rows this rank has
         else:
-            node.meta["numbers"] = f"of parts of {_split_lengths(placed)}"
+            found = f"of parts of {_split_lengths(placed)}"
+        node.meta["numbers"] = f"{found}, {numbers}" if numbers else found
         return node
 
     def own_ends(self, ends: fx.Node, position: int, dim: int) -> fx.Node:
@@ -107,9 +123,15 @@ class _Run:
         dims = [p.dim for p in placement if isinstance(p, OwnRows)]
         return self.emitter.own.only(placement, shape[dims[0]], tensor) if dims else tensor
 
-    def all_to_all(self, tensor: fx.Node, received: list[int], sent: list[int]) -> fx.Node:
+    def rows(self, tensor: fx.Node, dim: int, start: int, end: int, numbers: str) -> fx.Node:
+        """Emit the cut of rows of which ranks may need unequal numbers, as the mark says."""
+        node = self(torch.ops.aten.slice.Tensor, (tensor, dim, start, end), numbers=numbers)
+        self.emitter.mark_unequal(node, f"rows of dim {dim}: {numbers}")
+        return node
+
+    def all_to_all(self, tensor: fx.Node, received: list[int], sent: list[int], numbers: str = "") -> fx.Node:
         """Emit an exchange of rows along the axis of the option."""
-        node = self(c10d.all_to_all_single.default, (tensor, received, sent, self.axis.group))
+        node = self(c10d.all_to_all_single.default, (tensor, received, sent, self.axis.group), numbers=numbers)
         why = f"{Role.ACTIVATION}: passed on {for_op(self.op.node)}"
         node.meta["collective"] = Collective(Kind.ALL_TO_ALL, self.axis.name, None, Role.ACTIVATION, why)
         return self(WAIT, (node,))

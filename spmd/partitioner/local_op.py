@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -61,8 +61,9 @@ class LocalOp:
         sends = None if self.body is None else self.body[1].sends
         if self.body is None or sends is None:
             return []
-        sent = sends(self.call, self.operand_parts, self.result_parts)
-        return [Traffic(each.kind, self.body[0].name, each.nbytes) for each in sent]
+        axis = self.body[0]
+        sent = sends(replace(self.call, size=axis.size), self.operand_parts, self.result_parts)
+        return [Traffic(each.kind, axis.name, each.nbytes) for each in sent]
 
     def values(self, held: Sequence[Any], batch: frozenset[int], is_weight: bool) -> Any:
         """The results that ``held`` computes, one a result: a ``Value``, or a tuple of them."""

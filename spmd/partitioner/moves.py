@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from passes import Phase
+from passes import AxisRole, Phase
 from passes.ir.program import Placements
 
+from ..placements import Mirrored
 from ..rules import OpCall
+from ..rules.attention import BACKWARD
 from ..rules.cat_split import cuts_between, dim_of, is_cut, takes_all
 from .assignment import Move, MoveKind
 from .context import Context
@@ -90,12 +93,30 @@ class Moves:
         parameter = self.context.complete_gradients.get(node)
         if parameter is not None:
             yield Move(MoveKind.GRADIENT, 0, self.context.gradient_placement(parameter))
-        if node.meta.get("phase") is Phase.BACKWARD and _fans_out(node):
-            placement = self._reduced_over_model(node, value)
+        if node.meta.get("phase") is Phase.BACKWARD:
+            placement = self._reduced_over_sequence(node, value)
+            if placement == value.primary and _fans_out(node):
+                placement = self._reduced_over_model(node, value)
             if placement != value.primary:
                 yield Move(MoveKind.SUM, 0, placement)
         if updated := self.context.updated_in_parts.get(node):
             yield Move(MoveKind.UPDATE, 0, self.context.placements[updated])
+
+    def _reduced_over_sequence(self, node: fx.Node, value: Value) -> Placements:
+        """A gradient's placement along sequences: the activation's own, for a sum, and for heads after attention.
+
+        Each rank then goes on with its rows. To reduce a sum later would cost no more, but every rank would multiply
+        all rows by the weights.
+        """
+        axes, operand = self.context.mesh.axes_with(AxisRole.SEQUENCE), _differentiated(node)
+        moved = Partial if operand is None else (Partial, Shard)
+        pending = [k for k in axes if isinstance(value.primary[k], moved)]
+        hint = None
+        if pending:
+            hint = self.hints.of(node) if operand is None else self.values[operand].primary
+        if hint is None:
+            return value.primary
+        return tuple(hint[k] if k in pending and isinstance(hint[k], Shard) else p for k, p in enumerate(value.primary))
 
     def _reduced_over_model(self, node: fx.Node, value: Value) -> Placements:
         """A sum over the model's ranks that several ops read is reduced: each would leave a sum of its own."""
@@ -106,6 +127,14 @@ class Moves:
         return tuple(hint[k] if k in pending else p for k, p in enumerate(value.primary))
 
 
+def _differentiated(node: fx.Node) -> Any:
+    """The query, key or value of attention whose gradient a node is; None if it is none."""
+    attention, index = node.args if node.target is getitem else (None, None)
+    if not isinstance(attention, fx.Node) or attention.target not in BACKWARD or index not in (0, 1, 2):
+        return None
+    return attention.args[1:4][(0, 1, 2).index(index)]  # after the gradient of the output
+
+
 def _cut_rows(call: OpCall, operands: Sequence[Value]) -> Rows:
     """The rows of the batch that a call cuts across the ranks; empty if it does not."""
     if not is_cut(call) or takes_all(call):
@@ -113,7 +142,7 @@ def _cut_rows(call: OpCall, operands: Sequence[Value]) -> Rows:
     split = {
         k: p.dim
         for k, p in enumerate(operands[0].primary)
-        if isinstance(p, Shard) and not cuts_between(call, getattr(p, "outer", 1))
+        if isinstance(p, Shard) and (isinstance(p, Mirrored) or not cuts_between(call, getattr(p, "outer", 1)))
     }
     return {k: dim for k, dim in split.items() if k in operands[0].batch and dim == dim_of(call)}
 

@@ -6,16 +6,17 @@ All costs are seconds, estimated by the rate of the axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from passes import Axis, Mesh, Phase
+from passes import Axis, AxisRole, Mesh, Phase
 from passes.ir.program import Placements
 
 from ..placements import OwnRows
 from ..rules import OpCall, Option, parts_of
+from ..rules.attention import is_attention
 from .steps import cost
 from .values import Value
 
@@ -52,7 +53,7 @@ class OptionCosts:
             self.on_model and any(isinstance(p, Shard) for p in option.operands)
         )
         placed = list(zip(self.operands, option.operands, strict=True))
-        moves = [move_cost(value, p, self.index, self.mesh, may_join) for value, p in placed]
+        moves = [move_cost(self._held(value), p, self.index, self.mesh, may_join) for value, p in placed]
         total = sum(moves)
         if self.on_model:
             follows_hint = self.hint is not None and option.results[0] == self.hint[self.index]
@@ -73,11 +74,22 @@ class OptionCosts:
         placed += [(self.hint, option.results[0])] if self.hint is not None and option.results[0] is not None else []
         return any(isinstance(p, Shard) and p == whole[k] for whole, p in placed for k in self.experts - {self.index})
 
+    def _held(self, value: Value) -> Value:
+        """``value`` as it counts for a read: of a sequence that ranks split, no copy made for an op.
+
+        One op that needs all rows, such as a shift of labels, is no reason for every rank to compute all rows of the
+        next ops. Attention gathers for its backward, too.
+        """
+        split = AxisRole.SEQUENCE in self.axis.roles and isinstance(value.primary[self.index], Shard)
+        if not split or is_attention(self.call):
+            return value
+        return replace(value, nodes={value.primary: value.nodes.get(value.primary)})
+
     def _own(self, option: Option) -> float:
         """The cost of what an option communicates by itself, on parts along this axis alone."""
         if option.sends is None:
             return 0.0
-        mesh, call = Mesh((self.axis,)), self.call
+        mesh, call = Mesh((self.axis,)), replace(self.call, size=self.axis.size)
         operands = parts_of(call.operands, [(p,) for p in option.operands], mesh)
         results = parts_of(call.results, [(p,) for p in option.results], mesh)
         return sum(self.axis.rate.seconds(sent.nbytes) for sent in option.sends(call, operands, results))
@@ -111,9 +123,17 @@ def move_cost(value: Value, placement: Placement, index: int, mesh: Mesh, may_jo
     """The least cost of having a value in ``placement`` along one axis; ``may_join``: a whole may become a sum."""
     axis, may_join = mesh.axes[index], may_join and value.dtype.is_floating_point
     return min(
-        _cost_from(source[index], placement, value.bytes_before(source, index, mesh), axis, may_join)
+        _cost_from(source[index], step, value.bytes_before(source, index, mesh), axis, may_join)
         for source in value.nodes
+        for step in [Replicate() if _goes_by_replicas(source[index], placement, value.shape, axis) else placement]
     )
+
+
+def _goes_by_replicas(source: Placement, target: Placement, shape: Sequence[int], axis: Axis) -> bool:
+    """Whether a split along another dim is made from the whole, since either does not cut into equal parts."""
+    if not isinstance(source, Shard) or not isinstance(target, Shard) or source.dim == target.dim:
+        return False
+    return any(shape[p.dim] % axis.size for p in (source, target))
 
 
 def _cost_from(source: Placement, target: Placement, nbytes: float, axis: Axis, may_join: bool) -> float:

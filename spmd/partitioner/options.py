@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from passes import Mesh
+from passes import AxisRole, Mesh, PartitionError
+from passes.ir.ops import draws
 from passes.ir.program import Placements
 
 from ..memo import memo_key
+from ..placements import Mirrored, splits
 from ..rules import OpCall, Option, rule_of
+from ..rules.attention import Form, has_form, is_attention
 from .narrow import narrowed
 from .values import Value
 
@@ -22,6 +25,7 @@ class Options:
     """Lists options for calls on one mesh; a rule is asked once for all calls of one memo key."""
 
     mesh: Mesh
+    attention: str | None = None  # the form of attention over split sequences, if the user says
     _memo: dict[Any, list[Option]] = field(default_factory=dict)
 
     def next_axis(
@@ -29,7 +33,8 @@ class Options:
     ) -> list[Option]:
         """The options along the axis after those of ``chosen`` that are right on all ranks."""
         first, *others = map(self._of_call, narrowed(call, operands, chosen, self.mesh, hint))
-        return [option for option in first if all(option in other for other in others)] if others else first
+        found = [option for option in first if all(option in other for other in others)] if others else first
+        return self._of_attention(call, operands, chosen, found) if is_attention(call) else found
 
     def of_all_axes(
         self, call: OpCall, operands: Sequence[Value], hint: Placements | None = None, chosen: tuple[Option, ...] = ()
@@ -52,6 +57,28 @@ class Options:
             chosen.append(min(fits, key=lambda o: sum(isinstance(p, Shard) for p in o.operands)))
         return chosen
 
+    def _of_attention(
+        self, call: OpCall, operands: Sequence[Value], chosen: Sequence[Option], found: list[Option]
+    ) -> list[Option]:
+        """The options of attention of the form that the user says; at most one axis has a program of its own."""
+        if any(option.local is not None for option in chosen):
+            found = [option for option in found if option.local is None]
+        index = len(chosen)
+        axis = self.mesh.axes[index]
+        rows_split = any(splits(source[index], 2) for value in operands for source in value.nodes)
+        if self.attention is None or AxisRole.SEQUENCE not in axis.roles or axis.size == 1 or not rows_split:
+            return found
+        fits = [option for option in found if has_form(option, self.attention)]
+        if not fits:
+            forms = [f'"{form}"' for form in get_args(Form) if any(has_form(option, form) for option in found)]
+            raise PartitionError(
+                f'expected attention="{self.attention}" to fit each call, but over the {axis.size} ranks of '
+                f"{axis.name} queries of shape {[*call.operands[0].shape]} and their keys have "
+                f"{' or '.join(forms) or 'no form, since some rank would have no row'}: leave attention out, and each "
+                "call takes what it can"
+            )
+        return fits
+
     def along(self, call: OpCall, axis: int) -> list[Option]:
         """The options along one axis for a call on global shapes, whose operands have not been computed yet."""
         return self._of_call(replace(call, size=self.mesh.axes[axis].size))
@@ -61,7 +88,10 @@ class Options:
         key = (*key_of(call), call.size, call.interleaved, call.of_parts, call.owned, call.hinted)
         if key not in self._memo:
             rule = rule_of(call.target)
-            self._memo[key] = [_replicated(call), *(rule(call) if rule is not None else [])]
+            found = rule(call) if rule is not None else []
+            if draws(call.target, call.args, call.kwargs):  # a draw's part is one run of rows, or one of each
+                found = [option for option in found if not any(isinstance(p, Mirrored) for p in option.results)]
+            self._memo[key] = [_replicated(call), *found]
         return self._memo[key]
 
 

@@ -41,6 +41,7 @@ class Plan:
       placement of a split parameter's update; "each" reduces each of them, and adds up shards.
     - ``"reduce_dtype"``, ``"gather_dtype"``: a dtype or None; gradients are reduced, and parameters gathered, in this
       dtype where their own is wider.
+    - ``"attention"``: the form of attention over split sequences, "gather", "ring" or "heads"; None: the cheapest.
 
     ``experts``: the parameters that stay split over the axes of the role "experts" while forward and backward read
     them; rows of activations go to the ranks that have their expert.

@@ -20,7 +20,7 @@ from passes import Axis, AxisRole, Collective, Kind, Mesh, Role
 from passes.ir.collectives import WAIT, c10d
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, OwnRows, all_shapes, chunk, local_shape, splits
+from ..placements import Interleaved, Mirrored, OwnRows, all_shapes, chunk, local_shape, splits
 from .experts.own_rows import Own
 from .steps import steps
 
@@ -158,10 +158,37 @@ class Redistribution:
         dim, outer, before = runs.dim, runs.outer, list(node.meta["val"].shape)
         unflattened = [*before[:dim], outer, before[dim] // outer, *before[dim + 1 :]]
         cut = _Cut(dim + 1, self._cut(current, index, dim).size // outer, True, _with(current, index, Replicate()))
-        node = work(self.emit(aten.reshape.default, (node, unflattened)), self.mesh.axes[index], cut)
+        node = self.emit(aten.reshape.default, (node, unflattened))
+        ranks, mirrored = self.mesh.axes[index].size, isinstance(runs, Mirrored)
+        if mirrored and current[index] != runs:
+            node = self._in_order_of_ranks(node, dim + 1, ranks)
+        node = work(node, self.mesh.axes[index], cut)
+        if mirrored and current[index] == runs:
+            node = self._in_order_of_rows(node, dim + 1, ranks)
         node.meta["placement"] = _with(current, index, Replicate() if current[index] == runs else runs)
         after = node.meta["val"].shape[dim + 1]
         return self.emit(aten.reshape.default, (node, [*before[:dim], outer * after, *before[dim + 1 :]]))
+
+    def _in_order_of_ranks(self, node: fx.Node, dim: int, ranks: int) -> fx.Node:
+        """Arrange all rows of a mirrored dim so that those of each rank follow one another."""
+        pieces = self._unflattened(node, dim, 2 * ranks)
+        early = self.emit(aten.slice.Tensor, (pieces, dim, 0, ranks))
+        late = self.emit(aten.flip.default, (self.emit(aten.slice.Tensor, (pieces, dim, ranks, 2 * ranks)), [dim]))
+        both = self.emit(aten.stack.default, ([early, late], dim + 1))
+        return self.emit(aten.reshape.default, (both, list(node.meta["val"].shape)))
+
+    def _in_order_of_rows(self, node: fx.Node, dim: int, ranks: int) -> fx.Node:
+        """Undo ``_in_order_of_ranks``."""
+        pairs = self._unflattened(node, dim, ranks, 2)
+        early, late = (self.emit(aten.select.int, (pairs, dim + 1, k)) for k in range(2))
+        both = self.emit(aten.cat.default, ([early, self.emit(aten.flip.default, (late, [dim]))], dim))
+        return self.emit(aten.reshape.default, (both, list(node.meta["val"].shape)))
+
+    def _unflattened(self, node: fx.Node, dim: int, *sizes: int) -> fx.Node:
+        shape = list(node.meta["val"].shape)
+        return self.emit(
+            aten.reshape.default, (node, [*shape[:dim], *sizes, shape[dim] // math.prod(sizes), *shape[dim + 1 :]])
+        )
 
     def _all_reduce(self, node: fx.Node, axis: Axis, op: str, whole: Placements) -> fx.Node:
         most = math.prod(self._longest(whole))

@@ -23,7 +23,7 @@ from passes.ir.program import Placements
 from passes.ir.schemas import schema
 
 from .._torch import OpOverload
-from ..placements import ByGroup, Interleaved, OwnRows, local_shape, local_start, smallest_shape
+from ..placements import ByGroup, Interleaved, Mirrored, OwnRows, local_shape, local_start, smallest_shape
 
 # As in torch's own notation for placements: R, P, S(0).
 R = Replicate()
@@ -108,17 +108,22 @@ class OpCall:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A rank's part of a tensor: its start, its shape, and the shape of the smallest part on any rank."""
+    """A rank's part of a tensor: its start, its shape, and the shape of the smallest part on any rank.
+
+    ``mirrored``: whether it consists of an early and a late run of rows; it has no start then.
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
     smallest: tuple[int, ...]
+    mirrored: bool = False
 
     @classmethod
     def of(cls, shape: Sequence[int], placement: Placements, mesh: Mesh) -> LocalPart:
         """This rank's part of a tensor of a global shape."""
         placed = (shape, placement, mesh)
-        return cls(local_start(*placed), local_shape(*placed), smallest_shape(*placed))
+        mirrored = any(isinstance(entry, Mirrored) for entry in placement)
+        return cls(local_start(*placed), local_shape(*placed), smallest_shape(*placed), mirrored)
 
 
 def parts_of(infos: Sequence[Info | None], placements: Sequence[Any], mesh: Mesh) -> list[LocalPart | None]:
@@ -133,8 +138,12 @@ class Run(Protocol):
     size: int
     rank: int
 
-    def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
-        """The result of an op."""
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, numbers: str = "") -> Any:
+        """The result of an op; of an op with several, an access by index is an op, too (``operator.getitem``).
+
+        ``numbers``: what the numbers among the arguments are, where other ones on the same operands have another
+        meaning: on some rank these may be equal.
+        """
 
     def own_ends(self, ends: Any, position: int, dim: int) -> Any:
         """Where groups end in this rank's rows of an operand, for ``ends`` in the whole; of its own groups alone."""
@@ -145,7 +154,10 @@ class Run(Protocol):
     def only_own(self, tensor: Any, position: int) -> Any:
         """An operand with zeros behind this rank's own rows."""
 
-    def all_to_all(self, tensor: Any, received: list[int], sent: list[int]) -> Any:
+    def rows(self, tensor: Any, dim: int, start: int, end: int, numbers: str) -> Any:
+        """The rows of a tensor that this rank needs, of which each rank may need another number."""
+
+    def all_to_all(self, tensor: Any, received: list[int], sent: list[int], numbers: str = "") -> Any:
         """The rows that this rank receives from each one of the axis, for those of ``tensor`` that it sends to each."""
 
 
@@ -175,6 +187,7 @@ class Option:
     ``from_zero``: the positions of iota operands that are split and must number a rank's own rows from 0. ``local``:
     a rank's computation, where it is not the op itself on its parts: an op with indices needs one, since these are
     positions in the whole dim and a rank has a part of it. All ranks must run the same ops; only numbers may differ.
+    It returns a node or tensor for the one result, or a tuple for several.
     ``sends``: the collectives of ``local``, by which the option is counted and chosen; whatever it computes in the end
     must be as promised. ``name``: what tells it from another option of the same placements.
     """

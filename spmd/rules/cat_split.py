@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
-from ..placements import rows
+from ..placements import Interleaved, rows
 from .base import OpCall, Option, parameters
 from .einsum_labels import WHOLE, Dims, grows, is_zero, letters, option, options, without, wrap
 from .optional_ops import aten
@@ -143,7 +143,8 @@ def _joined(call: OpCall, dim: int) -> list[Option]:
 
 def _runs_along(call: OpCall, dim: int) -> list[int]:
     """1, and the numbers of runs in which operands are available along ``dim``."""
-    return list(dict.fromkeys([1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == dim)]))
+    plain = (runs for held in call.interleaved for runs in held if type(runs) is Interleaved)
+    return list(dict.fromkeys([1, *(runs.outer for runs in plain if runs.dim == dim)]))
 
 
 @rule(*aten("stack"))

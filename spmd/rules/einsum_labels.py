@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..placements import OwnRows, rows
+from ..placements import Interleaved, OwnRows, same_rows
 from .base import Info, Local, OpCall, Option, P, Parts, R, Run, parameters
 
 Labels = str | Sequence[str]
@@ -130,12 +130,13 @@ def in_runs(call: OpCall, plain: Option) -> list[Option]:
     """
     if not any(call.interleaved):
         return []
-    found: dict[int, Option] = {}
+    found: dict[Shard, Option] = {}
     sizes = _sizes_split(call, plain)
     for placement, held, info in zip(plain.operands, call.interleaved, call.operands, strict=True):
         for runs in held:
-            if runs.outer not in found and placement == Shard(runs.dim) and sizes == {info.shape[runs.dim]}:
-                found[runs.outer] = _with_runs(plain, runs.outer)
+            key = same_rows(runs, 0, runs.outer)
+            if key not in found and placement == Shard(runs.dim) and sizes == {info.shape[runs.dim]}:
+                found[key] = _with_runs(plain, runs)
     return list(found.values())
 
 
@@ -145,9 +146,9 @@ def _sizes_split(call: OpCall, plain: Option) -> set[int]:
     return {info.shape[p.dim] for p, info in placed if isinstance(p, Shard) and info is not None}
 
 
-def _with_runs(plain: Option, outer: int) -> Option:
+def _with_runs(plain: Option, runs: Interleaved) -> Option:
     def lifted(placement: Any) -> Any:
-        return rows(placement.dim, outer) if isinstance(placement, Shard) else placement
+        return same_rows(runs, placement.dim, runs.outer) if isinstance(placement, Shard) else placement
 
     return Option(tuple(map(lifted, plain.operands)), tuple(map(lifted, plain.results)))
 

@@ -13,7 +13,7 @@ from math import prod
 
 from torch.distributed.tensor import Shard
 
-from ..placements import rows
+from ..placements import Mirrored, same_rows
 from .base import Info, OpCall, Option
 from .einsum_labels import PARTIALS, WHOLE, Dims, grows, letters, option, options, partial, wrap
 from .optional_ops import aten
@@ -31,9 +31,9 @@ def view(call: OpCall) -> list[Option]:
     splits = []
     for before, after in groups(source.shape, result.shape):
         for dim in before:
-            for outer in [1, *(runs.outer for held in call.interleaved for runs in held if runs.dim == dim)]:
-                placement = _viewed(call, before, after, dim, outer)
-                splits += [option(call, {"self": rows(dim, outer)}, placement)] if placement is not None else []
+            for split in [Shard(dim), *(runs for held in call.interleaved for runs in held if runs.dim == dim)]:
+                placement = _viewed(call, before, after, split)
+                splits += [option(call, {"self": split}, placement)] if placement is not None else []
     own = call.owned[0] if call.owned else ()
     for before, after in groups(source.shape, result.shape):
         if len(before) == len(after) == 1:
@@ -43,24 +43,26 @@ def view(call: OpCall) -> list[Option]:
     return splits + passing
 
 
-def _viewed(call: OpCall, before: list[int], after: list[int], dim: int, outer: int) -> Shard | None:
-    """The placement of the result if ``dim`` is split in ``outer`` runs, or None if there is none.
+def _viewed(call: OpCall, before: list[int], after: list[int], split: Shard) -> Shard | None:
+    """The placement of the result if a dim is split as ``split``, in runs or not, or None if there is none.
 
     Within a group, elements have the same order on both sides. The split divides runs of elements, ``outer`` of them
     for each element of the dims before ``dim``: the result must have a dim in which such runs begin.
     """
     source, result = call.arg("self"), call.results[0]
     assert result is not None
+    dim, outer, pieces = split.dim, getattr(split, "outer", 1), 2 if isinstance(split, Mirrored) else 1
     size, leading = source.shape[dim], prod(source.shape[d] for d in before if d < dim)
-    if len(before) == len(after) == 1 and outer == 1:
+    if len(before) == len(after) == 1 and type(split) is Shard:
         return Shard(after[0])  # not flattened: uneven parts, too
     runs, found = leading * outer, 1  # in the group; up to the current dim of the result
     for d in after:
         if runs < found * result.shape[d]:
             within = runs // found
             fits = runs % found == 0 and result.shape[d] % within == 0
-            even = call.even(size // outer) and call.even(result.shape[d] // max(within, 1))
-            return rows(d, within) if fits and even else None
+            lengths = size // outer, result.shape[d] // max(within, 1)
+            even = not any(length % (pieces * call.size) for length in lengths)
+            return same_rows(split, d, within) if fits and even else None
         found *= result.shape[d]
     return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from passes import Axis, Mesh, Program, Role
 from passes.runtime.random import draw
 
 from .._torch import tree_flatten
-from ..placements import Interleaved, local_runs
+from ..placements import Interleaved, Mirrored, local_runs
 from ..rules import Info, OpCall, Option, R, localize_of, rule_of
 from ..rules.reductions import EXTREMES
 from . import symbols
@@ -69,7 +70,8 @@ class PartsByRule:
         """The call of which the ranks' ``nodes``, with these operands, compute the parts."""
         op = call_of(nodes[0])[0]
         hint = nodes[0].meta.get("captured")  # which to try first: nothing more
-        for in_runs, renamed in ((False, None), (False, RENAMED.get(op)), (True, None)):
+        names = (None, RENAMED[op]) if op in RENAMED else (None,)
+        for in_runs, renamed in product((False, True), names):
             candidates = self.captured.by_op.get(op if renamed is None else renamed.op, [])
             for candidate in sorted(candidates, key=lambda each: each.name != hint):
                 for options in self._options([rule_call(candidate, in_runs)], 0):
@@ -96,7 +98,7 @@ class PartsByRule:
             yield []
             return
         axis = mesh.axes[index]
-        calls = [replace(call, size=axis.size) for call in calls]
+        calls = [_along(call, axis.size) for call in calls]
         of_each = [_options_of(call) for call in calls]
         for option in of_each[0]:
             if all(any(_same(option, other) for other in others) for others in of_each[1:]):
@@ -170,9 +172,21 @@ def rule_call(node: fx.Node, in_runs: bool = False) -> OpCall:
     return replace(call, interleaved=tuple(map(_in_runs, operands))) if in_runs else call
 
 
+def _along(call: OpCall, size: int) -> OpCall:
+    """The call along an axis of this size, whose ranks have both parts of what is mirrored."""
+    held = zip(call.operands, call.interleaved, strict=True) if call.interleaved else ()
+    fits = (tuple(runs for runs in each if _is_possible(info, runs, size)) for info, each in held)
+    return replace(call, size=size, interleaved=tuple(fits))
+
+
+def _is_possible(info: Info, runs: Interleaved, size: int) -> bool:
+    return not isinstance(runs, Mirrored) or info.shape[runs.dim] % (2 * size * runs.outer) == 0
+
+
 def _in_runs(info: Info) -> tuple[Interleaved, ...]:
     sizes = [(dim, size) for dim, size in enumerate(info.shape) if size > 1]
-    return tuple(Interleaved(dim, n) for dim, size in sizes for n in range(2, size) if size % n == 0)
+    runs = [(dim, n) for dim, size in sizes for n in range(1, size) if size % n == 0]
+    return (*(Interleaved(*each) for each in runs if each[1] > 1), *(Mirrored(*each) for each in runs))
 
 
 def _draws_part(program: Program, node: fx.Node, candidate: fx.Node, placed: Placed) -> bool:

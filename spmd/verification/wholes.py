@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Shard
 from passes import Mesh
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, chunk
+from ..placements import Interleaved, Mirrored, chunk, mirrored_pieces
 from ..ranks.differences import Difference, difference
 
 
@@ -30,8 +30,12 @@ def part_of(whole: Tensor, placement: Placements, mesh: Mesh) -> Tensor:
         if isinstance(entry, Shard):
             outer = entry.outer if isinstance(entry, Interleaved) else 1
             runs = whole.unflatten(entry.dim, (outer, -1)) if outer > 1 else whole.unsqueeze(entry.dim)
-            start, length = chunk(runs.shape[entry.dim + 1], axis.size, axis.coordinate)
-            whole = runs.narrow(entry.dim + 1, start, length).flatten(entry.dim, entry.dim + 1)
+            if isinstance(entry, Mirrored):
+                pieces = runs.unflatten(entry.dim + 1, (2 * axis.size, -1)).unbind(entry.dim + 1)
+                runs = torch.cat([pieces[k] for k in mirrored_pieces(axis.coordinate, axis.size)], entry.dim + 1)
+            else:
+                runs = runs.narrow(entry.dim + 1, *chunk(runs.shape[entry.dim + 1], axis.size, axis.coordinate))
+            whole = runs.flatten(entry.dim, entry.dim + 1)
     return whole
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from passes import Axis, Mesh
 from passes.ir.ops import aten as listed_ops
 from spmd.partitioner.operand_layouts import operand_layouts
-from spmd.placements import Interleaved
+from spmd.placements import Interleaved, Mirrored, mirrored_pieces
 from spmd.rules import Info, OpCall, Option, localize_of, parts_of, rule_of
 from spmd.rules.base import parameters
 
@@ -95,6 +95,7 @@ def _in_two_or_more_runs(operand: Info, size: int) -> Iterator[Interleaved]:
     """All splits of an operand in runs of rows."""
     for dim, length in enumerate(operand.shape):
         yield from (Interleaved(dim, k) for k in range(2, length) if length % k == 0 and length // k % size == 0)
+        yield from (Mirrored(dim, k) for k in range(1, length) if length % (k * 2 * size) == 0)
 
 
 def options_of(sample: Sample, size: int) -> list[Option]:
@@ -179,10 +180,13 @@ class RunOnRank:
     def __init__(self, rank: int, size: int, exchange: Exchange | None) -> None:
         self.rank, self.size, self.exchange = rank, size, exchange
 
-    def __call__(self, op: Any, args: tuple[Any, ...]) -> Any:
-        return op(*args)
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: Any = None, numbers: str = "") -> Any:
+        return op(*args, **(kwargs or {}))
 
-    def all_to_all(self, tensor: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+    def rows(self, tensor: torch.Tensor, dim: int, start: int, end: int, numbers: str) -> torch.Tensor:
+        return tensor.narrow(dim, start, end - start)
+
+    def all_to_all(self, tensor: torch.Tensor, received: list[int], sent: list[int], numbers: str = "") -> torch.Tensor:
         assert self.exchange is not None, "an option that communicates says what it sends"
         self.exchange.rows[self.rank] = list(tensor.split(sent))
         self.exchange.nbytes[self.rank].append(tensor.nbytes)
@@ -308,6 +312,10 @@ def part(tensor: torch.Tensor, placement: Any, rank: int, size: int, seed: int) 
 def _shaped(tensor: torch.Tensor, placement: Any, rank: int, size: int) -> torch.Tensor:
     if not isinstance(placement, Shard):
         return tensor
+    if isinstance(placement, Mirrored):
+        pieces = tensor.unflatten(placement.dim, (placement.outer, 2 * size, -1)).unbind(placement.dim + 1)
+        own = torch.cat([pieces[k] for k in mirrored_pieces(rank, size)], placement.dim + 1)
+        return own.flatten(placement.dim, placement.dim + 1)
     if isinstance(placement, Interleaved):
         runs = tensor.unflatten(placement.dim, (placement.outer, -1))
         return _shaped(runs, Shard(placement.dim + 1), rank, size).flatten(placement.dim, placement.dim + 1)
@@ -341,7 +349,11 @@ def _compare(whole: torch.Tensor, parts: list[torch.Tensor], placement: Any, val
 
 def _joined(parts: list[torch.Tensor], placement: Any) -> Iterator[torch.Tensor]:
     """The global value of the parts; for replicas, each of them."""
-    if isinstance(placement, Interleaved):
+    if isinstance(placement, Mirrored):
+        runs = [part.unflatten(placement.dim, (placement.outer, 2, -1)).unbind(placement.dim + 1) for part in parts]
+        pieces = [*(early for early, _ in runs), *(late for _, late in reversed(runs))]
+        yield torch.cat(pieces, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
+    elif isinstance(placement, Interleaved):
         runs = [part.unflatten(placement.dim, (placement.outer, -1)) for part in parts]
         yield torch.cat(runs, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
     elif isinstance(placement, Shard):

@@ -485,6 +485,13 @@ def attention() -> Iterator[tuple[Any, ...]]:
         out, lse = getattr(torch.ops.aten, name)(q, k, v, 0.0, causal, **more)
         yield name, q, k, v, 0.0, causal, more
         yield f"{name}_backward", grad, q, k, v, out, lse, 0.0, causal, more
+    for rows in (5, 12, 16):  # of which two, three and four ranks may have an early and a late run
+        q, grad = f(4, 6, rows, 8), f(4, 6, rows, 8)
+        few = f(4, 2, rows, 8)  # keys and values have fewer heads
+        for causal in (True, False):
+            out, lse = getattr(torch.ops.aten, name)(q, few, few, 0.0, causal)
+            yield name, q, few, few, 0.0, causal
+            yield f"{name}_backward", grad, q, few, few, out, lse, 0.0, causal
     yield from attention_on_gpu()
 
 

@@ -1,0 +1,287 @@
+"""Context parallelism: attention over a split sequence in each form, balanced or not, beside the plain step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.nn import functional as F
+
+import spmd
+from passes import Kind, PartitionError, Role
+from spmd.partitioner.redistribute import Redistribution
+from spmd.rules.sequence_attention import Blocks
+from tests.harness.fake import fake_world
+from tests.harness.oracle import all_unequal, snapshot
+from tests.harness.pool import Ranks
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="its fake kernel of attention in float64 gives log-sum-exps in float32"
+)
+VOCABULARY, WIDTH, HEADS = 13, 16, 4
+CONTEXT = {"axes": {"sequence": "cp"}}
+
+
+class Layer(nn.Module):
+    """Rotated queries and keys, fewer heads of keys, and a projection; ``given``: more arguments of attention."""
+
+    def __init__(self, kv: int, **given: Any) -> None:
+        super().__init__()
+        self.kv, self.given = kv, given
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = (nn.Linear(WIDTH, WIDTH // HEADS * kv) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        n = self.norm(x)
+        query, key, value = (
+            each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.query(n), self.key(n), self.value(n))
+        )
+        seen = F.scaled_dot_product_attention(
+            rotated(query), rotated(key), value, attn_mask=mask, enable_gqa=self.kv != HEADS, **self.given
+        )
+        return x + self.out(seen.transpose(1, 2).flatten(2)).tanh()
+
+
+def rotated(x: Tensor) -> Tensor:
+    """``x`` turned by an angle for each position, as rotary embeddings do."""
+    angle = torch.outer(torch.arange(x.shape[2], dtype=x.dtype), 0.1 ** torch.arange(2, dtype=x.dtype)).repeat(1, 2)
+    first, second = x.chunk(2, -1)
+    return x * angle.cos() + torch.cat((-second, first), -1) * angle.sin()
+
+
+class Net(nn.Module):
+    def __init__(self, kv: int, **given: Any) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(VOCABULARY, WIDTH), Layer(kv, **given), nn.Linear(WIDTH, 13)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.head(self.layer(self.embed(x), mask))
+        return logits
+
+
+def train(model: nn.Module, optimizer: Any, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Predict the next token, as transformers shifts labels: the last position has none."""
+    labels, logits = F.pad(x, (0, 1), value=-100)[:, 1:], model(x, mask)
+    return updated(optimizer, F.cross_entropy(logits.flatten(0, 1), labels.flatten())), logits
+
+
+def train_on_labels(model: nn.Module, optimizer: Any, x: Tensor, labels: Tensor) -> Tensor:
+    return updated(optimizer, F.cross_entropy(model(x).flatten(0, 1), labels.flatten()))
+
+
+def train_llama(model: nn.Module, optimizer: Any, tokens: Tensor) -> Tensor:
+    return updated(optimizer, model(input_ids=tokens, labels=tokens).loss)
+
+
+def train_half(model: nn.Module, optimizer: Any, x: Tensor, labels: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(x)
+    return updated(optimizer, F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()))
+
+
+def updated(optimizer: Any, loss: Tensor) -> Tensor:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def arguments(length: int, kv: int = HEADS, rows: int = 1, **given: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = Net(kv, **{"is_causal": True, **given}).double()
+    x = torch.randint(VOCABULARY, (rows, length))
+    return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), x
+
+
+def verified(given: tuple[Any, ...], mesh: dict[str, int] | None = None, step: Any = train, **mode: Any) -> Any:
+    mesh = mesh or {"cp": 2}
+    step = spmd.compile(step, parallel_mode=spmd.DataParallel(**{**CONTEXT, **mode}))
+    return spmd.verify(step, *given, mesh=mesh, world=torch.Size(mesh.values()).numel(), steps=2)
+
+
+# Numbers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention, length, kv, causal, ranks, mode", [
+    ("gather", 8, 2, True, 2, {"parallel_style": "fully_shard"}),
+    ("gather", 7, 4, True, 4, {}),
+    ("ring", 16, 2, True, 4, {}),
+    ("ring", 10, 1, True, 4, {"parallel_style": "fully_shard"}),
+    ("ring", 8, 4, False, 2, {"balance": False}),
+    ("heads", 8, 2, True, 2, {}),
+    (None, 12, 1, True, 2, {"shard_optimizer": True}),
+])  # fmt: skip
+def test_the_numbers_are_those_of_the_plain_step(
+    attention: Any, length: int, kv: int, causal: bool, ranks: int, mode: Any
+) -> None:
+    given = arguments(length, kv, is_causal=causal)
+    assert verified(given, {"cp": ranks}, attention=attention, **mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["documents", "bias"])
+def test_masks_given_as_tensors(mask: str) -> None:
+    """Packed documents, whose rows see their own document alone, and an additive bias."""
+    seen = torch.block_diag(torch.ones(3, 3), torch.ones(5, 5)).bool().tril()
+    given = seen if mask == "documents" else torch.randn(8, 8, dtype=torch.float64)
+    named = {"inputs": {"mask": Replicate()}}
+    assert verified((*arguments(8, 2, rows=2, is_causal=False), given), attention="gather", **named)
+
+
+@pytest.mark.slow
+def test_sequence_batch_and_micro_batches() -> None:
+    axes = {"batch": "dp", "sequence": "cp"}
+    model, optimizer, x = arguments(8, 2, rows=8)
+    given = model, optimizer, x, x.roll(-1, 1)
+    assert verified(given, {"dp": 2, "cp": 2}, train_on_labels, axes=axes, attention="ring", micro_batches=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["gather", "ring"])
+def test_half_precision_merges_in_float32(attention: Any) -> None:
+    model, _, x = arguments(8, 2)
+    given = model.float(), torch.optim.SGD(model.parameters(), lr=0.1), x, x.roll(-1, 1)
+    assert verified(given, step=train_half, attention=attention)
+
+
+@pytest.mark.slow
+def test_dropout_of_attention_draws_as_on_whole_sequences() -> None:
+    """Torch computes it from the scores: rows stay split, and keys are gathered."""
+    assert verified(arguments(8, 2, dropout_p=0.5))
+
+
+@pytest.mark.slow
+def test_an_unmodified_llama() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randint(16, (2, 8))
+    assert verified(given, step=train_llama, attention="gather")
+
+
+LENGTHS: dict[int, dict[Any, int]] = {2: {"ring": 8, "gather": 7}, 4: {"ring": 8}}  # by ranks; 7 has no equal parts
+
+
+def run_forms(rank: int, world: int) -> list[str]:
+    """Five steps of each form beside five plain ones, on gloo ranks."""
+    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), []
+    for form, length in LENGTHS[world].items():
+        mode = spmd.DataParallel("fully_shard", mesh=mesh, attention=form, **CONTEXT)
+        step, seen = spmd.compile(train, parallel_mode=mode), []
+        for each in (train, step):
+            model, optimizer, x = arguments(length, 2)
+            calls = [(x + k) % VOCABULARY for k in range(5)]
+            seen.append([snapshot(each(model, optimizer, call), (model, optimizer)) for call in calls])
+        found += [f"{form} of {length}, {line}" for line in all_unequal(*seen, 0, 1)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_five_steps_on_gloo_ranks(ranks: Ranks, world: int) -> None:
+    assert ranks.run(world, run_forms) == [[]] * world
+
+
+# What is communicated and computed
+
+
+def program(rank: int = 0, world: int = 2, length: int = 16, **mode: Any) -> spmd.CompiledStep:
+    with fake_world(world, rank):
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+        step = spmd.compile(train, parallel_mode=spmd.DataParallel(mesh=mesh, **CONTEXT, **mode))
+        step(*arguments(length))
+    return step
+
+
+@pytest.mark.parametrize("attention, kind, count", [
+    ("gather", {Kind.ALL_GATHER, Kind.REDUCE_SCATTER}, 4),
+    ("ring", {Kind.ALL_TO_ALL}, 9),
+    ("heads", {Kind.ALL_TO_ALL}, 8),
+])  # fmt: skip
+def test_each_form_communicates_as_published(attention: Any, kind: set[Kind], count: int) -> None:
+    """Keys and values, and their gradients; on a ring of 4, keys 3 times in each direction, and gradients 3 times."""
+    traffic = program(world=4, attention=attention).report().traffic
+    moved = [t for t in traffic if t.role == Role.ACTIVATION and t.dtype == "float64"]
+    assert {t.kind for t in moved} == kind
+    of_each = 64 * 16 // 4 * 8  # bytes of a rank's rows
+    sent = sum(t.bytes for t in moved)
+    assert (
+        sent
+        == {"gather": 2 * of_each + 2 * 4 * of_each, "ring": 3 * 3 * 2 * of_each, "heads": 8 * of_each}[attention] // 4
+    )
+    if attention != "gather":  # gathers of keys and values are one
+        assert sum(t.count for t in moved) == count
+
+
+@pytest.mark.parametrize("attention", ["gather", "ring"])
+@pytest.mark.parametrize("balance", [True, False])
+def test_balanced_ranks_compute_equally_much(attention: Any, balance: bool) -> None:
+    scores = []
+    for rank in range(2):
+        step = program(rank, attention=attention, balance=balance)
+        nodes = [n for n in step.program.graph.nodes if "attention_for_cpu.default" in str(n.target)]
+        shapes = [[each.meta["val"].shape for each in node.args[:2]] for node in nodes]
+        scores.append(sum(query[2] * key[2] for query, key in shapes))
+    assert (max(scores) < 1.1 * min(scores)) == balance
+
+
+@pytest.mark.parametrize("rank, expected", [(0, (0, 2)), (1, (0, 2)), (2, (1, 2)), (3, (1, 2))])
+def test_ranks_of_one_sequence_have_one_index_for_a_sampler(rank: int, expected: tuple[int, int]) -> None:
+    with fake_world(4, rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        assert spmd.data_rank(spmd.DataParallel(mesh=mesh, axes={"batch": "dp", "sequence": "cp"})) == expected
+        assert spmd.data_rank(spmd.DataParallel()) == (rank, 4)
+
+
+# Wrong programs are found
+
+
+@pytest.mark.slow
+def test_a_stale_block_in_a_ring_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = Blocks.passed
+    monkeypatch.setattr(Blocks, "passed", lambda self, pair, step: [passed(self, pair, step), list(pair)][1])
+    assert not verified(arguments(8), attention="ring")
+
+
+@pytest.mark.slow
+def test_labels_that_are_not_mirrored_with_their_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    mirrored = Redistribution._in_order_of_ranks
+
+    def but_labels(self: Any, node: Any, *more: Any) -> Any:
+        return (
+            node
+            if node.meta["val"].dtype == torch.int64 and "argument" not in self.reason.role
+            else mirrored(self, node, *more)
+        )
+
+    monkeypatch.setattr(Redistribution, "_in_order_of_ranks", but_labels)
+    assert not verified(arguments(8), attention="ring")
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"attention": "spiral", **CONTEXT}, 'attention to be "gather", "ring", "heads" or None, got \'spiral\''),
+    ({"attention": "ring"}, 'no attention="ring" without an axis that splits sequences'),
+])  # fmt: skip
+def test_options_that_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spmd.DataParallel(**given)
+
+
+def test_heads_that_do_not_divide_are_refused_at_the_users_line() -> None:
+    with pytest.raises(
+        PartitionError, match=r'attention="heads" to fit each call, but over the 3 ranks of cp'
+    ) as raised:
+        program(world=3, length=12, attention="heads")
+    assert "test_sequence.py" in str(raised.value)
