@@ -113,7 +113,7 @@ class Options:
             cuda_graphs=check_flag("cuda_graphs", cuda_graphs),
             max_programs=_check_max_programs(max_programs),
             program=_check_program(program, dump or os.environ.get("SPMD_DUMP")),
-            memory=_check_memory(memory),
+            memory=check_memory(memory),
             dynamic=_check_dynamic(dynamic),
             check_first=_check_check(check),
             cache=_check_cache(cache),
@@ -290,7 +290,8 @@ def _check_max_programs(given: Any) -> int | None:
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def _check_memory(given: Any) -> int | None:
+def check_memory(given: Any) -> int | None:
+    """Bytes that are given as such or as text. Raises ``ValueError`` for anything else."""
     if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
         return given
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]i?B|B)", given.strip()) if isinstance(given, str) else None

@@ -33,6 +33,8 @@ from .partitioner import partition
 from .partitioner.assignment import Assignment, Choice
 from .partitioner.plan import Plan, Solver
 from .partitioner.problem import Problem
+from .planning.plans import Plans
+from .planning.search import plan
 from .ranks.agreed import pad_to_longest, shared_rng
 from .ranks.world import world
 from .rules import register_rule
@@ -61,6 +63,7 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PlannedMode",
+    "Plans",
     "Problem",
     "Program",
     "RankFailedError",
@@ -80,6 +83,7 @@ __all__ = [
     "no_sync",
     "pad_to_longest",
     "partition",
+    "plan",
     "register_rule",
     "replicate",
     "rng_state",

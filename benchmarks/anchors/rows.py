@@ -23,11 +23,11 @@ GROUPS = {
     "fms-fsdp": "compiled",
 }
 SOFTWARE = {
-    "deepspeed": Software(unfused=0.5, launch=12e-6, per_step=8e-3),
-    "foundry": Software(launch=10e-6),
+    "deepspeed": Software(unfused=0.5, launch=20e-6, per_step=8e-3),
+    "foundry": Software(launch=15e-6),
     "nanotron": Software(unfused=0.6, launch=8e-6),
-    "megatron": Software(unfused=0.2, launch=5e-6, exposed=0.8, hides=0.7),
-    "experts": Software(unfused=0.5, launch=6e-6, hides=0.7),
+    "megatron": Software(unfused=0.2, launch=5e-6, exposed=0.5, hides=0.7, gathers_beside=True, attention=1.6),
+    "experts": Software(unfused=0.5, launch=10e-6, hides=0.7, gathers_beside=True, attention=1.6),
     "compiled": Software(unfused=0.0, launch=5e-6),
     "eager": Software(launch=8e-6),
 }
@@ -150,19 +150,19 @@ class Row:
     @property
     def recompute(self) -> Recompute:
         """What backward computes again."""
-        said = self.cells["ac"]
-        return "full" if said == "full" else "selective" if said.startswith("selective") else "none"
+        stated = self.cells["ac"]
+        return "full" if stated == "full" else "selective" if stated.startswith("selective") else "none"
 
     @property
     def style(self) -> Style:
         """How state is split."""
-        said = self.cells["sharding"]
-        if said.startswith("FSDP"):
+        sharding = self.cells["sharding"]
+        if sharding.startswith("FSDP"):
             return "fully_shard"
         if (
-            "dist-opt" in said
-            or "ZeRO-1" in said
-            or "Megatron-FSDP" in said
+            "dist-opt" in sharding
+            or "ZeRO-1" in sharding
+            or "Megatron-FSDP" in sharding
             or self.framework in ("megatron", "experts")
         ):
             return "shard_optimizer"
@@ -170,11 +170,11 @@ class Row:
 
     def machine(self, constants: Constants, software: Mapping[str, Software]) -> Machine:
         """The machine it ran on."""
-        said = self.cells["gpu"]
-        name = {"A100-40GB": "A100-40", "A100-80GB": "A100"}.get(said, said.partition("-")[0])
+        stated = self.cells["gpu"]
+        name = {"A100-40GB": "A100-40", "A100-80GB": "A100"}.get(stated, stated.partition("-")[0])
         if name not in GPUS:
-            raise UnknownError(f"no figures of {said}")
-        gpu, limited = GPUS[name], "96GB" in said
+            raise UnknownError(f"no figures of {stated}")
+        gpu, limited = GPUS[name], "96GB" in stated
         if limited:
             gpu = replace(gpu, memory=2.4, capacity=96)
         framework = software[self.framework]

@@ -131,7 +131,7 @@ class _Step:
             "gathers": gathers,
             "pipeline": idle,
             "messages": messages,
-            "reduction": max(0.0, self._reduction() - self.software.hides * total / micro_batches),
+            "reduction": self._reduction(self.software.hides * total / micro_batches),
             "update": self._update(),
         }
         return Estimate(sum(causes.values()), causes, self._memory())
@@ -145,6 +145,7 @@ class _Step:
         experts = self.work.expert_parameters if section.count > 1 else 0.0
         gather = self._over_shards(Kind.ALL_GATHER, section.parameters - experts, experts)
         reduce = self._over_shards(Kind.REDUCE_SCATTER, section.parameters - experts, experts)
+        reduce /= layout.micro_batches if layout.reduces_once else 1
         took = exposed = 0.0
         for part, sent in ((forward, gather), (backward, reduce + (0.0 if layout.keeps_gathered else gather))):
             both = max(part.seconds + slower * min(part.seconds, sent), sent)
@@ -243,20 +244,22 @@ class _Step:
         has_one = self.layout.stages > 1 or self.work.is_tied
         return blocks + (max(ends, default=0.0) if has_one else sum(ends))
 
-    def _reduction(self) -> float:
-        """Seconds to reduce the gradients of replicated parameters, and to gather updated ones."""
-        layout, state, seconds = self.layout, self.work.state, 0.0
+    def _reduction(self, beside: float) -> float:
+        """Seconds to reduce gradients of replicated parameters, and to gather what was updated, ``beside`` compute."""
+        layout, state = self.layout, self.work.state
         if layout.style == "fully_shard":
             return 0.0
+        kind = Kind.ALL_REDUCE if layout.style == "replicate" else Kind.REDUCE_SCATTER
+        reduced = gathered = 0.0
         experts = self.work.expert_parameters * sum(self.counts)
         for numbers, apart in ((self.parameters - experts, 1), (experts, layout.experts)):
-            size, ranks, stride = numbers * state.gradient, layout.data // apart, layout.tensor * apart
-            if layout.style == "replicate":
-                seconds += self.machine.collective(Kind.ALL_REDUCE, size, ranks, stride)
-            else:
-                seconds += self.machine.collective(Kind.REDUCE_SCATTER, size, ranks, stride)
-                seconds += self.machine.collective(Kind.ALL_GATHER, numbers * state.weight, ranks, stride)
-        return seconds
+            ranks, stride = layout.data // apart, layout.tensor * apart
+            reduced += self.machine.collective(kind, numbers * state.gradient, ranks, stride)
+            if layout.style == "shard_optimizer":
+                gathered += self.machine.collective(Kind.ALL_GATHER, numbers * state.weight, ranks, stride)
+        if self.software.gathers_beside:
+            reduced, gathered = reduced + gathered, 0.0
+        return max(0.0, reduced - beside) + gathered
 
     def _update(self) -> float:
         moved = self.parameters / self.layout.shards * self.work.state.updated
@@ -267,14 +270,21 @@ class _Step:
         layout, state = self.layout, self.work.state
         is_whole = layout.style != "fully_shard" or layout.shards == 1
         part = 1 if is_whole else layout.shards
-        unit = max((each.parameters for each in self.work.plain), default=0.0)
         return {
             "parameters": self.parameters * state.weight / part,
-            "gradients": self.parameters * state.gradient / part,
+            "gradients": self.parameters * state.gradient / (1 if layout.reduces_once else part),
             "optimizer": self.parameters * state.optimizer / layout.shards,
-            "gathered": 0.0 if is_whole else unit * (2 * state.weight + state.gradient),
+            "gathered": self._gathered(is_whole),
             "activations": self._activations(),
         }
+
+    def _gathered(self, is_whole: bool) -> float:
+        """Bytes of units that are whole at once: one that computes, the next one, and the gradient of one."""
+        if is_whole:
+            return 0.0
+        state, unit = self.work.state, max((each.parameters for each in self.work.plain), default=0.0)
+        ahead = self.parameters if self.layout.keeps_gathered else 2 * unit
+        return ahead * state.weight + unit * state.gradient
 
     def _activations(self) -> float:
         """Bytes that forward keeps for backward, of all micro-batches that are between them."""

@@ -46,7 +46,7 @@ class Amount:
 class Kernel:
     """One launch.
 
-    ``flops`` of matrix products or attention; ``dims``: batch, rows, inner and columns of a product. ``module``: the
+    ``flops`` of matrix products or attention, of ``dtype``; ``dims``: batch, rows, inner and columns. ``module``: the
     last part of the name of the module. ``is_split``: whether its largest operand is split over the axis "tensor".
     """
 
@@ -54,6 +54,7 @@ class Kernel:
     bytes: Amount
     flops: Amount = Amount()
     dims: tuple[Amount, ...] = ()
+    dtype: str = "bfloat16"
     module: str = ""
     is_causal: bool = False
     is_split: bool = False
@@ -156,7 +157,8 @@ class _Sections:
         flops = Amount(0.0, work.flops / self.rows) if grows else Amount(work.flops)
         dims = self._dims(operands[-2:]) if work.kind is OpClass.MATMUL and len(operands) >= 2 else ()
         causal = work.kind is OpClass.ATTENTION and any(arg is True for arg in (*node.args, *node.kwargs.values()))
-        return Kernel(work.kind, moved, flops, dims, name, causal, self._has(largest, self.tensor))
+        dtype = str(work.dtype).removeprefix("torch.")
+        return Kernel(work.kind, moved, flops, dims, dtype, name, causal, self._has(largest, self.tensor))
 
     def _dims(self, operands: list[fx.Node]) -> tuple[Amount, ...]:
         """Batch, rows, inner and columns of a product, each in proportion to the rows that it is split by."""

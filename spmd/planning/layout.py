@@ -17,6 +17,7 @@ class Layout:
     other rows. ``chunks``: model chunks of a stage. ``context``: ranks that split sequences; ``experts``: ranks that
     split experts. ``splits_sequence``: norms and residuals are split along ``tensor``, too. ``bits`` of the operands of
     products; ``keeps_gathered``: parameters are gathered once, and not again for backward.
+    ``reduces_once``: gradients of split parameters are accumulated whole, and reduced after the last micro-batch.
     """
 
     gpus: int
@@ -33,6 +34,7 @@ class Layout:
     recompute: Recompute = "none"
     bits: int = 16
     keeps_gathered: bool = False
+    reduces_once: bool = False
 
     @property
     def data(self) -> int:

@@ -56,7 +56,8 @@ class Software:
     ``unfused``: the part of pointwise work that is not fused. ``launch``: seconds of the host for a kernel.
     ``exposed``: the part of tensor-parallel collectives that nothing hides. ``per_step``: seconds of an update
     beside the bytes that it moves. ``hides``: the part of the last micro-batch that hides the reduction of replicated
-    gradients, and of messages between chunks.
+    gradients, and of messages between chunks; ``gathers_beside``: it hides the gathers of updated parameters, too.
+    ``attention``: how much faster its kernel is than FlashAttention 2.
     """
 
     unfused: float = 1.0
@@ -64,6 +65,8 @@ class Software:
     exposed: float = 1.0
     per_step: float = 3e-3
     hides: float = 0.0
+    gathers_beside: bool = False
+    attention: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,13 @@ class Machine:
         flops = kernel.flops.at(rows)
         if kernel.kind is OpClass.ATTENTION:
             flops *= longer / (2 if kernel.is_causal else 1)
-            return max(moved, flops / (self.peak(16) * c.attention[self.generation])) + c.kernel
+            return (
+                max(moved, flops / (self.peak(kernel.dtype) * c.attention[self.generation] * self.software.attention))
+                + c.kernel
+            )
         if not flops:
             return moved + c.kernel
-        seconds = flops / (self.peak(bits) * c.matmul[self.generation]) * self._shape(kernel, rows)
+        seconds = flops / (self.peak(kernel.dtype, bits) * c.matmul[self.generation]) * self._shape(kernel, rows)
         casts = kernel.bytes.at(rows) * 0.75 / self.bandwidth if bits < 16 else 0.0  # two bytes read, one written
         return max(moved, seconds) + casts * self.software.unfused + c.kernel
 
@@ -105,12 +111,11 @@ class Machine:
         idle = math.ceil(waves) / waves - 1
         return (1 + self.constants.inner / inner) * (1 + idle * self.constants.tile)
 
-    def peak(self, bits: int) -> float:
-        """FLOP/s of products whose operands have so many bits."""
-        half = self.gpu.tflops["bfloat16"] * 1e12 * self.power
-        if bits >= 16:
-            return half
-        return half * (2 * self.constants.float8 if bits == 8 else self.gpu.float4 * self.constants.float4)
+    def peak(self, dtype: str, bits: int = 16) -> float:
+        """FLOP/s of products of ``dtype``, or of fewer ``bits``. A dtype without a figure is computed as float32."""
+        figures, c = self.gpu.tflops, self.constants
+        higher = {8: 2 * c.float8, 4: self.gpu.float4 * c.float4}.get(bits, 1.0)
+        return figures.get(dtype, figures["float32"]) * 1e12 * self.power * higher
 
     @property
     def generation(self) -> str:
