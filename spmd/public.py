@@ -25,6 +25,7 @@ from .checkpoints.save import save
 from .checkpoints.whole import state_dict
 from .initialized import materialize
 from .mesh_picture import show
+from .modes.auto import Auto
 from .modes.base import ParallelMode, PlannedMode
 from .modes.data_parallel import DataParallel
 from .modes.dtensor_expand import DTensorExpand
@@ -47,6 +48,7 @@ from .verification.verifier import verify
 
 __all__ = [
     "Assignment",
+    "Auto",
     "CaptureError",
     "Certificate",
     "Choice",

@@ -22,6 +22,8 @@ from rich.table import Table
 from spmd.planning.estimate import Estimate
 
 from .errors import Errors, by_group
+from .fit import estimated, fit, held_out, used
+from .fit import write as write_constants
 from .rows import Row, UnknownError
 
 
@@ -36,9 +38,9 @@ def estimates(rows: Sequence[Row]) -> tuple[dict[str, Estimate], dict[str, str]]
     return found, reasons
 
 
-def table_of(errors: Sequence[Errors]) -> Table:
+def table_of(errors: Sequence[Errors], title: str = "estimated and published steps") -> Table:
     """The errors of each group, in percent but for Spearman's coefficient."""
-    shown = Table(title="estimated and published steps")
+    shown = Table(title=title)
     headings = (
         "rows",
         "none",
@@ -87,6 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the table of published runs")
     parser.add_argument("--out", type=Path, help="write the estimates to this file")
+    parser.add_argument("--fit", action="store_true", help="fit the constants, and write them into the modules")
+    parser.add_argument("--rounds", type=int, default=10, help="over all constants, to fit them (%(default)s)")
     options = parser.parse_args()
     with options.file.open() as file:
         rows = [Row(cells) for cells in csv.DictReader(file)]
@@ -100,6 +104,13 @@ def main() -> None:
     print(f"{seconds:.2f} s a row")
     if options.out:
         write(options.out, rows, found, reasons)
+    if options.fit:
+        known = [row for row in rows if row.id in found]
+        Console(width=160).print(table_of(held_out(known, options.rounds), "fitted on the other half of the models"))
+        constants, software = fit(used(known), options.rounds)
+        seconds = estimated(known, constants, software)
+        Console(width=160).print(table_of(by_group(known, seconds, {}), "fitted on all models"))
+        write_constants(constants, software, used(known), Path())
 
 
 if __name__ == "__main__":

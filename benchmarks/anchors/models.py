@@ -5,7 +5,7 @@ Equal blocks are captured once: a plan counts them as often as the model has the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -186,8 +186,19 @@ def placements(dims: Dims) -> dict[str, Any]:
 
 
 @cache
-def workload(dims: Dims, tensor: int, tokens: int) -> tuple[list[Section], list[Section]]:
+def workload(dims: Dims, tensor: int, tokens: int, layers: int) -> tuple[list[Section], list[Section]]:
     """The sections of a model on ``tensor`` ranks with so many tokens in a row: op by op, and with fused islands."""
+    plain, fused = _two(dims, tensor, tokens)
+    return [_counted(each, layers) for each in plain], [_counted(each, layers) for each in fused]
+
+
+def _counted(section: Section, layers: int) -> Section:
+    return replace(section, count=layers if section.count > 1 else 1)
+
+
+@cache
+def _two(dims: Dims, tensor: int, tokens: int) -> tuple[list[Section], list[Section]]:
+    """The same with two blocks."""
     with torch.device("meta"):
         model = Model(dims).bfloat16()
     text = torch.empty(1, tokens, dtype=torch.long)
@@ -196,5 +207,5 @@ def workload(dims: Dims, tensor: int, tokens: int) -> tuple[list[Section], list[
     def mode(mesh: DeviceMesh) -> spmd.DataParallel:
         return spmd.DataParallel("replicate", mesh=mesh, params=named)
 
-    local = partitioned(train_step, mode, (model, text, text), {}, {"dp": 2, "tp": tensor})
+    local = partitioned(spmd.compile(train_step), mode, (model, text, text), {}, {"dp": 2, "tp": tensor})
     return sections(local, fused=False), sections(local, fused=True)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from passes.schedule.gpus import GPUS
 from spmd.planning.estimate import Estimate, State, Traffic, Work, estimate
+from spmd.planning.fitted import CONSTANTS
 from spmd.planning.layout import Layout, Recompute, Style
-from spmd.planning.machine import CONSTANTS, Constants, Machine, Software
+from spmd.planning.machine import Constants, Machine, Software
 
+from .fitted import SOFTWARE
 from .models import Dims, workload
 
 GROUPS = {
@@ -21,15 +23,6 @@ GROUPS = {
     "megatron-bridge": "megatron",
     "nemo-automodel": "megatron",
     "fms-fsdp": "compiled",
-}
-SOFTWARE = {
-    "deepspeed": Software(unfused=0.5, launch=20e-6, per_step=8e-3),
-    "foundry": Software(launch=15e-6),
-    "nanotron": Software(unfused=0.6, launch=8e-6),
-    "megatron": Software(unfused=0.2, launch=5e-6, exposed=0.5, hides=0.7, gathers_beside=True, attention=1.6),
-    "experts": Software(unfused=0.5, launch=10e-6, hides=0.7, gathers_beside=True, attention=1.6),
-    "compiled": Software(unfused=0.0, launch=5e-6),
-    "eager": Software(launch=8e-6),
 }
 # vTrain's hosts: their simulator counts 800 Gb/s for eight GPUs.
 _NETWORK = {"vtrain-multi": 12.5, "vtrain-single": 12.5}
@@ -99,9 +92,7 @@ class Row:
     def work(self) -> Work:
         """The model's work, whose two captured blocks stand for all."""
         dims, tokens = self.dims, self.number("seq_len") // self.number("cp")
-        plain, fused = workload(dims, self.number("tp"), tokens)
-        layers = self.number("layers")
-        plain, fused = ([replace(s, count=layers if s.count > 1 else 1) for s in each] for each in (plain, fused))
+        plain, fused = workload(dims, self.number("tp"), tokens, self.number("layers"))
         traffic = Traffic(
             tokens * dims.top_k * dims.hidden * 2 if dims.experts else 0.0,
             tokens * 2 * dims.kv_heads * dims.head_dim * 2 / self.number("tp") if self.number("cp") > 1 else 0.0,
@@ -181,10 +172,16 @@ class Row:
         if self.cells["async_tp"] == "1":
             framework = replace(framework, exposed=0.4)
         network = _NETWORK.get(self.cells["group"])
-        return Machine(gpu, name, gpu.domain, framework, constants, network, 500 / 700 if limited else 1.0)
+        return Machine(gpu, name, gpu.domain, framework, constants, network, (500 / 700) ** 0.5 if limited else 1.0)
 
-    def estimate(self, constants: Constants = CONSTANTS, software: Mapping[str, Software] = SOFTWARE) -> Estimate:
-        """The estimated step."""
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What machines of rows differ in."""
+        group = "vtrain" if self.cells["group"] in _NETWORK else ""
+        return self.framework, self.cells["gpu"], self.cells["async_tp"], group
+
+    def estimate(self, machine: Machine | None = None) -> Estimate:
+        """The estimated step, by default on its machine with the fitted constants."""
         if self.cells["class"] == "other":
             raise UnknownError("fine-tuning of adapters is not modelled")
-        return estimate(self.work(), self.layout(), self.machine(constants, software))
+        return estimate(self.work(), self.layout(), machine or self.machine(CONSTANTS, SOFTWARE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,7 @@ from passes import DeadCode, DropDetach, DropProfiler, FoldViews, FormIslands, M
 from ..call.rng import random_state_kept
 from ..deferral.pending import calling
 from ..modes.base import ParallelMode
-from ..step import compile
+from ..step import CompiledStep
 from ..verification.world import simulated_world
 from .kernels import Section, sections_of
 
@@ -22,18 +23,17 @@ _CLEANUP = (DropProfiler(), DropDetach(), FoldViews(), MergeEqual(), DeadCode())
 
 
 def partitioned(
-    function: Callable[..., Any],
+    step: CompiledStep[..., Any],
     mode_on: Callable[[DeviceMesh], ParallelMode],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     mesh: Mapping[str, int],
 ) -> Program:
-    """The share of the first rank of ``mesh``, whose ranks pass ``args`` each, in the mode that there is for it."""
+    """The share of the first rank of ``mesh``, whose ranks pass ``args`` each, in another mode than the step's own."""
     with calling, random_state_kept(), simulated_world(math.prod(mesh.values()), mesh, "cpu") as device_mesh:
-        step = compile(parallel_mode=mode_on(device_mesh))(function)
-        captured = step.capture(step.read(args, dict(kwargs)))
-        local: Program = step.options.mode.partition(captured)
-    return local
+        mode = mode_on(device_mesh)
+        step = CompiledStep(step.function, replace(step.options, mode=mode))
+        return mode.partition(step.capture(step.read(args, dict(kwargs))))
 
 
 def sections(local: Program, fused: bool) -> list[Section]:

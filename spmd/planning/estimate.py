@@ -31,11 +31,20 @@ class Traffic:
 
 @dataclass(frozen=True)
 class State:
-    """Bytes for each number of a model: as it is computed with, of its gradient, and of what only updates read."""
+    """Bytes for each number of a model: of itself, of its gradient, and of what only updates read.
+
+    ``gathered``: as it is sent, if that is narrower.
+    """
 
     weight: float = 2
     gradient: float = 4
     optimizer: float = 12
+    gathered: float | None = None
+
+    @property
+    def sent(self) -> float:
+        """Bytes of a number that is gathered."""
+        return self.weight if self.gathered is None else self.gathered
 
     @property
     def updated(self) -> float:
@@ -156,7 +165,7 @@ class _Step:
         """Seconds to gather or reduce these numbers; those of experts have fewer ranks with the same."""
         layout, state, seconds = self.layout, self.work.state, 0.0
         for numbers, apart in ((dense, 1), (experts, layout.experts)):
-            size = numbers * (state.weight if kind is Kind.ALL_GATHER else state.gradient)
+            size = numbers * (state.sent if kind is Kind.ALL_GATHER else state.gradient)
             shards, stride = max(1, layout.shards // apart), layout.tensor * apart
             seconds += self.machine.collective(kind, size, shards, stride)
             if kind is Kind.REDUCE_SCATTER and layout.shards < layout.data:
@@ -256,7 +265,7 @@ class _Step:
             ranks, stride = layout.data // apart, layout.tensor * apart
             reduced += self.machine.collective(kind, numbers * state.gradient, ranks, stride)
             if layout.style == "shard_optimizer":
-                gathered += self.machine.collective(Kind.ALL_GATHER, numbers * state.weight, ranks, stride)
+                gathered += self.machine.collective(Kind.ALL_GATHER, numbers * state.sent, ranks, stride)
         if self.software.gathers_beside:
             reduced, gathered = reduced + gathered, 0.0
         return max(0.0, reduced - beside) + gathered
@@ -284,7 +293,7 @@ class _Step:
             return 0.0
         state, unit = self.work.state, max((each.parameters for each in self.work.plain), default=0.0)
         ahead = self.parameters if self.layout.keeps_gathered else 2 * unit
-        return ahead * state.weight + unit * state.gradient
+        return ahead * state.sent + unit * state.gradient
 
     def _activations(self) -> float:
         """Bytes that forward keeps for backward, of all micro-batches that are between them."""

@@ -151,6 +151,8 @@ class _Sections:
         results = _results(node)
         moved = sum((self._bytes(each, self._grows(each)) for each in (*operands, *results)), Amount())
         moved = _scaled(moved, work.bytes / max(1.0, moved.at(self.rows)))
+        if has(node.target, Trait.LOOKS_UP):  # of the table, it reads as much as it gives
+            moved = Amount(0.0, work.bytes / self.rows)
         grows = any(map(self._grows, operands))
         largest = max((*operands, *results), key=lambda each: each.meta["val"].nbytes, default=node)
         name = str(next(iter(_inside(node))).meta.get("module") or "").rpartition(".")[2]

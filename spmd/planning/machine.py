@@ -44,11 +44,6 @@ class Constants:
     contention: float = 0.1
 
 
-CONSTANTS = Constants(
-    matmul={"A": 0.8, "H": 0.72, "B": 0.75, "V": 0.75}, attention={"A": 0.6, "H": 0.5, "B": 0.5, "V": 0.4}
-)
-
-
 @dataclass(frozen=True)
 class Software:
     """What a framework does with kernels and collectives.
@@ -80,8 +75,8 @@ class Machine:
     gpu: Gpu
     name: str
     per_host: int
-    software: Software = Software()
-    constants: Constants = CONSTANTS
+    software: Software
+    constants: Constants
     network: float | None = None
     power: float = 1.0
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)

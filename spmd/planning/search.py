@@ -8,8 +8,9 @@ from typing import Any
 
 from passes.schedule.gpus import GPUS, Gpu
 
-from ..options import check_memory
+from ..modes.option_groups import check_memory
 from .estimate import Work, estimate
+from .fitted import CONSTANTS
 from .layout import Layout
 from .machine import Machine, Software
 from .plans import Candidate, Plans
@@ -45,12 +46,12 @@ def plan(
     many as in the arguments. ``top``: how many layouts are listed.
 
     Raises ``TypeError`` for what is no compiled step, ``ValueError`` for an unknown GPU and for numbers that do not
-    fit. What fits into no memory is said by the result, with how much is missing.
+    fit. Where nothing fits into memory, the result is false, and has how much is missing.
     """
     figures = _check(gpus, gpu, per_host, rows, top)
     capacity = check_memory(memory) or int(figures.capacity * 1e9 - RESERVED)
     step, args = unbound(step, args)
-    machine = Machine(figures, gpu, per_host or figures.domain, SOFTWARE[_backend(step)])
+    machine = Machine(figures, gpu, per_host or figures.domain, SOFTWARE[_backend(step)], CONSTANTS)
     _, tensor = axes_of(given_mode(step))
     widths = [k for k in (_TENSOR if tensor else (1,)) if gpus % k == 0 and k <= machine.per_host]
     works = {width: step_work(step, args, kwargs, width) for width in widths}

@@ -14,7 +14,7 @@ from passes.analysis.repeated_blocks import Signature
 
 from ..step import CompiledStep
 
-_KEPT = 2  # the second one has a neighbour on each side, but for the last
+_KEPT = 2  # the second one follows an equal one, as most do
 
 
 def shortened(

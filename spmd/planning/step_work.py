@@ -44,14 +44,21 @@ def step_work(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tenso
     mesh = {batch: _SAMPLED, **({other: tensor} if other else {})}
 
     def mode(device_mesh: DeviceMesh) -> DataParallel:
-        options = {"inputs": given.inputs, "input_batch_dim": given.input_batch_dim, "mp_policy": given.mp_policy}
-        return DataParallel("replicate", mesh=device_mesh, axes=given.axes, params=given.params, **options)
+        return DataParallel(
+            "replicate",
+            mesh=device_mesh,
+            axes=given.axes,
+            params=given.params,
+            inputs=given.inputs,
+            input_batch_dim=given.input_batch_dim,
+            mp_policy=given.mp_policy,
+        )
 
     try:
         fewer, named, counts = shortened(step, args, kwargs)
-        local = partitioned(step.function, mode, fewer, named, mesh)
+        local = partitioned(step, mode, fewer, named, mesh)
     except Exception:  # it counts its blocks, or names each of them
-        counts, local = {}, partitioned(step.function, mode, args, kwargs, mesh)
+        counts, local = {}, partitioned(step, mode, args, kwargs, mesh)
     rows = [i for i in local.inputs if i.role is Role.BATCH and i.shape]
     if not rows:
         raise ValueError("expected a step with a batch among its arguments, of which ranks can have different rows")
@@ -59,7 +66,7 @@ def step_work(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tenso
     dim = given.input_batch_dim
     integers = [prod(i.shape) // i.shape[dim] for i in rows if i.dtype == torch.int64 and len(i.shape) > 1]
     plain, fused = (_counted(sections(local, fused), counts) for fused in (False, True))
-    work = Work(plain, fused, _state(local))
+    work = Work(plain, fused, _state(local, given))
     return StepWork(work, shape[dim] // _SAMPLED, max(integers, default=1), tuple(local.notes))
 
 
@@ -78,10 +85,9 @@ def given_mode(step: Any) -> DataParallel:
 
 def axes_of(mode: DataParallel) -> tuple[str, str | None]:
     """The names of the batch's axis, and of the one along which ``params`` splits parameters, if it names one."""
-    roles = mode.axes or {}
     named = [axis for placement in mode.params.values() if isinstance(placement, Mapping) for axis in placement]
-    batch = roles.get("batch", "dp")
-    batch = batch if isinstance(batch, str) else batch[0]
+    stated = (mode.axes or {}).get("batch", "dp")
+    batch = stated if isinstance(stated, str) else next(iter(stated))
     others = sorted({axis for axis in named if axis != batch})
     if len(others) > 1:
         raise ValueError(f"expected params to split parameters over one axis beside {batch!r}, got {others}")
@@ -97,15 +103,17 @@ def unbound(step: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     return step, args
 
 
-def _state(local: Program) -> State:
-    """Bytes for each number: of parameters, of gradients like them, and of the optimizer's state."""
+def _state(local: Program, given: DataParallel) -> State:
+    """Bytes for each number: of parameters, of gradients like them, of the optimizer's state, and of what is sent."""
     parameters = [i for i in local.inputs if i.role is Role.PARAMETER]
-    count = sum(prod(i.shape) for i in parameters) or 1
-    held = [i for i in local.inputs if i.role is Role.OPTIMIZER_STATE]
+    held = [(i.shape, i.dtype) for i in local.inputs if i.role is Role.OPTIMIZER_STATE]
     made = [o for o in local.outputs if o.role is Role.OPTIMIZER_STATE and o.kind is not OutputKind.UPDATE]
+    count = sum(prod(i.shape) for i in parameters) or 1
     weight = sum(prod(i.shape) * _size(i.dtype) for i in parameters) / count
-    optimizer = sum(prod(each.shape) * _size(each.dtype) for each in (*held, *made)) / count
-    return State(weight, weight, optimizer)
+    optimizer = sum(prod(shape) * _size(dtype) for shape, dtype in [*held, *((o.shape, o.dtype) for o in made)]) / count
+    policy = given.mp_policy.param_dtype if given.mp_policy is not None else None
+    narrow = given.wire.gather_dtype or policy
+    return State(weight, weight, optimizer, _size(narrow) if narrow is not None else None)
 
 
 def _size(dtype: torch.dtype | None) -> int:
