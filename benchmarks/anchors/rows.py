@@ -120,7 +120,11 @@ class Row:
         tensor, stages, context = number("tp"), number("pp"), number("cp")
         gpus, rows = number("gpus"), number("micro_batch")
         data = gpus // (tensor * stages)
-        count = number("grad_accum", 0) or max(1, number("global_batch") * context // (data * rows))
+        own = max(1, number("global_batch") * context // data)
+        chunks = number("vp", 2 if cells["schedule"].startswith("Interleaved") else 1)
+        if stages > 1 and not cells["micro_batch"] and cells["sharding"].startswith("FSDP"):
+            rows = max(1, own // (stages * chunks))  # torchtitan's default: as many micro-batches as chunks
+        count = number("grad_accum", 0) or max(1, own // rows)
         return Layout(
             gpus,
             self.style,
@@ -128,14 +132,15 @@ class Row:
             count,
             tensor,
             stages,
-            number("vp"),
+            chunks,
             context,
             number("ep"),
             number("dp_shard") * context if cells["sharding"].startswith("FSDP") else None,
             splits_sequence=cells["seq_parallel"] == "1" or (self.framework == "megatron" and tensor > 1),
             recompute=self.recompute,
             bits=_BITS.get(cells["precision"], 8),
-            keeps_gathered="SHARD_GRAD_OP" in cells["sharding"],
+            keeps_gathered="SHARD_GRAD_OP" in cells["sharding"] or stages > 1,
+            reduces_once=stages > 1,
         )
 
     @property

@@ -18,8 +18,6 @@ from .kernels import Kernel, Section
 from .layout import Layout
 from .machine import Machine
 
-_KEPT_SELECTIVELY = 0.6  # of what forward keeps, where recomputation is selective
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -181,10 +179,8 @@ class _Step:
         return forward, backward + (forward if self.layout.recompute == "full" else self._again(section, forward))
 
     def _again(self, section: Section, forward: _Time) -> _Time:
-        """Forward without attention and every second product: what selective recomputation runs again."""
-        kernels = section.kernels[Phase.FORWARD]
-        kept = [each for each in kernels if each.kind is OpClass.ATTENTION]
-        kept += [each for each in kernels if each.kind is OpClass.MATMUL][::2]
+        """Forward without what selective recomputation keeps."""
+        kept = _kept_selectively(section)
         seconds = sum(map(self._kernel, kept))
         return _Time(forward.device - seconds, forward.host - len(kept) * self.software.launch)
 
@@ -296,17 +292,42 @@ class _Step:
         return ahead * state.sent + unit * state.gradient
 
     def _activations(self) -> float:
-        """Bytes that forward keeps for backward, of all micro-batches that are between them."""
+        """Bytes that forward keeps for backward: all micro-batches of the first stage, or one of the last, and its end.
+
+        What is recomputed needs all of one block while that runs again.
+        """
+        layout = self.layout
+        kept = sum(self._kept(each) * n for each, n in zip(self.blocks, self.counts, strict=True))
+        again = max((self._saved(each) for each in self.blocks), default=0.0) if layout.recompute != "none" else 0.0
+        end = max(map(self._most, self.ends), default=0.0)
+        return max(kept * min(layout.micro_batches, layout.stages) + again, kept + max(again, end))
+
+    def _most(self, section: Section) -> float:
+        """Bytes of what an end keeps, or of what its largest op of backward reads and writes, such as the loss's."""
+        moved = (each.bytes.at(self.layout.rows) for each in section.kernels[Phase.BACKWARD])
+        return max([self._saved(section), *moved])
+
+    def _kept(self, section: Section) -> float:
         layout, rows = self.layout, self.layout.rows
-        flying = min(layout.micro_batches, layout.stages)
-        ends = max((each.saved.at(rows) for each in self.ends), default=0.0) if layout.stages == 1 else 0.0
+        if layout.recompute == "none":
+            return self._saved(section)
+        entering = section.boundary.at(rows) * (1 / layout.tensor if layout.splits_sequence else 1.0)
         if layout.recompute == "full":
-            share = 1 / layout.tensor if layout.splits_sequence else 1.0
-            kept = sum(each.boundary.at(rows) * share * n for each, n in zip(self.blocks, self.counts, strict=True))
-            return kept * flying + max([ends, *(each.saved.at(rows) for each in self.blocks)])
-        part = _KEPT_SELECTIVELY if layout.recompute == "selective" else 1.0
-        kept = sum(each.saved.at(rows) * n for each, n in zip(self.blocks, self.counts, strict=True))
-        return kept * part * flying + ends
+            return entering
+        return entering + sum(each.made.at(rows) for each in _kept_selectively(section))
+
+    def _saved(self, section: Section) -> float:
+        """Bytes that a section keeps; what is whole along "tensor" is split there, too, if sequences are."""
+        layout, rows = self.layout, self.layout.rows
+        whole = section.saved_whole.at(rows) if layout.splits_sequence else 0.0
+        return section.saved.at(rows) - whole * (1 - 1 / layout.tensor)
+
+
+def _kept_selectively(section: Section) -> list[Kernel]:
+    """Attention and every second product of forward, as torchtitan's selective recomputation keeps them."""
+    kernels = section.kernels[Phase.FORWARD]
+    products = [each for each in kernels if each.kind is OpClass.MATMUL]
+    return [each for each in kernels if each.kind is OpClass.ATTENTION] + products[::2]
 
 
 @dataclass(frozen=True)

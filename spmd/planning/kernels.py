@@ -47,13 +47,15 @@ class Kernel:
     """One launch.
 
     ``flops`` of matrix products or attention, of ``dtype``; ``dims``: batch, rows, inner and columns. ``module``: the
-    last part of the name of the module. ``is_split``: whether its largest operand is split over the axis "tensor".
+    last part of the name of the module. ``made``: bytes of its results. ``is_split``: whether its largest operand is
+    split over the axis "tensor".
     """
 
     kind: OpClass
     bytes: Amount
     flops: Amount = Amount()
     dims: tuple[Amount, ...] = ()
+    made: Amount = Amount()
     dtype: str = "bfloat16"
     module: str = ""
     is_causal: bool = False
@@ -74,7 +76,8 @@ class Section:
     """Work and state of a part of a model; ``count`` equal ones follow each other.
 
     ``parameters``: numbers of one rank's share, before anything splits them over the batch's axes; ``saved``: bytes
-    that forward keeps for backward; ``boundary``: bytes that it hands to the next section.
+    that forward keeps for backward, and of those the ones ``saved_whole`` on all ranks along "tensor"; ``boundary``:
+    bytes that it hands to the next section.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Section:
     messages: dict[Phase, list[Message]]
     parameters: float = 0.0
     saved: Amount = Amount()
+    saved_whole: Amount = Amount()
     boundary: Amount = Amount()
 
 
@@ -149,7 +153,8 @@ class _Sections:
         work = work_of(node)
         operands = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
         results = _results(node)
-        moved = sum((self._bytes(each, self._grows(each)) for each in (*operands, *results)), Amount())
+        made = sum((self._bytes(each, self._grows(each)) for each in results), Amount())
+        moved = sum((self._bytes(each, self._grows(each)) for each in operands), made)
         moved = _scaled(moved, work.bytes / max(1.0, moved.at(self.rows)))
         if has(node.target, Trait.LOOKS_UP):  # of the table, it reads as much as it gives
             moved = Amount(0.0, work.bytes / self.rows)
@@ -160,7 +165,7 @@ class _Sections:
         dims = self._dims(operands[-2:]) if work.kind is OpClass.MATMUL and len(operands) >= 2 else ()
         causal = work.kind is OpClass.ATTENTION and any(arg is True for arg in (*node.args, *node.kwargs.values()))
         dtype = str(work.dtype).removeprefix("torch.")
-        return Kernel(work.kind, moved, flops, dims, dtype, name, causal, self._has(largest, self.tensor))
+        return Kernel(work.kind, moved, flops, dims, made, dtype, name, causal, self._has(largest, self.tensor))
 
     def _dims(self, operands: list[fx.Node]) -> tuple[Amount, ...]:
         """Batch, rows, inner and columns of a product, each in proportion to the rows that it is split by."""
@@ -240,7 +245,9 @@ class _Sections:
                 block = self._block(base)
                 section = self.sections.get(self.shown.get(block, "") if block else LAST)
                 if section is not None:
-                    section.saved += self._bytes(base, self._grows(base))
+                    size = self._bytes(base, self._grows(base))
+                    section.saved += size
+                    section.saved_whole += Amount() if self._has(base, self.tensor) else size
             self._add_boundary(node)
 
     def _add_boundary(self, node: fx.Node) -> None:

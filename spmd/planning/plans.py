@@ -39,7 +39,7 @@ class Plans:
     """Layouts that fit, the fastest first; of those that differ in recomputation or micro-batches alone, the best.
 
     ``least``: the layout that needs the least memory, whether it fits. ``staged``: the fastest with pipeline stages,
-    which nothing here runs. False if nothing fits.
+    which nothing here runs. ``notes``: of the partitioner, on ops that it has no rule for. False if nothing fits.
     """
 
     layouts: tuple[Candidate, ...]
@@ -52,6 +52,7 @@ class Plans:
     rows: int
     tokens: int
     axes: tuple[str, str | None]
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -65,6 +66,7 @@ class Plans:
         axes: tuple[str, str | None],
         top: int,
         staged: Candidate | None,
+        notes: tuple[str, ...],
     ) -> Plans:
         """Sort by time, then by memory; equal ones stay in the order in which they were made."""
         fitting = sorted(
@@ -78,7 +80,7 @@ class Plans:
         if staged is not None and staged.estimate.peak > memory:
             staged = None
         listed = tuple(best.values())[:top]
-        return cls(listed, least, staged, gpus, machine.name, machine.per_host, memory, rows, tokens, axes)
+        return cls(listed, least, staged, gpus, machine.name, machine.per_host, memory, rows, tokens, axes, notes)
 
     def __bool__(self) -> bool:
         return bool(self.layouts)
@@ -121,6 +123,7 @@ class Plans:
             "layouts": listed,
             "why": self.why(),
             "missing": "" if self.layouts else self.missing(),
+            "notes": list(self.notes),
             "with_stages": self._entry(self.staged) if self.staged is not None else None,
         }
 
@@ -152,6 +155,7 @@ class Plans:
         causes = self.best.estimate.causes
         yield "time of the first: " + ", ".join(f"{_MEANT[k]} {_time(t)}" for k, t in causes.items() if t >= 1e-5)
         yield from self.why()
+        yield from (f"note: {each}" for each in self.notes)
         if self.staged is not None and self.staged.estimate.seconds < self.best.estimate.seconds:
             staged, took = self.staged.layout.stages, _time(self.staged.estimate.seconds)
             yield f"{staged} pipeline stages would take {took} by estimate; nothing here runs them yet"

@@ -52,8 +52,8 @@ def plan(
     capacity = check_memory(memory) or int(figures.capacity * 1e9 - RESERVED)
     step, args = unbound(step, args)
     machine = Machine(figures, gpu, per_host or figures.domain, SOFTWARE[_backend(step)], CONSTANTS)
-    _, tensor = axes_of(given_mode(step))
-    widths = [k for k in (_TENSOR if tensor else (1,)) if gpus % k == 0 and k <= machine.per_host]
+    axes = axes_of(given_mode(step))
+    widths = [k for k in (_TENSOR if axes[1] else (1,)) if gpus % k == 0 and k <= machine.per_host]
     works = {width: step_work(step, args, kwargs, width) for width in widths}
     first = works[widths[0]]
     count = rows or first.rows
@@ -65,7 +65,7 @@ def plan(
         )
     found = [Candidate(each, estimate(works[each.tensor].work, each, machine)) for each in layouts]
     staged = _staged(works[1].work, gpus, count, machine) if 1 in works else None
-    return Plans.of(found, machine, gpus, capacity, count, first.tokens, axes_of(given_mode(step)), top, staged)
+    return Plans.of(found, machine, gpus, capacity, count, first.tokens, axes, top, staged, first.notes)
 
 
 def _check(gpus: Any, gpu: Any, per_host: Any, rows: Any, top: Any) -> Gpu:
