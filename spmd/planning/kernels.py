@@ -154,10 +154,11 @@ class _Sections:
         operands = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
         results = _results(node)
         made = sum((self._bytes(each, self._grows(each)) for each in results), Amount())
-        moved = sum((self._bytes(each, self._grows(each)) for each in operands), made)
-        moved = _scaled(moved, work.bytes / max(1.0, moved.at(self.rows)))
-        if has(node.target, Trait.LOOKS_UP):  # of the table, it reads as much as it gives
-            moved = Amount(0.0, work.bytes / self.rows)
+        looks_up = has(node.target, Trait.LOOKS_UP)  # of the table, it reads as much as it gives
+        read = operands[1:] if looks_up else operands
+        moved = sum((self._bytes(each, self._grows(each)) for each in read), made + made if looks_up else made)
+        if not looks_up:
+            moved = _scaled(moved, work.bytes / max(1.0, moved.at(self.rows)))
         grows = any(map(self._grows, operands))
         largest = max((*operands, *results), key=lambda each: each.meta["val"].nbytes, default=node)
         name = str(next(iter(_inside(node))).meta.get("module") or "").rpartition(".")[2]
