@@ -216,7 +216,9 @@ class _Sections:
 
     def _rows(self) -> float:
         """The rows of one rank."""
-        sizes = [i.shape[0] for i in self.program.inputs if i.role is Role.BATCH and len(i.shape)]
+        batch = [i for i in self.program.inputs if i.role is Role.BATCH]
+        splits = [(i.shape, i.placement[k]) for i in batch for k in self.batch]
+        sizes = [shape[placement.dim] for shape, placement in splits if isinstance(placement, Shard)]
         ranks = math.prod(self.program.mesh.axes[k].size for k in self.batch)
         return max(sizes, default=1) / ranks
 

@@ -201,7 +201,7 @@ def python(found: Candidate, axes: tuple[str, str | None], memory: int) -> str:
     options += ["shard_optimizer=True"] if layout.style == "shard_optimizer" else []
     options += [f"reshard_after_forward={not layout.keeps_gathered}"] if layout.style == "fully_shard" else []
     options += [f"micro_batches={layout.micro_batches}"] if layout.micro_batches > 1 else []
-    options += ["params=..."] if tensor is not None else []
+    options += ["params=params"] if tensor is not None else []  # as the step's own mode has them
     budget = f', memory="{memory // 10**9}GB"' if layout.recompute != "none" else ""
     quoted = ", ".join(f'"{each}"' for each in names)
     return (

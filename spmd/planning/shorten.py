@@ -14,6 +14,7 @@ from passes.analysis.repeated_blocks import Signature
 
 from ..step import CompiledStep
 
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
 _KEPT = 2  # the second one follows an equal one, as most do
 
 
@@ -30,9 +31,13 @@ def shortened(
     args, kwargs = copy.deepcopy((args, dict(kwargs)), memo)
     given, counts = step.read(args, dict(kwargs)), dict[str, int]()
     for name, module in given.modules.items():
-        for path, container in list(module.named_modules()):
-            if isinstance(container, (nn.ModuleList, nn.Sequential)):
-                counts |= _shorten(container, f"{name}.{path}" if path else name)
+        found = list(module.named_modules(prefix=name))
+        repeating = [
+            path for path, each in found if isinstance(each, _CONTAINERS) and max(_counts(each).values(), default=0) > 1
+        ]
+        for path, container in found:
+            if path in repeating and not any(path.startswith(f"{outer}.") for outer in repeating):
+                counts |= _shorten(container, path)  # what is in a block counts with it
     left = {id(each) for module in given.modules.values() for each in module.parameters()}
     for optimizer in given.optimizers.values():
         _keep(optimizer, left)
@@ -43,19 +48,31 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
-def _shorten(container: nn.ModuleList | nn.Sequential, name: str) -> dict[str, int]:
-    """Leave two of each kind of blocks, by their parameters; how many there were, by the name of the first."""
-    kinds = [_signature(each) for each in container]
-    seen, counts, positions = Counter[Signature](), Counter(kinds), list[int]()
-    first = dict[Signature, int]()
-    for k, kind in enumerate(kinds):
+def _counts(container: nn.Module) -> Counter[Signature]:
+    """How often each kind of block is in a container; a block has parameters in several leaf modules."""
+    kinds = map(_signature, container.children())
+    return Counter(k for k in kinds if len({leaf.rpartition(".")[0] for leaf, _ in k}) > 1)
+
+
+def _repeats(container: nn.Module) -> bool:
+    return any(count > 1 for count in _counts(container).values())
+
+
+def _shorten(container: nn.Module, name: str) -> dict[str, int]:
+    """Leave two of each kind of block; how many there were, by the name of the first."""
+    assert isinstance(container, _CONTAINERS), "only these are shortened"
+    counts, seen, first, left = _counts(container), Counter[Signature](), dict[Signature, int](), 0
+    dropped = []
+    for k, block in enumerate(container):
+        kind = _signature(block)
         seen[kind] += 1
-        if not kind or len({leaf.rpartition(".")[0] for leaf, _ in kind}) < 2 or seen[kind] <= _KEPT:
-            first.setdefault(kind, len(positions))
-            positions.append(k)
-    for k in reversed(range(len(kinds))):
-        if k not in positions:
-            del container[k]
+        if kind in counts and seen[kind] > _KEPT:
+            dropped.append(k)
+            continue
+        first.setdefault(kind, left)
+        left += 1
+    for k in reversed(dropped):
+        del container[k]
     return {f"{name}.{first[kind]}": count for kind, count in counts.items() if count > _KEPT}
 
 

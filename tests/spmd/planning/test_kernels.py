@@ -127,3 +127,21 @@ def test_two_blocks_stand_for_all() -> None:
     assert {id(each) for each in kept.param_groups[0]["params"]} == {id(each) for each in short.parameters()}
     for one, other in zip(found(blocks=2), found(blocks=5), strict=True):
         assert amounts(one, 2) == amounts(other, 2)
+
+
+def test_what_repeats_inside_of_a_block_stays() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for each in self.inner:
+                x = each(x)
+            return x
+
+    whole = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Sequential(*(Nested() for _ in range(3))))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    (short, *_), _, counts = shortened(train_step, (whole, optimizer, torch.zeros(2, TOKENS)), {})
+    assert counts == {"model.1.0": 3}
+    assert [len(each.inner) for each in short[1]] == [4, 4]
