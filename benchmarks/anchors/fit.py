@@ -32,7 +32,7 @@ _OF_SOFTWARE = {
 }
 # What a constant may be at most: fractions are below 1, and the parts of a launch below what is published of it.
 _MOST = {"kernel": 5e-6, "latency": 4e-5, "hop": 6e-6, "contention": 0.3, "inner": 256, "spread": 0.5, "launch": 6e-5}
-_MOST |= {"per_step": 0.2, "far_hop": 5e-5, "memory": 0.93, "nvlink": 0.9, "network": 0.93, "message": 0.9}
+_MOST |= {"per_step": 0.2, "far_hop": 5e-5}
 _LARGEST_FACTOR = 2.5  # of one attention kernel over another
 _WEIGHTS = {"vtrain-multi": 2.0, "llm-foundry": 2.0, "nanotron": 1.5, "fms-fsdp": 0.3, "nemo-automodel": 0.3}
 _CAP, _TAIL, _EVERY = 0.5, 0.3, 5  # an error counts up to this; the part of the 90th percentile; rows of one host
