@@ -17,6 +17,8 @@ from tests.harness.fake import fake_world
 from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run
 from tests.harness.pool import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     loss = model(x).square().mean()

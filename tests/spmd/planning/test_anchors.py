@@ -82,6 +82,7 @@ def test_halves_have_no_model_in_common() -> None:
     assert not keys[0] & keys[1]
 
 
+@pytest.mark.slow
 def test_a_table_is_estimated_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ def test_products_are_counted_by_their_formula() -> None:
     assert flops(last, Phase.FORWARD, rows=3) == 2 * 3 * TOKENS * WIDTH * VOCABULARY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_capture_describes_other_numbers_of_rows(fused: bool) -> None:
     few, many = found(rows=2, fused=fused), found(rows=6, fused=fused)

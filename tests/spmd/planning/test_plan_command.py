@@ -15,6 +15,8 @@ from spmd.cli.commands import main
 
 from .test_kernels import TOKENS, model, train_step
 
+pytestmark = pytest.mark.slow
+
 FILE = """
 import torch, spmd
 from tests.spmd.planning.test_kernels import model, train_step
