@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from .interpreter.interrupts import interruptible
 from .lowering.backends import Backend, takes_examples
 from .modes.base import ParallelMode, check_callable, check_flag, check_passes
 from .modes.data_parallel import DataParallel
+from .modes.option_groups import check_memory
 from .override import Override, transform_graph_module
 from .ranks.simulated import simulated
 
@@ -113,7 +113,7 @@ class Options:
             cuda_graphs=check_flag("cuda_graphs", cuda_graphs),
             max_programs=_check_max_programs(max_programs),
             program=_check_program(program, dump or os.environ.get("SPMD_DUMP")),
-            memory=_check_memory(memory),
+            memory=check_memory(memory),
             dynamic=_check_dynamic(dynamic),
             check_first=_check_check(check),
             cache=_check_cache(cache),
@@ -285,19 +285,6 @@ def _check_max_programs(given: Any) -> int | None:
     if given is not None and given < 1:
         raise ValueError(f"expected max_programs to be 1 or more, got {given}")
     return given
-
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def _check_memory(given: Any) -> int | None:
-    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
-        return given
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]i?B|B)", given.strip()) if isinstance(given, str) else None
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if size < 1:
-        raise ValueError(f'expected memory to be a number of bytes, or text such as "600MB" or "1.5GiB", got {given!r}')
-    return size
 
 
 def _check_dynamic(given: Any) -> Mapping[str, Mapping[int, str]]:

@@ -25,6 +25,7 @@ from .checkpoints.save import save
 from .checkpoints.whole import state_dict
 from .initialized import materialize
 from .mesh_picture import show
+from .modes.auto import Auto
 from .modes.base import ParallelMode, PlannedMode
 from .modes.data_parallel import DataParallel
 from .modes.data_rank import data_rank
@@ -34,6 +35,8 @@ from .partitioner import partition
 from .partitioner.assignment import Assignment, Choice
 from .partitioner.plan import Plan, Solver
 from .partitioner.problem import Problem
+from .planning.plans import Plans
+from .planning.search import plan
 from .ranks.agreed import pad_to_longest, shared_rng
 from .ranks.world import world
 from .rules import register_rule
@@ -46,6 +49,7 @@ from .verification.verifier import verify
 
 __all__ = [
     "Assignment",
+    "Auto",
     "CaptureError",
     "Certificate",
     "Choice",
@@ -62,6 +66,7 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PlannedMode",
+    "Plans",
     "Problem",
     "Program",
     "RankFailedError",
@@ -82,6 +87,7 @@ __all__ = [
     "no_sync",
     "pad_to_longest",
     "partition",
+    "plan",
     "register_rule",
     "replicate",
     "rng_state",

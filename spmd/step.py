@@ -282,6 +282,18 @@ class CompiledStep(Generic[P, R]):
         self._ready(turn)
         return turn
 
+    def capture(self, given: Arguments) -> Program:
+        """The captured program of a call, on global shapes, on a simulated rank; nothing is compiled or changed."""
+        turn = Turn()
+        self._dispatch.fit(turn, given)
+        assert turn.call is not None
+        options, dispatch = self._options, self._dispatch
+        begun = turn.call.initial_state(dispatch.idle)
+        with no_hooks_on_calls(), begun, all_or_none(self._name, turn.connection) as agreement:
+            shared, live = dispatch.find_capture(turn.call, agreement.all_gather_text)
+            found = capture_call(self._function, turn.call, self._name, options, dispatch, agreement, shared, live)
+        return found.captured.program
+
     def _ready(self, turn: Turn) -> Compiled:
         """The program that a call runs, compiled where none fits; ``turn.live`` is what it runs on."""
         assert turn.call is not None

@@ -62,7 +62,7 @@ ORDER = {
         capture_call
         step
         verification/
-        fuzzing/ integrations/
+        fuzzing/ integrations/ planning/
         cli/
         public
         __init__ __main__

@@ -23,7 +23,8 @@ class Gpu:
     """Peaks of one GPU, dense.
 
     ``tflops`` by dtype, ``memory`` in TB/s, ``nvlink`` and ``network`` in GB/s that one GPU sends while it receives as
-    much; ``host_link`` likewise, to and from host memory.
+    much; ``host_link`` likewise, to and from host memory. ``capacity``: GB of memory; ``processors``: SMs; ``domain``:
+    how many GPUs NVLink connects in a system as it is sold; ``float4``: how many times faster than 16 bits 4 bits are.
     """
 
     tflops: Mapping[str, float]
@@ -31,6 +32,10 @@ class Gpu:
     nvlink: float
     network: float
     host_link: float
+    capacity: float
+    processors: int
+    domain: int = 8
+    float4: float = 1.0
 
 
 def _tflops(half: float, float32: float, float64: float, float8: float | None = None) -> dict[str, float]:
@@ -40,16 +45,29 @@ def _tflops(half: float, float32: float, float64: float, float8: float | None = 
 
 
 GPUS: dict[str, Gpu] = {
+    # NVIDIA V100 datasheet (SXM2, 32 GB); DGX-1V: four 100 Gb/s cards for eight GPUs; PCIe 3.0 x16. It has no bfloat16
+    # of its own; that of float16 is given.
+    "V100": Gpu(_tflops(125, 15.7, 7.8), 0.9, 150, 6.25, 16, 32, 80),
     # NVIDIA A100 datasheet (SXM, 80 GB); DGX A100 datasheet: a 200 Gb/s ConnectX-6 for each GPU; PCIe 4.0 x16.
-    "A100": Gpu(_tflops(312, 19.5, 19.5), 2.039, 300, 25, 32),
+    "A100": Gpu(_tflops(312, 19.5, 19.5), 2.039, 300, 25, 32, 80, 108),
+    # The same with 40 GB of HBM2.
+    "A100-40": Gpu(_tflops(312, 19.5, 19.5), 1.555, 300, 25, 32, 40, 108),
     # NVIDIA H100 datasheet (SXM; half of what it gives with sparsity); DGX H100 datasheet: a 400 Gb/s ConnectX-7 for
     # each GPU; PCIe 5.0 x16.
-    "H100": Gpu(_tflops(989.4, 66.9, 66.9, 1978.9), 3.35, 450, 50, 64),
+    "H100": Gpu(_tflops(989.4, 66.9, 66.9, 1978.9), 3.35, 450, 50, 64, 80, 132),
+    # The same datasheet (PCIe): pairs of GPUs by an NVLink bridge, all others by PCIe, which is the slower one.
+    "H100-PCIe": Gpu(_tflops(756, 51, 26, 1513), 2.0, 64, 50, 64, 80, 114),
     # NVIDIA H200 datasheet (SXM): the compute of an H100.
-    "H200": Gpu(_tflops(989.4, 66.9, 66.9, 1978.9), 4.8, 450, 50, 64),
+    "H200": Gpu(_tflops(989.4, 66.9, 66.9, 1978.9), 4.8, 450, 50, 64, 141, 132),
     # NVIDIA DGX B200 datasheet, an eighth of it each (half of what it gives with sparsity); a 400 Gb/s ConnectX-7 for
     # each GPU; PCIe 5.0 x16. HGX B200 datasheet: float32 and float64.
-    "B200": Gpu(_tflops(2250, 75, 37, 4500), 8.0, 900, 50, 64),
+    "B200": Gpu(_tflops(2250, 75, 37, 4500), 8.0, 900, 50, 64, 180, 148, float4=4),
+    # NVIDIA DGX B300 datasheet: 4-bit products half as fast again, an 800 Gb/s ConnectX-8 for each GPU.
+    "B300": Gpu(_tflops(2250, 75, 1.2, 4500), 8.0, 900, 100, 64, 270, 148, float4=6),
+    # NVIDIA GB200 NVL72 datasheet, a 72nd of it each: NVLink connects 72 GPUs.
+    "GB200": Gpu(_tflops(2500, 80, 40, 5000), 8.0, 900, 50, 64, 186, 148, 72, 4),
+    # NVIDIA GB300 NVL72 datasheet, likewise.
+    "GB300": Gpu(_tflops(2500, 80, 1.3, 5000), 8.0, 900, 100, 64, 279, 148, 72, 6),
 }
 
 ACHIEVED = {"matmul": 0.7, "memory": 0.85, "nvlink": 0.8, "network": 0.9, "host link": 0.8}

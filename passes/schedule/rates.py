@@ -139,7 +139,7 @@ def _gpu_of(device: torch.device) -> str | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name(device)
-    return next((gpu for gpu in GPUS if gpu in name), None)
+    return max((gpu for gpu in GPUS if gpu in name), key=len, default=None)  # a GB200 is no B200
 
 
 def _curve(figures: Mapping[str, float], name: str, work: Callable[[int], int], largest: int) -> _Curve:

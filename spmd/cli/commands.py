@@ -16,6 +16,7 @@ _COMMANDS = {
     "why": "why each program was compiled, or the collectives that a parameter or a module causes",
     "html": "the page of a dumped program, as one HTML file",
     "verify": "compare a compiled step with the plain one, on simulated ranks",
+    "plan": "the fastest layouts of a step on GPUs that are not here, by estimate",
     "fuzz": "verify random small steps",
     "replay": "run a recorded call again, up to the first NaN or Inf",
     "calibrate": "measure what communication costs, into a file",

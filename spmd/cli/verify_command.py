@@ -13,24 +13,20 @@ ends with 0 where all agrees, with 1 where something differs, and with 2 where F
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import sys
 import traceback
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from passes import SpmdError
 
-from ..step import CompiledStep
 from ..verification.certificate import Certificate
 from ..verification.certify import certify
 from ..verification.verdict import Verdict
 from ..verification.verifier import MOST, verify
 from ..verification.world import simulated_world
+from .step_file import load_step
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -54,7 +50,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         mesh = _mesh(arguments.mesh)
         world = arguments.world or (math.prod(mesh.values()) if mesh else 4)
         with simulated_world(world, mesh, "cpu"):  # the file may make a mesh of its own
-            step, given = _load(arguments.step, arguments.args)
+            step, given = load_step(arguments.step, arguments.args)
             certificate = certify(step, *given, world=world, mesh=mesh) if arguments.certify else None
             found: list[Certificate | Verdict] = [certificate] if certificate is not None else []
             if certificate is None or (certificate.outcome == "cannot show" and world <= MOST):
@@ -86,48 +82,3 @@ def _mesh(text: str | None) -> dict[str, int] | None:
     if not all(name and size.isdigit() and int(size) for name, _, size in pairs):
         raise ValueError(f"expected --mesh as axes with their sizes, such as dp=2,tp=2, got {text!r}")
     return {name: int(size) for name, _, size in pairs}
-
-
-def _load(which: str, args: str) -> tuple[Any, tuple[Any, ...]]:
-    """The step of a file, and its arguments. Raises ``ValueError`` with the names there are for one that is not."""
-    path, _, name = which.rpartition(":")
-    if not path or not name:
-        raise ValueError(f"expected FILE:STEP, such as train.py:train_step, got {which!r}")
-    module = _imported(Path(path))
-    steps = [key for key, value in vars(module).items() if isinstance(value, CompiledStep)]
-    step = _attribute(module, name)
-    if not isinstance(getattr(step, "__func__", step), CompiledStep):
-        raise ValueError(
-            f"{path} has no compiled step {name!r}; it has {', '.join(steps) or 'none'}. One that is a method goes by "
-            "trainer.step, or by Trainer.step with the trainer as the first argument"
-        )
-    make = getattr(module, args, None)
-    if not callable(make):
-        functions = [key for key, value in vars(module).items() if callable(value) and key not in steps]
-        raise ValueError(
-            f"{path} has no function {args!r}: let one return the arguments of {name} with the whole batch, and name "
-            f"it with --args; it has {', '.join(functions) or 'none'}"
-        )
-    given = make()
-    return step, tuple(given) if isinstance(given, (tuple, list)) else (given,)
-
-
-def _attribute(module: Any, name: str) -> Any:
-    """The attribute of a module by its path; None if there is none."""
-    found = module
-    for key in name.split("."):
-        found = getattr(found, key, None)
-    return found
-
-
-def _imported(path: Path) -> Any:
-    if not path.is_file():
-        near = sorted(each.name for each in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        raise FileNotFoundError(f"there is no file {path}; {path.parent} has {', '.join(near) or 'no Python files'}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "a Python file can be imported"
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # as if it were run
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -170,3 +171,17 @@ def check_accumulate_dtype(given: Any) -> torch.dtype | None:
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise ValueError(f"expected accumulate_dtype to be a dtype of floating point or None, got {given!r}")
     return given
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def check_memory(given: Any) -> int | None:
+    """Bytes that are given as such or as text. Raises ``ValueError`` for anything else."""
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
+        return given
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]i?B|B)", given.strip()) if isinstance(given, str) else None
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise ValueError(f'expected memory to be a number of bytes, or text such as "600MB" or "1.5GiB", got {given!r}')
+    return size

@@ -59,5 +59,5 @@ def test_compute_is_what_is_achieved_of_the_peak(gpu: str) -> None:
 
 
 def test_a_gpu_without_figures_is_named() -> None:
-    with pytest.raises(ValueError, match="one of A100, H100, H200, B200, got 'V100'"):
-        published("V100", Mesh())
+    with pytest.raises(ValueError, match=r"one of V100, A100, .*, got 'P100'"):
+        published("P100", Mesh())

@@ -1,0 +1,1 @@
+"""Estimated and published steps, side by side."""

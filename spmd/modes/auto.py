@@ -1,0 +1,143 @@
+"""``spmd.Auto``: data parallelism in the style that is estimated to be the fastest one here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+import passes
+from passes import MemoryBudgetError, PassError, Program, Table
+from passes.analysis.costs import BUILT_IN
+from passes.ir.micro_batches import runs_of
+from passes.memory.peak_memory import planned_memory
+from passes.pipeline import with_micro_batches
+from passes.schedule.node_costs import device_of
+
+from ..annotations.policies import MixedPrecisionPolicy
+from ..environment import is_set
+from ..partitioner.plan import Plan
+from ..ranks.axis_roles import Axes
+from ..ranks.simulated import simulated
+from .data_parallel import DataParallel
+from .option_groups import check_memory
+
+_STYLES: dict[str, dict[str, Any]] = {
+    "replicate": {"parallel_style": "replicate"},
+    "shard_optimizer": {"parallel_style": "replicate", "shard_optimizer": True},
+    "fully_shard": {"parallel_style": "fully_shard"},
+}
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What the passes make of a style: estimated seconds, and bytes at the peak."""
+
+    style: str
+    seconds: float
+    peak: int
+
+    def __str__(self) -> str:
+        return f"{self.style} {self.seconds * 1e3:.1f} ms and {self.peak / 1e6:.0f} MB"
+
+
+class Auto(DataParallel):
+    """Data parallelism in one of three styles: ``"replicate"``, that with ``shard_optimizer``, or ``"fully_shard"``.
+
+    When a step is first compiled, each style is partitioned and goes through the passes, and its time and memory are
+    estimated by ``table``, as ``python -m spmd calibrate`` writes it; by default with the figures that are built in. Of
+    those that fit into ``memory`` (bytes of a rank, or text such as "600MB"; None for any), the fastest is taken, with
+    equal times the first. A line says which, and what was estimated of each. Later programs keep the style. All ranks
+    look at the first rank's share, and choose the same.
+
+    The other options are those of ``DataParallel``. Raises ``ValueError`` for what these refuse, and
+    ``MemoryBudgetError`` when the step compiles and no style fits, with the least memory that any needs.
+    """
+
+    def __init__(
+        self,
+        memory: int | str | None = None,
+        *,
+        table: Table = BUILT_IN,
+        mesh: DeviceMesh | ProcessGroup | None = None,
+        axes: Axes | None = None,
+        input_batch_dim: int = 0,
+        inputs: Mapping[str, Any] | None = None,
+        params: Mapping[str, Any] | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        micro_batches: int = 1,
+    ) -> None:
+        self.memory, self.table = check_memory(memory), table
+        self.style, self.note = "", ""
+        pipeline = passes.default(table=table)
+        super().__init__(
+            mesh=mesh,
+            axes=axes,
+            input_batch_dim=input_batch_dim,
+            inputs=inputs,
+            params=params,
+            mp_policy=mp_policy,
+            micro_batches=micro_batches,
+            custom_passes=pipeline,
+        )
+
+    def partition(self, program: Program) -> Program:
+        """One rank's share in the style that is chosen now, or was."""
+        if not self.style:
+            chosen, self.note = self._choose(program)
+            self.style = chosen.style
+            is_first = not any(axis.coordinate for axis in program.mesh.axes)
+            if is_first and simulated() is None and not is_set("SPMD_QUIET"):
+                print(self.note, file=sys.stderr)
+        local = self._mode(self.style).partition(program)
+        local.notes.append(self.note)
+        return local
+
+    def plan(self, program: Program) -> Plan:
+        """The plan of the chosen style; of "replicate" before there is one."""
+        return self._mode(self.style).plan(program) if self.style else super().plan(program)
+
+    def _mode(self, style: str) -> DataParallel:
+        return DataParallel(
+            mesh=self.mesh,
+            axes=self.axes,
+            input_batch_dim=self.input_batch_dim,
+            inputs=self.inputs,
+            params=self.params,
+            mp_policy=self.mp_policy,
+            micro_batches=self.micro_batches,
+            **_STYLES[style],
+        )
+
+    def _choose(self, program: Program) -> tuple[_Made, str]:
+        """The fastest style that fits, and a line on it."""
+        axes = tuple(replace(axis, coordinate=0) for axis in program.mesh.axes)
+        of_first = replace(program, mesh=replace(program.mesh, axes=axes))
+        made = [self._made(style, of_first) for style in _STYLES]
+        fitting = [each for each in made if self.memory is None or each.peak <= self.memory]
+        if not fitting:
+            least = min(made, key=lambda each: each.peak)
+            raise MemoryBudgetError(
+                f"expected memory= to be at least {least.peak / 1e6:.2f} MB per rank, with which {least.style} runs, "
+                f"got {(self.memory or 0) / 1e6:.2f} MB: pass a smaller batch, micro_batches=, or more ranks"
+            )
+        chosen = min(fitting, key=lambda each: each.seconds)
+        why = "the fastest by estimate" if len(fitting) == len(made) else "the fastest by estimate of those that fit"
+        others = "; ".join(str(each) for each in made if each is not chosen)
+        return chosen, f"spmd.Auto takes {chosen}, {why}; {others}"
+
+    def _made(self, style: str, program: Program) -> _Made:
+        local = self._mode(style).partition(program)
+        pipeline = self.custom_passes or ()
+        final = passes.run(local, with_micro_batches(pipeline) if self.micro_batches > 1 else pipeline, check=False)
+        found = passes.estimate(final, self.table, with_memory=False)
+        if found is None:
+            raise PassError(f"nothing is known of the speed of {device_of(local)}, by which Auto chooses: calibrate it")
+        device = str(device_of(final))
+        runs = {id(each.graph): each for each in runs_of(final)}.values()
+        peaks = [plan.peak for each in runs for space, plan in planned_memory(each).items() if space.startswith(device)]
+        return _Made(style, found.seconds, max(peaks, default=0))

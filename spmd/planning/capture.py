@@ -1,0 +1,42 @@
+"""Capture and partition a step for a plan: on fake ranks, with models on meta or not; nothing runs, nothing changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+import passes
+from passes import DeadCode, DropDetach, DropProfiler, FoldViews, FormIslands, MergeEqual, Program
+
+from ..call.rng import random_state_kept
+from ..deferral.pending import calling
+from ..modes.base import ParallelMode
+from ..step import CompiledStep
+from ..verification.world import simulated_world
+from .kernels import Section, sections_of
+
+_CLEANUP = (DropProfiler(), DropDetach(), FoldViews(), MergeEqual(), DeadCode())
+
+
+def partitioned(
+    step: CompiledStep[..., Any],
+    mode_on: Callable[[DeviceMesh], ParallelMode],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mapping[str, int],
+) -> Program:
+    """The share of the first rank of ``mesh``, whose ranks pass ``args`` each, in another mode than the step's own."""
+    with calling, random_state_kept(), simulated_world(math.prod(mesh.values()), mesh, "cpu") as device_mesh:
+        mode = mode_on(device_mesh)
+        step = CompiledStep(step.function, replace(step.options, mode=mode))
+        return mode.partition(step.capture(step.read(args, dict(kwargs))))
+
+
+def sections(local: Program, fused: bool) -> list[Section]:
+    """Its sections; ``fused``: with pointwise ops between matrix products as islands, as a compiler of kernels does."""
+    pipeline = (*_CLEANUP, FormIslands()) if fused else _CLEANUP
+    return sections_of(passes.run(local, pipeline, check=False))

@@ -1,0 +1,47 @@
+"""Layouts: how the ranks of a step divide its work and its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Style = Literal["replicate", "shard_optimizer", "fully_shard"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a step on ``gpus`` ranks: ``stages`` outermost, then copies of the batch, ``tensor`` innermost.
+
+    ``rows`` of each of ``micro_batches``. ``shard``: ranks that parameters are split over, by default all that have
+    other rows. ``chunks``: model chunks of a stage. ``context``: ranks that split sequences; ``experts``: ranks that
+    split experts. ``splits_sequence``: norms and residuals are split along ``tensor``, too. ``bits`` of the operands of
+    products; ``keeps_gathered``: parameters are gathered once, and not again for backward.
+    ``reduces_once``: gradients of split parameters are accumulated whole, and reduced after the last micro-batch.
+    """
+
+    gpus: int
+    style: Style = "replicate"
+    rows: float = 1
+    micro_batches: int = 1
+    tensor: int = 1
+    stages: int = 1
+    chunks: int = 1
+    context: int = 1
+    experts: int = 1
+    shard: int | None = None
+    splits_sequence: bool = False
+    recompute: Recompute = "none"
+    bits: int = 16
+    keeps_gathered: bool = False
+    reduces_once: bool = False
+
+    @property
+    def data(self) -> int:
+        """Ranks that hold the same part of the model."""
+        return self.gpus // (self.tensor * self.stages)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that parameters, or what else the style splits, are split over."""
+        return 1 if self.style == "replicate" else self.shard or self.data

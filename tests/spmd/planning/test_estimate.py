@@ -1,0 +1,138 @@
+"""Estimates of layouts: what they are made of adds up, and follows from formulas where there are some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from passes import Kind, Phase
+from passes.schedule.gpus import GPUS
+from passes.schedule.op_work import OpClass
+from spmd.planning.estimate import Estimate, State, Work, estimate
+from spmd.planning.fitted import CONSTANTS
+from spmd.planning.kernels import Amount, Kernel, Section
+from spmd.planning.layout import Layout
+from spmd.planning.machine import Constants, Machine, Software
+
+IDEAL = Constants(
+    matmul={"H": 1.0},
+    attention={"H": 1.0},
+    memory=1.0,
+    nvlink=1.0,
+    network=1.0,
+    message=1.0,
+    inner=0.0,
+    tile=0.0,
+    kernel=0.0,
+    latency=0.0,
+    hop=0.0,
+    far_hop=0.0,
+    spread=0.0,
+    contention=0.0,
+)
+FREE = Software(launch=0.0, per_step=0.0)
+
+
+def machine(**software: float) -> Machine:
+    return Machine(GPUS["H100"], "H100", 8, replace(FREE, **software), IDEAL)
+
+
+def section(name: str, count: int, numbers: float, flops: float = 1e12) -> Section:
+    def kernels(times: float) -> list[Kernel]:
+        return [Kernel(OpClass.MATMUL, Amount(), Amount(0.0, times * flops))]
+
+    work = {Phase.FORWARD: kernels(1), Phase.BACKWARD: kernels(2)}
+    none = {Phase.FORWARD: [], Phase.BACKWARD: []}
+    return Section(name, count, work, none, numbers, Amount(0.0, 1e6), Amount(0.0, 1e5))
+
+
+def work(count: int = 4, numbers: float = 1e8, ends: float = 0.0) -> Work:
+    made = [section("first", 1, ends, 0.0), section("block", count, numbers), section("last", 1, ends, 0.0)]
+    return Work(made, made, State(2, 2, 8))
+
+
+def step(layout: Layout, count: int = 4, numbers: float = 1e8, **software: float) -> Estimate:
+    return estimate(work(count, numbers), layout, machine(**software))
+
+
+BLOCK = 3e12 / 989.4e12  # seconds of a row
+
+
+def test_causes_add_up_to_the_step_and_roles_to_the_peak() -> None:
+    for style in ("replicate", "shard_optimizer", "fully_shard"):
+        found = estimate(work(), Layout(16, style, 2, 2), Machine(GPUS["A100"], "A100", 8, Software(), CONSTANTS))
+        assert sum(found.causes.values()) == pytest.approx(found.seconds)
+        assert sum(found.memory.values()) == found.peak
+        assert all(took >= 0 for took in found.causes.values()), found.causes
+
+
+def test_one_rank_computes_and_updates_and_does_nothing_else() -> None:
+    found = step(Layout(1, rows=2, micro_batches=3))
+    assert found.causes["compute"] == pytest.approx(2 * 3 * 4 * BLOCK)
+    assert found.causes["update"] == pytest.approx(4e8 * (2 * 2 + 2 + 2 * 8) / 3.35e12)
+    assert found.seconds == pytest.approx(found.causes["compute"] + found.causes["update"])
+
+
+def test_gradients_are_reduced_once_a_step_by_a_ring() -> None:
+    found = step(Layout(8, micro_batches=5))
+    assert found.causes["reduction"] == pytest.approx(2 * 4e8 * 2 * 7 / 8 / 450e9)
+    far = step(Layout(64, micro_batches=5))  # eight cards of a host serve one ring
+    assert far.causes["reduction"] == pytest.approx(2 * 4e8 * 2 * 63 / 64 / 400e9)
+
+
+def test_units_are_gathered_beside_compute() -> None:
+    gather = 1e8 * 2 * 7 / 8 / 450e9
+    assert gather < BLOCK / 3, "or it would be exposed"
+    assert step(Layout(8, "fully_shard")).causes["gathers"] == 0
+    slow = step(Layout(8, "fully_shard"), numbers=1e10)
+    unit = 100 * gather
+    assert slow.causes["gathers"] == pytest.approx(4 * (unit - BLOCK / 3 + 2 * unit - 2 * BLOCK / 3))
+    kept = step(Layout(8, "fully_shard", keeps_gathered=True), numbers=1e10)
+    assert kept.causes["gathers"] == pytest.approx(4 * (unit - BLOCK / 3 + max(0, unit - 2 * BLOCK / 3)))
+
+
+def test_stages_idle_as_in_1f1b() -> None:
+    one, staged = step(Layout(1, micro_batches=8)), step(Layout(4, micro_batches=8, stages=4))
+    messages = staged.causes["messages"] * (1 + 3 / 8)
+    whole = one.causes["compute"]
+    assert staged.causes["compute"] == pytest.approx(whole / 4)
+    assert staged.causes["compute"] + staged.causes["pipeline"] == pytest.approx(
+        whole / 4 * (1 + 3 / 8) + messages - staged.causes["messages"]
+    )
+    chunks = step(Layout(4, micro_batches=8, stages=4, chunks=2))
+    assert chunks.causes["pipeline"] < staged.causes["pipeline"]
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    kept, again = (step(Layout(8, rows=8, recompute=each)) for each in ("none", "full"))
+    assert again.causes["compute"] == pytest.approx(kept.causes["compute"] * 4 / 3)
+    assert again.memory["activations"] < kept.memory["activations"]
+
+
+def test_state_is_divided_as_the_style_says() -> None:
+    memory = {style: step(Layout(8, style)).memory for style in ("replicate", "shard_optimizer", "fully_shard")}
+    assert [memory[s]["optimizer"] for s in memory] == [4e8 * 8, 4e8, 4e8]
+    assert [memory[s]["parameters"] for s in memory] == [4e8 * 2, 4e8 * 2, 1e8]
+    assert [memory[s]["gradients"] for s in memory] == [4e8 * 2, 4e8 * 2, 1e8]
+    once = step(Layout(8, "fully_shard", micro_batches=2, reduces_once=True)).memory
+    assert once["gradients"] == 4e8 * 2
+
+
+def test_a_host_that_launches_slowly_bounds_small_kernels() -> None:
+    found = step(Layout(1), launch=1.0)
+    assert found.causes["compute"] == pytest.approx(4 * 2 + 2 * 2)  # two launches of each block, and of each end
+
+
+@pytest.mark.parametrize("kind, times", [(Kind.ALL_REDUCE, 2), (Kind.ALL_GATHER, 1), (Kind.REDUCE_SCATTER, 1)])
+def test_collectives_by_ring(kind: Kind, times: int) -> None:
+    ideal = machine()
+    assert ideal.collective(kind, 8e9, 1) == 0
+    assert ideal.collective(kind, 8e9, 4) == pytest.approx(times * 8e9 * 3 / 4 / 450e9)
+    assert ideal.collective(kind, 8e9, 4, stride=8) == pytest.approx(times * 8e9 * 3 / 4 / 50e9)
+    assert ideal.collective(kind, 8e9, 16, stride=4) == pytest.approx(times * 8e9 * 15 / 16 / 100e9)
+
+
+def test_fitted_constants_are_possible() -> None:
+    fractions = [*CONSTANTS.matmul.values(), *CONSTANTS.attention.values(), CONSTANTS.memory, CONSTANTS.nvlink]
+    assert all(0 < each < 1 for each in [*fractions, CONSTANTS.network, CONSTANTS.message, CONSTANTS.float8])
