@@ -127,6 +127,8 @@ class Options:
             chosen = passes.with_numbers_on_device(chosen, on_host=_OF_KERNELS)
         if self.mode.micro_batches > 1:
             chosen = with_micro_batches(chosen)
+        if self.mode.has_stages:  # programs that share state would store it in other orders
+            chosen = tuple(each for each in chosen if not isinstance(each, passes.OneStorage))
         if self.backend == "inductor":
             return passes.with_islands(chosen)
         return chosen if self.backend == "aten" else passes.with_regions(chosen)

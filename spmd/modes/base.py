@@ -37,6 +37,7 @@ class ParallelMode(ABC):
     - ``param_init_fn``: initializes a module that is on the meta device.
     - ``defer_updates``: whether a call leaves its reductions and its update to the next one.
     - ``micro_batches``: how often a program runs in a call, each time on a part of this rank's rows.
+    - ``has_stages``: whether ranks run other parts of the model, along an axis of that role.
     - ``names_axes``: whether the user has given roles to axes by name.
     - ``follows_annotations``: whether the mode reads ``program.annotations``; a step of any other mode refuses modules
       that carry annotations.
@@ -55,6 +56,7 @@ class ParallelMode(ABC):
     offload_policy: OffloadPolicy | None = None
     defer_updates: bool = False
     micro_batches: int = 1
+    has_stages: bool = False
     names_axes: bool = False
     follows_annotations: bool = False
 

@@ -23,6 +23,8 @@ from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
 from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
 from ..ranks.world import axis_names
+from ..stages.schedules import Schedule
+from ..stages.stage_axis import partition_in_stages
 from .base import PlannedMode, check_callable, check_flag
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
 from .option_groups import (
@@ -33,6 +35,7 @@ from .option_groups import (
     check_accumulate_dtype,
     check_micro_batches,
     check_modules,
+    check_pipeline,
 )
 from .sequence import SEQUENCE_DIM, sequence_cuts
 from .shares import Share, Style, check_gather_dtype, check_untrained
@@ -111,6 +114,12 @@ class DataParallel(PlannedMode):
     follow the rows. What needs other rows at once (batch statistics, a result with rows) is an error with the user's
     line.
 
+    ``stages``, with ``axes={"stages": "pp"}`` and ``micro_batches``: each rank along that axis runs a part of the
+    model, and has no other parameters, gradients and optimizer state. It names the module that begins each stage but
+    the first, in the order in which they run (``["blocks.4", "blocks.8"]``). ``schedule``: ``"gpipe"`` runs all
+    forwards first, ``"1f1b"`` a backward as soon as it can, for the memory of at most as many micro-batches as stages.
+    Numbers are those of the whole batch, clipping and metrics included, and results are the same on all ranks.
+
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
     treated as theirs asks.
 
@@ -148,6 +157,8 @@ class DataParallel(PlannedMode):
         defer_updates: bool = False,
         micro_batches: int = 1,
         accumulate_dtype: torch.dtype | None = None,
+        stages: Iterable[str] | None = None,
+        schedule: Schedule = "1f1b",
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
@@ -166,12 +177,26 @@ class DataParallel(PlannedMode):
         self.defer_updates = check_flag("defer_updates", defer_updates)
         self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
+        self.pipeline = check_pipeline(stages, schedule, self._roles, self.micro_batches)
+        self.has_stages = self.pipeline is not None
 
     def partition(self, program: Program) -> Program:
         """One rank's share; a program that runs several times in a call where there are micro-batches."""
         if self.micro_batches == 1:
             return super().partition(program)
+        if self.pipeline is not None:
+            rows = self._rows_without_axis(program)
+            count, dtype = self.micro_batches, self.accumulate_dtype
+            return partition_in_stages(program, self.plan, self.pipeline, count, dtype, rows)
         return partition_in_time(program, self.plan(program), self.micro_batches, self.accumulate_dtype)
+
+    def _rows_without_axis(self, program: Program) -> dict[str, int]:
+        """The dim of the rows of the arguments that ``inputs`` does not name, where no axis splits the batch."""
+        if program.mesh.axes_with(AxisRole.BATCH):
+            return {}
+        named = [f"{name}." for name in self.inputs or ()]
+        found = [i for i in program.inputs if i.role is Role.ARGUMENT and i.dtype is not None and i.shape]
+        return {i.name: self.input_batch_dim for i in found if not any(f"{i.name}.".startswith(n) for n in named)}
 
     @property
     def parallel_style(self) -> Style:

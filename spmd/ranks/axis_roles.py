@@ -17,7 +17,7 @@ Roles = Mapping[str, tuple[AxisRole, ...]]
 """The roles of axes, by name; an axis that is not named has none."""
 
 HYBRID = ("replicate", "shard")  # first axes that both split the batch; the second alone splits parameters
-_NOT_YET = (AxisRole.EXPERTS, AxisRole.STAGES)
+_NOT_YET = (AxisRole.EXPERTS,)
 _GIVEN = tuple(role for role in AxisRole if role is not AxisRole.MICRO_BATCHES)  # to axes of ranks
 
 

@@ -16,8 +16,8 @@ from passes import OutputKind, Program
 from passes.ir.bundle import Bundle, InFlight
 
 from .._torch import DisableAutocast
-from .compared_stages import Values, by_name
 from .lockstep import Crossing, LockstepError, Pending, Steps, Watch, steps_of
+from .values import Values, by_name
 
 
 @dataclass
@@ -32,10 +32,12 @@ class BundleRank:
     def __post_init__(self) -> None:
         self.in_flight = InFlight(self.bundle)
 
-    def inputs(self, role: str, order: Sequence[str], given: Values) -> list[Any]:
-        """The inputs of a program: from channels, of this call, or state."""
+    def inputs(self, role: str, order: Sequence[str], given: Values, run: int = 0) -> list[Any]:
+        """The inputs of the ``run``-th run of a program: from channels, of this call, or state."""
         values = self.state | given | self.in_flight.take(role, order)
-        return [_of_input(declared, values) for declared in self.bundle.programs[role].inputs]
+        declared, micro = self.bundle.programs[role].inputs, self.bundle.micro_batches
+        found = [_of_input(each, values) for each in declared]
+        return found if micro is None else micro.of_run(declared, found, run)
 
     def keep(self, role: str, inputs: Sequence[Any], returned: Sequence[Any]) -> Values:
         """Put what a program has computed where it belongs; returns its results."""
@@ -106,9 +108,10 @@ class BundleRun:
         numbers = self._together[coordinate]
         ranks = [self.ranks[number] for number in numbers]
         order = ranks[0].bundle.order(call, coordinate)
-        for role in order:
+        for at, role in enumerate(order):
             programs: list[Program] = [rank.bundle.programs[role] for rank in ranks]
-            inputs = [rank.inputs(role, order, given[k]) for rank, k in zip(ranks, numbers, strict=True)]
+            run = order[:at].count(role)
+            inputs = [rank.inputs(role, order, given[k], run) for rank, k in zip(ranks, numbers, strict=True)]
             steps: Steps = steps_of(programs, inputs, crossing, watch, self._pending[coordinate])
             returned = yield from steps
             for rank, k, own, outputs in zip(ranks, numbers, inputs, returned, strict=True):

@@ -10,10 +10,12 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from passes import Program, Role
+from passes import OutputKind, Program, Role
 from passes.ir.micro_batches import new_accumulators, runs_of
 
+from .bundle_lockstep import BundleRank, BundleRun
 from .lockstep import Watch, run_in_lockstep
+from .values import by_name
 
 
 def run_programs(
@@ -24,6 +26,8 @@ def run_programs(
     Accumulators are made among ``inputs``. ``watch`` sees the value that a node has in all micro-batches together; of a
     program that is split in two it sees nothing.
     """
+    if programs[0].stages is not None:
+        return _run_stages(programs, inputs)
     micro = programs[0].micro_batches
     if micro is None:
         return run_in_lockstep(programs, inputs, watch)
@@ -36,7 +40,7 @@ def run_programs(
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
         now = [each[k] for each in runs]
-        taken = [micro.of_run(program, given, k) for program, given in zip(programs, inputs, strict=True)]
+        taken = [micro.of_run(program.inputs, given, k) for program, given in zip(programs, inputs, strict=True)]
         returned = run_in_lockstep(now, taken, seen)
         for program, of_rank, outputs, before in zip(now, inputs, returned, rows, strict=True):
             _keep_accumulators(program, programs[0], of_rank, outputs)
@@ -46,6 +50,25 @@ def run_programs(
         seen.show(watch)
     ends = zip(programs, returned, rows, strict=True)
     return [tuple(micro.join(program.outputs, outputs, before[:-1])) for program, outputs, before in ends]
+
+
+def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> list[tuple[Any, ...]]:
+    """Run the stages of all ranks together; returns what the whole programs would."""
+    ranks, given = [], []
+    for program, values in zip(programs, inputs, strict=True):
+        named = by_name(program, values)
+        named |= {program.inputs[k].name: zeros for k, zeros in new_accumulators(program).items()}
+        written = {each.name for each in program.outputs if each.kind is OutputKind.UPDATE}
+        state = {name: value for name, value in named.items() if name in written}
+        coordinate = next(axis.coordinate for axis in program.mesh.axes if axis.name == program.stages.axis)
+        ranks.append(BundleRank(program.stages, coordinate, state))
+        given.append({name: value for name, value in named.items() if name not in written})
+    results = BundleRun(ranks).call("step", given)
+    found = [rank.state | returned for rank, returned in zip(ranks, results, strict=True)]
+    return [
+        tuple(None if out.role is Role.ACCUMULATOR else values[out.name] for out in program.outputs)
+        for program, values in zip(programs, found, strict=True)
+    ]
 
 
 def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], outputs: Sequence[Any]) -> None:

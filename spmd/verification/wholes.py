@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Shard
 from passes import Mesh
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, chunk
+from ..placements import Interleaved, extent
 from ..ranks.differences import Difference, difference
 
 
@@ -30,7 +30,7 @@ def part_of(whole: Tensor, placement: Placements, mesh: Mesh) -> Tensor:
         if isinstance(entry, Shard):
             outer = entry.outer if isinstance(entry, Interleaved) else 1
             runs = whole.unflatten(entry.dim, (outer, -1)) if outer > 1 else whole.unsqueeze(entry.dim)
-            start, length = chunk(runs.shape[entry.dim + 1], axis.size, axis.coordinate)
+            start, length = extent(entry, runs.shape[entry.dim + 1], axis)
             whole = runs.narrow(entry.dim + 1, start, length).flatten(entry.dim, entry.dim + 1)
     return whole
 
