@@ -161,7 +161,13 @@ class _Placing:
 
     def _home_of_gradient(self, node: fx.Node) -> int | None:
         """The stage of the parameter whose gradient a node adds up."""
-        name = node.meta.get("grad_of") if node in self.grown else None
+        name, followed = None, node
+        while node in self.grown and name is None:  # reductions over ranks may come before the whole gradient
+            name = followed.meta.get("grad_of")
+            readers = [user for user in followed.users if user.op != "output"]
+            if len(readers) != 1:
+                break
+            followed = readers[0]
         found = [n for n, declared in self.inputs.items() if declared.name == name and self._params.get(n)]
         return min(self._params[found[0]]) if found else None
 
@@ -221,7 +227,7 @@ class _Placing:
         every = frozenset(range(self.count))
         needed = _until([value for value, _ in self.outputs], self.grown)
         possible: dict[fx.Node, Stages] = {}
-        tied: dict[fx.Node, Stages] = {}  # state of a parameter that several stages keep, and its new values
+        own: dict[fx.Node, Stages] = {}  # state, and its new values, which are computed where it is kept
         for node in self.nodes:
             if node not in needed:
                 continue
@@ -229,15 +235,16 @@ class _Placing:
                 possible[node] = frozenset({self.stages[node]})
             elif node.op == "placeholder":
                 possible[node] = homes.get(self.inputs[node].name, every)
-                if len(possible[node]) > 1 and self._is_kept(node) and self.inputs[node].shape:
-                    tied[node] = possible[node]
+                if self._is_kept(node) and self.inputs[node].shape:
+                    own[node] = possible[node]
             else:
                 self._check_known(node)
-                of_tied = [tied[each] for each in node.all_input_nodes if each in tied and _shape(each) == _shape(node)]
+                of_own = [own[each] for each in node.all_input_nodes if each in own and _shape(each) == _shape(node)]
                 both = every.intersection(*(possible[each] for each in node.all_input_nodes))
                 possible[node] = both or frozenset({_with_most(node, possible)})
-                if of_tied:
-                    possible[node] = tied[node] = of_tied[0]
+                if of_own:
+                    possible[node] = own[node] = of_own[0]
+                self._check_state(node, possible)
         wanted: dict[fx.Node, set[int]] = {}
         for value, output in self.outputs:
             of_state = homes.get(output.name if output.kind is OutputKind.UPDATE else output.of or "", every)
@@ -250,6 +257,12 @@ class _Placing:
                     for each in node.all_input_nodes:
                         wanted.setdefault(each, set()).update(update[node])
         return update
+
+    def _check_state(self, node: fx.Node, possible: Mapping[fx.Node, Stages]) -> None:
+        """Raise ``PartitionError`` where a node reads state of several stages as it lies."""
+        state = [each for each in node.all_input_nodes if each.op == "placeholder" and self._is_kept(each)]
+        if any(not possible[node] <= possible[each] for each in state):
+            raise PartitionError(f"{described(node)} reads parameters or state of several stages of a pipeline at once")
 
     def _check_known(self, node: fx.Node) -> None:
         if node in self.run_each and node not in self.fixed:

@@ -5,7 +5,7 @@ Each rank keeps its state from call to call. What a call leaves in channels is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from passes.ir.bundle import Bundle, InFlight
 from .._torch import DisableAutocast
 from .lockstep import Crossing, LockstepError, Pending, Steps, Watch, steps_of
 from .values import Values, by_name
+
+WatchOf = Callable[[str, Sequence[int]], Watch]
 
 
 @dataclass
@@ -73,9 +75,10 @@ class BundleRun:
             self._together.setdefault(rank.coordinate, []).append(number)
         self._pending: dict[int, list[Pending]] = {coordinate: [] for coordinate in self._together}
 
-    def call(self, name: str, given: Sequence[Values], watch: Watch | None = None) -> list[Values]:
+    def call(self, name: str, given: Sequence[Values], watch: WatchOf | None = None) -> list[Values]:
         """One call on what each rank is ``given`` besides state; returns the results of each.
 
+        ``watch``: watches a program, by its role and the numbers of the ranks that run it.
         Raises ``LockstepError`` where ranks do not fit together, or wait for each other for ever.
         """
         crossing, results = Crossing(), [Values() for _ in self.ranks]
@@ -102,7 +105,7 @@ class BundleRun:
         given: Sequence[Values],
         crossing: Crossing,
         results: list[Values],
-        watch: Watch | None,
+        watch: WatchOf | None,
     ) -> Iterator[fx.Node]:
         """Run what the ranks at a coordinate run in a call; yields the nodes at which they wait for others."""
         numbers = self._together[coordinate]
@@ -112,7 +115,8 @@ class BundleRun:
             programs: list[Program] = [rank.bundle.programs[role] for rank in ranks]
             run = order[:at].count(role)
             inputs = [rank.inputs(role, order, given[k], run) for rank, k in zip(ranks, numbers, strict=True)]
-            steps: Steps = steps_of(programs, inputs, crossing, watch, self._pending[coordinate])
+            seen = None if watch is None else watch(role, numbers)
+            steps: Steps = steps_of(programs, inputs, crossing, seen, self._pending[coordinate])
             returned = yield from steps
             for rank, k, own, outputs in zip(ranks, numbers, inputs, returned, strict=True):
                 results[k] |= rank.keep(role, own, outputs)

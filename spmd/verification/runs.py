@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def run_programs(
     program that is split in two it sees nothing.
     """
     if programs[0].stages is not None:
-        return _run_stages(programs, inputs)
+        return _run_stages(programs, inputs, watch)
     micro = programs[0].micro_batches
     if micro is None:
         return run_in_lockstep(programs, inputs, watch)
@@ -52,7 +53,7 @@ def run_programs(
     return [tuple(micro.join(program.outputs, outputs, before[:-1])) for program, outputs, before in ends]
 
 
-def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> list[tuple[Any, ...]]:
+def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]], watch: Watch | None) -> list[tuple[Any, ...]]:
     """Run the stages of all ranks together; returns what the whole programs would."""
     ranks, given = [], []
     for program, values in zip(programs, inputs, strict=True):
@@ -63,12 +64,30 @@ def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> lis
         coordinate = next(axis.coordinate for axis in program.mesh.axes if axis.name == program.stages.axis)
         ranks.append(BundleRank(program.stages, coordinate, state))
         given.append({name: value for name, value in named.items() if name not in written})
-    results = BundleRun(ranks).call("step", given)
+    seen: dict[tuple[str, tuple[int, ...]], _Seen] = {}
+    stages = BundleRun(ranks)
+
+    def watch_of(role: str, numbers: Sequence[int]) -> Watch:
+        return seen.setdefault((role, tuple(numbers)), _Seen())
+
+    results = stages.call("step", given, None if watch is None else watch_of)
+    for (_, numbers), of_program in seen.items():
+        assert watch is not None
+        of_program.show(partial(_on_all_ranks, watch, programs, numbers))
     found = [rank.state | returned for rank, returned in zip(ranks, results, strict=True)]
     return [
         tuple(None if out.role is Role.ACCUMULATOR else values[out.name] for out in program.outputs)
         for program, values in zip(programs, found, strict=True)
     ]
+
+
+def _on_all_ranks(
+    watch: Watch, programs: Sequence[Program], numbers: Sequence[int], nodes: Sequence[fx.Node], values: Sequence[Any]
+) -> None:
+    """Show what some ranks computed as if those of the other stages had it, too. ``numbers``: of these ranks."""
+    places = [tuple(axis.coordinate for axis in each.mesh.axes if axis.name != each.stages.axis) for each in programs]
+    at = {places[number]: k for k, number in enumerate(numbers)}
+    watch([nodes[at[place]] for place in places], [values[at[place]] for place in places])
 
 
 def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], outputs: Sequence[Any]) -> None:
