@@ -100,6 +100,9 @@ class Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
         _check_micro_batches(parallel_mode, program=program, check=_check_check(check) or None)
+        edits = next((each for each in module_override or () if _edits_graph(each)), None)
+        other = None if backend == "aten" else backend
+        _check_stages(parallel_mode, memory=memory, gm_transformation=gm_transformation, transform=edits, backend=other)
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=check_callable("gm_transformation", gm_transformation),
@@ -192,6 +195,17 @@ def _check_micro_batches(mode: Any, **options: Any) -> None:
     given = [name for name, value in options.items() if value is not None]
     if given and isinstance(mode, ParallelMode) and mode.micro_batches > 1:
         raise ValueError(f"expected no {given[0]} with micro_batches, of which each runs a program in a call")
+
+
+def _check_stages(mode: Any, **options: Any) -> None:
+    """Raise ``ValueError`` for options that know of one program, where each stage of a pipeline has several."""
+    given = [name for name, value in options.items() if value is not None]
+    if given and isinstance(mode, ParallelMode) and mode.has_stages:
+        raise ValueError(f"expected no {given[0]} with stages, of which each runs programs of its own")
+
+
+def _edits_graph(override: Any) -> bool:
+    return isinstance(override, Override) and type(override).transform is not Override.transform
 
 
 def _check_overrides(given: Any) -> tuple[Override, ...]:

@@ -177,7 +177,7 @@ class DataParallel(PlannedMode):
         self.defer_updates = check_flag("defer_updates", defer_updates)
         self.micro_batches = check_micro_batches(micro_batches, reduce_gradients, defer_updates)
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
-        self.pipeline = check_pipeline(stages, schedule, self._roles, self.micro_batches)
+        self.pipeline = check_pipeline(stages, schedule, self._roles, self.micro_batches, offload_policy)
         self.has_stages = self.pipeline is not None
 
     def partition(self, program: Program) -> Program:

@@ -162,7 +162,9 @@ def check_accumulate_dtype(given: Any) -> torch.dtype | None:
     return given
 
 
-def check_pipeline(stages: Any, schedule: Any, roles: Roles | None, micro_batches: int) -> Pipeline | None:
+def check_pipeline(
+    stages: Any, schedule: Any, roles: Roles | None, micro_batches: int, offload: OffloadPolicy | None
+) -> Pipeline | None:
     """How a model is divided over the axis of stages; None without one.
 
     Raises ``TypeError`` or ``ValueError`` for names of no modules, and for options that a pipeline excludes.
@@ -179,4 +181,6 @@ def check_pipeline(stages: Any, schedule: Any, roles: Roles | None, micro_batche
     if isinstance(stages, str) or not isinstance(stages, Iterable) or not all(isinstance(s, str) for s in stages):
         raise TypeError(f"expected stages to name the first module of each stage but the first one, got {stages!r}")
     _check_one_of("schedule", schedule, SCHEDULES)
+    if offload is not None:
+        raise ValueError("expected no offload_policy with stages: leave out one of them")
     return Pipeline(tuple(stages), schedule)

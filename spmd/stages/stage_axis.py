@@ -42,15 +42,30 @@ def partition_in_stages(
     ``partition_in_time``. Raises ``PartitionError`` for what stages cannot run, with the op and the user's line.
     """
     (axis,) = program.mesh.axes_with(AxisRole.STAGES)
+    _check_place(program, axis)
     whole = replace(program, inputs=[_everywhere(each, axis) for each in program.inputs])
     local = partition_in_time(whole, plan(whole), count, dtype, rows)
     _check(local)
-    placed = place_nodes(local, _stages_by_module(local, pipeline.starts), program.mesh.axes[axis].size)
+    count_of_stages = program.mesh.axes[axis].size
+    if len(pipeline.starts) != count_of_stages - 1:
+        raise PartitionError(
+            f"expected stages to name the first module of each of {count_of_stages} stages but the first, got "
+            f"{list(pipeline.starts)}"
+        )
+    placed = place_nodes(local, _stages_by_module(local, pipeline.starts), count_of_stages)
     _check_homes(program, placed, axis)
     inputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.inputs]
     outputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.outputs]
     local = replace(local, inputs=inputs, outputs=outputs)
     return replace(local, stages=split_program(local, placed, axis, pipeline.schedule))
+
+
+def _check_place(program: Program, axis: int) -> None:
+    """Raise ``PartitionError`` for what stages have not been run on."""
+    if program.mesh.axes[axis].backend == "nccl":
+        raise PartitionError("a pipeline sends messages by gloo so far, and these ranks communicate by NCCL")
+    if program.mesh.axes[axis].size < 2:
+        raise PartitionError(f"expected two or more ranks along {program.mesh.axes[axis].name}, which has the stages")
 
 
 def _everywhere(declared: Input, axis: int) -> Input:
