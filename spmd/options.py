@@ -102,7 +102,8 @@ class Options:
         _check_micro_batches(parallel_mode, program=program, check=_check_check(check) or None)
         edits = next((each for each in module_override or () if _edits_graph(each)), None)
         other = None if backend == "aten" else backend
-        _check_stages(parallel_mode, memory=memory, gm_transformation=gm_transformation, transform=edits, backend=other)
+        one = {"memory": memory, "gm_transformation": gm_transformation, "transform": edits, "backend": other}
+        _check_stages(parallel_mode, **one, cuda_graphs=cuda_graphs or None)
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=check_callable("gm_transformation", gm_transformation),

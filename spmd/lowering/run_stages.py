@@ -52,19 +52,25 @@ class StageRuns:
         """Run a call; None stands for the updates, which the programs write in place."""
         bundle, micro = self.executable.bundle, self.executable.bundle.micro_batches
         assert micro is not None, "a pipeline runs micro-batches"
-        self.executable.in_flight.clear()  # of a call that failed
         self.accumulators = self.accumulators or self._new_accumulators()
         for memory in self.accumulators.values():
             memory.zero_()
         values = dict(zip((each.name for each in self.whole.inputs), inputs, strict=True)) | self.accumulators
-        runs = Counter[str]()
+        runs, last = Counter[str](), ""
 
         def given(role: str) -> list[Any]:
+            nonlocal last
+            last = role
             declared = [each for each in bundle.programs[role].inputs if each.name in values]
             runs[role] += 1
             return micro.of_run(declared, [values[each.name] for each in declared], runs[role] - 1)
 
-        returned = iter(self.executable.run("step", given))
+        try:
+            returned = iter(self.executable.run("step", given))
+        except BaseException as error:
+            self.executable.in_flight.clear()
+            error.add_note(f"in {last}, on micro-batch {runs[last] - 1} of {micro.count}")
+            raise
         return [None if each.kind is OutputKind.UPDATE else next(returned) for each in self.whole.outputs]
 
     def _new_accumulators(self) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 import spmd
 from tests.harness.cases import make_optimizer
-from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run, random_generator
+from tests.harness.oracle import Case, all_unequal, compiled_run, plain_run, random_generator, snapshot
 from tests.harness.pool import Ranks
 
 TOKENS, WIDTH, LENGTH = 13, 8, 6
@@ -131,3 +132,42 @@ TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4, "stages": [
 )
 def test_numbers_on_two_stages(ranks: Ranks, case: Case, schedule: str) -> None:
     assert_agrees(ranks, case, {"pp": 2}, **TWO | {"schedule": schedule})
+
+
+def fails_once(rank: int, world: int, case: Case) -> list[str]:
+    """A call in which stage 1 raises in a backward, between two that train: what differs, and what was not raised."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    torch.manual_seed(0)
+    objects = case.build()
+    compiled = spmd.compile(case.step, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO))
+    got = [_snapshot(compiled, objects, case.part(0, 0))]
+    stages = compiled._dispatch.last.executable.function.executable  # type: ignore[union-attr]
+    lowered = stages._programs[f"backward.{rank}"]
+    sound, runs = lowered.executable, list[int]()
+
+    def raises(inputs: Any) -> Any:
+        runs.append(1)
+        if rank == 1 and len(runs) == 2:
+            raise RuntimeError("a fault")
+        return sound(inputs)
+
+    lowered.executable = raises
+    lines = []
+    try:
+        compiled(*objects, *case.part(0, 1))
+        lines.append(f"rank {rank} did not raise")
+    except (RuntimeError, spmd.SpmdError) as error:
+        shown = "".join(traceback.format_exception(error))
+        lines += [] if f"in backward.{rank}, on micro-batch" in shown else [f"rank {rank}: {shown}"]
+    lowered.executable = sound
+    got.append(_snapshot(compiled, objects, case.part(0, 1)))
+    return lines + all_unequal(plain_run(case, 1, 2), got, rank, world)
+
+
+def _snapshot(step: Any, objects: tuple[Any, ...], batch: tuple[Any, ...]) -> dict[str, Any]:
+    return snapshot(step(*objects, *batch), objects)
+
+
+def test_a_stage_that_raises_ends_the_call_on_all(ranks: Ranks) -> None:
+    found = ranks.run(2, fails_once, Training("train", "SGD momentum"))
+    assert not any(found), found
