@@ -100,7 +100,7 @@ class Options:
         """The arguments of ``compile`` as options. Raises ``TypeError`` or ``ValueError`` for what cannot be one."""
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
         _check_micro_batches(parallel_mode, program=program, check=_check_check(check) or None)
-        edits = next((each for each in module_override or () if _edits_graph(each)), None)
+        edits = next((each for each in _check_overrides(module_override) if _edits_graph(each)), None)
         other = None if backend == "aten" else backend
         one = {"memory": memory, "gm_transformation": gm_transformation, "transform": edits, "backend": other}
         _check_stages(parallel_mode, **one, cuda_graphs=cuda_graphs or None)
