@@ -48,18 +48,21 @@ def run(
 
 def _stage(number: int, each: Pass, program: Program, promised: Program | None) -> float:
     """Run one pass, checked against what was promised, and recorded; returns the seconds that the pass itself took."""
-    communicated = len(program.collectives())
+    communicated = _count_collectives(program)
     start = time.perf_counter()
     try:
-        edits = each.rewrite(program)
-        _rewrite_accumulating(each, program)
+        if program.stages is not None:
+            edits = _rewrite_stages(each, program, promised is not None)
+        else:
+            edits = each.rewrite(program)
+            _rewrite_accumulating(each, program)
         seconds = time.perf_counter() - start
         _complete(program, edits)
-        if promised is not None:
+        if promised is not None and program.stages is None:
             check_program(program, promised)
     except Exception as error:
         raise _failure(number, each, program, error) from error
-    program.history.append(f"{number:02} {each}: {_outcome(each, edits, communicated, len(program.collectives()))}")
+    program.history.append(f"{number:02} {each}: {_outcome(each, edits, communicated, _count_collectives(program))}")
     return seconds
 
 
@@ -72,6 +75,25 @@ def _rewrite_accumulating(each: Pass, program: Program) -> None:
         _complete(own, each.rewrite(own))
         check_program(own, micro.accumulating)
         program.micro_batches = replace(micro, accumulating=own)
+
+
+def _rewrite_stages(each: Pass, program: Program, is_checked: bool) -> int:
+    """Rewrite the programs of all stages, which run in the place of ``program``; returns the number of edits."""
+    edits, done = 0, {}
+    for role, stage in program.stages.programs.items():
+        done[role] = own = stage.copy()
+        made = each.rewrite(own)
+        _complete(own, made)
+        if is_checked:
+            check_program(own, stage)
+        edits += made
+    program.stages = program.stages.with_programs(done)
+    return edits
+
+
+def _count_collectives(program: Program) -> int:
+    programs = [program] if program.stages is None else program.stages.programs.values()
+    return sum(len(each.collectives()) for each in programs)
 
 
 def _complete(program: Program, edits: object) -> None:

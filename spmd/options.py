@@ -101,6 +101,10 @@ class Options:
         _check_deferring(parallel_mode, gm_transformation=gm_transformation, program=program, memory=memory)
         _check_micro_batches(parallel_mode, program=program, check=_check_check(check) or None)
         _check_bits(parallel_mode, backend)
+        edits = next((each for each in _check_overrides(module_override) if _edits_graph(each)), None)
+        other = None if backend == "aten" else backend
+        one = {"memory": memory, "gm_transformation": gm_transformation, "transform": edits, "backend": other}
+        _check_stages(parallel_mode, **one, cuda_graphs=cuda_graphs or None)
         return cls(
             overrides=_check_overrides(module_override),
             gm_transformation=check_callable("gm_transformation", gm_transformation),
@@ -128,6 +132,8 @@ class Options:
             chosen = passes.with_numbers_on_device(chosen, on_host=_OF_KERNELS)
         if self.mode.micro_batches > 1:
             chosen = with_micro_batches(chosen)
+        if self.mode.has_stages:  # programs that share state would store it in other orders
+            chosen = tuple(each for each in chosen if not isinstance(each, passes.OneStorage))
         if self.backend == "inductor":
             return passes.with_islands(chosen)
         return chosen if self.backend == "aten" else passes.with_regions(chosen)
@@ -199,6 +205,17 @@ def _check_bits(mode: Any, backend: Any) -> None:
         raise ValueError(
             f'expected backend="aten" with bits="same", whose kernels are the same in each run, got {backend!r}'
         )
+
+
+def _check_stages(mode: Any, **options: Any) -> None:
+    """Raise ``ValueError`` for options that know of one program, where each stage of a pipeline has several."""
+    given = [name for name, value in options.items() if value is not None]
+    if given and isinstance(mode, ParallelMode) and mode.has_stages:
+        raise ValueError(f"expected no {given[0]} with stages, of which each runs programs of its own")
+
+
+def _edits_graph(override: Any) -> bool:
+    return isinstance(override, Override) and type(override).transform is not Override.transform
 
 
 def _check_overrides(given: Any) -> tuple[Override, ...]:

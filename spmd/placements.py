@@ -112,6 +112,35 @@ class ByGroup(OwnRows):
         return (self.dim, self.of, self.count, self.ends, self.rows)
 
 
+class OnStage(Shard):
+    """Whole on the ranks of some stages of a pipeline, and nowhere else: there it has no rows of dim 0.
+
+    A DTensor takes no kind of ``Shard`` that is not equal to ``Shard(0)``; no axis of stages has both.
+    """
+
+    def __init__(self, stages: Iterable[int]) -> None:
+        super().__init__(0)
+        self.stages = tuple(sorted(stages))
+
+    def __eq__(self, other: object) -> bool:
+        return self.stages == other.stages if isinstance(other, OnStage) else other == Shard(0)
+
+    def __hash__(self) -> int:
+        return hash(Shard(0))
+
+    def __repr__(self) -> str:
+        return f"OnStage({', '.join(map(str, self.stages))})"
+
+    __str__ = __repr__
+
+
+def extent(placement: Shard, size: int, axis: Axis) -> tuple[int, int]:
+    """(start, length) of the rows that a rank has of ``size`` rows along an axis that splits them."""
+    if isinstance(placement, OnStage):
+        return 0, size if axis.coordinate in placement.stages else 0
+    return chunk(size, axis.size, axis.coordinate)
+
+
 def splits(placement: Placement, dim: int) -> bool:
     """Whether a placement splits ``dim``, in runs or not."""
     return isinstance(placement, Shard) and placement.dim == dim
@@ -188,7 +217,7 @@ def local_shape(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
     local = list(shape)
     for entry, axis in zip(placement, mesh.axes, strict=True):
         if isinstance(entry, Shard):
-            local[entry.dim] = chunk(local[entry.dim], axis.size, axis.coordinate)[1]
+            local[entry.dim] = extent(entry, local[entry.dim], axis)[1]
         elif isinstance(entry, OwnRows):
             local[entry.dim] = entry.length(local[entry.dim], axis.size)
     return tuple(local)
@@ -233,7 +262,7 @@ def local_start(shape: Sequence[int], placement: Placements, mesh: Mesh) -> tupl
     local, starts = list(shape), [0] * len(shape)
     for entry, axis in zip(placement, mesh.axes, strict=True):
         if isinstance(entry, Shard):
-            start, local[entry.dim] = chunk(local[entry.dim], axis.size, axis.coordinate)
+            start, local[entry.dim] = extent(entry, local[entry.dim], axis)
             starts[entry.dim] += 0 if isinstance(entry, Interleaved) else start
     return tuple(starts)
 

@@ -75,7 +75,8 @@ from .lowering.backends import Backend, CompiledRegions
 from .lowering.codegen import Compiles
 from .lowering.cuda_graphs import why_not_captured
 from .lowering.islands import CompiledIslands
-from .lowering.lower import Executable, lower
+from .lowering.lower import Executable
+from .lowering.run_stages import lower_step
 from .modes.base import ParallelMode
 from .options import ModeName, Options
 from .override import Override, transform
@@ -348,7 +349,7 @@ class CompiledStep(Generic[P, R]):
         with stages.stage("lower"), DisableAutocast():
             program = options.final(program)
             arenas, graphs = self._arenas_on(call.device_mesh), self._options.cuda_graphs and not simulated()
-            executable = lower(program, arenas, regions=self._backend_regions, cuda_graphs=graphs)
+            executable = lower_step(program, arenas, self._backend_regions, graphs)
             deferred = self._deferred(made.parts, call, executable, captured, program)
             if options.cuda_graphs and (why := "an update is left pending" if deferred else why_not_captured(program)):
                 program.notes.append(f"runs without CUDA graphs: {why}")
@@ -361,7 +362,7 @@ class CompiledStep(Generic[P, R]):
         for each in _first_runs(program):
             self._dumps.dump(options.dump_folder, each.name).stage(99, "lowered", each)
         dump.report(make_report)
-        bundle = deferred.bundle if deferred else None
+        bundle = deferred.bundle if deferred else program.stages
         description = describe_for_agreement(captured, program, costs, call, bundle, made.entry)
         description += options.describe_edits(made.program)
         base, calls, *seeds = agreement.agree(description, self._seeds(call))

@@ -50,6 +50,7 @@ ORDER = {
         guards/
         partitioner/
         micro_batches/
+        stages/
         modes/
         state/
         lowering/

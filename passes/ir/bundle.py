@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +23,7 @@ from .._torch import OpOverload
 from ..errors import PassError
 from .collectives import Collective, Kind, channel_of, group_of, is_message, kind_of, moved, peer_of
 from .printer import print_program, short_dtype
-from .program import Axis, OutputKind, Placements, Program
+from .program import Axis, MicroBatches, OutputKind, Placements, Program
 from .read_program import read_program
 from .region import region_of
 from .roles import Role
@@ -70,7 +70,8 @@ class Bundle:
     """Programs by role, and for each kind of call what ranks run.
 
     ``calls``: by name, the roles in order; one order for each coordinate along the mesh axis ``axis``, or a single one
-    where that is empty and all ranks run the same. A role may come several times in an order.
+    where that is empty and all ranks run the same. A role may come several times in an order: its k-th run takes the
+    k-th of ``micro_batches``, if there are some.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Bundle:
     calls: Mapping[str, Orders]
     channels: tuple[Channel, ...]
     axis: str = ""
+    micro_batches: MicroBatches | None = None
 
     @classmethod
     def of(
@@ -87,6 +89,7 @@ class Bundle:
         calls: Mapping[str, Sequence[Sequence[str]]],
         axis: str = "",
         given: Mapping[str, str] = MappingProxyType({}),
+        micro_batches: MicroBatches | None = None,
     ) -> Bundle:
         """A bundle whose channels are read from its programs: pending inputs and outputs of one name, sends and recvs.
 
@@ -94,7 +97,7 @@ class Bundle:
         """
         orders = {call: tuple(map(tuple, each)) for call, each in calls.items()}
         channels = tuple(_channels(programs, given))
-        return cls(name, MappingProxyType(dict(programs)), MappingProxyType(orders), channels, axis)
+        return cls(name, MappingProxyType(dict(programs)), MappingProxyType(orders), channels, axis, micro_batches)
 
     def channel(self, name: str) -> Channel:
         """The channel of this name."""
@@ -123,7 +126,7 @@ class Bundle:
         return hashlib.sha256("\n".join(self._lines()).encode()).hexdigest()[:16]
 
     def _lines(self) -> Iterator[str]:
-        yield from (self.name, self.axis, str(dict(self.calls)))
+        yield from (self.name, self.axis, str(dict(self.calls)), str(self.micro_batches))
         for each in self.channels:
             facts = each.dtype, len(each.shape), each.placement, each.writers, each.readers, each.sent, each.given
             yield f"{each.name}: {facts}"
@@ -133,7 +136,12 @@ class Bundle:
 
     def with_orders(self, calls: Mapping[str, Orders]) -> Bundle:
         """The same programs in other orders."""
-        return Bundle(self.name, self.programs, MappingProxyType(dict(calls)), self.channels, self.axis)
+        return replace(self, calls=MappingProxyType(dict(calls)))
+
+    def with_programs(self, programs: Mapping[str, Program]) -> Bundle:
+        """Other programs in the same orders."""
+        given = {each.name: each.given for each in self.channels if each.given}
+        return Bundle.of(self.name, programs, self.calls, self.axis, given, self.micro_batches)
 
 
 def print_bundle(bundle: Bundle) -> str:
@@ -160,7 +168,9 @@ def read_bundle(text: str, like: Bundle) -> tuple[Bundle, int]:
     read = {role: read_program(each, like.programs[role]) for role, each in texts.items()}
     calls = dict(_calls(head))
     given = {each.name: each.given for each in like.channels if each.given}
-    bundle = Bundle.of(like.name, {role: each for role, (each, _) in read.items()}, calls, like.axis, given)
+    bundle = Bundle.of(
+        like.name, {role: each for role, (each, _) in read.items()}, calls, like.axis, given, like.micro_batches
+    )
     return bundle, sum(count for _, count in read.values())
 
 

@@ -7,7 +7,9 @@ ranks' operands: where all ranks run the same graph, all of them remove or merge
 from __future__ import annotations
 
 import operator
+from typing import Any
 
+import torch
 from torch import fx
 
 from .._torch import OpOverload
@@ -28,9 +30,17 @@ def is_pure(node: fx.Node) -> bool:
         return False  # a method or module of the user's may do anything else
     if mutates(node):
         return False
-    if is_wait(node) and is_message(node.args[0]):  # type: ignore[arg-type]
+    if is_wait(node) and _is_started_elsewhere(node.args[0]):
         return False  # a message that nobody reads arrives, too
     return has(node.target, Trait.PURE) or node.target in PURE_FUNCTIONS
+
+
+def _is_started_elsewhere(started: Any) -> bool:
+    """Whether a message is waited for, or the empty result of a send that another program has started."""
+    if not isinstance(started, fx.Node) or is_message(started):
+        return isinstance(started, fx.Node)
+    val = started.meta.get("val")
+    return started.op == "placeholder" and isinstance(val, torch.Tensor) and not val.numel()
 
 
 def is_functional(node: fx.Node) -> bool:

@@ -55,6 +55,7 @@ _REPORT = "passes/report.py"
 _PAGE = "passes/page"
 _REGIONS = "passes/regions"
 _MICRO_BATCHES = "spmd/micro_batches"
+_STAGES = "spmd/stages"
 _MERGE_EQUAL = "passes/cleanup/merge_equal.py"
 
 KEYS: tuple[Key, ...] = (
@@ -81,6 +82,7 @@ KEYS: tuple[Key, ...] = (
             _SCHEDULE,
             _REPORT,
             _REGIONS,
+            _STAGES,
         ),
         Relation.HELPER,
     ),
@@ -99,6 +101,7 @@ KEYS: tuple[Key, ...] = (
             _SCHEDULE,
             _REPORT,
             _MICRO_BATCHES,
+            _STAGES,
         ),
         Relation.HELPER,
     ),
@@ -132,7 +135,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the name of the node that computed the same before: it is repeated on purpose",
         (_CAPTURE, "passes/communication", _MEMORY),
-        (_CAPTURE, _MERGE_EQUAL, "passes/communication", _REGIONS),
+        (_CAPTURE, _MERGE_EQUAL, "passes/communication", _REGIONS, _STAGES),
         Relation.STEP,
     ),
     Key(
@@ -156,7 +159,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "the name of the parameter whose complete gradient this is",
         (_CAPTURE, _PARTITIONER, "passes/ir/edit.py", _MICRO_BATCHES),
-        (_CAPTURE, _PARTITIONER, "passes/ir/edit.py", _MEMORY, _MICRO_BATCHES),
+        (_CAPTURE, _PARTITIONER, "passes/ir/edit.py", _MEMORY, _MICRO_BATCHES, _STAGES),
         Relation.SHARE,
     ),
     Key(
@@ -227,6 +230,7 @@ KEYS: tuple[Key, ...] = (
             _MERGE_EQUAL,
             "passes/communication",
             _PARTITIONER,
+            _STAGES,
         ),
         (
             "passes/ir",

@@ -178,9 +178,9 @@ class MicroBatches:
             for output, value in zip(outputs, last, strict=True)
         ]
 
-    def of_run(self, program: Program, inputs: Sequence[Any], k: int) -> list[Any]:
+    def of_run(self, declared: Sequence[Input], inputs: Sequence[Any], k: int) -> list[Any]:
         """The inputs of run ``k``, of those of a call."""
-        return [self._input(each, value, k) for each, value in zip(program.inputs, inputs, strict=True)]
+        return [self._input(each, value, k) for each, value in zip(declared, inputs, strict=True)]
 
     def _input(self, declared: Input, value: Any, k: int) -> Any:
         if declared.role is Role.RUN:
@@ -220,6 +220,7 @@ class Program:
     fixed: frozenset[str] = frozenset()  # state that has to stay where it lies
     annotations: Any = None  # what users asked for modules, for the parallel mode to read
     micro_batches: MicroBatches | None = None  # if it runs several times in a call, how
+    stages: Any = None  # if ranks run stages of it in its place, the bundle of their programs
     assignment: Any = None  # how each captured node is computed on the ranks, if a partitioner noted it
 
     @classmethod

@@ -13,6 +13,7 @@ from .._torch import register_work
 from .peer_connection import PeerLostError
 
 _SLICE = 1.0  # seconds that an interrupt of this rank may have to wait
+_MESSAGE = 86_400.0  # seconds for a message: a stage may compute longer than ranks take to connect; a lost peer is seen
 _TAG = 20_262  # of a message that nobody sends
 
 
@@ -27,7 +28,7 @@ class GlooWork(dist.Work):
         """Wait until it is done."""
         while self._in_slices and not is_done(self._work, _SLICE):
             pass
-        _finish(self._work)
+        _finish(self._work, _SLICE if self._in_slices else _MESSAGE)
         return True
 
 
@@ -41,13 +42,13 @@ def is_done(work: Any, seconds: float) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        _finish(work)
+        _finish(work, seconds)
     return True
 
 
-def _finish(work: Any) -> None:
+def _finish(work: Any, seconds: float) -> None:
     try:
-        work.wait()
+        work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         raise PeerLostError(str(error)) from error
 

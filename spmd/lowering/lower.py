@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -69,11 +69,11 @@ class Runs:
             given[k] = memory.zero_()
         rows = []
         for k in range(micro.count - 1):
-            rows.append(self.executable(micro.of_run(self.program, given, k)))
+            rows.append(self.executable(micro.of_run(self.program.inputs, given, k)))
             ascend(self.program, given, k)
             if self.is_read_by_peers:
                 commit.wait_for_ranks()
-        return micro.of_run(self.program, given, micro.count - 1), rows
+        return micro.of_run(self.program.inputs, given, micro.count - 1), rows
 
     def close(self) -> None:
         """Drop the generated code, and the memory of accumulators."""
@@ -89,11 +89,23 @@ class Runs:
         return micro.join(outputs, returned, [dict(zip(names, each, strict=True)) for each in rows])
 
 
+class Function(Protocol):
+    """What an executable calls. It returns an output each; None for an update that it has written itself."""
+
+    arenas: Arenas
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        """Run on the inputs of a program."""
+
+    def close(self) -> None:
+        """Drop all references to state, and the generated code."""
+
+
 @dataclass
 class Executable:
     """Runs a program: results and new state come back, updates are written into the inputs they belong to."""
 
-    function: Bound
+    function: Function
     updates: list[tuple[int, InputRef]]  # each output that is an update, and which the graph itself does not write
     returned: list[int]  # the outputs that are results or new state
     commit: Commit  # called before anything is written
@@ -115,6 +127,7 @@ class Executable:
     def timed(self, program: Program, device_type: str) -> Executable:
         """The same, which also measures each node (``Bound.seconds``), a region as one."""
         bound = self.function
+        assert isinstance(bound, Bound), "a call is one program"
         return replace(self, function=Bound(program, bound.arenas, self.commit, Clock(device_type), bound.regions))
 
     def close(self) -> None:
@@ -136,8 +149,9 @@ class Executable:
             READS.wait(*(ref.of(inputs) for _, ref in self.updates))
         # An update may be another input (buffers that are swapped): copy those before anything is written.
         storages = {_storage(x) for x in inputs if isinstance(x, torch.Tensor)}
-        values = [outputs[k].clone() if _storage(outputs[k]) in storages else outputs[k] for k, _ in self.updates]
-        for value, (_, ref) in zip(values, self.updates, strict=True):
+        updates = [(outputs[k], ref) for k, ref in self.updates if outputs[k] is not None]
+        values = [value.clone() if _storage(value) in storages else value for value, _ in updates]
+        for value, (_, ref) in zip(values, updates, strict=True):
             ref.of(inputs).copy_(value)
 
 
@@ -156,10 +170,14 @@ def lower(
     commit = commit or Commit()
     replay = Replay(device_of(program)) if cuda_graphs and not why_not_captured(program) else None
     function = Bound(program, arenas, commit, regions=regions, replay=replay)
+    return executable_of(program, function, commit, Runs.of(program, function.arenas, regions, cuda_graphs))
+
+
+def executable_of(program: Program, function: Function, commit: Commit, runs: Runs | None = None) -> Executable:
+    """What runs ``program`` by a function of its inputs."""
     refs = input_refs(program)
     updates = [(k, refs[output.name]) for k, output in enumerate(program.outputs) if output.kind is OutputKind.UPDATE]
     returned = [k for k, output in enumerate(program.outputs) if output.kind is not OutputKind.UPDATE]
-    runs = Runs.of(program, function.arenas, regions, cuda_graphs)
     return Executable(function, updates, returned, commit, runs)
 
 

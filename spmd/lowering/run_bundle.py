@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from passes import OutputKind, Role
+from passes import Input, OutputKind, Program, Role
 from passes.ir.bundle import Bundle, InFlight
 
 from ..state.commit import Commit
@@ -29,9 +29,13 @@ class BundleExecutable:
         own = [role for role in bundle.programs if coordinate in bundle.coordinates(role)]
         self._programs = {role: _Lowered(bundle, role, arenas, commit, regions) for role in own}
 
+    def order(self, call: str) -> tuple[str, ...]:
+        """The programs that this rank runs in a call."""
+        return self.bundle.order(call, self.coordinate)
+
     def run(self, call: str, given: Given) -> list[Any]:
         """One call; returns the results and the new state of its programs, in order."""
-        order, results = self.bundle.order(call, self.coordinate), list[Any]()
+        order, results = self.order(call), list[Any]()
         for role in order:
             lowered, inputs = self._programs[role], given(role)
             handed_on = {channel: _own(inputs[k]) for channel, k in lowered.given}
@@ -53,6 +57,8 @@ class _Lowered:
 
     def __init__(self, bundle: Bundle, role: str, arenas: Arenas, commit: Commit, regions: Compiles | None) -> None:
         program = bundle.programs[role]
+        if bundle.micro_batches is not None and not _writes_state(program):
+            commit = Commit()
         self.executable: Executable = lower(program, arenas, commit, regions)
         inputs = list(zip(program.placeholders, program.inputs, strict=True))
         pending = [(node, each) for node, each in inputs if each.role is Role.PENDING]
@@ -68,6 +74,18 @@ class _Lowered:
     def as_inputs(self, taken: dict[str, Any]) -> list[Any]:
         """Turn values taken from channels into inputs: a tensor comes in a list, from which the program takes it."""
         return [[taken.pop(name)] if is_taken else taken.pop(name) for name, is_taken in self._taken]
+
+
+def _writes_state(program: Program) -> bool:
+    """Whether a program writes more than accumulators."""
+    names = {each.name: each.role for declared in program.inputs for each in _parts(declared)}
+    updated = {each.name for each in program.outputs if each.kind is OutputKind.UPDATE}
+    updated |= {each.name for declared in program.inputs for each in _parts(declared) if each.in_place}
+    return any(names[name] is not Role.ACCUMULATOR for name in updated)
+
+
+def _parts(declared: Input) -> list[Input]:
+    return [part.input for part in declared.parts] or [declared]
 
 
 def _own(number: Any) -> Any:

@@ -24,17 +24,23 @@ from .early_sums import compute_early, early
 
 
 def partition_in_time(
-    program: Program, plan: Plan, count: int, dtype: torch.dtype | None = None, as_tree: bool = False
+    program: Program,
+    plan: Plan,
+    count: int,
+    dtype: torch.dtype | None = None,
+    rows: Mapping[str, int] | None = None,
+    as_tree: bool = False,
 ) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
     Rows are cut as ``torch.chunk`` does it, so that the last part may be shorter, and parts may be fewer. A step that
     takes equal parts alone (it merges rows with other dims) runs more often then, and a note says so. ``dtype``: that
-    of accumulators; None is that of what they add up. ``as_tree``: parts are equal, a power of two, and their sums
-    those of a balanced tree. Raises ``PartitionError``, with the op and the user's line, where
+    of accumulators; None is that of what they add up. ``rows``: the dim of the rows of each argument, on a mesh without
+    an axis that splits the batch. ``as_tree``: parts are equal, a power of two, and their sums those of a balanced
+    tree. Raises ``PartitionError``, with the op and the user's line, where
     a run would have to know rows of another one.
     """
-    rows = _rows(program, plan, count)
+    rows = rows or _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
     lengths = [local_shape(each.shape, each.placement, program.mesh)[rows[each.name]] for each in batch]
     if as_tree:

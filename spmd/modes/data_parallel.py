@@ -25,6 +25,8 @@ from ..partitioner.plan import Plan
 from ..ranks.axis_roles import HYBRID, Axes, Roles, axes_having, check_axes, roles_by_position, unknown_axes
 from ..ranks.world import axis_names
 from ..rules.attention import Form
+from ..stages.schedules import Schedule
+from ..stages.stage_axis import partition_in_stages
 from .base import PlannedMode, check_callable, check_flag
 from .experts import expert_placements
 from .named_placements import check_placements, named_over, parameter_placements, state_placements
@@ -37,6 +39,7 @@ from .option_groups import (
     check_bits,
     check_micro_batches,
     check_modules,
+    check_pipeline,
 )
 from .sequence import SEQUENCE_DIM, check_attention, sequence_cuts
 from .shares import Share, Style, check_gather_dtype, check_untrained
@@ -134,6 +137,12 @@ class DataParallel(PlannedMode):
     processors of one kind, with one version of torch and one number of threads; axes of the batch have 2 ranks, or 1:
     give 4 a mesh of 2 x 2.
 
+    ``stages``, with ``axes={"stages": "pp"}`` and ``micro_batches``: each rank along that axis runs a part of the
+    model, and has no other parameters, gradients and optimizer state. It names the module that begins each stage but
+    the first, in the order in which they run (``["blocks.4", "blocks.8"]``). ``schedule``: ``"gpipe"`` runs all
+    forwards first, ``"1f1b"`` a backward as soon as it can, for the memory of at most as many micro-batches as stages.
+    Numbers are those of the whole batch, clipping and metrics included, and results are the same on all ranks.
+
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
     treated as theirs asks.
 
@@ -176,6 +185,8 @@ class DataParallel(PlannedMode):
         virtual: int = 8,
         attention: Form | None = None,
         balance: bool = True,
+        stages: Iterable[str] | None = None,
+        schedule: Schedule = "1f1b",
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
@@ -197,10 +208,13 @@ class DataParallel(PlannedMode):
         self.accumulate_dtype = check_accumulate_dtype(accumulate_dtype)
         self.bits = check_bits(bits, virtual, self.split, self.micro_batches)
         if self.bits is not None:
-            if axes_having(AxisRole.EXPERTS, self._roles or {}):
-                raise ValueError('expected no axis with the role "experts" with bits="same", whose state is whole')
+            for role in (AxisRole.SEQUENCE, AxisRole.EXPERTS, AxisRole.STAGES):
+                if axes_having(role, self._roles or {}):
+                    raise ValueError(f'expected no axis with the role "{role}" with bits="same", whose state is whole')
             self.micro_batches = self.bits
         self.attention, self.balance = check_attention(attention, self._roles), check_flag("balance", balance)
+        self.pipeline = check_pipeline(stages, schedule, self._roles, self.micro_batches, offload_policy)
+        self.has_stages = self.pipeline is not None
 
     def partition(self, program: Program) -> Program:
         """One rank's share; a program that runs several times in a call where there are micro-batches."""
@@ -208,7 +222,19 @@ class DataParallel(PlannedMode):
             return super().partition(program)
         if self.bits is not None:
             return partition_with_same_bits(program, self.plan(program), self.bits, self.accumulate_dtype)
+        if self.pipeline is not None:
+            rows = self._rows_without_axis(program)
+            count, dtype = self.micro_batches, self.accumulate_dtype
+            return partition_in_stages(program, self.plan, self.pipeline, count, dtype, rows)
         return partition_in_time(program, self.plan(program), self.micro_batches, self.accumulate_dtype)
+
+    def _rows_without_axis(self, program: Program) -> dict[str, int]:
+        """The dim of the rows of the arguments that ``inputs`` does not name, where no axis splits the batch."""
+        if program.mesh.axes_with(AxisRole.BATCH):
+            return {}
+        named = [f"{name}." for name in self.inputs or ()]
+        found = [i for i in program.inputs if i.role is Role.ARGUMENT and i.dtype is not None and i.shape]
+        return {i.name: self.input_batch_dim for i in found if not any(f"{i.name}.".startswith(n) for n in named)}
 
     @property
     def parallel_style(self) -> Style:

@@ -10,8 +10,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from passes import AxisRole
+
 from ..annotations.apply import check_reshard
 from ..annotations.policies import OffloadPolicy
+from ..ranks.axis_roles import Roles, axes_having
+from ..stages.schedules import SCHEDULES
+from ..stages.stage_axis import Pipeline
 from .base import check_flag
 from .shares import Style
 
@@ -171,6 +176,35 @@ def check_accumulate_dtype(given: Any) -> torch.dtype | None:
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise ValueError(f"expected accumulate_dtype to be a dtype of floating point or None, got {given!r}")
     return given
+
+
+def check_pipeline(
+    stages: Any, schedule: Any, roles: Roles | None, micro_batches: int, offload: OffloadPolicy | None
+) -> Pipeline | None:
+    """How a model is divided over the axis of stages; None without one.
+
+    Raises ``TypeError`` or ``ValueError`` for names of no modules, and for options that a pipeline excludes.
+    """
+    axes = axes_having(AxisRole.STAGES, roles or {})
+    if not axes:
+        if stages is not None:
+            raise ValueError(f'expected axes to give an axis the role "stages", over which stages={stages!r} divides')
+        return None
+    if len(axes) > 1:
+        raise ValueError(f'expected one axis with the role "stages", got {", ".join(sorted(axes))}')
+    others = [r for r in (AxisRole.SEQUENCE, AxisRole.EXPERTS) if axes_having(r, roles or {})]
+    if others:
+        raise ValueError(
+            f'expected no axis with the role "{others[0]}" beside "stages": a pipeline does not split that'
+        )
+    if micro_batches < 2:
+        raise ValueError(f'expected micro_batches of 2 or more with axes["stages"], got {micro_batches}')
+    if isinstance(stages, str) or not isinstance(stages, Iterable) or not all(isinstance(s, str) for s in stages):
+        raise TypeError(f"expected stages to name the first module of each stage but the first one, got {stages!r}")
+    _check_one_of("schedule", schedule, SCHEDULES)
+    if offload is not None:
+        raise ValueError("expected no offload_policy with stages: leave out one of them")
+    return Pipeline(tuple(stages), schedule)
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -17,7 +17,6 @@ Roles = Mapping[str, tuple[AxisRole, ...]]
 """The roles of axes, by name; an axis that is not named has none."""
 
 HYBRID = ("replicate", "shard")  # first axes that both split the batch; the second alone splits parameters
-_NOT_YET = (AxisRole.STAGES,)
 _GIVEN = tuple(role for role in AxisRole if role is not AxisRole.MICRO_BATCHES)  # to axes of ranks
 
 
@@ -46,12 +45,9 @@ def check_axes(given: Any) -> Roles | None:
 
 def _role(given: Any) -> AxisRole:
     if given not in _GIVEN:
-        listed = ", ".join(f'"{role}"' for role in _GIVEN if role not in _NOT_YET)
+        listed = ", ".join(f'"{role}"' for role in _GIVEN)
         raise ValueError(f"expected axes to give the roles {listed}, got {given!r}")
-    role = AxisRole(given)
-    if role in _NOT_YET:
-        raise ValueError(f'the role "{role}" is not there yet: no axis can have it')
-    return role
+    return AxisRole(given)
 
 
 def _names(role: str, given: Any) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from passes.ir.program import Placements, is_sharded
 from .._torch import dtensor_over, local_tensor, set_local_tensor
 from ..call.call import Call
 from ..call.state import Slot, StateRef, local_of
-from ..placements import chunk, local_shape
+from ..placements import extent, local_shape
 from ..python_state.effects.carried import Carried
 from ..ranks.world import extend_placement
 from .equal_on_ranks import EqualState
@@ -119,7 +119,7 @@ def part_of(tensor: torch.Tensor, placement: Placements, mesh: Mesh) -> torch.Te
     """This rank's part, in storage of its own (the whole tensor's storage can go)."""
     for entry, axis in zip(placement, mesh.axes, strict=True):
         if isinstance(entry, Shard):
-            tensor = tensor.narrow(entry.dim, *chunk(tensor.shape[entry.dim], axis.size, axis.coordinate))
+            tensor = tensor.narrow(entry.dim, *extent(entry, tensor.shape[entry.dim], axis))
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from passes import SpmdError
 
 from .._torch import DisableTorchFunctionSubclass, local_tensor, storage_id, tree_flatten, tree_map
-from ..placements import chunk
+from ..placements import OnStage, extent, local_shape
 from ..ranks.world import describe
 
 _NUMBERS = {
@@ -34,6 +36,7 @@ _NUMBERS = {
     Tensor.__format__,
 }
 _MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__}
+_GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split()}
 _WAYS_OUT = (
@@ -72,6 +75,8 @@ class SplitTensor(DTensor):
             if not _looks.own and func == _SET_DATA and isinstance(args[0], DTensor):
                 with own_looks():
                     return _assign(*args)
+            if func in (Tensor.detach, Tensor.clone, _GET_DATA) and is_on_stages(args[0]):
+                return _with_local(args[0], func(local_tensor(args[0]), **kwargs))
             if _looks.own or getattr(func, "__name__", "") in _FACTS:
                 found = func(*args, **kwargs)
                 if isinstance(found, DTensor):
@@ -81,6 +86,16 @@ class SplitTensor(DTensor):
                 for call in cls.before_read:
                     call()
                 return _read(func, args, kwargs)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor, as a plain one; all ranks call it together."""
+        return DTensor.full_tensor(_from_stages(self), grad_placements=grad_placements)
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        """As that of a DTensor; what stages keep can go anywhere, and nothing can go to stages."""
+        if placements is not None and tuple(placements) == tuple(self.placements) and is_on_stages(self):
+            return self
+        return DTensor.redistribute(_from_stages(self), device_mesh, placements, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -132,6 +147,33 @@ def split(tensor: DTensor) -> DTensor:
     return tensor
 
 
+def is_on_stages(tensor: DTensor) -> bool:
+    """Whether some stages of a pipeline keep a tensor, and the others have none of it."""
+    return any(isinstance(placement, OnStage) for placement in tensor.placements)
+
+
+def _from_stages(tensor: DTensor) -> DTensor:
+    """The same on the ranks of all stages, which the first one of those that keep it sends it to."""
+    if not is_on_stages(tensor):
+        return tensor
+    mesh, local, placements = tensor.device_mesh, local_tensor(tensor).detach(), list(tensor.placements)
+    for k, placement in enumerate(tensor.placements):
+        if isinstance(placement, OnStage):
+            placements[k] = Replicate()
+            here = mesh.get_local_rank(k) in placement.stages
+            shape = local_shape(tensor.shape, tuple(placements), describe(mesh))
+            local = local.clone(memory_format=torch.contiguous_format) if here else local.new_empty(shape)
+            dist.broadcast(local, group=mesh.get_group(k), group_src=placement.stages[0])
+    return _with_local(tensor, local, placements)
+
+
+def _with_local(tensor: DTensor, local: Tensor, placements: Sequence[Any] | None = None) -> DTensor:
+    """A tensor of the same shape over this rank's part; torch's ops would take that for a part of all ranks' rows."""
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    placed = tensor.placements if placements is None else placements
+    return split(DTensor.from_local(local, mesh, placed, run_check=False, shape=shape, stride=stride))
+
+
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _NUMBERS:
         return func(_whole(args[0]), *args[1:], **kwargs)
@@ -141,6 +183,8 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise SpmdError(f"{func.__name__} writes into a part of a tensor that had to be gathered: {_WAYS_OUT}")
     if func is Tensor.copy_ and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
         return _write_part(*args[:2])
+    if any(isinstance(each, DTensor) and is_on_stages(each) for each in tree_flatten((args, kwargs))[0]):
+        return _of_stages(func, args, kwargs)
     if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
         whole = _whole(args[0].detach()).clone()
         func(whole, *tree_map(_whole, args[1:]))
@@ -156,6 +200,15 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_view = is_view and not any(isinstance(each, Tensor) for each in tree_flatten(args[1:])[0])
     found = _computed(func, args, kwargs)
     return _as_views(found, args[0]) if is_view else found
+
+
+def _of_stages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A copy is of parts; all else is computed of whole tensors."""
+    if func is Tensor.copy_ and isinstance(args[0], DTensor):
+        return _assign(*args[:2])
+    if _writes_to(DTensor, func, args):
+        raise SpmdError(f"{func.__name__} writes into a tensor that stages of a pipeline keep: {_WAYS_OUT}")
+    return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -232,7 +285,7 @@ def _write_part(live: DTensor, whole: Tensor) -> DTensor:
     values = whole.detach().expand(live.shape)
     for placement, axis in zip(live.placements, describe(live.device_mesh).axes, strict=True):
         if isinstance(placement, Shard):
-            values = values.narrow(placement.dim, *chunk(values.shape[placement.dim], axis.size, axis.coordinate))
+            values = values.narrow(placement.dim, *extent(placement, values.shape[placement.dim], axis))
     local_tensor(live).copy_(values)
     return live
 

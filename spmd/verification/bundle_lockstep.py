@@ -5,7 +5,7 @@ Each rank keeps its state from call to call. What a call leaves in channels is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,10 @@ from passes import OutputKind, Program
 from passes.ir.bundle import Bundle, InFlight
 
 from .._torch import DisableAutocast
-from .compared_stages import Values, by_name
 from .lockstep import Crossing, LockstepError, Pending, Steps, Watch, steps_of
+from .values import Values, by_name
+
+WatchOf = Callable[[str, Sequence[int]], Watch]
 
 
 @dataclass
@@ -32,10 +34,12 @@ class BundleRank:
     def __post_init__(self) -> None:
         self.in_flight = InFlight(self.bundle)
 
-    def inputs(self, role: str, order: Sequence[str], given: Values) -> list[Any]:
-        """The inputs of a program: from channels, of this call, or state."""
+    def inputs(self, role: str, order: Sequence[str], given: Values, run: int = 0) -> list[Any]:
+        """The inputs of the ``run``-th run of a program: from channels, of this call, or state."""
         values = self.state | given | self.in_flight.take(role, order)
-        return [_of_input(declared, values) for declared in self.bundle.programs[role].inputs]
+        declared, micro = self.bundle.programs[role].inputs, self.bundle.micro_batches
+        found = [_of_input(each, values) for each in declared]
+        return found if micro is None else micro.of_run(declared, found, run)
 
     def keep(self, role: str, inputs: Sequence[Any], returned: Sequence[Any]) -> Values:
         """Put what a program has computed where it belongs; returns its results."""
@@ -71,9 +75,10 @@ class BundleRun:
             self._together.setdefault(rank.coordinate, []).append(number)
         self._pending: dict[int, list[Pending]] = {coordinate: [] for coordinate in self._together}
 
-    def call(self, name: str, given: Sequence[Values], watch: Watch | None = None) -> list[Values]:
+    def call(self, name: str, given: Sequence[Values], watch: WatchOf | None = None) -> list[Values]:
         """One call on what each rank is ``given`` besides state; returns the results of each.
 
+        ``watch``: watches a program, by its role and the numbers of the ranks that run it.
         Raises ``LockstepError`` where ranks do not fit together, or wait for each other for ever.
         """
         crossing, results = Crossing(), [Values() for _ in self.ranks]
@@ -100,16 +105,18 @@ class BundleRun:
         given: Sequence[Values],
         crossing: Crossing,
         results: list[Values],
-        watch: Watch | None,
+        watch: WatchOf | None,
     ) -> Iterator[fx.Node]:
         """Run what the ranks at a coordinate run in a call; yields the nodes at which they wait for others."""
         numbers = self._together[coordinate]
         ranks = [self.ranks[number] for number in numbers]
         order = ranks[0].bundle.order(call, coordinate)
-        for role in order:
+        for at, role in enumerate(order):
             programs: list[Program] = [rank.bundle.programs[role] for rank in ranks]
-            inputs = [rank.inputs(role, order, given[k]) for rank, k in zip(ranks, numbers, strict=True)]
-            steps: Steps = steps_of(programs, inputs, crossing, watch, self._pending[coordinate])
+            run = order[:at].count(role)
+            inputs = [rank.inputs(role, order, given[k], run) for rank, k in zip(ranks, numbers, strict=True)]
+            seen = None if watch is None else watch(role, numbers)
+            steps: Steps = steps_of(programs, inputs, crossing, seen, self._pending[coordinate])
             returned = yield from steps
             for rank, k, own, outputs in zip(ranks, numbers, inputs, returned, strict=True):
                 results[k] |= rank.keep(role, own, outputs)

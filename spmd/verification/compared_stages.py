@@ -11,15 +11,14 @@ from torch import Tensor
 
 import passes
 from passes import Pass, Program
-from passes.ir.numbers import pack, unpack
+from passes.ir.numbers import pack
 
 from .._torch import DisableAutocast
 from ..options import Options
 from ..override import Override
 from .lockstep import Watch
 from .runs import run_programs
-
-Values = dict[str, Any]  # by the names of inputs and outputs
+from .values import Values, by_name
 
 
 @dataclass(frozen=True)
@@ -92,20 +91,6 @@ def values_after(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]
     """Results and new state by name, and the values that inputs have once a program has run on them."""
     found = by_name(program, inputs)
     return found | {output.name: value for output, value in zip(program.outputs, outputs, strict=True)}
-
-
-def by_name(program: Program, inputs: Sequence[Any]) -> Values:
-    """The inputs of a program by name; in the place of one that holds several these."""
-    found: Values = {}
-    for declared, value in zip(program.inputs, inputs, strict=True):
-        if declared.parts:
-            for part in declared.parts:
-                found[part.input.name] = value.narrow(0, part.offset, part.numel).view(part.shape)
-        elif declared.numbers:
-            found |= unpack(declared, value)
-        else:
-            found[declared.name] = value
-    return found
 
 
 def kept(values: Values) -> Values:

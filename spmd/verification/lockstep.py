@@ -10,7 +10,7 @@ from one to the other, a message or a collective of both, is in ``Crossing``; a 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -106,6 +106,7 @@ class Pending:
     arguments: list[dict[str, Any]]
     results: list[list[Tensor]]
     letters: list[_Letter] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # of the messages that are received
     meetings: list[tuple[_Rendezvous, int]] = field(default_factory=list)
 
     @property
@@ -144,7 +145,9 @@ class Crossing:
     """Traffic between ranks of one program and those of another: messages, and collectives of both."""
 
     def __init__(self) -> None:
-        self._letters: dict[Any, deque[_Letter]] = defaultdict(deque)
+        self._letters: dict[Any, list[_Letter]] = defaultdict(list)
+        self._expected: dict[Any, int] = defaultdict(int)
+        self._taken: set[tuple[Any, int]] = set()
         self._meetings: dict[Any, _Rendezvous] = {}
         self._started: dict[Any, int] = defaultdict(int)
         self.moves = 0  # how often something has crossed, or was brought to do so
@@ -156,21 +159,31 @@ class Crossing:
         self._letters[ends_of(program, node)].append(letter)
         return letter
 
-    def arrived(self, program: Program, node: fx.Node, is_taken: bool) -> Tensor | None:
-        """The next message for a rank from the peer of ``node``; None while none was sent."""
-        letters = self._letters[ends_of(program, node)]
-        if not letters:
+    def expect(self, program: Program, node: fx.Node) -> int:
+        """A rank starts to receive; returns the number of the message that it gets, of those between two ranks."""
+        ends = ends_of(program, node)
+        self._expected[ends] += 1
+        return self._expected[ends] - 1
+
+    def arrived(self, program: Program, node: fx.Node, number: int, is_taken: bool) -> Tensor | None:
+        """The message of this number for a rank from the peer of ``node``; None while it was not sent."""
+        ends = ends_of(program, node)
+        letters = self._letters[ends]
+        if len(letters) <= number:
             return None
-        letter = letters[0]
+        letter = letters[number]
         if channel_of(letter.node) != channel_of(node):
             comes = channel_of(letter.node)
             raise LockstepError(f"{node} receives {channel_of(node)}, but what comes is {comes}", node)
-        self.moves += is_taken
-        return letters.popleft().operand if is_taken else letter.operand
+        if is_taken:
+            self.moves += 1
+            self._taken.add((ends, number))
+        return letter.operand
 
     def check_received(self) -> None:
         """Raise ``LockstepError`` for a message that nobody has received."""
-        left = [letter for letters in self._letters.values() for letter in letters]
+        sent = [(ends, k, letter) for ends, letters in self._letters.items() for k, letter in enumerate(letters)]
+        left = [letter for ends, k, letter in sent if (ends, k) not in self._taken]
         if left:
             raise LockstepError(f"nobody receives what {left[0].node} sends ({channel_of(left[0].node)})", left[0].node)
 
@@ -254,6 +267,7 @@ class _Lockstep:
             if kind_of(node) is Kind.SEND:
                 pending.letters.append(self.crossing.send(program, node, given["x"]))
             else:
+                pending.numbers.append(self.crossing.expect(program, node))
                 poison(into)
         self.pending.append(pending)
         return results
@@ -299,7 +313,7 @@ class _Lockstep:
     def _is_there(self, pending: Pending) -> bool:
         """Whether ranks of other programs have come as far as this needs."""
         if kind_of(pending.node) is Kind.RECV:
-            ends = zip(self.programs, pending.nodes, strict=True)
+            ends = zip(self.programs, pending.nodes, pending.numbers, strict=True)
             return all(self.crossing.arrived(*end, is_taken=False) is not None for end in ends)
         return all(len(meeting.brought) == meeting.size for meeting, _ in pending.meetings)
 
@@ -308,9 +322,9 @@ class _Lockstep:
             if not same_bits(letter.operand, letter.sent):
                 raise LockstepError(f"the operand of {letter.node} is overwritten before it is waited for", letter.node)
             letter.operand = letter.sent  # from here on the sender may write to it
-        for program, node, into in zip(self.programs, pending.nodes, pending.results, strict=True):
+        for rank, (program, node, into) in enumerate(zip(self.programs, pending.nodes, pending.results, strict=True)):
             if kind_of(node) is Kind.RECV:
-                received = self.crossing.arrived(program, node, is_taken=True)
+                received = self.crossing.arrived(program, node, pending.numbers[rank], is_taken=True)
                 assert received is not None, "it has arrived"
                 (tensor,) = into
                 if (received.shape, received.dtype) != (tensor.shape, tensor.dtype):

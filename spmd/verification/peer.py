@@ -21,8 +21,9 @@ from ..compiled import Compiled
 from ..override import transform
 from ..placements import local_shape
 from ..ranks.simulated import Simulated, standing_for
-from .compared_stages import RankPrograms, Values, after_each, by_name, transforms
+from .compared_stages import RankPrograms, after_each, transforms
 from .rank import Held, SimulatedRank
+from .values import Values, by_name
 from .wholes import part_of
 
 
@@ -85,7 +86,7 @@ class Peer:
             if name in compiled.guards.carried.names:
                 _check_replicated(each)
             elif name not in self._state and _is_own(each, theirs[name]):
-                self._state[name] = self._first_value(each, theirs[name])
+                self._state[name] = self._first_value(each, _like_others(name, theirs))
         if id(compiled) not in self._programs:
             state = [self._state[each.name] for each in compiled.captured.program.inputs if each.role.is_state]
             mesh = mesh_of(compiled.captured.program.mesh, self._coordinates)
@@ -152,6 +153,13 @@ def _is_own(declared: Input, value: Any) -> bool:
     if declared.role is Role.HYPER_PARAMETER:
         return isinstance(value, Tensor)
     return declared.role.is_state or declared.role in (Role.BATCH, Role.ARGUMENT)
+
+
+def _like_others(name: str, theirs: Values) -> Any:
+    """The first rank's value; where it keeps no part of it, that of state of the same kind, which begins equally."""
+    kind = name.partition("[")[0]
+    same = [theirs[name], *(value for other, value in theirs.items() if other.partition("[")[0] == kind)]
+    return next((each for each in same if not isinstance(each, Tensor) or each.numel()), same[0])
 
 
 def _check_replicated(declared: Input) -> None:

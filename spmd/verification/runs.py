@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from passes import Program, Role
+from passes import OutputKind, Program, Role
 from passes.ir.micro_batches import ascend, new_accumulators, runs_of
 
+from .bundle_lockstep import BundleRank, BundleRun
 from .lockstep import Watch, run_in_lockstep
+from .values import by_name
 
 
 def run_programs(
@@ -24,6 +27,8 @@ def run_programs(
     Accumulators are made among ``inputs``. ``watch`` sees the value that a node has in all micro-batches together; of a
     program that is split in two it sees nothing.
     """
+    if programs[0].stages is not None:
+        return _run_stages(programs, inputs, watch)
     micro = programs[0].micro_batches
     if micro is None:
         return run_in_lockstep(programs, inputs, watch)
@@ -36,7 +41,7 @@ def run_programs(
     rows: list[list[dict[str, Any]]] = [[] for _ in programs]
     for k in range(micro.count):
         now = [each[k] for each in runs]
-        taken = [micro.of_run(program, given, k) for program, given in zip(programs, inputs, strict=True)]
+        taken = [micro.of_run(program.inputs, given, k) for program, given in zip(programs, inputs, strict=True)]
         returned = run_in_lockstep(now, taken, seen)
         for program, of_rank, outputs, before in zip(now, inputs, returned, rows, strict=True):
             _keep_accumulators(program, programs[0], of_rank, outputs)
@@ -48,6 +53,43 @@ def run_programs(
         seen.show(watch)
     ends = zip(programs, returned, rows, strict=True)
     return [tuple(micro.join(program.outputs, outputs, before[:-1])) for program, outputs, before in ends]
+
+
+def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]], watch: Watch | None) -> list[tuple[Any, ...]]:
+    """Run the stages of all ranks together; returns what the whole programs would."""
+    ranks, given = [], []
+    for program, values in zip(programs, inputs, strict=True):
+        named = by_name(program, values)
+        named |= {program.inputs[k].name: zeros for k, zeros in new_accumulators(program).items()}
+        written = {each.name for each in program.outputs if each.kind is OutputKind.UPDATE}
+        state = {name: value for name, value in named.items() if name in written}
+        coordinate = next(axis.coordinate for axis in program.mesh.axes if axis.name == program.stages.axis)
+        ranks.append(BundleRank(program.stages, coordinate, state))
+        given.append({name: value for name, value in named.items() if name not in written})
+    seen: dict[tuple[str, tuple[int, ...]], _Seen] = {}
+    stages = BundleRun(ranks)
+
+    def watch_of(role: str, numbers: Sequence[int]) -> Watch:
+        return seen.setdefault((role, tuple(numbers)), _Seen())
+
+    results = stages.call("step", given, None if watch is None else watch_of)
+    for (_, numbers), of_program in seen.items():
+        assert watch is not None
+        of_program.show(partial(_on_all_ranks, watch, programs, numbers))
+    found = [rank.state | returned for rank, returned in zip(ranks, results, strict=True)]
+    return [
+        tuple(None if out.role is Role.ACCUMULATOR else values[out.name] for out in program.outputs)
+        for program, values in zip(programs, found, strict=True)
+    ]
+
+
+def _on_all_ranks(
+    watch: Watch, programs: Sequence[Program], numbers: Sequence[int], nodes: Sequence[fx.Node], values: Sequence[Any]
+) -> None:
+    """Show what some ranks computed as if those of the other stages had it, too. ``numbers``: of these ranks."""
+    places = [tuple(axis.coordinate for axis in each.mesh.axes if axis.name != each.stages.axis) for each in programs]
+    at = {places[number]: k for k, number in enumerate(numbers)}
+    watch([nodes[at[place]] for place in places], [values[at[place]] for place in places])
 
 
 def _keep_accumulators(program: Program, whole: Program, given: Sequence[Any], outputs: Sequence[Any]) -> None:

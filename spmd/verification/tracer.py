@@ -25,8 +25,9 @@ from passes.runtime.random import draw
 
 from .._torch import DisableAutocast, OpOverload
 from ..ranks.differences import Difference, difference
-from .compared_stages import Stage, Values, kept, run_stage
+from .compared_stages import Stage, kept, run_stage
 from .lockstep import LockstepError
+from .values import Values
 from .wholes import UnequalReplicasError, put_together
 
 aten = torch.ops.aten

@@ -19,13 +19,14 @@ from ..call.rng import random_state_kept
 from ..call.state import Arguments, hyper_parameters_of, slots_of
 from ..deferral.pending import calling, finish_pending
 from ..ranks.differences import Difference, difference, rounding_of
-from .compared_stages import Values, by_name, kept, stages_of
+from .compared_stages import kept, stages_of
 from .copies import Copy, Subject, has_single_precision
 from .lockstep import LockstepError
 from .peer import Peer
 from .rank import SimulatedRank
 from .runs import run_programs
 from .tracer import Guilty, Tracer
+from .values import Values, by_name
 from .verdict import Verdict
 from .wholes import UnequalReplicasError, put_together
 from .world import AnyMesh, check_mesh, simulated_world

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Shard
 from passes import Mesh
 from passes.ir.program import Placements
 
-from ..placements import Interleaved, Mirrored, chunk, mirrored_pieces
+from ..placements import Interleaved, Mirrored, extent, mirrored_pieces
 from ..ranks.differences import Difference, difference
 
 
@@ -34,7 +34,7 @@ def part_of(whole: Tensor, placement: Placements, mesh: Mesh) -> Tensor:
                 pieces = runs.unflatten(entry.dim + 1, (2 * axis.size, -1)).unbind(entry.dim + 1)
                 runs = torch.cat([pieces[k] for k in mirrored_pieces(axis.coordinate, axis.size)], entry.dim + 1)
             else:
-                runs = runs.narrow(entry.dim + 1, *chunk(runs.shape[entry.dim + 1], axis.size, axis.coordinate))
+                runs = runs.narrow(entry.dim + 1, *extent(entry, runs.shape[entry.dim + 1], axis))
             whole = runs.flatten(entry.dim, entry.dim + 1)
     return whole
 

@@ -242,8 +242,8 @@ def test_ranks_along_another_axis_must_pass_equal_tensors(ranks: Ranks) -> None:
 @pytest.mark.parametrize("axes, error, message", [
     ("dp", TypeError, "expected axes to map roles to names of mesh axes"),
     ({"batch": 0}, TypeError, r'expected axes\["batch"\] to be the name of a mesh axis, or several, got 0'),
-    ({"data": "dp"}, ValueError, 'the roles "batch", "shard", "tensor", "sequence", "experts", got \'data\''),
-    ({"batch": "dp", "stages": "tp"}, ValueError, 'the role "stages" is not there yet'),
+    ({"data": "dp"}, ValueError, 'the roles "batch", "shard", "tensor", "sequence", "experts", "stages", got \'data\''),
+    ({"batch": "dp", "stages": "tp"}, ValueError, 'expected micro_batches of 2 or more'),
     ({"batch": "pp"}, ValueError, r"axes names 'pp', but the axes of the mesh are \['dp', 'tp'\]"),
     ({"batch": ("dp", "dp")}, ValueError, r"axes\[\"batch\"\] names the axis 'dp' twice"),
     ({"tensor": "tp"}, ValueError, 'the role "shard", over which "fully_shard" splits'),

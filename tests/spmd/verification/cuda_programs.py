@@ -18,10 +18,11 @@ from passes.memory.recomputable import Recomputable
 from passes.schedule.streams import StreamProgram, assign_streams
 from spmd.call.rng import random_state_kept
 from spmd.ranks.simulated import Simulated, standing_for
-from spmd.verification.compared_stages import Values, by_name, inputs_for, kept
+from spmd.verification.compared_stages import inputs_for, kept
 from spmd.verification.copies import Subject
 from spmd.verification.peer import mesh_of
 from spmd.verification.rank import SimulatedRank
+from spmd.verification.values import Values, by_name
 from spmd.verification.wholes import part_of
 from spmd.verification.world import simulated_world
 from tests.harness.on_cuda import OnCuda

@@ -19,11 +19,12 @@ from passes import Pass, Program
 from spmd.call.rng import random_state_kept
 from spmd.options import Options
 from spmd.ranks.differences import rounding_of
-from spmd.verification.compared_stages import RankPrograms, Values, after_each, by_name, kept, stages_of
+from spmd.verification.compared_stages import RankPrograms, after_each, kept, stages_of
 from spmd.verification.copies import Subject
 from spmd.verification.peer import Peer
 from spmd.verification.rank import SimulatedRank
 from spmd.verification.tracer import Guilty, Tracer
+from spmd.verification.values import Values, by_name
 from spmd.verification.verifier import PlainStep
 from spmd.verification.world import simulated_world
 

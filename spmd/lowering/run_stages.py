@@ -1,0 +1,87 @@
+"""Run the stage of a pipeline that belongs to this rank: its programs, in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from passes import OutputKind, Program
+from passes.ir.bundle import Bundle
+from passes.ir.micro_batches import new_accumulators
+
+from ..state.commit import Commit
+from .arenas import Arenas
+from .codegen import Compiles
+from .lower import Executable, executable_of, lower
+from .run_bundle import BundleExecutable
+
+
+def lower_step(
+    program: Program, arenas: Arenas, regions: Compiles | None = None, cuda_graphs: bool = False
+) -> Executable:
+    """Make the program of a step run, or its stages in its place."""
+    if program.stages is None:
+        return lower(program, arenas, regions=regions, cuda_graphs=cuda_graphs)
+    commit = Commit()
+    return executable_of(program, StageRuns.of(program, arenas, commit, regions), commit)
+
+
+@dataclass
+class StageRuns:
+    """The programs of one stage, lowered, which take the inputs of the whole program and return its outputs.
+
+    ``accumulators``: by name, from the first call on.
+    """
+
+    whole: Program
+    arenas: Arenas
+    executable: BundleExecutable
+    accumulators: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, arenas: Arenas, commit: Commit, regions: Compiles | None) -> StageRuns:
+        """Those of the rank that ``program`` is for."""
+        bundle: Bundle = program.stages
+        coordinate = next(each.coordinate for each in program.mesh.axes if each.name == bundle.axis)
+        return cls(program, arenas, BundleExecutable(bundle, coordinate, arenas, commit, regions))
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Run a call; None stands for the updates, which the programs write in place."""
+        bundle, micro = self.executable.bundle, self.executable.bundle.micro_batches
+        assert micro is not None, "a pipeline runs micro-batches"
+        self.accumulators = self.accumulators or self._new_accumulators()
+        for memory in self.accumulators.values():
+            memory.zero_()
+        values = dict(zip((each.name for each in self.whole.inputs), inputs, strict=True)) | self.accumulators
+        runs, last = Counter[str](), ""
+
+        def given(role: str) -> list[Any]:
+            nonlocal last
+            last = role
+            declared = [each for each in bundle.programs[role].inputs if each.name in values]
+            runs[role] += 1
+            return micro.of_run(declared, [values[each.name] for each in declared], runs[role] - 1)
+
+        try:
+            returned = iter(self.executable.run("step", given))
+        except BaseException as error:
+            self.executable.in_flight.clear()
+            error.add_note(f"in {last}, on micro-batch {runs[last] - 1} of {micro.count}")
+            raise
+        return [None if each.kind is OutputKind.UPDATE else next(returned) for each in self.whole.outputs]
+
+    def _new_accumulators(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for role in self.executable.order("step"):
+            program = self.executable.bundle.programs[role]
+            for k, zeros in new_accumulators(program).items():
+                found.setdefault(program.inputs[k].name, zeros)
+        return found
+
+    def close(self) -> None:
+        """Drop what is in flight, all references to state, and the generated code."""
+        self.executable.close()
+        self.accumulators.clear()

@@ -1,0 +1,297 @@
+"""The stages that compute each node of a share: what crosses stages, and where state lives, follow from them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import OutputKind, PartitionError, Phase, Program, Role
+from passes.analysis.reachability import ancestors, descendants
+from passes.ir.collectives import is_collective, is_wait
+
+from ..micro_batches.lines import described
+
+Stages = frozenset[int]
+
+
+class Part(StrEnum):
+    """The programs of a stage: the first two run for each micro-batch, the last one once, behind all of them."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where each node is computed.
+
+    ``parts``: of the nodes that run for each micro-batch; those of ``grown`` add to accumulators. A node in ``free``
+    follows from arguments alone, one in ``fixed`` from nothing that micro-batches differ in: each is computed wherever
+    it is read, and neither has ``stages``. ``update``: the stages of the nodes that run once. ``homes``: the stages
+    that keep each state tensor, by name.
+    """
+
+    count: int
+    parts: Mapping[fx.Node, Part]
+    grown: Mapping[fx.Node, fx.Node]  # to the placeholder of the accumulator
+    free: set[fx.Node]
+    fixed: set[fx.Node]
+    stages: Mapping[fx.Node, int]
+    update: Mapping[fx.Node, Stages]
+    homes: Mapping[str, Stages]
+
+
+def place_nodes(program: Program, stage_of: Callable[[fx.Node], int], count: int) -> Placed:
+    """Place the nodes of a share of one micro-batch. ``stage_of``: the stage of a node of forward.
+
+    Raises ``PartitionError`` for what no order of stages computes.
+    """
+    return _Placing(program, stage_of, count).placed()
+
+
+@dataclass
+class _Placing:
+    program: Program
+    stage_of: Callable[[fx.Node], int]
+    count: int
+    stages: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.program
+        self.nodes = [node for node in program.graph.nodes if node.op != "output"]
+        self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+        pairs = list(zip(program.output_values(), program.outputs, strict=True))
+        by_name = {each.name: node for node, each in self.inputs.items()}
+        self.grown = {v: by_name[o.name] for v, o in pairs if o.role is Role.ACCUMULATOR}
+        self.outputs = [(v, o) for v, o in pairs if o.role is not Role.ACCUMULATOR and isinstance(v, fx.Node)]
+        self.written = {o.name for _, o in self.outputs if o.kind is OutputKind.UPDATE}
+        micro = program.micro_batches
+        assert micro is not None, "a pipeline runs micro-batches"
+        split = {n for n, d in self.inputs.items() if d.name in micro.split or d.role in (Role.RUN, Role.ACCUMULATOR)}
+        state = {n for n, d in self.inputs.items() if d.role.is_state and not self._is_everywhere(n)}
+        varying, of_state = descendants(self.nodes, split), descendants(self.nodes, state)
+        self.fixed = set(self.nodes) - varying
+        self.free = set(self.nodes) - of_state - set(self.grown)
+        self.run_each = ancestors(self.grown)
+
+    def _is_everywhere(self, node: fx.Node) -> bool:
+        """Whether all stages have an input: arguments, numbers, and buffers that the step does not write."""
+        declared = self.inputs[node]
+        return not declared.role.is_state or (declared.role is Role.BUFFER and declared.name not in self.written)
+
+    def placed(self) -> Placed:
+        """Forward in its order, backward towards earlier stages, and the update where state is."""
+        parts = self._parts()
+        own = [node for node in self.nodes if node in parts and node not in self.fixed | self.free]
+        self._place_forward([node for node in own if parts[node] is Part.FORWARD])
+        self._params = self._read_at()
+        self._available = self._where_read([node for node in own if parts[node] is Part.FORWARD])
+        backward = [node for node in own if parts[node] is Part.BACKWARD]
+        self._place_backward(backward)
+        self._move_down(backward)
+        homes = self._homes()
+        update = self._place_update(homes)
+        return Placed(self.count, parts, self.grown, self.free, self.fixed, self.stages, update, homes)
+
+    def _parts(self) -> dict[fx.Node, Part]:
+        nodes = [node for node in self.nodes if node in self.run_each and node.op != "placeholder"]
+        late = descendants(nodes, {node for node in nodes if node.meta.get("phase") is Phase.BACKWARD})
+        late |= {node for node in nodes if node.meta.get("recompute_of")}
+        return {node: Part.BACKWARD if node in late else Part.FORWARD for node in nodes}
+
+    # Forward and backward
+
+    def _place_forward(self, nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            least = [self.stages[each] for each in node.all_input_nodes if each in self.stages]
+            if node.target is operator.getitem or is_wait(node):
+                self.stages[node] = least[0]
+            else:
+                self.stages[node] = max([self.stage_of(node), *least])
+
+    def _read_at(self) -> dict[fx.Node, set[int]]:
+        """The stages of forward that read each input, through what is fixed or free."""
+        found: dict[fx.Node, set[int]] = {}
+        for node in reversed(self.nodes):
+            here = {self.stages[node]} if node in self.stages else found.get(node, set())
+            for each in node.all_input_nodes:
+                if each not in self.stages:
+                    found.setdefault(each, set()).update(here)
+        return found
+
+    def _where_read(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, set[int]]:
+        """The stages that have each value of forward: its own, and those that read it in forward."""
+        found = {node: {self.stages[node]} for node in nodes}
+        for node in nodes:
+            for each in node.all_input_nodes:
+                if each in found:
+                    found[each].add(self.stages[node])
+        return found
+
+    def _place_backward(self, nodes: Sequence[fx.Node]) -> None:
+        """Each at the last stage that has what it reads of forward, and not behind that of a gradient it reads."""
+        for node in nodes:
+            gradients = [self.stages[n] for n in node.all_input_nodes if n in self.stages and n not in self._available]
+            last = min(gradients, default=self.count - 1)
+            if node.target is operator.getitem or is_wait(node):
+                self.stages[node] = last
+                continue
+            home = self._home_of_gradient(node)
+            possible = set(range(last + 1)) if home is None else {min(home, last)}
+            for each in node.all_input_nodes:
+                possible &= self._stages_with(each) or possible
+            if not possible:
+                possible = {max(self.stages[each] for each in node.all_input_nodes if each in self._available)}
+            self.stages[node] = max(possible)
+            if self.stages[node] > last:
+                raise PartitionError(
+                    f"{described(node)} reads a gradient of stage {last} and a value of stage {self.stages[node]}, "
+                    "which comes later: a pipeline computes gradients from the last stage to the first"
+                )
+            for each in node.all_input_nodes:
+                if each in self._available:
+                    self._available[each].add(self.stages[node])
+
+    def _home_of_gradient(self, node: fx.Node) -> int | None:
+        """The stage of the parameter whose gradient a node adds up."""
+        name, followed = None, node
+        while node in self.grown and name is None:  # reductions over ranks may come before the whole gradient
+            name = followed.meta.get("grad_of")
+            readers = [user for user in followed.users if user.op != "output"]
+            if len(readers) != 1:
+                break
+            followed = readers[0]
+        found = [n for n, declared in self.inputs.items() if declared.name == name and self._params.get(n)]
+        return min(self._params[found[0]]) if found else None
+
+    def _stages_with(self, node: fx.Node) -> set[int]:
+        """The stages that have a value that backward reads; empty for one that any stage can have."""
+        if node in self._available:
+            return self._available[node]
+        if node in self.stages or node not in self.fixed or node in self.free:
+            return set()
+        homes = [self._params[each] for each in ancestors([node]) if each in self._params and self._is_kept(each)]
+        return set[int].intersection(*homes) if homes else set()
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" and not self._is_everywhere(node)
+
+    def _move_down(self, nodes: Sequence[fx.Node]) -> None:
+        """Move what reads gradients alone to the stage of its readers, where that sends no more than before."""
+        moved = True
+        while moved:
+            moved = False
+            for node in reversed(nodes):
+                reads = [each for each in node.all_input_nodes if each in self.stages]
+                readers = [self.stages[each] for each in node.users if each in self.stages]
+                rest = [each for each in node.all_input_nodes if each not in self.free and each not in reads]
+                lower = max(readers, default=self.count)
+                fixed = is_collective(node) or is_wait(node) or node.target is operator.getitem or bool(rest)
+                if fixed or lower >= self.stages[node] or any(each in self._available for each in reads):
+                    continue
+                sent = sum(_bytes(each) for each in reads if lower not in self._readers(each, node))
+                if sent <= _bytes(node) and all(isinstance(each.meta.get("val"), torch.Tensor) for each in reads):
+                    self.stages[node], moved = lower, True
+
+    def _readers(self, node: fx.Node, but: fx.Node) -> set[int]:
+        return {self.stages[each] for each in node.users if each in self.stages and each is not but}
+
+    # The update
+
+    def _homes(self) -> dict[str, Stages]:
+        """State lives where forward and backward read it; what belongs to a parameter, with that."""
+        every, read = frozenset(range(self.count)), self._read_at()
+        found: dict[str, Stages] = {}
+        state = [(node, declared) for node, declared in self.inputs.items() if declared.role.is_state]
+        for node, declared in state:
+            if not declared.shape or self._is_everywhere(node) or declared.role is Role.SCALER:
+                found[declared.name] = every
+            elif declared.of is None or declared.role is Role.BUFFER:
+                found[declared.name] = frozenset(read.get(node) or {0})
+        for _, declared in state:
+            found.setdefault(declared.name, found.get(declared.of or "", frozenset({0})))
+        return found
+
+    def _place_update(self, homes: Mapping[str, Stages]) -> dict[fx.Node, Stages]:
+        """What several stages can compute is computed where it is read; what joins stages, on the one with most of it.
+
+        ``grown`` nodes, which are complete then, are where they add up.
+        """
+        every = frozenset(range(self.count))
+        needed = _until([value for value, _ in self.outputs], self.grown)
+        possible: dict[fx.Node, Stages] = {}
+        own: dict[fx.Node, Stages] = {}  # state, and its new values, which are computed where it is kept
+        for node in self.nodes:
+            if node not in needed:
+                continue
+            if node in self.grown:
+                possible[node] = frozenset({self.stages[node]})
+            elif node.op == "placeholder":
+                possible[node] = homes.get(self.inputs[node].name, every)
+                if self._is_kept(node) and self.inputs[node].shape:
+                    own[node] = possible[node]
+            else:
+                self._check_known(node)
+                of_own = [own[each] for each in node.all_input_nodes if each in own and _shape(each) == _shape(node)]
+                both = every.intersection(*(possible[each] for each in node.all_input_nodes))
+                possible[node] = both or frozenset({_with_most(node, possible)})
+                if of_own:
+                    possible[node] = own[node] = of_own[0]
+                self._check_state(node, possible)
+        wanted: dict[fx.Node, set[int]] = {}
+        for value, output in self.outputs:
+            of_state = homes.get(output.name if output.kind is OutputKind.UPDATE else output.of or "", every)
+            wanted.setdefault(value, set()).update(of_state if output.shape else every)
+        update: dict[fx.Node, Stages] = {}
+        for node in reversed(self.nodes):
+            if node in needed:
+                update[node] = (possible[node] & wanted.get(node, set())) or frozenset({min(possible[node])})
+                if node not in self.grown:
+                    for each in node.all_input_nodes:
+                        wanted.setdefault(each, set()).update(update[node])
+        return update
+
+    def _check_state(self, node: fx.Node, possible: Mapping[fx.Node, Stages]) -> None:
+        """Raise ``PartitionError`` where a node reads state of several stages as it lies."""
+        state = [each for each in node.all_input_nodes if each.op == "placeholder" and self._is_kept(each)]
+        if any(not possible[node] <= possible[each] for each in state):
+            raise PartitionError(f"{described(node)} reads parameters or state of several stages of a pipeline at once")
+
+    def _check_known(self, node: fx.Node) -> None:
+        if node in self.run_each and node not in self.fixed:
+            raise PartitionError(f"{described(node)} is read behind all micro-batches, of which each has its own")
+
+
+def _until(values: Iterable[fx.Node], ends: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """``values`` and all that they depend on, but for what ``ends`` depend on."""
+    found, pending = set[fx.Node](), list(values)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [] if node in ends else node.all_input_nodes
+    return found
+
+
+def _with_most(node: fx.Node, possible: Mapping[fx.Node, Stages]) -> int:
+    sizes: dict[int, int] = {}
+    for each in node.all_input_nodes:
+        for stage in possible[each]:
+            sizes[stage] = sizes.get(stage, 0) + _bytes(each)
+    return max(sizes, key=lambda stage: (sizes[stage], stage))
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(node.meta.get("val"), "shape", None)
+
+
+def _bytes(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0

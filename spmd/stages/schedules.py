@@ -1,0 +1,84 @@
+"""The orders in which stages run their programs: a schedule, and where what they send is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, get_args
+
+Schedule = Literal["gpipe", "1f1b"]
+SCHEDULES = get_args(Schedule)
+
+Order = list[tuple[str, int]]  # the role of a program, and the micro-batch that it runs
+
+
+def orders(schedule: Schedule, stages: int, count: int, role: Callable[[str, int], str]) -> list[Order]:
+    """For each stage its programs of forward and backward, on ``count`` micro-batches. ``role``: by part and stage.
+
+    "gpipe" (Huang et al. 2019) runs all forwards first. "1f1b" (Narayanan et al. 2019) runs a backward as soon as it
+    can, so that stage s keeps the values of at most ``stages - s`` micro-batches.
+    """
+    found = []
+    for stage in range(stages):
+        forward = [(role("forward", stage), k) for k in range(count)]
+        backward = [(role("backward", stage), k) for k in range(count)]
+        first = count if schedule == "gpipe" else min(stages - 1 - stage, count)
+        pairs = zip(forward[first:], backward, strict=False)
+        steady = [each for pair in pairs for each in pair]
+        found.append([*forward[:first], *steady, *backward[count - first :]])
+    return found
+
+
+def with_ends(
+    found: list[Order], receivers: Mapping[str, Collection[str]], senders: Mapping[str, Collection[str]]
+) -> list[list[str]]:
+    """The roles of each stage in order; a program that waits for what another has sent runs once that has arrived.
+
+    ``receivers``: for each role that sends, those that receive from it; ``senders``: the other way round. A message of
+    a micro-batch arrives once its receiver runs on that. A rank knows that the receiver has run once it has received,
+    by whatever way, what was sent later. Such a wait takes no time, and no rank waits for another one in a circle.
+    """
+    at = {each: (stage, k) for stage, order in enumerate(found) for k, each in enumerate(order)}
+    known = _known(found, at, senders)
+    done = []
+    for stage, order in enumerate(found):
+        open_: list[tuple[str, dict[int, int]]] = []
+        roles: list[str] = []
+        for k, (role, micro_batch) in enumerate(order):
+            roles.append(role)
+            clock = known[stage, k]
+            ended = [each for each in open_ if all(clock.get(other, -1) >= at_ for other, at_ in each[1].items())]
+            roles += [each for each, _ in ended]
+            open_ = [each for each in open_ if each not in ended]
+            if receivers.get(role):
+                arrives = dict(at[each, micro_batch] for each in receivers[role])
+                open_.append((ended_role(role), arrives))
+        done.append([*roles, *(each for each, _ in open_)])
+    return done
+
+
+def _known(
+    found: list[Order], at: Mapping[tuple[str, int], tuple[int, int]], senders: Mapping[str, Collection[str]]
+) -> dict[tuple[int, int], dict[int, int]]:
+    """After each program, by stage and position, how far its rank knows each stage to be."""
+    known: dict[tuple[int, int], dict[int, int]] = {}
+    waiting = [(stage, k) for k in range(max(map(len, found))) for stage in range(len(found)) if k < len(found[stage])]
+    while waiting:
+        left = []
+        for stage, k in waiting:
+            role, micro_batch = found[stage][k]
+            before = [(stage, k - 1)] * (k > 0) + [at[each, micro_batch] for each in senders.get(role, ())]
+            if all(each in known for each in before):
+                known[stage, k] = {}
+                for clock in (known[each] for each in before):
+                    known[stage, k] |= {other: n for other, n in clock.items() if n > known[stage, k].get(other, -1)}
+                known[stage, k][stage] = k
+            else:
+                left.append((stage, k))
+        assert len(left) < len(waiting), f"{found} wait for each other"
+        waiting = left
+    return known
+
+
+def ended_role(role: str) -> str:
+    """The role of the program that waits for what another one has sent."""
+    return f"{role}.sent"

@@ -1,0 +1,54 @@
+"""Divide a share whose nodes are placed into the programs of a bundle, by stage and purpose.
+
+A value that another stage reads is sent there, to each stage once. What backward reads of forward on one stage waits in
+a channel of that rank, a value for each micro-batch in flight. Views are taken again where they are read.
+"""
+
+from __future__ import annotations
+
+from passes import Program
+from passes.ir.bundle import Bundle
+from passes.ir.check_bundle import check_bundle
+
+from .bodies import Body, Levels, MicroBody, UpdateBody
+from .place_nodes import Part, Placed
+from .schedules import Schedule, ended_role, orders, with_ends
+from .write_programs import write_body, write_ending
+
+
+def split_program(program: Program, placed: Placed, axis: int, schedule: Schedule) -> Bundle:
+    """The bundle of all stages over the mesh axis number ``axis``."""
+    levels = Levels.of(program, placed)
+    bodies: dict[tuple[int, str], Body] = {}
+    for stage in range(placed.count):
+        micro = [MicroBody(program, placed, stage, bodies, part) for part in (Part.FORWARD, Part.BACKWARD)]
+        once = [UpdateBody(program, placed, stage, bodies, levels, k) for k in range(levels.depth + 1)]
+        bodies |= {(stage, each.name): each for each in [*micro, *once]}
+    names = [levels.name(k) for k in range(levels.depth, -1, -1)]
+    for name in (*names, Part.BACKWARD, Part.FORWARD):  # those that hand on or send come behind those that take
+        for stage in range(placed.count):
+            bodies[stage, name].collect()
+    programs, receivers, senders = dict[str, Program](), dict[str, list[str]](), dict[str, list[str]]()
+    for body in bodies.values():
+        if body.is_empty:
+            continue
+        programs[body.role] = write_body(body, axis)
+        if isinstance(body, MicroBody) and body.sent:
+            programs[ended_role(body.role)] = write_ending(body, axis)
+            receivers[body.role] = [role_of(body.name, k) for k in sorted({other for _, other in body.sent})]
+        senders[body.role] = [role_of(body.name, other) for other in sorted(set(body.received.values()))]
+    micro_batches = program.micro_batches
+    assert micro_batches is not None, "a pipeline runs micro-batches"
+    found = orders(schedule, placed.count, micro_batches.count, role_of)
+    whole = with_ends([[each for each in order if each[0] in programs] for order in found], receivers, senders)
+    ends = [[role_of(name, stage) for name in reversed(names)] for stage in range(placed.count)]
+    calls = [[*order, *(role for role in end if role in programs)] for order, end in zip(whole, ends, strict=True)]
+    over = program.mesh.axes[axis].name
+    bundle = Bundle.of(program.name, programs, {"step": calls}, over, micro_batches=micro_batches)
+    check_bundle(bundle)
+    return bundle
+
+
+def role_of(name: str, stage: int) -> str:
+    """``forward.0``."""
+    return f"{name}.{stage}"

@@ -1,0 +1,141 @@
+"""Partition a program over an axis of stages: the share of one micro-batch, as all other axes have it, is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Replicate
+
+from passes import AxisRole, Input, Output, OutputKind, PartitionError, Phase, PlacementError, Program
+from passes.ir.program import Placements
+
+from ..micro_batches.time_axis import partition_in_time
+from ..partitioner.plan import Plan
+from ..placements import OnStage
+from .place_nodes import Placed, place_nodes
+from .schedules import Schedule
+from .split_program import split_program
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a model is divided. ``starts``: the module that begins each stage but the first, in order."""
+
+    starts: tuple[str, ...]
+    schedule: Schedule
+
+
+def partition_in_stages(
+    program: Program,
+    plan: Callable[[Program], Plan],
+    pipeline: Pipeline,
+    count: int,
+    dtype: torch.dtype | None = None,
+    rows: Mapping[str, int] | None = None,
+) -> Program:
+    """One rank's share of ``program``, with the bundle of all stages that run it in ``count`` micro-batches.
+
+    ``plan``: makes the plan of a program whose state is whole on all stages; ``rows``, ``dtype``: as for
+    ``partition_in_time``. Raises ``PartitionError`` for what stages cannot run, with the op and the user's line.
+    """
+    (axis,) = program.mesh.axes_with(AxisRole.STAGES)
+    _check_place(program, axis)
+    # Ranks of a stage are not at the same program at a time: what one wrote for others to read in memory that they
+    # share, its next program would write over before all have read it. So they send messages.
+    mesh = replace(program.mesh, axes=tuple(replace(each, shared=False) for each in program.mesh.axes))
+    whole = replace(program, mesh=mesh, inputs=[_everywhere(each, axis) for each in program.inputs])
+    local = partition_in_time(whole, plan(whole), count, dtype, rows)
+    _check(local)
+    count_of_stages = program.mesh.axes[axis].size
+    if len(pipeline.starts) != count_of_stages - 1:
+        raise PartitionError(
+            f"expected stages to name the first module of each of {count_of_stages} stages but the first, got "
+            f"{list(pipeline.starts)}"
+        )
+    placed = place_nodes(local, _stages_by_module(local, pipeline.starts), count_of_stages)
+    _check_homes(program, placed, axis)
+    inputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.inputs]
+    outputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.outputs]
+    local = replace(local, inputs=inputs, outputs=outputs)
+    return replace(local, stages=split_program(local, placed, axis, pipeline.schedule))
+
+
+def _check_place(program: Program, axis: int) -> None:
+    """Raise ``PartitionError`` for what stages have not been run on."""
+    if program.mesh.axes[axis].backend == "nccl":
+        raise PartitionError("a pipeline sends messages by gloo so far, and these ranks communicate by NCCL")
+    if program.mesh.axes[axis].size < 2:
+        raise PartitionError(f"expected two or more ranks along {program.mesh.axes[axis].name}, which has the stages")
+
+
+def _everywhere(declared: Input, axis: int) -> Input:
+    """An input whose stage is not decided yet."""
+    entries = [Replicate() if k == axis and isinstance(p, OnStage) else p for k, p in enumerate(declared.placement)]
+    return replace(declared, placement=tuple(entries))
+
+
+def _at_home(declared: Input | Output, placement: Placements, placed: Placed, axis: int) -> Placements:
+    is_new = isinstance(declared, Output) and declared.kind is OutputKind.NEW
+    home = placed.homes.get((declared.of if is_new else declared.name) or "")
+    if home is None or len(home) == placed.count or not declared.shape:
+        return placement
+    return (*placement[:axis], OnStage(home), *placement[axis + 1 :])
+
+
+def _check(local: Program) -> None:
+    """Raise ``PartitionError`` for runs that differ from each other."""
+    micro = local.micro_batches
+    assert micro is not None, "the share of a micro-batch"
+    if micro.accumulating is not None or micro.count < 2:
+        raise PartitionError(
+            "a pipeline takes micro-batches of equal numbers of rows, and two or more of them: pass a batch whose rows "
+            "micro_batches divides, or drop the last batch"
+        )
+    if micro.joined:
+        raise PartitionError(
+            f"{next(iter(micro.joined))} has rows of the batch, which stages do not return yet: return sums or means "
+            "of it"
+        )
+
+
+def _check_homes(program: Program, placed: Placed, axis: int) -> None:
+    """Raise ``PlacementError`` where state is on other stages already."""
+    for declared in program.inputs:
+        has = declared.placement[axis] if declared.placement else Replicate()
+        home = placed.homes.get(declared.name)
+        if isinstance(has, OnStage) and home is not None and set(has.stages) != home:
+            raise PlacementError(
+                f"{declared.name} is kept on stages {list(has.stages)}, by an earlier step, but this one needs it on "
+                f"{sorted(home)}: give both steps the same stages"
+            )
+
+
+def _stages_by_module(program: Program, starts: Sequence[str]) -> Callable[[fx.Node], int]:
+    """The stage of a node of forward, by that of its module: the last one that had begun when that first ran.
+
+    Raises ``PartitionError`` for modules that do not run, or not in this order.
+    """
+    found: dict[str, int] = {}
+    for node in program.graph.nodes:
+        module = node.meta.get("module") or ""
+        if node.meta.get("phase") is Phase.FORWARD and module not in found:
+            stage = max(found.values(), default=0)
+            if stage < len(starts) and _is_within(module, starts[stage]):
+                stage += 1
+            found[module] = stage
+    reached = max(found.values(), default=0)
+    if reached < len(starts):
+        raise PartitionError(
+            f"expected stages to name modules in the order in which they run, but {starts[reached]!r} does not run "
+            f"behind those before it; what runs is {', '.join(filter(None, found))}"
+        )
+    return lambda node: found.get(node.meta.get("module") or "", 0)
+
+
+def _is_within(module: str, start: str) -> bool:
+    """Whether a module is ``start`` or lies in it; ``start`` may leave out the name of the argument."""
+    behind = module.partition(".")[2]
+    return any(f"{path}.".startswith(f"{start}.") for path in (module, behind))

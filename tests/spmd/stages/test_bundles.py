@@ -1,0 +1,214 @@
+"""The bundles of pipelines: what each stage has, what is refused, and mutants that the proof or ``verify`` catches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import passes
+import spmd
+from passes import OutputKind, PartitionError, Pass, PassError, Program, Role
+from passes.ir.bundle import Bundle
+from passes.ir.check_bundle import check_bundle
+from spmd.stages.schedules import ended_role, orders, with_ends
+from tests.harness.fake import fake_world
+
+TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4, "stages": ["2"]}
+
+
+def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def arguments(dropout: float = 0.0) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Dropout(dropout), nn.Linear(4, 2)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), *(torch.randn(8, n).double() for n in (3, 2))
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO))
+        compiled(*arguments())
+        assert compiled.program is not None
+        found: Bundle = compiled.program.stages
+    return found
+
+
+def test_a_stage_has_only_its_own_state(bundle: Bundle) -> None:
+    for stage, layers in enumerate(({"0"}, {"2", "4"})):
+        programs = [program for role, program in bundle.programs.items() if f".{stage}" in role]
+        names = {each.name for program in programs for each in program.inputs if each.role is Role.PARAMETER}
+        assert {name.split(".")[1] for name in names} == layers
+
+
+def test_1f1b_keeps_at_most_as_many_micro_batches_as_stages() -> None:
+    for stage, order in enumerate(orders("1f1b", 4, 16, lambda part, stage: f"{part}.{stage}")):
+        level = most = 0
+        for role, _ in order:
+            level += 1 if role.startswith("forward") else -1
+            most = max(most, level)
+        assert most == 4 - stage and level == 0
+
+
+def test_a_send_ends_once_it_is_known_to_have_arrived(bundle: Bundle) -> None:
+    order = bundle.order("step", 0)
+    assert order.count(ended_role("forward.0")) == 4
+    assert order.index(ended_role("forward.0")) < len(order) - 6, "the first is not kept until the end"
+    alone = with_ends([[("forward.0", 0)], [("forward.1", 0)]], {"forward.0": ["forward.1"]}, {})
+    assert alone == [["forward.0", "forward.0.sent"], ["forward.1"]]
+
+
+# Mutants
+
+
+def test_the_proof_finds_orders_that_would_never_end(bundle: Bundle) -> None:
+    check_bundle(bundle)
+    first, second = bundle.calls["step"]
+    early = [role for role in first if role != "forward.0"]
+    for mutant in (
+        (("backward.0", *(role for k, role in enumerate(first) if k != first.index("backward.0"))), second),
+        (tuple(early[:1] + ["forward.0"] * 4 + early[1:]), second),
+        (first[:-1], second),
+        (first, tuple(role for role in second if role != ended_role("backward.1"))),
+    ):
+        with pytest.raises(PassError):
+            check_bundle(bundle.with_orders({"step": mutant}))
+
+
+def nothing(program: Program) -> bool:
+    """No edit."""
+    return False
+
+
+def dropped_accumulator(program: Program) -> bool:
+    """A gradient of one micro-batch in the place of the sum."""
+    if "backward.0" not in program.name:
+        return False
+    values, outputs = list(program.output_values()), program.outputs
+    k = next(k for k, each in enumerate(outputs) if each.role is Role.ACCUMULATOR)
+    values[k] = values[k].args[1]
+    program.set_outputs(values, outputs)
+    return True
+
+
+def lost_norm(program: Program) -> bool:
+    """A stage whose gradients are left out of the norm."""
+    if "exchange.0.0" not in program.name:
+        return False
+    cat = next(iter(program.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)))
+    with program.graph.inserting_before(cat):
+        zeros = program.graph.call_function(torch.ops.aten.zeros_like.default, (cat.args[0][0],))
+    cat.args = ([zeros, *cat.args[0][1:]],)
+    return True
+
+
+def lost_update(program: Program) -> bool:
+    """A stage that does not update one of its parameters."""
+    if "update.1" not in program.name:
+        return False
+    values, outputs = list(program.output_values()), program.outputs
+    k = next(k for k, each in enumerate(outputs) if each.kind is OutputKind.UPDATE)
+    inputs = {each.name: node for each, node in zip(program.inputs, program.placeholders, strict=True)}
+    values[k] = inputs[outputs[k].name]
+    program.set_outputs(values, outputs)
+    return True
+
+
+@dataclass(frozen=True)
+class Edit(Pass):
+    """Edits some programs of a pipeline."""
+
+    edit: Callable[[Program], bool]
+
+    def rewrite(self, program: Program) -> int:
+        """Return whether it did."""
+        return int(self.edit(program))
+
+
+def verified(edit: Callable[[Program], bool] | None, *mesh: tuple[str, int], dropout: float = 0.0, **mode: Any) -> Any:
+    sizes = dict(mesh)
+    pipeline = None if edit is None else (Edit(edit), passes.DeadCode())
+    compiled = spmd.compile(step, parallel_mode=spmd.DataParallel(**TWO | mode), passes=pipeline)
+    world = torch.Size(sizes.values()).numel()
+    return spmd.verify(compiled, *arguments(dropout), world=world, mesh=sizes, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("edit", [nothing, dropped_accumulator, lost_norm, lost_update])
+def test_verify_finds_mutants(edit: Callable[[Program], bool]) -> None:
+    verdict = verified(edit, ("pp", 2))
+    assert bool(verdict) == (edit is nothing) and verdict.stage == ("" if edit is nothing else "Edit")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_stages_and_rows(style: str) -> None:
+    mode = {"axes": {"batch": "dp", "stages": "pp"}, "parallel_style": style, "micro_batches": 2}
+    assert verified(None, ("pp", 2), ("dp", 2), **mode)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_draws_follow_the_rows() -> None:
+    assert verified(None, ("pp", 2), dropout=0.3)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": ["2"]}, 'give an axis the role "stages"'),
+        ({"axes": {"stages": "pp"}, "stages": ["2"]}, "micro_batches of 2 or more"),
+        (TWO | {"schedule": "zigzag"}, 'schedule to be one of "gpipe", "1f1b"'),
+        (TWO | {"axes": {"stages": ("pp", "qq")}}, 'one axis with the role "stages"'),
+        (TWO | {"offload_policy": spmd.OffloadPolicy()}, "no offload_policy with stages"),
+    ],
+)
+def test_options_that_exclude_stages(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spmd.DataParallel(**options)
+    with pytest.raises(TypeError, match="name the first module of each stage"):
+        spmd.DataParallel(**TWO | {"stages": "2"})
+    with pytest.raises(ValueError, match="no gm_transformation with stages"):
+        spmd.compile(step, lambda gm: gm, parallel_mode=spmd.DataParallel(**TWO))
+
+
+def returns_rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    return model(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "stages", "rows", "message"),
+    [
+        (step, ["5"], 8, "'5' does not run behind those before it"),
+        (step, ["2", "4"], 8, "each of 2 stages but the first"),
+        (step, ["2"], 1, "two or more of them"),
+        (returns_rows, ["2"], 8, "rows"),
+    ],
+)
+def test_steps_that_stages_cannot_run(function: Any, stages: list[str], rows: int, message: str) -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        compiled = spmd.compile(function, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO | {"stages": stages}))
+        model, optimizer, x, y = arguments()
+        with pytest.raises(PartitionError, match=message):
+            compiled(model, optimizer, x[:rows], y[:rows])
