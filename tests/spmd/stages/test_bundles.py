@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ import spmd
 from passes import OutputKind, PartitionError, Pass, PassError, Program, Role, SpmdError
 from passes.ir.bundle import Bundle
 from passes.ir.check_bundle import check_bundle
+from spmd.placements import OnStage
 from spmd.stages.schedules import ended_role, orders, with_ends
 from tests.harness.fake import fake_world
 
@@ -54,6 +57,11 @@ def test_a_stage_has_only_its_own_state(bundle: Bundle) -> None:
         programs = [program for role, program in bundle.programs.items() if f".{stage}" in role]
         names = {each.name for program in programs for each in program.inputs if each.role is Role.PARAMETER}
         assert {name.split(".")[1] for name in names} == layers
+
+
+def test_where_state_is_kept_can_be_copied() -> None:
+    for made in (copy.deepcopy(OnStage([0, 2])), pickle.loads(pickle.dumps(OnStage([0, 2])))):
+        assert made.stages == (0, 2)
 
 
 def test_1f1b_keeps_at_most_as_many_micro_batches_as_stages() -> None:
