@@ -128,6 +128,9 @@ class OnStage(Shard):
     def __hash__(self) -> int:
         return hash(Shard(0))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OnStage, (self.stages,)
+
     def __repr__(self) -> str:
         return f"OnStage({', '.join(map(str, self.stages))})"
 

@@ -89,6 +89,7 @@ from .ranks.simulated import simulated
 from .ranks.standing import StateError
 from .recorder import Recorder
 from .shared_captures import SharedCapture
+from .stages.stage_axis import check_without_stages
 from .state.background_reads import READS
 from .state.distribute import Prepared, check_memory, commit, prepare
 from .state.edits import EditedError, compare_edits, edited_before, whole_state
@@ -471,6 +472,8 @@ class CompiledStep(Generic[P, R]):
 
     def _partition(self, call: Call, captured: Captured, agreement: Agreement) -> tuple[Program, Any, Prepared]:
         """One rank's program, after the transforms of overrides, with the state that they added; and its live state."""
+        if not self._options.mode.has_stages:
+            check_without_stages(captured.program)
         local = self._options.mode.partition(captured.program)
         if Fact.STORAGE in facts_of(self._options.pipeline):
             local = with_storage_facts(local, call.slots, agreement.all_gather_text)

@@ -48,7 +48,7 @@ def partition_in_stages(
     mesh = replace(program.mesh, axes=tuple(replace(each, shared=False) for each in program.mesh.axes))
     whole = replace(program, mesh=mesh, inputs=[_everywhere(each, axis) for each in program.inputs])
     local = partition_in_time(whole, plan(whole), count, dtype, rows)
-    _check(local)
+    _check(local, axis)
     count_of_stages = program.mesh.axes[axis].size
     if len(pipeline.starts) != count_of_stages - 1:
         raise PartitionError(
@@ -61,6 +61,16 @@ def partition_in_stages(
     outputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.outputs]
     local = replace(local, inputs=inputs, outputs=outputs)
     return replace(local, stages=split_program(local, placed, axis, pipeline.schedule))
+
+
+def check_without_stages(program: Program) -> None:
+    """Raise ``PlacementError`` for state that stages keep, in a step that has none."""
+    for declared in program.inputs:
+        if any(isinstance(placement, OnStage) for placement in declared.placement):
+            raise PlacementError(
+                f"{declared.name} is kept on some stages of a pipeline, by an earlier step, but this one has none: "
+                "give both the same stages"
+            )
 
 
 def _check_place(program: Program, axis: int) -> None:
@@ -85,8 +95,14 @@ def _at_home(declared: Input | Output, placement: Placements, placed: Placed, ax
     return (*placement[:axis], OnStage(home), *placement[axis + 1 :])
 
 
-def _check(local: Program) -> None:
-    """Raise ``PartitionError`` for runs that differ from each other."""
+def _check(local: Program, axis: int) -> None:
+    """Raise ``PartitionError`` for runs that differ from each other, and for state that is split over stages."""
+    for declared in local.inputs:
+        if declared.placement and declared.placement[axis].is_shard():
+            raise PartitionError(
+                f"{declared.name} is split over {local.mesh.axes[axis].name}, which has the stages: leave that axis "
+                "out of its placement, and give all steps of a model the same axes"
+            )
     micro = local.micro_batches
     assert micro is not None, "the share of a micro-batch"
     if micro.accumulating is not None or micro.count < 2:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +16,10 @@ from torch.nn import functional as F
 
 import passes
 import spmd
-from passes import OutputKind, PartitionError, Pass, PassError, Program, Role
+from passes import OutputKind, PartitionError, Pass, PassError, Program, Role, SpmdError
 from passes.ir.bundle import Bundle
 from passes.ir.check_bundle import check_bundle
+from spmd.placements import OnStage
 from spmd.stages.schedules import ended_role, orders, with_ends
 from tests.harness.fake import fake_world
 
@@ -54,6 +57,11 @@ def test_a_stage_has_only_its_own_state(bundle: Bundle) -> None:
         programs = [program for role, program in bundle.programs.items() if f".{stage}" in role]
         names = {each.name for program in programs for each in program.inputs if each.role is Role.PARAMETER}
         assert {name.split(".")[1] for name in names} == layers
+
+
+def test_where_state_is_kept_can_be_copied() -> None:
+    for made in (copy.deepcopy(OnStage([0, 2])), pickle.loads(pickle.dumps(OnStage([0, 2])))):
+        assert made.stages == (0, 2)
 
 
 def test_1f1b_keeps_at_most_as_many_micro_batches_as_stages() -> None:
@@ -190,6 +198,22 @@ def test_options_that_exclude_stages(options: dict[str, Any], message: str) -> N
         spmd.DataParallel(**TWO | {"stages": "2"})
     with pytest.raises(ValueError, match="no gm_transformation with stages"):
         spmd.compile(step, lambda gm: gm, parallel_mode=spmd.DataParallel(**TWO))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"axes": {"batch": "pp"}, "parallel_style": "fully_shard"}, TWO, "is split over pp, which has the stages"),
+        (TWO, {"axes": {"batch": "pp"}}, "kept on some stages of a pipeline, by an earlier step"),
+    ],
+)
+def test_steps_that_keep_state_in_other_ways(first: dict[str, Any], second: dict[str, Any], message: str) -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        given = arguments()
+        spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **first))(*given)
+        with pytest.raises(SpmdError, match=message):
+            spmd.compile(step, parallel_mode=spmd.DataParallel(mesh=mesh, **second))(*given)
 
 
 def returns_rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
