@@ -48,12 +48,12 @@ class Placed:
     homes: Mapping[str, Stages]
 
 
-def place_nodes(program: Program, stage_of: Callable[[fx.Node], int], count: int) -> Placed:
+def place_nodes(program: Program, stage_of: Callable[[fx.Node], int], count: int, kept: Mapping[str, Stages]) -> Placed:
     """Place the nodes of a share of one micro-batch. ``stage_of``: the stage of a node of forward.
 
-    Raises ``PartitionError`` for what no order of stages computes.
+    ``kept``: the stages that keep state already, by name. Raises ``PartitionError`` for what no order of stages computes.
     """
-    return _Placing(program, stage_of, count).placed()
+    return _Placing(program, stage_of, count, kept).placed()
 
 
 @dataclass
@@ -61,6 +61,7 @@ class _Placing:
     program: Program
     stage_of: Callable[[fx.Node], int]
     count: int
+    kept: Mapping[str, Stages]
     stages: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -206,15 +207,24 @@ class _Placing:
     # The update
 
     def _homes(self) -> dict[str, Stages]:
-        """State lives where forward and backward read it; what belongs to a parameter, with that."""
+        """State lives where forward and backward read it; what belongs to a parameter, with that.
+
+        State that has a home stays there if this step reads it nowhere else. A step that trains nothing divides none.
+        """
         every, read = frozenset(range(self.count)), self._read_at()
         found: dict[str, Stages] = {}
         state = [(node, declared) for node, declared in self.inputs.items() if declared.role.is_state]
+        trains = any(declared.role is Role.PARAMETER and declared.name in self.written for _, declared in state)
         for node, declared in state:
             if not declared.shape or self._is_everywhere(node) or declared.role is Role.SCALER:
                 found[declared.name] = every
             elif declared.of is None or declared.role is Role.BUFFER:
-                found[declared.name] = frozenset(read.get(node) or {0})
+                needed, kept = frozenset(read.get(node) or ()), self.kept.get(declared.name)
+                found[declared.name] = needed or frozenset({0})
+                if kept is not None and needed <= kept:
+                    found[declared.name] = kept
+                elif kept is None and not trains:
+                    found[declared.name] = every
         for _, declared in state:
             found.setdefault(declared.name, found.get(declared.of or "", frozenset({0})))
         return found

@@ -55,7 +55,7 @@ def partition_in_stages(
             f"expected stages to name the first module of each of {count_of_stages} stages but the first, got "
             f"{list(pipeline.starts)}"
         )
-    placed = place_nodes(local, _stages_by_module(local, pipeline.starts), count_of_stages)
+    placed = place_nodes(local, _stages_by_module(local, pipeline.starts), count_of_stages, _kept(program, axis))
     _check_homes(program, placed, axis)
     inputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.inputs]
     outputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.outputs]
@@ -85,6 +85,12 @@ def _everywhere(declared: Input, axis: int) -> Input:
     """An input whose stage is not decided yet."""
     entries = [Replicate() if k == axis and isinstance(p, OnStage) else p for k, p in enumerate(declared.placement)]
     return replace(declared, placement=tuple(entries))
+
+
+def _kept(program: Program, axis: int) -> dict[str, frozenset[int]]:
+    """The stages that keep state already, by name."""
+    found = {each.name: each.placement[axis] for each in program.inputs if each.placement}
+    return {name: frozenset(p.stages) for name, p in found.items() if isinstance(p, OnStage)}
 
 
 def _at_home(declared: Input | Output, placement: Placements, placed: Placed, axis: int) -> Placements:
