@@ -89,8 +89,12 @@ class Redistribution:
 
     def run(self, node: fx.Node, source: Placements, target: Placements) -> fx.Node:
         """The value of ``node``, which has placement ``source``, in placement ``target``."""
+        before = node.meta["val"].dtype
         for current, index, goal in steps(source, target, self.mesh):
             node = self._to(goal, node, current, index)
+        if before is torch.bool and node.meta["val"].dtype is not before:  # own rows are put back as sums of integers
+            node = self.emit(aten._to_copy.default, (node,), dtype=before)
+            self.mark(node, (self.shape, target))
         return node
 
     def _to(self, goal: Placement, node: fx.Node, current: Placements, index: int) -> fx.Node:

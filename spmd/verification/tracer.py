@@ -24,6 +24,7 @@ from passes.ir.schemas import schema
 from passes.runtime.random import draw
 
 from .._torch import DisableAutocast, OpOverload
+from ..placements import OwnRows
 from ..ranks.differences import Difference, difference
 from .compared_stages import Stage, kept, run_stage
 from .lockstep import LockstepError
@@ -104,7 +105,8 @@ class Tracer:
         name = nodes[0].meta.get("captured")
         source = nodes[0].args[0] if nodes[0].args else None
         is_drawn = nodes[0].target is draw or (isinstance(source, fx.Node) and source.target is draw)
-        if name is None or not is_drawn or "placement" not in nodes[0].meta:
+        placement = nodes[0].meta.get("placement")
+        if name is None or not is_drawn or placement is None or any(_is_unknown(entry) for entry in placement):
             return
         self._drawn[name] = self._together(nodes, values)
         self._check_shards_differ(nodes, values)
@@ -248,8 +250,8 @@ def _is_uninitialized(node: fx.Node) -> bool:
 
 
 def _is_unknown(entry: Any) -> bool:
-    """Whether parts under this placement cannot be put together by a sum."""
-    return isinstance(entry, Partial) and entry.reduce_op != "sum"
+    """Whether parts under this placement cannot be put together: data says whose rows are whose, or it is no sum."""
+    return isinstance(entry, OwnRows) or (isinstance(entry, Partial) and entry.reduce_op != "sum")
 
 
 def _changed_bits(before: Sequence[Values], after: Sequence[Values]) -> tuple[str, Difference] | None:

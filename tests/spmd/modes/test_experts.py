@@ -88,17 +88,18 @@ def test_a_checkpoint_goes_on_at_another_size(ranks: Ranks, tmp_path: Any) -> No
 
 
 class Odd(Mixture):
-    """Rows behind the last end, which no product reads and others do; experts counted from the last; sums over rows."""
+    """Rows behind the last end, read by others than products; experts counted from the last; masks; sums over rows."""
 
     def by_ends(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts, order = chosen.flatten().sort()
         ends, rows = experts.bincount(minlength=EXPERTS).cumsum(0).clamp(max=len(experts) - 5).int(), order // 2
         out = torch.ops.transformers.grouped_mm_fallback(x[rows], self.experts["up"], ends).exp()
         out = torch.ops.transformers.grouped_mm_fallback(out, self.experts["down"], ends) + x[rows]
-        out = out * weights.flatten()[order, None]
+        out = nn.functional.dropout(out, 0.2) * weights.flatten()[order, None]
         with torch.no_grad():
             self.bias += 1e-3 * out[:, 0].float().histc(EXPERTS, -1, 1)
-        return torch.zeros_like(x).index_add(0, rows, out) + out.sum(0) + out.exp().mean()
+        negative = (out[:, 0] < 0)[order.argsort()]
+        return torch.zeros_like(x).index_add(0, rows, out) + out.sum(0) + out.exp().mean() + (~negative).sum()
 
     def by_numbers(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return super().by_numbers(x, chosen.where(chosen < 2, chosen - EXPERTS), weights)
