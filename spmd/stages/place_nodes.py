@@ -51,7 +51,8 @@ class Placed:
 def place_nodes(program: Program, stage_of: Callable[[fx.Node], int], count: int, kept: Mapping[str, Stages]) -> Placed:
     """Place the nodes of a share of one micro-batch. ``stage_of``: the stage of a node of forward.
 
-    ``kept``: the stages that keep state already, by name. Raises ``PartitionError`` for what no order of stages computes.
+    ``kept``: the stages that keep state already, by name. Raises ``PartitionError`` for what no order of stages
+    computes.
     """
     return _Placing(program, stage_of, count, kept).placed()
 
