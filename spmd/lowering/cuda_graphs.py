@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from passes import Program, Role
+from passes.analysis.aliases import storages
 from passes.analysis.out_variants import is_constant
+from passes.ir.effects import mutates, written
 from passes.schedule.node_costs import device_of
 from passes.schedule.streams import TO_DEVICE, TO_HOST, stream_of
 
@@ -47,10 +49,20 @@ def why_not_captured(program: Program) -> str:
         return "an op draws with a kernel of its own, whose seed is a number of the host"
     if any(each.role is Role.RUN for each in program.inputs):
         return "each run of a micro-batch draws by its own number"
+    if _writes_to_arguments(program):
+        return "it writes to an argument of the call"
     if found := [node for node in calls if _is_on_host(node)]:
         source = f" ({line})" if (line := found[0].meta.get("source")) else ""
         return f"{found[0].target} computes on the host{source}: make the optimizer with fused=True or capturable=True"
     return ""
+
+
+def _writes_to_arguments(program: Program) -> bool:
+    """Whether a replay would write to its own copy of an argument, and leave the user's as it was."""
+    found, inputs = storages(program.graph), zip(program.placeholders, program.inputs, strict=True)
+    given = {each for node, x in inputs if x.role in (Role.BATCH, Role.ARGUMENT) for each in found[node]}
+    writes = filter(mutates, program.graph.nodes)
+    return any(not given.isdisjoint(found[to]) for node in writes for to in written(node) or node.all_input_nodes)
 
 
 def _is_on_host(node: fx.Node) -> bool:

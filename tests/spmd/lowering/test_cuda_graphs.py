@@ -118,6 +118,25 @@ def test_micro_batches_are_captured_too(captures: list[Any]) -> None:
     assert all_unequal(plain_run(NARROW, 1, 8), got, 0, 1) == []
 
 
+def test_a_program_that_writes_to_an_argument_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would write to its own copy, and leave the user's as it was."""
+
+    def halved(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        x.mul_(0.5)
+        return y
+
+    monkeypatch.setattr(cuda_graphs, "CudaCapture", OpCapture)
+    monkeypatch.setattr(cuda_graphs, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(cuda_graphs, "_is_on_host", lambda _: False)
+    run, model = spmd.compile(halved, cuda_graphs=True), nn.Linear(6, 6)
+    for _ in range(4):
+        x = torch.ones(4, 6)
+        run(model, x)
+        assert x.eq(0.5).all()
+    assert "runs without CUDA graphs: it writes to an argument of the call" in run.report().notes
+
+
 def test_a_program_on_the_cpu_says_that_it_runs_as_it_is() -> None:
     compiled, _ = compiled_run(0, MLP(), 1, cuda_graphs=True)
     assert "runs without CUDA graphs: it does not run on a GPU" in compiled.report().notes
