@@ -32,7 +32,8 @@ class Axis:
     of each group along this axis are connected, and share memory (``local_peers.py``). ``gathers``: the name of a
     second process group of the same ranks, for what is gathered, so that it need not stand in line behind what is
     reduced; empty if there is none. Where reductions are left in flight, it is for all that is waited for.
-    ``roles``: what the parallel mode uses the axis for, in the order of ``AxisRole``.
+    ``roles``: what the parallel mode uses the axis for, in the order of ``AxisRole``. ``ordered``: sums along it add up
+    what ranks have in one order, to the last bit, so that nothing else may become a summand.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Axis:
     rate: Rate = UNMEASURED
     gathers: str = ""
     roles: tuple[AxisRole, ...] = ()
+    ordered: bool = False
 
 
 @dataclass(frozen=True)

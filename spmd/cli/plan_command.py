@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import traceback
+from contextlib import redirect_stdout
 
 from rich.console import Console
 
@@ -47,9 +49,11 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Plan, print, and return the exit code."""
     options = {name: getattr(arguments, name) for name in ("gpus", "gpu", "per_host", "memory", "rows", "top")}
     try:
-        with simulated_world(1, None, "cpu"):  # the file may make a mesh of its own
+        # The file may make a mesh of its own; and what it prints is no part of the plans.
+        with simulated_world(1, None, "cpu"), redirect_stdout(sys.stderr):
             step, given = load_step(arguments.step, arguments.args)
-        found = plan(step, *given, **options)
+        with redirect_stdout(sys.stderr):
+            found = plan(step, *given, **options)
     except (SpmdError, ValueError, TypeError, FileNotFoundError) as error:
         parser.error(str(error))
     except Exception:  # of the file, or of its step

@@ -8,16 +8,22 @@ each level above is a sum over an axis of two ranks, which has one order.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import torch
+from torch import fx
 from torch.distributed.tensor import Shard
 
-from passes import AxisRole, PartitionError, Program
+from passes import AxisRole, Kind, PartitionError, Program, Role
+from passes.ir.collectives import is_collective, kind_of
 
 from ..partitioner.plan import Plan
 from ..placements import local_shape
+from .lines import described
 from .time_axis import partition_in_time
+
+_SUM = Role.ACCUMULATOR
 
 
 def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: torch.dtype | None = None) -> Program:
@@ -44,4 +50,24 @@ def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: 
                 f'bits="same" cuts the global batch into {virtual} equal parts, but {each.name} has '
                 f"{each.shape[dims[0]]} rows: pass a multiple of {virtual}, or drop the last batch"
             )
-    return partition_in_time(program, plan, count, dtype, as_tree=True)
+    ordered = [replace(axis, ordered=k in over) for k, axis in enumerate(program.mesh.axes)]
+    program = replace(program, mesh=replace(program.mesh, axes=tuple(ordered)))
+    local = partition_in_time(program, plan, count, dtype, as_tree=True)
+    _check_sums(local)
+    return local
+
+
+def _check_sums(program: Program) -> None:
+    """Raise ``PartitionError`` where ranks add up floats that are no sum of a rank's parts."""
+    accumulators = {n for n, each in zip(program.placeholders, program.inputs, strict=True) if each.role is _SUM}
+    sums = set[fx.Node]()
+    for node in program.graph.nodes:
+        read = node.all_input_nodes
+        reduces = is_collective(node) and kind_of(node) in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+        if reduces and node.meta["val"].is_floating_point() and not sums.issuperset(read):
+            raise PartitionError(
+                f"{described(node)} adds up over ranks what is no sum of parts of the batch, which "
+                f'bits="same" does not support: {node.meta["collective"].why}'
+            )
+        if not accumulators.isdisjoint(read) or (read and reduces) or (len(read) == 1 and read[0] in sums):
+            sums.add(node)

@@ -20,7 +20,7 @@ from ..partitioner.plan import Plan
 from ..partitioner.problem import Problem
 from ..placements import chunk, local_shape
 from .accumulate import TIME, accumulate, add_run, follow_the_run, joined_outputs, sums_in_time, without_axis
-from .early_sums import compute_early, early
+from .early_sums import check_exact, compute_early, early
 
 
 def partition_in_time(
@@ -105,6 +105,8 @@ class _Shares:
             follow_the_run(local, self._emitted(k + 1))
         joined = joined_outputs(local)
         ahead = early(local.graph, sums, _values(local, joined))
+        if self.as_tree:
+            check_exact(ahead)
         whole = compute_early(local, self.program, self.plan, self.rows, ahead) if ahead else {}
         sums = sums_in_time(local)
         assert not early(local.graph, sums, _values(local, joined)), "what a run needs of others is computed ahead"

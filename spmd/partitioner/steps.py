@@ -92,7 +92,7 @@ def cost(source: Placement, target: Placement, nbytes: float, axis: Axis, may_be
             return _local_work(part, axis)
         case Replicate(), Partial(reduce_op="sum"):
             # A sum over micro-batches is known after the last of them: it cannot be a summand in each.
-            stays = not may_become_sum or AxisRole.MICRO_BATCHES in axis.roles
+            stays = not may_become_sum or axis.ordered or AxisRole.MICRO_BATCHES in axis.roles
             return math.inf if stays else _local_work(nbytes, axis)
         case (Replicate(), OwnRows()) | (OwnRows(), Partial(reduce_op="sum")):
             return _local_work(part, axis)

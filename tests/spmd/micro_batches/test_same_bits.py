@@ -36,6 +36,24 @@ def train(
     return loss, norm
 
 
+def penalized(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Tensor]:
+    """A term of whole parameters, and gradients that are kept: neither is a sum over rows."""
+    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    loss = loss + 0.01 * sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+    loss.backward()
+    optimizer.step()
+    return (loss,)
+
+
+def weighted(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    weights = 0.1 + (y % 7) / 3
+    each = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").unflatten(0, y.shape)
+    loss = (each * weights).sum() / weights.sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def build(optimizer: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = GPT(CONFIG)
@@ -64,9 +82,9 @@ def digest(model: nn.Module, optimizer: Any, results: list[Any]) -> str:
     return found.hexdigest()
 
 
-def trained(rank: int, world: int, optimizer: str, options: dict[str, Any]) -> str:
+def trained(rank: int, world: int, function: Any, optimizer: str, options: dict[str, Any]) -> str:
     objects = build(optimizer)
-    step, results = spmd.compile(train, parallel_mode=mode(world)), []
+    step, results = spmd.compile(function, parallel_mode=mode(world)), []
     spmd.seed(3)
     try:
         for k in range(STEPS):
@@ -77,10 +95,14 @@ def trained(rank: int, world: int, optimizer: str, options: dict[str, Any]) -> s
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"), [("AdamW", {"drop": 0.3}), ("SGD", {"autocast": True})], ids=["dropout", "autocast"]
+    ("function", "optimizer", "options"),
+    [(train, "AdamW", {"drop": 0.3}), (train, "SGD", {"autocast": True}), (penalized, "SGD", {})],
+    ids=["dropout", "autocast", "penalized"],
 )
-def test_state_has_the_same_bits_on_any_number_of_ranks(ranks: Ranks, optimizer: str, options: dict[str, Any]) -> None:
-    found = [digest for world in (1, 2, 4) for digest in ranks.run(world, trained, optimizer, options)]
+def test_state_has_the_same_bits_on_any_number_of_ranks(
+    ranks: Ranks, function: Any, optimizer: str, options: dict[str, Any]
+) -> None:
+    found = [each for world in (1, 2, 4) for each in ranks.run(world, trained, function, optimizer, options)]
     assert len(found) == 7 and len({*found}) == 1, found
 
 
@@ -123,6 +145,12 @@ def test_what_does_not_divide_is_refused(ranks: Ranks) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             spmd.DataParallel(bits="same", **options)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sum_of_floats_that_parts_need_is_refused() -> None:
+    with pytest.raises(spmd.PartitionError, match="is a sum of floats that each part of the batch needs"):
+        spmd.compile(weighted, parallel_mode=spmd.DataParallel(bits="same"))(*build("SGD"), *rows(0))
 
 
 def test_a_backend_that_chooses_by_time_is_refused() -> None:
