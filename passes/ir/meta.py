@@ -56,6 +56,7 @@ _PAGE = "passes/page"
 _REGIONS = "passes/regions"
 _MICRO_BATCHES = "spmd/micro_batches"
 _STAGES = "spmd/stages"
+_PLANNING = "spmd/planning/kernels.py"
 _MERGE_EQUAL = "passes/cleanup/merge_equal.py"
 
 KEYS: tuple[Key, ...] = (
@@ -83,6 +84,7 @@ KEYS: tuple[Key, ...] = (
             _REPORT,
             _REGIONS,
             _STAGES,
+            _PLANNING,
         ),
         Relation.HELPER,
     ),
@@ -102,6 +104,7 @@ KEYS: tuple[Key, ...] = (
             _REPORT,
             _MICRO_BATCHES,
             _STAGES,
+            _PLANNING,
         ),
         Relation.HELPER,
     ),
@@ -175,6 +178,7 @@ KEYS: tuple[Key, ...] = (
             _PAGE,
             "spmd/verification",
             _MICRO_BATCHES,
+            _PLANNING,
         ),
     ),
     Key(
@@ -245,6 +249,7 @@ KEYS: tuple[Key, ...] = (
             "spmd/compiled.py",
             "spmd/verification",
             _MICRO_BATCHES,
+            _PLANNING,
         ),
         None,
     ),
