@@ -130,7 +130,7 @@ def watch_stages(stopwatch: Stopwatch) -> None:
         stopwatch.watch(f"pass {type(each).__name__}", type(each), "rewrite")
     stopwatch.watch("check after each pass", runner, "check_program")
     stopwatch.watch("passes: the rest", passes, "run")
-    stopwatch.watch("lower", step, "lower")
+    stopwatch.watch("lower", step, "lower_step")
 
 
 def measure(setting: Setting) -> dict[str, Any]:

@@ -21,10 +21,10 @@ _LOCAL = 1e-3
 def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[Placements, int, Placement]]:
     """The steps from ``source`` to ``target``: the placement before each, the axis that it changes, and its new entry.
 
-    Slices first, then sums (those over micro-batches, then those that leave a part, the innermost axis first), then
-    gathers, so that little is communicated. A dim that several axes split is cut by the outermost one first: an axis
-    that would break this order is replicated, and cut in the end. Own rows are taken last, when no other axis moves
-    rows any more, and put back first, as a sum of one summand a rank.
+    Slices first, then sums (those over micro-batches, then those that leave a part, then the others, the nearest ranks
+    first), then gathers, so that little is communicated. A dim that several axes split is cut by the outermost one
+    first: an axis that would break this order is replicated, and cut in the end. Own rows are taken last, when no other
+    axis moves rows any more, and put back first, as a sum of one summand a rank.
     """
     current, goals = _on_many_ranks(source, mesh), _on_many_ranks(target, mesh)
     axes = range(len(current))
@@ -38,8 +38,9 @@ def steps(source: Placements, target: Placements, mesh: Mesh) -> Iterator[tuple[
         goals[index] = Replicate()
     whole = [k for k in axes if isinstance(current[k], Replicate)]
     in_time = mesh.axes_with(AxisRole.MICRO_BATCHES)
-    sums = [k for k in reversed(axes) if isinstance(current[k], Partial)]  # the nearest ranks first
-    sums.sort(key=lambda k: (k not in in_time, not isinstance(goals[k], Shard)))
+    sums = [k for k in axes if isinstance(current[k], Partial)]
+    leave_parts = {k for k in sums if isinstance(goals[k], Shard)}
+    sums.sort(key=lambda k: (k not in in_time, k not in leave_parts, k if k in leave_parts else -k))
     split = [k for k in reversed(axes) if isinstance(current[k], Shard)]
     for index in [*whole, *sums, *split, *axes]:
         goal = goals[index] if _keeps_order(current, goals, index) else Replicate()
