@@ -126,7 +126,7 @@ class Day:
 
 
 def main() -> int:
-    """Run the parts, print their tables, and write the files. Returns 1 if a system of ours failed."""
+    """Run the parts, print their tables, and write the files. Returns 1 if a part, or a system of ours, failed."""
     options = parse(sys.argv[1:])
     day = Day(torch.device("cpu" if options.smoke else "cuda"), options.smoke, time.monotonic() + options.seconds)
     console = Console(record=True, width=140, highlight=False)
@@ -139,7 +139,10 @@ def main() -> int:
                 console.print(f"{part} failed:\n{traceback.format_exc()}", markup=False)
             Path(f"{options.out}.json").write_text(json.dumps(about(day) | day.found, indent=1))
             console.save_html(f"{options.out}.html", clear=False)
-    return int("failed" in json.dumps({part: day.found[part].keys() for part in day.found}, default=list))
+    parts = [each for each in day.found.values() if isinstance(each, dict)]
+    rows = [row for race in day.found.get("steps", {}).values() if isinstance(race, list) for row in race]
+    has_failed = any(row["failed"] for row in rows if row["system"].startswith("spmd"))
+    return int(has_failed or any(each.get("failed") or each.get("code") for each in parts))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -569,28 +569,28 @@ def inductor_graph(module: nn.Module, examples: Sequence[torch.Tensor]) -> fx.Gr
 
 
 def inductor_code(graph: fx.GraphModule, examples: Sequence[torch.Tensor], mode: FakeTensorMode) -> str:
-    """The Python module that Inductor writes for a graph, with its kernels; nothing is compiled. 2.11 to 2.15."""
+    """The Python module that Inductor writes for a graph, with its kernels; nothing is compiled. 2.11 to 2.15.
+
+    The text says how kernels of a GPU are tuned: not by what this rank measures, or another one might sum otherwise.
+    """
+    from torch._inductor import config
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
     lowering = GraphLowering(graph, example_inputs=list(examples), shape_env=mode.shape_env, is_inference=True)
-    with V.set_fake_mode(mode), DebugContext(), V.set_graph_handler(lowering):
+    untuned = config.patch({"triton.autotune_pointwise": False, "max_autotune": False})
+    with untuned, V.set_fake_mode(mode), DebugContext(), V.set_graph_handler(lowering):
         lowering.run(*examples)
         code = lowering.codegen()[0]
     return str(getattr(code, "value", code))
 
 
 def python_module(text: str) -> Any:
-    """The module that Inductor wrote, with its kernels compiled, from its cache on disk. 2.11 to 2.15.
-
-    Kernels are not tuned by what this rank measures, since another one might then sum in another order.
-    """
-    from torch._inductor import config
+    """The module that Inductor wrote, with its kernels compiled, from its cache on disk. 2.11 to 2.15."""
     from torch._inductor.codecache import PyCodeCache
 
-    with config.patch({"triton.autotune_pointwise": False, "max_autotune": False}):
-        return PyCodeCache.load(text)
+    return PyCodeCache.load(text)
 
 
 def cpp_library(text: str) -> Any:

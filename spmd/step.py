@@ -769,7 +769,7 @@ def compile(
       ``"ddp"``; ``"fully_shard"`` or ``"fsdp"``; ``"zero1"``, which is ``"replicate"`` with ``shard_optimizer=True``.
     - ``passes``: the passes to run instead of the mode's own; ``()`` runs none.
     - ``backend``: ``"aten"``; ``"inductor"``, which makes kernels of what lies between matrix products, where they are
-      quicker (CPU); or for regions ``torch.compile``, ``callable(gm, example_inputs) -> callable``.
+      quicker; or for regions ``torch.compile``, ``callable(gm, example_inputs) -> callable``.
     - ``dump``: a folder for the graph of every stage; the environment variable ``SPMD_DUMP`` does the same.
     - ``timeout``: seconds that a rank waits for the others at a call, then all raise; None: as for a collective.
     - ``keep_freed_memory``: let this process keep up to 64 MB that ops free, for the next call (Linux, CPU).

@@ -191,8 +191,12 @@ def test_kernels_that_compute_something_else_are_not_taken(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gated, rotated])
-def test_kernels_compute_what_ops_do_also_of_operands_that_lie_otherwise(make: Callable[[], passes.Program]) -> None:
+@pytest.mark.parametrize(("make", "is_launched"), [(gated, False), (rotated, False), (gated, True)])
+def test_kernels_compute_what_ops_do_also_of_operands_that_lie_otherwise(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], passes.Program], is_launched: bool
+) -> None:
+    """``is_launched``: by the Python that Inductor writes, as on a GPU."""
+    monkeypatch.setattr(CompiledIslands, "_is_launched", lambda self, island: is_launched)
     for island in islands(passes.run(make(), [passes.FormIslands()]).graph).values():
         compiled, writing = CompiledIslands().compiled(island), island.with_outs()
         vals = [node.meta["val"] for node in writing.placeholders]
