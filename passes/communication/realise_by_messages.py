@@ -27,6 +27,7 @@ def write(task: Realisation) -> set[fx.Node]:
     """Put the ops into the graph; returns the nodes to sink to their first readers."""
     if task.kind is Kind.ALL_GATHER:
         return task.finish(_gathered(task))
+    assert task.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER), f"{task.kind} has no form in messages"
     reduced = _reduced(task)
     return {*reduced, *task.finish(reduced[-1])}
 

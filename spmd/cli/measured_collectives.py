@@ -62,6 +62,7 @@ class Operands:
         if kind is Kind.ALL_TO_ALL:
             swap_all, lengths = OUT_VARIANTS[c10d.all_to_all_single.default], [len(self.part)] * ranks
             return lambda: WAIT(swap_all(self.whole, lengths, lengths, group, out=self.other))
+        assert kind is Kind.ALL_REDUCE, f"how to measure {kind} is not written"
         reduce = OUT_VARIANTS[c10d.all_reduce.default]
         return lambda: WAIT(reduce(self.whole, "sum", group, out=self.whole))
 

@@ -14,7 +14,6 @@ from passes import Axis, AxisRole, Input, PartitionError, Program, Role
 from passes.ir.program import MicroBatches, Placements
 from passes.ir.rates import Rate
 
-from ..partitioner.assignment import Assignment
 from ..partitioner.emit_program import emit
 from ..partitioner.plan import Plan
 from ..partitioner.problem import Problem
@@ -90,11 +89,7 @@ class _Shares:
     as_tree: bool = False
 
     def __post_init__(self) -> None:
-        problem = self._problem(0)
-        given = self.plan.assignment or Assignment(problem.axes)
-        if self.plan.solver is not None:
-            given = self.plan.solver.solve(problem, given)
-        self._assignment = problem.complete(given)
+        self._assignment = self._problem(0).solve()
 
     def of(self, k: int, follows: bool = False) -> Program:
         """That of micro-batch ``k``, which accumulates sums over all of them; ``follows``: it is to run for others."""

@@ -31,10 +31,7 @@ def partition(program: Program, plan: Plan, assignment: Assignment | None = None
     program, or if an op's local result has another shape than its placement says.
     """
     problem = Problem.of(program, plan)
-    given = assignment or plan.assignment or Assignment(problem.axes)
-    if plan.solver is not None:
-        given = plan.solver.solve(problem, given)
-    return emit(problem, problem.complete(given))
+    return emit(problem, problem.solve(assignment))
 
 
 def emit(problem: Problem, assignment: Assignment) -> Program:

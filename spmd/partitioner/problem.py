@@ -38,6 +38,13 @@ class Problem(Calls):
         """The placements of its inputs, and more that is decided."""
         return self.context.plan
 
+    def solve(self, given: Assignment | None = None) -> Assignment:
+        """The whole assignment: ``given``, or the plan's; then what the plan's solver decides, and the greedy one."""
+        given = given or self.plan.assignment or Assignment(self.axes)
+        if self.plan.solver is not None:
+            given = self.plan.solver.solve(self, given)
+        return self.complete(given)
+
     def complete(self, given: Assignment) -> Assignment:
         """``given`` with choices of the greedy solver for the rest; a whole one is checked and looked up.
 
