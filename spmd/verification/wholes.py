@@ -56,7 +56,7 @@ def put_together(
         return parts[0]
     summed = any(isinstance(entry, Partial) for entry in placement)
     positions = torch.arange(torch.Size(shape).numel()).view(tuple(shape))
-    whole = torch.zeros(positions.numel(), dtype=parts[0].dtype)
+    whole = torch.zeros(positions.numel(), dtype=parts[0].dtype, device=parts[0].device)
     for rank in owners.values():
         mine = part_of(positions, placement, meshes[rank]).reshape(-1)
         if mine.numel() != parts[rank].numel():

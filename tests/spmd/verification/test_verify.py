@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import passes
 import spmd
+from passes.ir.program import Axis, Mesh
 from spmd.call.rng import random_state_kept
 from spmd.lowering.lower import Executable
 from spmd.verification.compared_stages import kept
@@ -25,6 +26,7 @@ from spmd.verification.peer import Peer
 from spmd.verification.rank import SimulatedRank
 from spmd.verification.verdict import Verdict
 from spmd.verification.verifier import PlainStep, Verification
+from spmd.verification.wholes import put_together
 from spmd.verification.world import simulated_world
 
 
@@ -268,3 +270,12 @@ def test_what_cannot_be_verified_is_refused() -> None:
         model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="meta device"):
         spmd.verify(step, model, given[1], *given[2:])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parts_are_put_together_where_they_are(device: str) -> None:
+    meshes = [Mesh((Axis("dp", 2, "0", coordinate),)) for coordinate in range(2)]
+    parts = [torch.tensor([[1.0], [2.0]], device=device), torch.tensor([[3.0]], device=device)]
+    whole = put_together(parts, (3, 1), (Shard(0),), meshes, 0.0)
+    assert whole.device.type == device
+    assert device == "meta" or whole.tolist() == [[1.0], [2.0], [3.0]]
