@@ -49,6 +49,14 @@ def test_checkpoints_are_measured_beside_dcp(ranks: Ranks, tmp_path: Path) -> No
     assert all(seconds > 0 for seconds, _ in found.values())
 
 
+def test_roles_are_raced_beside_one_rank(tmp_path: Path) -> None:
+    run = programs.run(["-m", "benchmarks.roles", "sequences", "--smoke", "--rounds", "1", "--json", tmp_path / "out"])
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "out").read_text())["sequences"]
+    assert list(found) == ["one rank", "gather"]
+    assert all(len(each["ms"]) == 1 and each["peak"] > 0 for each in found.values())
+
+
 def test_gpu_day_runs_without_a_gpu(tmp_path: Path) -> None:
     own = ["--systems", "eager", "spmd", "spmd, CUDA graphs", "--dtypes", "fp32", "--parts", "steps", "estimates"]
     run = programs.run(["-m", "benchmarks.gpu_day", "--smoke", "--out", tmp_path / "day", *own])

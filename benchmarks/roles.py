@@ -1,0 +1,254 @@
+"""Sequences, experts and stages over two ranks, beside one rank that has the whole batch, in one run.
+
+    python -m benchmarks.roles [sequences experts stages] [--rounds 5] [--json out.json]
+
+All systems of a part live in the same two processes of one core each, and take steps in turn; on one rank the first
+process computes alone. Their losses are those of one rank, or the part fails. A speedup is over one rank, by medians.
+
+sequences    a GPT of 256 x 4, causal, 2 x 2,048 tokens: attention by gathered keys, a ring, heads; without balance
+experts      a Mixtral of 256 x 4 from transformers, 8 experts, top 2, 8 x 128 tokens
+stages       a GPT of 256 x 8, 8 micro-batches of 1 x 128 tokens, 1f1b and gpipe; and torch's Schedule1F1B, same cut
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.optim import AdamW
+
+import spmd
+from examples.gpt import GPT, Config
+
+from .peers.models import train_step
+
+FIRST, RANKS = 3, 2  # steps whose losses are compared
+SEQUENCE: dict[str, Any] = {"axes": {"sequence": "x"}}
+STAGES: dict[str, Any] = {"axes": {"stages": "x"}, "stages": ["blocks.4"], "micro_batches": 8}
+
+Step = Callable[[], float | None]  # one step; returns the loss on ranks that know it
+
+
+def gpt(layers: int, width: int, context: int) -> GPT:
+    """A GPT over bytes."""
+    return GPT(Config(width=width, layers=layers, heads=8, context=context))
+
+
+class Mixtral(nn.Module):
+    """Logits of the model of transformers; its experts are grouped products of sorted rows."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 4, "vocab_size": 256}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": context}
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
+        self.inner = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts)).train()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of each token."""
+        return self.inner(input_ids=x, use_cache=False).logits
+
+
+PARTS: dict[str, tuple[Callable[[int, int], nn.Module], tuple[int, int], dict[str, dict[str, Any]]]] = {
+    "sequences": (partial(gpt, 4), (2, 2048), {
+        "gather": {**SEQUENCE, "attention": "gather"},
+        "ring": {**SEQUENCE, "attention": "ring"},
+        "heads": {**SEQUENCE, "attention": "heads"},
+        "gather, not balanced": {**SEQUENCE, "attention": "gather", "balance": False},
+    }),
+    "experts": (Mixtral, (8, 128), {
+        "experts": {"axes": {"batch": "x", "experts": "x"}},
+        "replicate": {},
+        "fully_shard": {"parallel_style": "fully_shard"},
+    }),
+    "stages": (partial(gpt, 8), (8, 128), {
+        "1f1b": {**STAGES, "schedule": "1f1b"},
+        "gpipe": {**STAGES, "schedule": "gpipe"},
+    }),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run the parts, print their tables, write the figures."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.roles", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=5, help="%(default)s")
+    parser.add_argument("--smoke", action="store_true", help="16 tokens, a width of 32, one mode")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args(sys.argv[1:])
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"there are {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
+    found = {name: measure(name, options) for name in options.parts or PARTS}
+    for name, systems in found.items():
+        table, one = Table(title=name), systems["one rank"]
+        for heading in ("system", "ms/step", "min - max", "speedup", "peak MB of values"):
+            table.add_column(heading, justify="left" if heading == "system" else "right")
+        for system, figures in systems.items():
+            ms, peak = figures["ms"], figures["peak"]
+            table.add_row(
+                system,
+                f"{statistics.median(ms):.0f}",
+                f"{min(ms):.0f} - {max(ms):.0f}",
+                f"{statistics.median(one['ms']) / statistics.median(ms):.2f}",
+                f"{peak / 1e6:.0f}" if peak else "",
+            )
+        Console(highlight=False).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of each system of a part, from two fresh processes."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (part, options.rounds, options.smoke, f"{folder}/store", theirs)
+        ranks = [spawn.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
+        for each in ranks:
+            each.start()
+        theirs.close()
+        try:
+            return ours.recv()  # type: ignore[no-any-return]
+        except EOFError:
+            raise SystemExit(f"{part} failed: see above") from None
+        finally:
+            for each in ranks:
+                each.join()
+
+
+def run_rank(rank: int, part: str, rounds: int, smoke: bool, store: str, answers: Connection) -> None:
+    """The life of one rank: all systems take their first steps, then steps in turn."""
+    torch.set_num_threads(1)
+    timeout = timedelta(minutes=10)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timeout)
+    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("one", "x"))
+    build, (rows, tokens), modes = PARTS[part]
+    width, tokens, most = (32, 16, 1) if smoke else (256, tokens, len(modes))
+    torch.manual_seed(1)
+    x, y = torch.randint(256, (rows, tokens)), torch.randint(256, (rows, tokens))
+    modes = {name: modes[name] for name in [*modes][:most]}
+    systems = steps_of(partial(build, width, tokens), modes, rank, mesh, x, y)
+    found: dict[str, Any] = {}
+    for name, (step, peak) in systems.items():
+        losses = [step() if rank == 0 or name != "one rank" else None for _ in range(FIRST)]
+        if name == "one rank":
+            dist.broadcast_object_list(losses)
+        found[name] = {"losses": losses, "ms": [], "peak": peak()}
+        expected = found["one rank"]["losses"]
+        if None not in losses and any(abs(a / b - 1) > 1e-3 for a, b in zip(losses, expected, strict=True)):
+            raise AssertionError(f"{name} has losses {losses}, one rank {expected}")
+    for _ in range(rounds):
+        for name, (step, _) in systems.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            if rank == 0 or name != "one rank":
+                step()
+            dist.barrier()
+            found[name]["ms"].append(1000 * (time.perf_counter() - begin))
+    if rank == 0:
+        answers.send(found)
+    answers.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def steps_of(
+    build: Callable[[], nn.Module], modes: dict[str, dict[str, Any]], rank: int, mesh: DeviceMesh, x: Tensor, y: Tensor
+) -> dict[str, tuple[Step, Callable[[], int]]]:
+    """A step of each system, and what tells the peak of its values."""
+    has_stages = "1f1b" in modes
+    alone = {"micro_batches": 8} if has_stages else {}
+    found = {"one rank": ours(build, x, y, mesh["one"], alone)}
+    for name, options in modes.items():
+        splits = not {"sequence", "stages"} & options.get("axes", {}).keys()
+        mine = [each.chunk(RANKS)[rank] if splits else each for each in (x, y)]
+        found[name] = ours(build, *mine, mesh["x"], options)
+    if has_stages:
+        torch.manual_seed(0)
+        found["torch, Schedule1F1B"] = schedule_1f1b(build(), rank, x, y), lambda: 0
+    return found
+
+
+def ours(
+    build: Callable[[], nn.Module], x: Tensor, y: Tensor, mesh: DeviceMesh, options: dict[str, Any]
+) -> tuple[Step, Callable[[], int]]:
+    """A compiled step under a mode."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = AdamW(model.parameters(), fused=True)
+    step = spmd.compile(train_step, parallel_mode=spmd.DataParallel(mesh=mesh, **options))
+
+    def peak() -> int:
+        if step.program is None:
+            return 0
+        roles = step.report().memory["cpu"]
+        kept = sum(roles.roles[each] for each in ("parameters", "optimizer state"))
+        return roles.peak - kept
+
+    return lambda: float(step(model, optimizer, x, y)), peak
+
+
+def schedule_1f1b(model: Any, rank: int, x: Tensor, y: Tensor) -> Step:
+    """The same cut by hand, by torch's own pipeline; the optimizer outside, as it has it."""
+
+    def first(tokens: Tensor) -> Tensor:
+        hidden = model.bytes(tokens) + model.positions(torch.arange(tokens.shape[1]))
+        for block in model.blocks[:4]:
+            hidden = block(hidden)
+        return hidden
+
+    def second(hidden: Tensor) -> Tensor:
+        for block in model.blocks[4:]:
+            hidden = block(hidden)
+        return model.head(model.norm(hidden))  # type: ignore[no-any-return]
+
+    part = _Part(first, [model.bytes, model.positions, *model.blocks[:4]]) if rank == 0 else None
+    part = part or _Part(second, [*model.blocks[4:], model.norm, model.head])
+    stage = PipelineStage(part, rank, RANKS, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 8, loss_fn=lambda out, goal: F.cross_entropy(out.flatten(0, 1), goal.flatten()))
+    optimizer = AdamW(part.parameters(), fused=True)
+
+    def step() -> float | None:
+        losses: list[Tensor] = []
+        schedule.step(x) if rank == 0 else schedule.step(target=y, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None if rank == 0 else torch.stack(losses).mean().item()
+
+    return step
+
+
+class _Part(nn.Module):
+    def __init__(self, run: Callable[[Tensor], Tensor], modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.run, self.modules_of = run, nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+if __name__ == "__main__":
+    main()
