@@ -56,7 +56,7 @@ def capture_call(
         found = CapturedCall(shared.capture.at(call, name), shared.guards.reads)
     else:
         found = _Tracing(function, call, name, options.overrides, dispatch, live).trace()
-        dispatch.note_fixed(live, found.captured)
+        dispatch.numbers.note_fixed(live, found.captured)
         if found.captured.returns_loss and agreement.is_first_rank:
             warn_user(_RETURNS_LOSS.format(dispatch.name))
         if len(set(agreement.all_gather_text(str(found.any_size is not None)))) > 1:

@@ -11,8 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import Any
 
 from passes import Program, RankMismatchError
@@ -32,12 +31,12 @@ from .capture.sizes.size_symbols import TracedSizes
 from .compiled import Compiled, Restore
 from .deferral import pending
 from .guards.guards import Live
-from .guards.leaves import Leaves, can_be_live, is_text
+from .guards.leaves import Leaves
 from .guards.recompiles import reason_to_compile
 from .interpreter.source_lines import warn_user
+from .live_numbers import LiveNumbers
 from .options import Options
 from .python_state.effects.carried import Carried
-from .python_state.reads import ReadSite
 from .ranks.connection import Connection
 from .ranks.consensus import (
     COMPILE,
@@ -102,11 +101,7 @@ class Dispatch:
         self.last: Compiled | None = None
         self._used: dict[str, None] = {}  # the names of programs, that of the one last run at the end
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
-        self._live: set[str] = set()  # names of numbers that are read at each call, if the step can be traced so
-        self._changed: set[str] = set()  # those among them, and texts, that have changed
-        self._fixed: set[str] = set()  # those that the step cannot be traced with
-        self._depended: dict[str, Any] = {}  # on which value of a number a program depends, by name
-        self._warned: set[str] = set()
+        self.numbers = LiveNumbers(name)
         self._changes: dict[int, str] = {}  # the reason that each program was compiled for, by its id
         self.idle = Idle()  # parameters that the step was found not to update
         self.rows_of_results = RowsOfResults()
@@ -282,48 +277,23 @@ class Dispatch:
 
     def carried(self, call: Call) -> Carried:
         """The Python state that the programs so far write, of the models of a call: what may be inputs of the next."""
-        alive = [compiled.captured for compiled in self._own(call)]
-        found = reduce(or_, [captured.all_carried() for captured in alive], Carried())
-        numbers = tuple(number for number in found.numbers if number.name not in self._live)
-        return replace(found, numbers=numbers, leaves=(), unread=())
+        return self.numbers.carried(compiled.captured for compiled in self._own(call))
 
     def find_capture(self, call: Call, all_gather_text: AllGatherText) -> tuple[SharedCapture | None, Carried]:
         """The capture that serves a call, if there is one on all ranks, and the numbers that a new one takes as inputs.
 
         These are the Python numbers that have changed since the step was compiled, on any rank: the next program reads
-        them at each call. A number stays live in later programs.
+        them at each call.
         """
-        if not self.compiled:  # a float may be on a schedule, most ints are sizes
-            floats = (leaf for leaf in call.given.leaves if type(leaf.value) is float)
-            self._live = {leaf.name for leaf in floats if can_be_live(leaf.value, leaf.value)}
-            return None, Carried(leaves=tuple(sorted(self._live)))
-        leaves: dict[str, bool] = {}
-        sites: dict[str, tuple[ReadSite, bool]] = {}
-        for each in self._own(call):
-            guarded = each.guards.leaves
-            found = guarded.changed_numbers(call.given) | guarded.changed_texts(call.given)
-            for name, changed in found.items():
-                leaves[name] = leaves.get(name, False) or changed
-            known = [(site, False) for site in each.captured.carried.numbers if site.name in self._live]
-            for site, changed in [*known, *each.guards.reads.changed_numbers()]:
-                sites[site.name] = site, changed or (site.name in sites and sites[site.name][1])
-        changed_here = [name for name, changed in leaves.items() if changed]
-        changed_here += [name for name, (_, changed) in sites.items() if changed]
-        own = json.dumps([self.shared.number_for(call), changed_here])
+        if not self.compiled:
+            return None, self.numbers.of_first(call)
+        sites, changed = self.numbers.changes(call, self._own(call))
+        own = json.dumps([self.shared.number_for(call), changed])
         gathered = [json.loads(text) for text in all_gather_text(own)]
         numbers = {number for number, _ in gathered}
         if len(numbers) == 1 and numbers != {NONE}:
             return self.shared.of_number(*numbers), Carried()
-        self._changed.update(*(changed for _, changed in gathered))
-        self._live |= self._changed
-        self._live -= self._fixed
-        names = {leaf.name for leaf in call.given.leaves if can_be_live(leaf.value, leaf.value)}
-        texts = {leaf.name for leaf in call.given.leaves if is_text(leaf.value)}
-        return None, Carried(
-            numbers=tuple(site for name, (site, _) in sites.items() if name in self._live),
-            leaves=tuple(sorted(self._live & names)),
-            unread=tuple(sorted(self._live & texts)),
-        )
+        return None, self.numbers.of_next(call, sites, [name for _, names in gathered for name in names])
 
     def why_not_cached(self, call: Call, shared: SharedCapture | None) -> str:
         """Why no entry of the cache can serve a call: what an earlier call of this process had decides, too."""
@@ -356,29 +326,6 @@ class Dispatch:
         given = reader.read(*call.given.given)
         given = replace(given, leaves=[tensors.get(leaf.name, leaf) for leaf in given.leaves])
         call.read_again(with_found(self._function, given))
-
-    def note_fixed(self, live: Carried, captured: Captured) -> None:
-        """Warn of numbers that should be live, or are state, but whose value the program depends on.
-
-        Of state there is a warning once a second program depends on another value. Where the step cannot be traced
-        with them at all, they stay constants from now on.
-        """
-        names = {*live.leaves, *(site.name for site in live.numbers)}
-        failed = set() if captured.live else names
-        self._live -= failed
-        failed, names = failed & self._changed, names & self._changed
-        self._fixed.update(set(live.unread) - set(captured.carried.unread))
-        again = {name for name, value in captured.fixed.items() if self._depended.get(name, value) != value}
-        self._depended |= captured.fixed
-        found = (failed | again | (names & captured.fixed.keys())) - self._fixed
-        self._fixed |= failed
-        for name in sorted(found - self._warned):
-            warn_user(
-                f"{self.name} compiles a program for each value of {name}, which has changed: the step needs its "
-                "value, for a size, text (print the number itself), or since it cannot be traced "
-                "with a number that is not known. If it changes often, pass a 0-dim tensor, or keep it out of the step"
-            )
-        self._warned |= found
 
     def _own(self, call: Call) -> list[Compiled]:
         """The programs of the models of a call."""

@@ -444,7 +444,7 @@ class CompiledStep(Generic[P, R]):
                 return None
         check_memory(captured.program, call, captured.carried, captured.constants)
         agreement.check_captured(text_of(captured, call, warm.number))
-        self._dispatch.note_fixed(lookup.live, captured)
+        self._dispatch.numbers.note_fixed(lookup.live, captured)
         for name, flags in warm.flags.items():
             vars(call.given.optimizers[name]).update(flags)
         state = prepare(call, local.inputs)

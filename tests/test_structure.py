@@ -59,6 +59,7 @@ ORDER = {
         options compiled shared_captures unsharded initialized mesh_picture profile recorder
         cache/
         checkpoints/
+        live_numbers
         dispatch
         capture_call
         step
