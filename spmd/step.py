@@ -723,9 +723,12 @@ class Decorate(Protocol):
 
 @overload
 def compile(
-    module_override: Callable[P, R],
+    function: Callable[P, R],
+    /,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     parallel_mode: ParallelMode | ModeName | None = None,
+    *,
+    module_override: Sequence[Override] | None = None,
     **options: Unpack[CompileOptions],
 ) -> CompiledStep[P, R]: ...
 
@@ -740,10 +743,12 @@ def compile(
 
 
 def compile(
-    module_override: Any = None,
+    given: Any = None,
+    /,
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     parallel_mode: ParallelMode | ModeName | None = None,
     *,
+    module_override: Sequence[Override] | None = None,
     passes: Sequence[Pass] | None = None,
     backend: Backend = "aten",
     dump: str | Path | None = None,
@@ -763,6 +768,7 @@ def compile(
     (``spmd.compile(step, parallel_mode=...)``). The compiled step computes what the plain step computes on one device
     that holds the whole batch.
 
+    - ``given``: the function, or ``module_override`` by position.
     - ``module_override``: a list of ``Override``.
     - ``gm_transformation``: called with the final graph of every program, once; returns the graph to run.
     - ``parallel_mode``: where tensors live; None means ``DataParallel("replicate")``. By name: ``"replicate"`` or
@@ -787,9 +793,11 @@ def compile(
     Raises ``TypeError`` or ``ValueError`` for other arguments. Calls raise ``CaptureError``, ``PlacementError``,
     ``PartitionError``, ``PassError``, ``MemoryBudgetError`` or ``RankMismatchError``, and leave state as it was.
     """
-    bare = callable(module_override) and not isinstance(module_override, (nn.Module, type, Override))
+    bare = callable(given) and not isinstance(given, (nn.Module, type, Override))
+    if given is not None and not bare and module_override is not None:
+        raise TypeError(f"expected a function to compile, or none, beside module_override=, got {given!r}")
     options = Options.check(
-        module_override=None if bare else module_override,
+        module_override=module_override if bare or given is None else given,
         gm_transformation=gm_transformation,
         parallel_mode=parallel_mode,
         passes=passes,
@@ -811,4 +819,4 @@ def compile(
             raise TypeError(f"expected a function to compile, got {function!r}")
         return CompiledStep(function, options)
 
-    return decorate(module_override) if bare else decorate
+    return decorate(given) if bare else decorate

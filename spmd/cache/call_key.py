@@ -36,6 +36,7 @@ from ..annotations.resolve import Ignored
 from ..call.call import Call
 from ..call.state import SCHEDULER_NOTES, StateRef, attached_to, is_live, submodules_of
 from ..guards.guards import torch_settings
+from ..guards.leaves import firsts_of
 from ..modes.data_parallel import DataParallel
 from ..modes.dtensor_expand import DTensorExpand
 from ..options import Options
@@ -72,6 +73,7 @@ def facts_of_call(
         "optimizers": [_optimizer(*each, describer) for each in given.optimizers.items()],
         "state": [_slot(slot, call, describer) for slot in call.slots],
         "numbers": [[each.name, type(each.get()).__name__] for each in call.hyper_parameters],
+        "one tensor": firsts_of(given),
         "inputs": [[x.name, str(x.role), x.shape, str(x.dtype), repr(x.placement)] for x in call.inputs],
         "without gradient": sorted(call.without_gradient),
         "live": live,

@@ -138,6 +138,8 @@ def _check_recorded(reads: Reads) -> None:
     """Raise ``NotCachedError`` for what is no read of a value: logs, prints, references to state."""
     if reads.journals.by_id or reads.journals.logged():
         raise NotCachedError("the step writes to a log or prints")
+    if reads.reads_layout:
+        raise NotCachedError("the step asks for strides of tensors")
     if reads.references:
         raise NotCachedError(f"{reads.references[0].name} refers to state besides its module")
     if any(site.kind == "item now" for site in reads.sites.values()):

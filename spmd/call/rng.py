@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ import torch
 
 from passes import CaptureError
 from passes.runtime.random import BY_POSITION, default_generator, device_of, mix
+
+from ..interpreter.source_lines import user_lines
 
 
 @dataclass
@@ -127,10 +130,23 @@ def _seed_from_torch() -> int:
 def refuse_other_generators() -> Iterator[None]:
     """Raise ``CaptureError`` if a trace draws with Python's or numpy's generator, and restore its state.
 
-    The drawn number would be a constant of the program, and the same in each call.
+    The drawn number would be a constant of the program, and the same in each call. So would ``torch.initial_seed()``.
     """
-    before = _foreign_states()
-    yield
+    before, initial_seed, thread = _foreign_states(), torch.initial_seed, threading.get_ident()
+
+    def refused() -> int:
+        if threading.get_ident() == thread:
+            raise CaptureError(
+                "the step asks for torch.initial_seed(), which each call of its program would find as it is now. Ask "
+                f"outside of the step, and pass the number as an argument\n    {user_lines(sys._getframe(1))}"
+            )
+        return initial_seed()
+
+    torch.initial_seed = refused
+    try:
+        yield
+    finally:
+        torch.initial_seed = initial_seed
     moved = [name for name, state in _foreign_states().items() if name in before and state != before[name]]
     if not moved:
         return

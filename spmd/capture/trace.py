@@ -52,6 +52,7 @@ from .swap_state import StateSwap
 from .symbolic_math import symbolic_math
 from .tensor_attributes import constant_attributes
 from .values.ctc_loss import LengthsAsTensors
+from .values.layout_reads import LayoutReads
 from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
@@ -120,6 +121,7 @@ class Trace:
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(TensorCopies())
             stack.enter_context(LengthsAsTensors())
+            stack.enter_context(LayoutReads(self.call.inputs, self.reads))
             self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())
             cleared = stack.enter_context(ClearedGradients(swap.fake_of))
@@ -165,14 +167,17 @@ class Trace:
 
     def _stand_ins(self, fakes: Fakes) -> list[Any]:
         """The leaves of the arguments, with fakes."""
-        tensors = iter(fakes.tensors)
+        tensors = {x.name: fake for x, fake in zip(self.call.inputs, fakes.tensors, strict=True)}
+        first: dict[tuple[Any, ...], torch.Tensor] = {}  # a tensor that is passed twice is one in the step, too
+        for x in self.call.inputs:
+            tensors[x.name] = first.setdefault((id(x.value), x.placement), tensors[x.name])
         state = {slot.input.name: fake for slot, fake in zip(self.call.slots, fakes.slots, strict=True)}
 
         def stand_in(leaf: Leaf) -> Any:
             if isinstance(leaf.value, StateRef):
                 return state[leaf.value.name]
             if isinstance(leaf.value, torch.Tensor):
-                return next(tensors)
+                return tensors[leaf.name]
             if isinstance(leaf.value, Log):
                 journal = self.reads.journals.by_id[id(leaf.value.container)]
                 journal.arguments.append((leaf.name, leaf.value.path))

@@ -74,7 +74,14 @@ class Guards:
         specs = {slot.input.name: expectation(slot.get(), read.names_in_code) for slot in slots}
         state = [(name, specs.get(name)) for name in layout.names]
         guards = cls(
-            Leaves.of(arguments, state, captured.carried.leaves, captured.carried.unread, read.names_in_code),
+            Leaves.of(
+                arguments,
+                state,
+                captured.carried.leaves,
+                captured.carried.unread,
+                read.names_in_code,
+                read.reads_layout,
+            ),
             FoundOwners.of(arguments),
             settings,
             ModuleTree.of(arguments),

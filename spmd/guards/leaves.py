@@ -37,6 +37,7 @@ class TensorSpec:
     requires_grad: bool
     attached: Attributes = field(default_factory=dict, compare=False)  # the user's, as ``named_of`` has them
     named: frozenset[str] = field(default=frozenset(), compare=False)  # names of those that count
+    is_contiguous: bool = field(default=False, compare=False)  # where the step asks for strides
 
     def matches(self, value: Any) -> bool:
         """Whether ``value`` is a tensor with these properties."""
@@ -48,6 +49,7 @@ class TensorSpec:
             and type(value) is self.type
             and value.device == self.device
             and are_same(self.attached, value, self.named)
+            and (not self.is_contiguous or value.is_contiguous())
         )
 
 
@@ -64,6 +66,7 @@ class Leaves:
         tuple[int, int]
     ]  # the same pairs for other arguments, which a state tensor of equal spec may replace
     identified: set[int]
+    firsts: list[int]  # see ``firsts_of``
 
     @classmethod
     def of(
@@ -73,10 +76,12 @@ class Leaves:
         live: Collection[str] = (),
         unread: Collection[str] = (),
         named: frozenset[str] = frozenset(),
+        contiguous: bool = False,
     ) -> Leaves:
         """The leaves now. ``state``: (name, spec) of each state tensor; ``live``: names of numbers of any value.
 
-        ``unread``: those of numbers and texts that nothing reads; ``named``: the attributes of tensors that count.
+        ``unread``: those of numbers and texts that nothing reads; ``named``: the attributes of tensors that count;
+        ``contiguous``: whether tensors must be so.
         """
         position = {name: k for k, (name, _) in enumerate(state)}
         names, values = [leaf.name for leaf in arguments.leaves], [leaf.value for leaf in arguments.leaves]
@@ -85,7 +90,7 @@ class Leaves:
             if name in live
             else AnyValue(type(value))
             if name in unread
-            else expectation(value, named)
+            else expectation(value, named, contiguous)
             for name, value in zip(names, values, strict=True)
         ]
         not_state = [
@@ -102,6 +107,7 @@ class Leaves:
             [(k, position[value.name]) for k, value in enumerate(values) if isinstance(value, StateRef)],
             not_state,
             arguments.identified,
+            firsts_of(arguments),
         )
 
     def watch_owners(self, arguments: Arguments, gone: Callable[[Any], None]) -> None:
@@ -127,7 +133,8 @@ class Leaves:
         """Whether all leaves are as expected; which of them are state is left to ``hold_state``."""
         if len(arguments.leaves) != len(self.checks) or arguments.spec != self.spec:
             return False
-        return all(check(leaf.value) for check, leaf in zip(self.checks, arguments.leaves, strict=True))
+        checked = zip(self.checks, arguments.leaves, strict=True)
+        return all(check(leaf.value) for check, leaf in checked) and firsts_of(arguments) == self.firsts
 
     def hold_state(self, arguments: Arguments, tensors: list[torch.Tensor]) -> bool:
         """Whether the same arguments are state, and no others."""
@@ -181,6 +188,8 @@ class Leaves:
                 return f"{name} is another object"
             named = expected.named if isinstance(expected, TensorSpec) else frozenset[str]()
             return f"{name}: {describe(expected)} -> {describe(expectation(leaf.value, named))}"
+        if firsts_of(arguments) != self.firsts:
+            return "other arguments are one tensor"
         return ""
 
 
@@ -210,17 +219,23 @@ def can_be_live(before: Any, now: Any) -> bool:
     return abs(now) < 2**62 if isinstance(now, int) else math.isfinite(now)
 
 
-def expectation(value: Any, named: frozenset[str] = frozenset()) -> Any:
+def expectation(value: Any, named: frozenset[str] = frozenset(), contiguous: bool = False) -> Any:
     """The expectation that later values are compared with: a tensor's spec, a scaler's settings, or ``value`` itself.
 
     ``named``: the attributes of tensors that count.
     """
     if isinstance(value, torch.Tensor):
         properties = type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad
-        return TensorSpec(*properties, named_of(value, named), named)
+        return TensorSpec(*properties, named_of(value, named), named, contiguous)
     if isinstance(value, Log):
         return Log(type(value.container)(), value.path)  # an empty one, that keeps nothing alive
     return Settings.of(value) if isinstance(value, GradScaler) else value
+
+
+def firsts_of(arguments: Arguments) -> list[int]:
+    """For each tensor among the arguments the first that is the same object: the step may ask ``x is y``."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(id(leaf.value), k) for k, leaf in enumerate(arguments.tensors())]
 
 
 def describe(expected: Any) -> str:

@@ -1,15 +1,19 @@
 """Reads of classes, modules and functions: ``Config.tau``, ``type(self).scale``, ``helper.scale``.
 
 Nothing can observe these reads. Instead, of every such namespace that the step reaches, those entries count whose names
-occur in the user's code that ran.
+occur in the user's code that ran, and methods that operators call (``__call__``, ``__len__``). Of a class those of its
+bases count, too: an entry of its own would come before them.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
+
+# Methods that no operator calls while a step runs, or that the trace itself replaces.
+_NOT_CALLED = {"__init__", "__repr__", "__dir__", "__setstate__", "__del__", "__getattribute__"}
 
 
 @dataclass(eq=False)
@@ -24,7 +28,7 @@ class Namespaces:
         """Add a class, a module or a function of the user's."""
         if id(holder) not in self._reached:
             self._reached[id(holder)] = holder
-            self._note(holder, self._names)
+            self._note(holder, self._names | _operators(holder))
 
     def read_by(self, code: types.CodeType) -> None:
         """Add the names in ``code``, which starts; strings in it count too: ``getattr(Config, "tau")``."""
@@ -33,7 +37,20 @@ class Namespaces:
         for holder in list(self._reached.values()):
             self._note(holder, new)
 
-    def _note(self, holder: Any, names: Collection[str]) -> None:
-        for key in vars(holder).keys() & names:
-            if not key.startswith("__"):
-                self.note(holder, key)
+    def _note(self, holder: Any, names: Set[str]) -> None:
+        for each in _with_bases(holder):
+            for key in vars(each).keys() & names:
+                if not key.startswith("__") or type(vars(each)[key]) is types.FunctionType:
+                    self.note(holder, key)
+
+
+def _with_bases(holder: Any) -> tuple[Any, ...]:
+    return holder.__mro__[:-1] if isinstance(holder, type) else (holder,)
+
+
+def _operators(holder: Any) -> set[str]:
+    """The names of methods that operators call."""
+    if not isinstance(holder, type):
+        return set()
+    entries = {key for each in _with_bases(holder) for key in vars(each)}
+    return {key for key in entries if key.startswith("__") and key.endswith("__")} - _NOT_CALLED

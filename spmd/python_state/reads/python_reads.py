@@ -83,6 +83,7 @@ class Reads:
     refused: list[str] = field(default_factory=list)  # names of what refers to state and cannot have fakes in it
     refusals: Refusals = field(default_factory=Refusals)  # in the place of iterators, files and queues
     fixed: set[tuple[int, str]] = field(default_factory=set)  # sites whose numbers cannot be inputs
+    reads_layout: bool = False  # whether the step asks for strides of tensors
     notes: set[Any] = field(default_factory=set)  # keys of sites and containers that overrides alone have read
     _compared: ComparedObjects = field(default_factory=ComparedObjects)
     _at_read: dict[tuple[int, str], Any] = field(default_factory=dict)  # by site, the value at the first read
@@ -267,7 +268,7 @@ class Reads:
             if instance not in self._new:
                 self._note("attribute", instance, key, name)
             return
-        self._note("entry", cls, key, f"{cls.__qualname__}.{key}")
+        self._note_entries(instance, key)
         has_fields = fields is not None and instance not in self._new
         if has_fields and not hasattr(value, "__set__"):  # that the instance has none of its own
             self._note("item", fields, key, name, owned=True)
@@ -278,6 +279,15 @@ class Reads:
         if is_users and instance not in self._new:
             owned = isinstance(instance, tuple(GUARDED_ELSEWHERE))
             self._note("item", fields, key, f"{self._name(instance)}.{key}", owned)
+            self._note_entries(instance, key)
+
+    def _note_entries(self, instance: Any, key: str) -> None:
+        """Record an entry of an instance's class, there or not, and of its bases up to the first that has it."""
+        for cls in type(instance).__mro__:
+            if not is_foreign_module(cls.__module__):
+                self._note("entry", cls, key, f"{cls.__qualname__}.{key}")
+            if key in vars(cls):
+                return
 
     def _name(self, instance: Any) -> str:
         return self.names.get(id(instance), type(instance).__name__)
@@ -349,6 +359,7 @@ class Reads:
 
     def _follow_module(self, module: nn.Module, name: str) -> None:
         """Record of a module that is no argument what is guarded as a whole of those that are."""
+        self._reach(type(module))
         if id(module) in self.names:
             return
         self.names[id(module)] = name

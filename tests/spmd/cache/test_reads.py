@@ -89,6 +89,11 @@ def read(net):
         "G = make(1.0)\ndef read(net):\n    return G()",
         "m.G = m.make(2.0)",
     ),
+    "an object in a closure of such a method": (
+        CONFIG + "def make(config):\n    class Gain:\n        def __call__(self):\n            return config.gain\n"
+        "    return Gain()\nG = make(Config(1.0))\ndef read(net):\n    return G()",
+        "m.G = m.make(m.Config(2.0))",
+    ),
     "minus zero": ("import math\nZ = 0.0\ndef read(net):\n    return 2.0 + math.copysign(1.0, Z)", "m.Z = -0.0"),
     "the order of a dict": (
         "D = {'a': 1.0, 'b': 2.0}\ndef read(net):\n    return list(D.values())[0]",
@@ -159,14 +164,14 @@ NOT_KEPT = {
         + """
 def make(config):
     class Gain:
-        def __call__(self):
-            return config.gain
-    return Gain()
+        def __init__(self):
+            self.gain = config.gain
+    return Gain
 
 G = make(Config(1.0))
 
 def read(net):
-    return G()
+    return G().gain
 """,
         "reads a Config in its closure",
     ),

@@ -477,6 +477,14 @@ def test_numbers_that_are_not_torchs_are_refused(draw_one: Callable[[], float]) 
 
 
 @pytest.mark.usefixtures("alone")
+def test_the_seed_of_torch_is_no_constant() -> None:
+    before = torch.initial_seed
+    with pytest.raises(CaptureError, match=r"(?s)asks for torch\.initial_seed\(\), .*test_rng.py:\d+"):
+        spmd.compile(lambda x: x * torch.initial_seed())(torch.ones(3))
+    assert torch.initial_seed is before
+
+
+@pytest.mark.usefixtures("alone")
 def test_restored_states_repeat_their_draws() -> None:
     """``fork_rng``, ``manual_seed`` and ``get_rng_state`` inside of a step mean what they mean in eager."""
 

@@ -97,6 +97,12 @@ def test_an_option_of_the_wrong_type_is_a_type_error_that_names_it(options: dict
         spmd.compile(**options)(CASE.step)
 
 
+def test_overrides_may_stand_beside_the_function() -> None:
+    assert spmd.compile(CASE.step, module_override=[spmd.Override()])._options.overrides
+    with pytest.raises(TypeError, match="expected a function to compile, or none, beside module_override="):
+        spmd.compile([spmd.Override()], module_override=[spmd.Override()])  # type: ignore[call-overload]
+
+
 def test_an_unknown_backend_names_those_there_are() -> None:
     with pytest.raises((TypeError, ValueError), match="aten"):
         spmd.compile(backend="inductive")(CASE.step)

@@ -51,6 +51,32 @@ class Heir(Table):
         return super().scale
 
 
+class Called:
+    """Operators, an attribute of a base, and one that is not there."""
+
+    factor = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * len(self)
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Layer(nn.Module):
+    """Inherits ``__call__``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class HeirOfAll(Called):
+    """Has nothing of its own."""
+
+
+called, layer = HeirOfAll(), Layer()
+
+
 class Hidden:
     """Finds its attributes for itself."""
 
@@ -99,6 +125,19 @@ CHANGES: dict[str, tuple[Step, Callable[[pytest.MonkeyPatch], None]]] = {
     "one of a class method's": (lambda x: x * heir.scaled(), lambda m: m.setattr(Heir, "scale", 0.5)),
     "one read off type()": (lambda x: x * heir.own(), lambda m: m.setattr(Heir, "scale", 0.5)),
     "one read off super()": (lambda x: x * heir.inherited(), lambda m: m.setattr(Table, "scale", 0.5)),
+    "the class that an operator calls": (lambda x: called(x), lambda m: m.setattr(Called, "__len__", lambda self: 3)),
+    "an operator before a base's": (
+        lambda x: layer(x),
+        lambda m: m.setattr(Layer, "__call__", lambda self, x: x + 2, raising=False),
+    ),
+    "an attribute before a base's": (
+        lambda x: x * called.factor,
+        lambda m: m.setattr(HeirOfAll, "factor", 3.0, raising=False),
+    ),
+    "one that was not there": (
+        lambda x: x * getattr(heir, "power", 1.0),
+        lambda m: m.setattr(Heir, "power", 3.0, raising=False),
+    ),
     "a container of a class": (
         lambda x: x * Table.powers["powers"][0],
         lambda m: m.setitem(Table.powers, "powers", [3]),
@@ -175,6 +214,20 @@ def test_an_argument_that_is_equal_but_holds_something_else_compiles_anew() -> N
     for scale, programs in ((1.0, 1), (1.0, 1), (2.0, 2)):
         assert torch.equal(compiled(torch.ones(3), Named(scale)), torch.ones(3) * scale)
         assert len(compiled.programs) == programs
+
+
+def test_one_tensor_in_two_places_is_one_in_the_step() -> None:
+    compiled, x, y = spmd.compile(lambda x, y: x * 2 if x is y else x * 3), torch.ones(2), torch.ones(2)
+    assert [compiled(*given).tolist()[0] for given in ((x, y), (x, x), (y, x), (y, y))] == [3, 2, 3, 2]
+    assert len(compiled.programs) == 2
+
+
+def test_strides_that_a_step_asks_for_are_those_of_contiguous_arguments() -> None:
+    compiled, x = spmd.compile(lambda x: x * 2 if x.is_contiguous() else x * 3), torch.ones(3, 3)
+    assert compiled(x).sum() == 18
+    with pytest.raises(spmd.CaptureError, match=r"its argument x has strides \(1, 3\), .* Pass x\.contiguous\(\)\."):
+        compiled(x.t())
+    assert compiled(x.t().contiguous()).sum() == 18 and len(compiled.programs) == 1
 
 
 def test_another_class_of_a_module_compiles_anew() -> None:
