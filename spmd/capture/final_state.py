@@ -155,11 +155,12 @@ def _logs(swap: StateSwap, carried: Carried, reads: Reads) -> list[Any]:
         if id(each.value) in reads.held or not reads.journals.can_have(each.value):
             lines = reads.journals.refused.get(id(each.value), Lines())
             line, read = lines.writes or line_naming(reads.code, key), lines.reads
+            by_key = isinstance(each.value, dict) and read
             raise CaptureError(
                 f"the step changes the entries of {each.name}{f' at {line}' if line else ''}"
                 f"{f', and reads them at {read}' if read else ''}, which a compiled step would do only once, while it "
-                "is traced. Return the value, and keep it outside of the step, or in an attribute "
-                "(self.total += loss.detach())"
+                f"is traced. {'Read its entries by their keys, not in a loop, or return' if by_key else 'Return'} the "
+                "value, and keep it outside of the step, or in an attribute (self.total += loss.detach())"
             )
     owned = [each.value for snapshot in swap.attributes for each in snapshot.written()]
     inputs = {id(each) for site in carried.sites for each in containers_in(site.get())}

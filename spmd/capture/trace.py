@@ -52,12 +52,12 @@ from .swap_state import StateSwap
 from .symbolic_math import symbolic_math
 from .tensor_attributes import constant_attributes
 from .values.ctc_loss import LengthsAsTensors
-from .values.layout_reads import LayoutReads
 from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
 from .values.tensor_copies import TensorCopies
 from .values.unread import Unread
+from .values.watched_functions import WatchedFunctions
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Trace:
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(TensorCopies())
             stack.enter_context(LengthsAsTensors())
-            stack.enter_context(LayoutReads(self.call.inputs, self.reads))
+            stack.enter_context(WatchedFunctions(self.call.inputs, self.reads))
             self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())
             cleared = stack.enter_context(ClearedGradients(swap.fake_of))

@@ -1,0 +1,45 @@
+"""Functions that ask for more of a tensor than a trace knows: its strides, its address, its largest value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..._torch import TorchFunctionMode
+from ...call.inputs import BatchInput
+from ...python_state.reads import Reads
+from ..unsupported import Refused
+
+_STRIDES = {Tensor.is_contiguous, Tensor.stride, Tensor.as_strided, torch.as_strided}
+
+
+class WatchedFunctions(TorchFunctionMode):
+    """Notes in ``reads`` that the step asks for strides. Raises ``Refused`` if an argument is not contiguous then."""
+
+    def __init__(self, inputs: Sequence[BatchInput], reads: Reads) -> None:
+        super().__init__()
+        self._reads, self._strided = reads, [x for x in inputs if not x.value.is_contiguous()]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _STRIDES and not isinstance(args[0], nn.Parameter):
+            self._note_strides()
+        if func is Tensor.data_ptr:
+            raise Refused(
+                "it asks for the address of a tensor, and a compiled step has its own. Ask whether two are one by `is`."
+            )
+        if func is F.one_hot and (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1) == -1:
+            raise Refused("it asks for the largest class. Say how many there are: F.one_hot(x, num_classes).")
+        return func(*args, **(kwargs or {}))
+
+    def _note_strides(self) -> None:
+        self._reads.reads_layout = True
+        if self._strided:
+            name, strides = self._strided[0].name, self._strided[0].value.stride()
+            raise Refused(
+                f"it asks for the strides of a tensor, and its argument {name} has strides {strides}, where a compiled "
+                f"step takes contiguous arguments. Pass {name}.contiguous()."
+            )
