@@ -62,7 +62,8 @@ class HyperGuards:
             if read:
                 guards.positions.append(tuple(position[s] for s in read))
                 guards.expressions.append((read, guard.expr))
-                guards.checks.append(sympy.lambdify(read, guard.expr, [_AS_PYTHON, symbolic_functions, "math"]))
+                printed = guard.expr.replace(_is_mod, lambda mod: sympy.Function("PythonMod")(*mod.args))
+                guards.checks.append(sympy.lambdify(read, printed, [_AS_PYTHON, symbolic_functions, "math"]))
         return guards
 
     def hold(self, values: Sequence[Any]) -> bool:
@@ -113,6 +114,11 @@ def is_fixed(shapes: ShapeEnv, symbol: Any) -> bool:
     """Whether a trace has put a condition on a symbol that one value meets: ``k == 3``, not ``k % 4 == 0``."""
     conditions = [guard.expr for guard in shapes.guards if symbol in guard.expr.free_symbols]
     return any(isinstance(each, sympy.Eq) and _is_plain_arithmetic(each) for each in conditions)
+
+
+def _is_mod(expression: Any) -> bool:
+    """Whether it is torch's ``Mod``, which sympy prints as ``%`` without the parentheses that a sum in it needs."""
+    return type(expression).__name__ == "Mod"
 
 
 def _is_plain_arithmetic(condition: Any) -> bool:

@@ -359,3 +359,23 @@ def test_a_number_that_differs_at_the_first_call_is_named_with_both_values(ranks
         assert "rank 0 passed weight 0.5, rank 1 1.5" in message and "shared_rng" in message
     for message in ranks.run(2, first_call_differs, int):
         assert "rank 0 passed index 2, rank 1 3" in message and "aten" not in message
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_remainder_of_a_sum_is_read_at_each_call() -> None:
+    """Of a number that is known to be positive; sympy prints torch's remainder of ``k + 1`` by 2 as ``k + 1 % 2``."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def step(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = x if self.calls > 3 else x * self.calls
+            return x * 2 if self.calls % 2 == 0 else x
+
+    plain, trainer = Trainer(), Trainer()
+    compiled = spmd.compile(trainer.step)
+    for _ in range(8):
+        assert torch.equal(compiled(torch.ones(3)), plain.step(torch.ones(3)))
+    assert len(compiled.programs) == 4
