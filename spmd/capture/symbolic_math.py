@@ -30,14 +30,14 @@ def symbolic_math() -> Iterator[None]:
     builtins.min, builtins.max = _of_items(least, torch.sym_min), _of_items(most, torch.sym_max)
     for name, symbolic in _MATH.items():
         setattr(math, name, _with_symbols(before[name], symbolic))
-    divisions = {name: getattr(torch.SymFloat, name) for name in _DIVISIONS}
-    for name, division in _DIVISIONS.items():
-        setattr(torch.SymFloat, name, division)
+    methods = [(cls, name, vars(cls).get(name)) for cls, added in _METHODS.items() for name in added]
+    for cls, name, _ in methods:
+        setattr(cls, name, _METHODS[cls][name])
     try:
         yield
     finally:
-        for name, division in divisions.items():
-            setattr(torch.SymFloat, name, division)
+        for cls, name, method in methods:
+            delattr(cls, name) if method is None else setattr(cls, name, method)
         builtins.min, builtins.max = least, most
         vars(math).update(before)
 
@@ -84,7 +84,19 @@ def _floor_divided(a: Any, b: Any) -> Any:
     return torch.sym_float(round((a - a % b) / b))
 
 
-_DIVISIONS = {"__floordiv__": _floor_divided, "__rfloordiv__": lambda a, b: _floor_divided(b, a)}
+_OF_BOTH = {
+    "__divmod__": lambda a, b: (a // b, a % b),
+    "__rdivmod__": lambda a, b: (b // a, b % a),
+    "real": property(lambda a: a),
+}
+_METHODS: dict[type, dict[str, Any]] = {  # that torch has not, or otherwise (2.11 to 2.15)
+    torch.SymInt: {**_OF_BOTH, "__invert__": lambda a: -a - 1},
+    torch.SymFloat: {
+        **_OF_BOTH,
+        "__floordiv__": _floor_divided,
+        "__rfloordiv__": lambda a, b: _floor_divided(b, a),
+    },
+}
 
 _MATH: dict[str, Callable[..., Any]] = {
     **SYMBOLIC_MATH,

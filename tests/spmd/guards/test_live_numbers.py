@@ -363,7 +363,10 @@ def test_a_number_that_differs_at_the_first_call_is_named_with_both_values(ranks
 
 @pytest.mark.usefixtures("alone")
 def test_a_remainder_of_a_sum_is_read_at_each_call() -> None:
-    """Of a number that is known to be positive; sympy prints torch's remainder of ``k + 1`` by 2 as ``k + 1 % 2``."""
+    """Of a number that is known to be positive; sympy prints torch's remainder of ``k + 1`` by 2 as ``k + 1 % 2``.
+
+    And ``divmod`` and the like of one.
+    """
 
     class Trainer:
         def __init__(self) -> None:
@@ -372,6 +375,7 @@ def test_a_remainder_of_a_sum_is_read_at_each_call() -> None:
         def step(self, x: Tensor) -> Tensor:
             self.calls += 1
             x = x if self.calls > 3 else x * self.calls
+            x = x * sum(divmod(self.calls, 3)) + sum(divmod(20, self.calls / 2)) + ~self.calls.real
             return x * 2 if self.calls % 2 == 0 else x
 
     plain, trainer = Trainer(), Trainer()
