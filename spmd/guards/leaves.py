@@ -234,8 +234,9 @@ def expectation(value: Any, named: frozenset[str] = frozenset(), contiguous: boo
 
 def firsts_of(arguments: Arguments) -> list[int]:
     """For each tensor among the arguments the first that is the same object: the step may ask ``x is y``."""
-    seen: dict[int, int] = {}
-    return [seen.setdefault(id(leaf.value), k) for k, leaf in enumerate(arguments.tensors())]
+    tensors = [leaf.value for leaf in arguments.leaves if isinstance(leaf.value, (torch.Tensor, StateRef))]
+    seen: dict[Any, int] = {}
+    return [seen.setdefault(x.name if isinstance(x, StateRef) else id(x), k) for k, x in enumerate(tensors)]
 
 
 def describe(expected: Any) -> str:

@@ -13,6 +13,7 @@ from ..._torch import TorchFunctionMode
 from ...call.inputs import BatchInput
 from ...python_state.reads import Reads
 from ..unsupported import Refused
+from .known_values import known_value
 
 _STRIDES = {Tensor.is_contiguous, Tensor.stride, Tensor.as_strided, torch.as_strided}
 
@@ -31,7 +32,8 @@ class WatchedFunctions(TorchFunctionMode):
             raise Refused(
                 "it asks for the address of a tensor, and a compiled step has its own. Ask whether two are one by `is`."
             )
-        if func is F.one_hot and (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1) == -1:
+        classes = (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1)
+        if func is F.one_hot and classes == -1 and known_value(args[0]) is None:
             raise Refused("it asks for the largest class. Say how many there are: F.one_hot(x, num_classes).")
         return func(*args, **(kwargs or {}))
 

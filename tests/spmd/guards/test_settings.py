@@ -220,6 +220,11 @@ def test_one_tensor_in_two_places_is_one_in_the_step() -> None:
     compiled, x, y = spmd.compile(lambda x, y: x * 2 if x is y else x * 3), torch.ones(2), torch.ones(2)
     assert [compiled(*given).tolist()[0] for given in ((x, y), (x, x), (y, x), (y, y))] == [3, 2, 3, 2]
     assert len(compiled.programs) == 2
+    layer = nn.Linear(2, 2)
+    compiled = spmd.compile(lambda model, weight, x: model(x).sum() + weight.sum())
+    for _ in range(3):
+        compiled(layer, layer.weight, x)
+    assert len(compiled.programs) == 1
 
 
 def test_strides_that_a_step_asks_for_are_those_of_contiguous_arguments() -> None:
