@@ -7,7 +7,7 @@ these, and each finishes the tree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,12 @@ def partition_and_spread(
     _replicate(local, over, axis.size)
     _fill_by_shape(local)
     tree = _exchange(local, axis, virtual)
-    local = replace(local, mesh=mesh, micro_batches=replace(micro, tree=tree, spread=spread))
+    note = (
+        f"{axis.size} ranks along {axis.name} cut {virtual} parts otherwise than the batch: before the first part each "
+        f"gathers all rows of {', '.join(rows)}, which no collective of the program shows"
+    )
+    micro = replace(micro, tree=tree, spread=spread)
+    local = replace(local, mesh=mesh, micro_batches=micro, notes=[*local.notes, note])
     before = accumulating(local, ())
     DeadCode().rewrite(before)
     assert not any(map(is_collective, before.graph.nodes)), "ranks have unequal numbers of runs, but of the last one"
@@ -73,16 +78,16 @@ def _parts(rank: int, ranks: int, virtual: int) -> tuple[int, int]:
 def _replicate(program: Program, over: int, ranks: int) -> None:
     """Along the axis ranks have all of all values, but rows of arguments of their own, which they gather."""
     assert program.micro_batches is not None
-    split = program.micro_batches.split
-    for k, each in enumerate(program.inputs):
-        dim = split.get(each.name)
-        if dim is None:
-            program.inputs[k] = replace(each, placement=_whole(each.placement, over))
-        else:
+    split, given = program.micro_batches.split, set[fx.Node]()
+    for k, (each, node) in enumerate(zip(program.inputs, program.placeholders, strict=True)):
+        if each.name in split:
+            given.add(node)
+            dim = split[each.name]
             shape = (*each.shape[:dim], each.shape[dim] * ranks, *each.shape[dim + 1 :])
             program.inputs[k] = replace(each, shape=shape)
+        else:
+            program.inputs[k] = replace(each, placement=_whole(each.placement, over))
     program.outputs = [replace(each, placement=_whole(each.placement, over)) for each in program.outputs]
-    given = {node for each, node in zip(program.inputs, program.placeholders, strict=True) if each.name in split}
     for node in program.graph.nodes:
         if node.meta.get("placement") and node not in given:
             node.meta["placement"] = _whole(node.meta["placement"], over)
@@ -122,7 +127,8 @@ def _exchange(program: Program, axis: Axis, virtual: int) -> dict[str, tuple[str
         grown = named[name]
         slots = [replace(declared[name], name=f"{name}.slot{k}") for k in range(count)]
         held = [add_input(program, each, grown.meta["val"]) for each in slots]
-        _replace(program, name, grown, _total(grown, [*held, grown], axis, given, virtual))
+        readers = [node for node in grown.users if node.op != "output"]
+        _finish(program, grown, readers, _total(grown, [*held, grown], axis, given, virtual))
         found[name] = tuple(each.name for each in slots)
     return found
 
@@ -158,15 +164,13 @@ def _total(
     return node_of(virtual.bit_length() - 1, 0)
 
 
-def _replace(program: Program, name: str, grown: fx.Node, total: fx.Node) -> None:
-    """Let all but the accumulator itself read the total."""
-    outputs = program.output_values()
+def _finish(program: Program, grown: fx.Node, readers: Sequence[fx.Node], total: fx.Node) -> None:
+    """Let the readers of what a rank has, and results, read the total in its place."""
     total.meta |= {key: grown.meta[key] for key in ("grad_of", "captured") if key in grown.meta}
     grown.meta.pop("captured", None)
-    kept = {node for node in grown.users if node.op != "output" and node.target is aten.stack.default}
-    grown.replace_all_uses_with(total, delete_user_cb=lambda user: user not in kept)
-    values = [
-        grown if out.name == name else total if value is grown else value
-        for out, value in zip(program.outputs, outputs, strict=True)
-    ]
+    for node in readers:
+        node.replace_input_with(grown, total)
+    pairs = zip(program.outputs, program.output_values(), strict=True)
+    is_read = [value is grown and out.role is not Role.ACCUMULATOR for out, value in pairs]
+    values = [total if reads else value for reads, value in zip(is_read, program.output_values(), strict=True)]
     program.set_outputs(values, program.outputs)
