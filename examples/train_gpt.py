@@ -209,8 +209,9 @@ class Checkpoints:
 
     def rescue(self, done: int) -> None:
         """Save on one of the ranks that are left: each of them has the state after step ``done`` whole."""
-        if not self.is_elastic or not self.has_replicas or not done:
-            return
+        steps = {int(each["step"]) for each in self.state["optimizer"].state.values()}
+        if not self.is_elastic or not self.has_replicas or steps != {done}:
+            return  # the last: the update had begun
         with contextlib.suppress(spmd.SpmdError):  # it has failed, too, or has ended
             if self.last is not None:
                 self.last.wait()

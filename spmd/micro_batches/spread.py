@@ -140,7 +140,7 @@ def _total(
     val, before = grown.meta["val"], grown.next
     role = Role.GRADIENT if "grad_of" in grown.meta else Role.ACCUMULATOR
     why = f"sums of parts of the batch, which each rank along {axis.name} adds up in one order"
-    of = tuple(grown.meta.get("grad_of", ()))
+    of = (grown.meta["grad_of"],) if "grad_of" in grown.meta else ()
 
     def emit(op: Any, *args: Any, val: Any) -> fx.Node:
         node = insert_before(before, op, *args, like=grown, val=val)
