@@ -297,7 +297,7 @@ def test_hosts_join_and_fail_and_no_step_is_lost(ranks: Ranks, tmp_path: Path) -
             fails = subprocess.run(command, env=ours | {"FAILS": "yes"}, stdout=other, check=False)
     assert (stays.returncode, fails.returncode) == (0, -signal.SIGKILL)
     found = "".join(path.read_text() for path in printed)
-    assert re.findall(r"resumed after step (\d+)", found) == ["3", "5"], found
+    assert sorted(re.findall(r"resumed after step (\d+)", found)) == ["3", "5"], found  # either may be rank 0
     (whole,) = ranks.run(1, printed_by_main, [*options, "--dump", str(tmp_path / "d")])
     assert sorted(re.findall(r"step (\d)/7 +loss (\S+)", found)) == re.findall(r"step (\d)/7 +loss (\S+)", whole)
 
