@@ -15,6 +15,11 @@ batch is the same); SIGTERM saves and ends it:
 
     spmd run -n 2 --max-restarts 3 examples/train_gpt.py --save-every 20 --resume
 
+Hosts may leave and join a run, which goes on with the ranks that there are and with the same global batch; the same
+command on each of them:
+
+    spmd run -n 2 --nnodes 1:4 --rdzv-endpoint host0:29500 --max-restarts 9 examples/train_gpt.py --elastic --batch 64
+
 The text is the source of Python's standard library unless ``--text`` names another. Every rank draws the same global
 batch and takes its own rows of it: two ranks with a batch of 32 learn what one rank learns with a batch of 64.
 """
@@ -22,6 +27,7 @@ batch and takes its own rows of it: two ranks with a batch of 32 learn what one 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import signal
@@ -84,7 +90,8 @@ def main(arguments: list[str] | None = None) -> None:
         step, loss_of = distribute(train_step), distribute(evaluate)
 
     def batches(data: bytes) -> Batches:
-        return Batches(data, options.batch, options.context, rank, ranks, device, options.seed)
+        rows = options.batch * (1 if options.elastic else ranks)
+        return Batches(data, rows, options.context, rank, ranks, device, options.seed)
 
     console.print(summary(options, corpus, model, ranks), soft_wrap=True)
     before = held_out_bits(loss_of, model, batches(corpus.held_out), options.checks)
@@ -96,9 +103,10 @@ def main(arguments: list[str] | None = None) -> None:
     drawn = batches(corpus.train)
     with Checkpoints(options, model=model, optimizer=optimizer, schedule=schedule, batches=drawn) as checkpoints:
         done = learn(step, model, optimizer, schedule, drawn, checkpoints, options, console)
-    if done < options.steps:
-        console.print(f"ended by SIGTERM after step {done}, which is saved in {options.checkpoints}", soft_wrap=True)
-        return leave()
+        if done < options.steps:
+            console.print(f"ended by SIGTERM after step {done}, saved in {options.checkpoints}", soft_wrap=True)
+            leave()
+            return checkpoints.end()
     after = held_out_bits(loss_of, model, batches(corpus.held_out), options.checks)
 
     table = text.table_bits(corpus)
@@ -132,11 +140,11 @@ class Batches:
     """Random pieces of a text: this rank's rows of a global batch, which depends only on its size and the seed."""
 
     def __init__(
-        self, data: bytes, batch: int, context: int, rank: int, ranks: int, device: torch.device, seed: int
+        self, data: bytes, rows: int, context: int, rank: int, ranks: int, device: torch.device, seed: int
     ) -> None:
         self.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self.global_batch = batch * ranks
-        self.rows = slice(rank * batch, (rank + 1) * batch)
+        self.global_batch = rows
+        self.rows = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
         self.piece = torch.arange(context + 1)
         self.device = device
         self.generator = torch.Generator().manual_seed(seed)
@@ -158,12 +166,17 @@ class Batches:
 
 
 class Checkpoints:
-    """Saves every few steps, and once more when SIGTERM asks the run to end. A context in which that is noted."""
+    """Saves every few steps, and once more when SIGTERM asks the run to end. A context in which that is noted.
+
+    An elastic run saves while it goes on, and also what a rank has whole when another one fails.
+    """
 
     def __init__(self, options: argparse.Namespace, **state: Any) -> None:
         self.folder, self.every, self.state = options.checkpoints, options.save_every, state
-        self.resumes = options.resume
+        self.resumes, self.is_elastic = options.resume, options.elastic
+        self.has_replicas = options.mode == "replicate" and not options.shard_optimizer and not options.mesh
         self.is_asked_to_end = False
+        self.last: Any = None  # what watches over the last save
 
     def __enter__(self) -> Checkpoints:
         self.before = signal.signal(signal.SIGTERM, self.ask_to_end) if self.every else None
@@ -190,8 +203,32 @@ class Checkpoints:
             return False
         ends = self.any_rank_is_asked()
         if ends or done % self.every == 0:
-            spmd.save(self.folder, step=done, keep=2, **self.state)
+            wait = ends or not self.is_elastic
+            self.last = spmd.save(self.folder, step=done, keep=2, wait=wait, **self.state)
         return ends
+
+    def rescue(self, done: int) -> None:
+        """Save on one of the ranks that are left: each of them has the state after step ``done`` whole."""
+        steps = {int(each["step"]) for each in self.state["optimizer"].state.values()}
+        if not self.is_elastic or not self.has_replicas or steps != {done}:
+            return  # the last: the update had begun
+        with contextlib.suppress(spmd.SpmdError):  # it has failed, too, or has ended
+            if self.last is not None:
+                self.last.wait()
+        try:
+            Path(self.folder, f"step-{done}").mkdir(parents=True)
+        except FileExistsError:
+            return  # another rank does, or has saved that step
+        leave()  # it saves alone
+        spmd.save(self.folder, step=done, keep=2, **self.state)
+
+    def end(self) -> None:
+        """End as a rank that SIGTERM has ended; where it was meant for others, let torchrun start this one again."""
+        for _ in range(20):  # where hosts join, the signal comes to all, at about the same time
+            if self.is_asked_to_end or not self.is_elastic:
+                return
+            time.sleep(0.1)
+        sys.exit(os.EX_TEMPFAIL)
 
     def any_rank_is_asked(self) -> bool:
         """The signal reaches ranks at different steps, but all must save after the same one."""
@@ -219,8 +256,14 @@ def learn(
         console.print(f"resumed after step {start}")
     with ProgressLine(start, options.steps, batches.global_batch * options.context, console) as line:
         for done in range(start + 1, options.steps + 1):
+            place = batches.state_dict()
             x, y = batches.draw()
-            loss = step(model, optimizer, x, y)
+            try:
+                loss = step(model, optimizer, x, y)
+            except spmd.RankFailedError:
+                batches.load_state_dict(place)
+                checkpoints.rescue(done - 1)
+                raise
             schedule.step()
             if done <= start + 2 or done % options.log_every == 0 or done == options.steps:
                 line.show(done, loss.item() / math.log(2))
@@ -315,6 +358,8 @@ def join(options: argparse.Namespace) -> tuple[DeviceMesh | None, torch.device]:
     if options.eager:
         return None, torch.device(kind)
     world = spmd.world(kind)
+    if options.elastic and options.batch < world.size():
+        refuse(f"--batch {options.batch} is that of all ranks with --elastic, and there are {world.size()} of them")
     if options.mesh is None:
         return world, torch.device(kind)
     if math.prod(options.mesh) != world.size():
@@ -388,6 +433,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--checks", type=positive, metavar="N", default=8, help="batches per evaluation on held-out text")
     add("--save-every", type=positive, metavar="N", help="save after so many steps, and on SIGTERM; None: never")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--elastic", action="store_true", help="hosts may leave and join: --batch is that of all ranks; saves, resumes")
     add("--checkpoints", default="runs/checkpoints", metavar="FOLDER", help="where they are")
     add("--log-every", type=positive, metavar="N", default=20, help="steps between messages")
     add("--prompt", default="def ", help="what the sample starts with")
@@ -397,6 +443,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         refuse("--eager runs the plain step on one rank: start it without torchrun")
     if options.shard_optimizer and options.mode != "replicate":
         refuse("--shard-optimizer goes with --mode replicate: the other modes split optimizer state with parameters")
+    if options.elastic:
+        options.resume, options.save_every = True, options.save_every or 20
     if (options.mesh is None) == options.tensor_parallel or options.sequence_parallel > options.tensor_parallel:
         refuse("--mesh and --tensor-parallel go together, and --sequence-parallel needs both: --mesh 2x2 for 4 ranks")
     try:

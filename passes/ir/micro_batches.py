@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from .program import Program
+from .._torch import c10d
+from .program import MicroBatches, Program, Spread
 from .roles import Role
 
 
@@ -36,6 +38,8 @@ def ascend(program: Program, inputs: Sequence[torch.Tensor], k: int) -> None:
     micro = program.micro_batches
     assert micro is not None
     position = program.positions()
+    if micro.spread is not None:
+        return _grow(micro, position, inputs, k)
     for name, above in micro.tree.items() if k % 2 else ():
         pair = inputs[position[name]]
         total = pair
@@ -48,10 +52,56 @@ def ascend(program: Program, inputs: Sequence[torch.Tensor], k: int) -> None:
         pair.zero_()
 
 
+def _grow(micro: MicroBatches, position: Mapping[str, int], inputs: Sequence[torch.Tensor], k: int) -> None:
+    """After run ``k``, let its sums be the last subtree of the rank, with those before it that are its siblings."""
+    assert micro.spread is not None
+    before, after = (len(subtrees(micro.spread.first, end)) for end in (k, k + 1))
+    for name, above in micro.tree.items():
+        own = inputs[position[name]]
+        slots, total = [inputs[position[each]] for each in above], own
+        for held in reversed(slots[after - 1 : before]):
+            total = held + total
+        slots[after - 1].copy_(total)
+        own.zero_()
+
+
+def subtrees(first: int, end: int) -> list[tuple[int, int]]:
+    """The largest subtrees, in order, of a balanced tree whose leaves are from ``first`` to ``end``: level, number."""
+    found: list[tuple[int, int]] = []
+    for leaf in range(first, end):
+        level, number = 0, leaf
+        while number % 2 and found and found[-1] == (level, number - 1):
+            found.pop()
+            level, number = level + 1, number // 2
+        found.append((level, number))
+    return found
+
+
+def gather_rows(program: Program, inputs: list[Any]) -> None:
+    """Replace arguments by those of all ranks, where ranks divide the runs of a call."""
+    micro = program.micro_batches
+    if micro is None or micro.spread is None:
+        return
+    for k, declared in enumerate(program.inputs):
+        name = micro.whole.get(declared.name, declared.name)
+        if name in micro.split:
+            inputs[k] = _gathered(inputs[k], micro.split[name], micro.spread.rows[name], micro.spread)
+
+
+def _gathered(tensor: torch.Tensor, dim: int, rows: int, spread: Spread) -> torch.Tensor:
+    """All ranks' rows, of which each has as many as ``torch.chunk`` gives it."""
+    most = -(-rows // spread.ranks)
+    own = tensor.movedim(dim, 0)
+    own = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])]).contiguous()
+    sent = own.view(-1).view(torch.uint8)  # not all backends gather bools
+    found: torch.Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, spread.ranks, spread.group))
+    return found.view(own.dtype).view(-1, *own.shape[1:])[:rows].movedim(0, dim).contiguous()
+
+
 def runs_of(program: Program) -> list[Program]:
     """The programs that a call runs, in order: one for each micro-batch, or ``program`` alone."""
     micro = program.micro_batches
     if micro is None:
         return [program]
     last = replace(program, micro_batches=None)
-    return [micro.accumulating or last] * (micro.count - 1) + [last]
+    return [micro.accumulating or last] * (len(micro.runs) - 1) + [last]

@@ -147,6 +147,20 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """The runs of a rank, where ranks divide those of a call: from ``first`` to ``end``.
+
+    Before the first one, arguments are gathered from the ``ranks`` of ``group``; ``rows``: how many all have of each.
+    """
+
+    first: int
+    end: int
+    group: str
+    ranks: int
+    rows: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class MicroBatches:
     """How often a program runs in a call, and what each run takes.
 
@@ -157,7 +171,8 @@ class MicroBatches:
     ``tree``: where sums are those of a balanced tree, by the name of an accumulator, which then holds the first run of
     a pair, the accumulators of the first pair of two, of the first two pairs of four, and so on (``ascend``).
     ``accumulating``: the program of all runs but the last one, with the same inputs, once it is another one: its parts
-    are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone.
+    are longer, or ``SplitMicroBatches`` has left it accumulators and rows alone. ``spread``: where ranks divide the
+    runs; the accumulators above one are then those of a rank's subtrees, in order.
     """
 
     count: int
@@ -166,10 +181,17 @@ class MicroBatches:
     joined: Mapping[str, int] = field(default_factory=dict)
     tree: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     accumulating: Program | None = None
+    spread: Spread | None = None
 
     def __str__(self) -> str:
         split = ", ".join(f"{name} along dim {dim}" for name, dim in self.split.items())
-        return f"runs {self.count} times in a call, on parts of {split}"
+        by = "" if self.spread is None else f", which {self.spread.ranks} ranks divide"
+        return f"runs {self.count} times in a call{by}, on parts of {split}"
+
+    @property
+    def runs(self) -> range:
+        """The numbers of the runs of this rank."""
+        return range(self.count) if self.spread is None else range(self.spread.first, self.spread.end)
 
     def join(self, outputs: Sequence[Output], last: Sequence[Any], before: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The values of ``outputs`` in the last run, with the rows of the runs ``before`` it, by name of the result."""

@@ -18,7 +18,7 @@ def estimate_runs(program: Program, table: Table = BUILT_IN, **options: Any) -> 
     """The programs that a call runs, in order, each with the time that it takes; ``options`` as for ``estimate``."""
     first, last = runs_of(program)[0], runs_of(program)[-1]
     times = {id(each): estimate(each, table, **options) for each in (first, last)}
-    count = program.micro_batches.count if program.micro_batches is not None else 1
+    count = len(program.micro_batches.runs) if program.micro_batches is not None else 1
     return [*[(first, times[id(first)])] * (count - 1), (last, times[id(last)])]
 
 

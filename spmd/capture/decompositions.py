@@ -223,7 +223,7 @@ def _source_indices(mask: torch.Tensor) -> torch.Tensor:
 def _nll_loss(op: OpOverload) -> Callable[..., Any]:
     """A mean over tokens as their sum divided by the sum of their weights.
 
-    Without weights that is the number of targets that are not ignored, which does not depend on the loss.
+    That does not depend on the loss: without weights it is the number of targets that are not ignored.
     """
 
     def nll_loss(
@@ -231,9 +231,12 @@ def _nll_loss(op: OpOverload) -> Callable[..., Any]:
     ) -> Any:
         if reduction != 1:
             return NotImplemented
-        total, total_weight = op(logits, target, weight, 2, ignore_index)
+        total, _ = op(logits, target, weight, 2, ignore_index)
+        counts = target.long() != ignore_index
         if weight is None:
-            total_weight = (target.long() != ignore_index).sum().to(logits.dtype)
+            total_weight = counts.sum().to(logits.dtype)
+        else:
+            total_weight = torch.where(counts, weight[torch.where(counts, target.long(), 0)], 0).sum()
         return total / total_weight, total_weight
 
     return nll_loss

@@ -71,6 +71,9 @@ def _torchrun_options(given: argparse.Namespace) -> list[str]:
     passed = _passed_on(given)
     if "rdzv-endpoint" in passed:
         passed.setdefault("rdzv-backend", "c10d")
+    if {"nnodes", "max-restarts"} <= passed.keys():
+        # Ranks that start again get a store of their own: in torchrun's they would read addresses of the ranks before.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if "PET_NPROC_PER_NODE" not in os.environ or given.nproc_per_node is not None:
         passed["nproc-per-node"] = given.nproc_per_node or str(_gpus() or 1)
     listed = [f"--{name}={value}" for name, value in passed.items()]

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from passes import OutputKind, Part, Program
-from passes.ir.micro_batches import accumulating, ascend, new_accumulators
+from passes.cleanup.dead_code import DeadCode
+from passes.ir.micro_batches import accumulating, ascend, gather_rows, new_accumulators
 from passes.runtime.arena import has_shared_arena
 from passes.schedule.node_costs import device_of
 
@@ -53,6 +54,8 @@ class Runs:
         if micro is None:
             return None
         first = accumulating(micro.accumulating or program, micro.joined)
+        if micro.accumulating is None:
+            DeadCode().rewrite(first)  # ranks that divide the runs of a call communicate in the last one alone
         executable = lower(first, arenas, Commit(), regions, cuda_graphs)
         return cls(program, executable, is_read_by_peers=has_shared_arena(first.graph))
 
@@ -68,12 +71,13 @@ class Runs:
         for k, memory in self.accumulators.items():
             given[k] = memory.zero_()
         rows = []
-        for k in range(micro.count - 1):
+        gather_rows(self.program, given)
+        for k in micro.runs[:-1]:
             rows.append(self.executable(micro.of_run(self.program.inputs, given, k)))
             ascend(self.program, given, k)
             if self.is_read_by_peers:
                 commit.wait_for_ranks()
-        return micro.of_run(self.program.inputs, given, micro.count - 1), rows
+        return micro.of_run(self.program.inputs, given, micro.runs[-1]), rows
 
     def close(self) -> None:
         """Drop the generated code, and the memory of accumulators."""

@@ -3,7 +3,7 @@
 A sum of floats depends on its order. The global batch is cut into parts, always the same ones; a rank has several that
 follow each other, and computes each with ops of the same sizes, whatever the number of ranks. What is summed over rows
 is a partial sum for each part, and a balanced tree over all of them: its lower levels are accumulators of a rank, and
-each level above is a sum over an axis of two ranks, which has one order.
+each level above is a sum over an axis of two ranks, which has one order. More ranks along an axis: ``spread.py``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from passes import AxisRole, Kind, PartitionError, Program, Role
 from passes.ir.collectives import is_collective, kind_of
 
 from ..partitioner.plan import Plan
-from ..placements import local_shape
 from .lines import described
+from .spread import partition_and_spread
 from .time_axis import partition_in_time
 
 _SUM = Role.ACCUMULATOR
@@ -29,30 +29,26 @@ _SUM = Role.ACCUMULATOR
 def partition_with_same_bits(program: Program, plan: Plan, virtual: int, dtype: torch.dtype | None = None) -> Program:
     """One rank's share, to be run for each of its parts. Raises ``PartitionError`` where ranks or rows do not fit."""
     over = program.mesh.axes_with(AxisRole.BATCH)
-    axes = [program.mesh.axes[k] for k in over]
-    ranks = prod(axis.size for axis in axes)
-    if any(axis.size > 2 for axis in axes):
-        raise PartitionError(
-            f'bits="same" sums over two ranks at a time, but the mesh of {program.name} splits the batch over '
-            f"{' x '.join(str(axis.size) for axis in axes)}: for 4 ranks pass mesh=init_device_mesh(device, (2, 2), "
-            'mesh_dim_names=("a", "b")) and axes={"batch": ("a", "b")}'
-        )
-    if 2 * ranks > virtual:
+    ranks = prod(program.mesh.axes[k].size for k in over)
+    spread = [k for k in over if program.mesh.axes[k].size > 2]
+    if 2 * ranks > virtual and not spread:
         raise PartitionError(
             f'bits="same" takes at least two virtual parts on each rank, but has virtual={virtual} for {ranks} ranks: '
             f"pass virtual={2 * ranks} or more, the same on any number of ranks"
         )
-    count = virtual // ranks
     for each in program.inputs:
         dims = [p.dim for k, p in enumerate(each.placement) if k in over and isinstance(p, Shard)]
-        if dims and local_shape(each.shape, each.placement, program.mesh)[dims[0]] % count:
+        if dims and each.shape[dims[0]] % virtual:
             raise PartitionError(
                 f'bits="same" cuts the global batch into {virtual} equal parts, but {each.name} has '
                 f"{each.shape[dims[0]]} rows: pass a multiple of {virtual}, or drop the last batch"
             )
+    if spread:
+        return partition_and_spread(program, plan, virtual, spread[0], dtype)
     ordered = [replace(axis, ordered=k in over) for k, axis in enumerate(program.mesh.axes)]
     program = replace(program, mesh=replace(program.mesh, axes=tuple(ordered)))
-    local = partition_in_time(program, plan, count, dtype, as_tree=True)
+    count = virtual // ranks
+    local = partition_in_time(program, plan, count, dtype, levels=(count - 1).bit_length())
     _check_sums(local)
     return local
 

@@ -28,22 +28,22 @@ def partition_in_time(
     count: int,
     dtype: torch.dtype | None = None,
     rows: Mapping[str, int] | None = None,
-    as_tree: bool = False,
+    levels: int = 0,
 ) -> Program:
     """One rank's share of ``program``, to be run ``count`` times in a call, each time on a part of its rows.
 
     Rows are cut as ``torch.chunk`` does it, so that the last part may be shorter, and parts may be fewer. A step that
     takes equal parts alone (it merges rows with other dims) runs more often then, and a note says so. ``dtype``: that
     of accumulators; None is that of what they add up. ``rows``: the dim of the rows of each argument, on a mesh without
-    an axis that splits the batch. ``as_tree``: parts are equal, a power of two, and their sums those of a balanced
-    tree. Raises ``PartitionError``, with the op and the user's line, where
-    a run would have to know rows of another one.
+    an axis that splits the batch. ``levels``: parts are equal, and their sums those of a balanced tree, of which a rank
+    has so many levels. Raises ``PartitionError``, with the op and the user's line, where a run would have to know rows
+    of another one.
     """
     rows = rows or _rows(program, plan, count)
     batch = [each for each in program.inputs if each.name in rows]
     lengths = [local_shape(each.shape, each.placement, program.mesh)[rows[each.name]] for each in batch]
-    if as_tree:
-        return _Shares(program, plan, rows, count, dtype, as_tree=True).of(0, follows=True)
+    if levels:
+        return _Shares(program, plan, rows, count, dtype, levels).of(0, follows=True)
     most = max(*lengths, 1)
     parts = -(-most // -(-most // count))
     if not _leaves_rest(lengths, parts):
@@ -86,7 +86,7 @@ class _Shares:
     rows: Mapping[str, int]
     count: int
     dtype: torch.dtype | None
-    as_tree: bool = False
+    levels: int = 0
 
     def __post_init__(self) -> None:
         self._assignment = self._problem(0).solve()
@@ -100,13 +100,13 @@ class _Shares:
             follow_the_run(local, self._emitted(k + 1))
         joined = joined_outputs(local)
         ahead = early(local.graph, sums, _values(local, joined))
-        if self.as_tree:
+        if self.levels:
             check_exact(ahead)
         whole = compute_early(local, self.program, self.plan, self.rows, ahead) if ahead else {}
         sums = sums_in_time(local)
         assert not early(local.graph, sums, _values(local, joined)), "what a run needs of others is computed ahead"
-        tree = accumulate(local, sums, self.dtype, (self.count - 1).bit_length() if self.as_tree else 1)
-        micro = MicroBatches(self.count, self.rows, whole, joined, tree if self.as_tree else {})
+        tree = accumulate(local, sums, self.dtype, max(self.levels, 1))
+        micro = MicroBatches(self.count, self.rows, whole, joined, tree if self.levels else {})
         return replace(without_axis(local, self.rows, self.count, k), micro_batches=micro)
 
     def _emitted(self, k: int) -> Program:

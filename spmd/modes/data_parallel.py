@@ -131,11 +131,11 @@ class DataParallel(PlannedMode):
     follow the rows. What needs other rows at once (batch statistics, a result with rows) is an error with the user's
     line.
 
-    ``bits="same"``: after any number of steps, parameters and optimizer state have the same bits on 1, 2, 4, ... ranks
-    that pass the same global batch. It is computed as ``virtual`` parts, a power of two and at least twice as many as
-    ranks, one after the other on each rank, whose sums are those of one balanced tree. For ``"replicate"``, on
-    processors of one kind, with one version of torch and one number of threads; axes of the batch have 2 ranks, or 1:
-    give 4 a mesh of 2 x 2.
+    ``bits="same"``: after any number of steps, parameters and optimizer state have the same bits on any number of ranks
+    that pass the same global batch. It is computed as ``virtual`` parts, a power of two, one after the other on each
+    rank, whose sums are those of one balanced tree. For ``"replicate"``, on processors of one kind, with one version of
+    torch and one number of threads. More than 2 ranks along an axis gather the rows of all arguments and exchange sums
+    of parts; 4 on a mesh of 2 x 2 reduce them as usual, for less traffic, with at least two parts on each.
 
     ``stages``, with ``axes={"stages": "pp"}`` and ``micro_batches``: each rank along that axis runs a part of the
     model, and has no other parameters, gradients and optimizer state. It names the module that begins each stage but

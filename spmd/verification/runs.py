@@ -12,7 +12,8 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from passes import OutputKind, Program, Role
-from passes.ir.micro_batches import ascend, new_accumulators, runs_of
+from passes.cleanup.dead_code import DeadCode
+from passes.ir.micro_batches import accumulating, ascend, new_accumulators, runs_of
 
 from .bundle_lockstep import BundleRank, BundleRun
 from .lockstep import Watch, run_in_lockstep
@@ -35,6 +36,8 @@ def run_programs(
     for program, given in zip(programs, inputs, strict=True):
         for k, zeros in new_accumulators(program).items():
             given[k] = zeros
+    if micro.spread is not None:
+        return _run_spread(programs, inputs)
     runs = [runs_of(program) for program in programs]
     is_split = micro.accumulating is not None and len(micro.accumulating.outputs) != len(programs[0].outputs)
     seen = None if watch is None or is_split else _Seen()
@@ -53,6 +56,31 @@ def run_programs(
         seen.show(watch)
     ends = zip(programs, returned, rows, strict=True)
     return [tuple(micro.join(program.outputs, outputs, before[:-1])) for program, outputs, before in ends]
+
+
+def _run_spread(programs: Sequence[Program], inputs: Sequence[list[Any]]) -> list[tuple[Any, ...]]:
+    """Run parts that ranks divide: all but each rank's last one by itself, and these together."""
+    inputs = [list(given) for given in inputs]
+    for k, declared in enumerate(programs[0].inputs):
+        micro = programs[0].micro_batches
+        assert micro is not None
+        name = micro.whole.get(declared.name, declared.name)
+        if name in micro.split:
+            whole = torch.cat([given[k] for given in inputs], micro.split[name])
+            for given in inputs:
+                given[k] = whole
+    taken = []
+    for program, given in zip(programs, inputs, strict=True):
+        micro = program.micro_batches
+        assert micro is not None
+        first = accumulating(micro.accumulating or program, micro.joined)
+        DeadCode().rewrite(first)
+        for k in micro.runs[:-1]:
+            (outputs,) = run_in_lockstep([first], [micro.of_run(program.inputs, given, k)])
+            _keep_accumulators(first, program, given, outputs)
+            ascend(program, given, k)
+        taken.append(micro.of_run(program.inputs, given, micro.runs[-1]))
+    return run_in_lockstep([runs_of(program)[-1] for program in programs], taken)
 
 
 def _run_stages(programs: Sequence[Program], inputs: Sequence[list[Any]], watch: Watch | None) -> list[tuple[Any, ...]]:

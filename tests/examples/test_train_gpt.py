@@ -7,8 +7,10 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -105,12 +107,12 @@ def test_the_plain_step_prints_the_same_losses_too(alone: tuple[str, Path]) -> N
 
 
 def test_the_ranks_share_one_global_batch() -> None:
-    def draw(batch: int, rank: int, ranks: int) -> torch.Tensor:
+    def draw(rows: int, rank: int, ranks: int) -> torch.Tensor:
         data = bytes(range(256)) * 4
-        return torch.stack(train_gpt.Batches(data, batch, 16, rank, ranks, torch.device("cpu"), seed=1).draw())
+        return torch.stack(train_gpt.Batches(data, rows, 16, rank, ranks, torch.device("cpu"), seed=1).draw())
 
-    parts = [draw(2, rank, 3) for rank in range(3)]
-    assert torch.equal(torch.cat(parts, dim=1), draw(6, 0, 1))
+    parts = [draw(7, rank, 3) for rank in range(3)]
+    assert torch.equal(torch.cat(parts, dim=1), draw(7, 0, 1))
     x, y = parts[0]
     assert torch.equal(x[:, 1:], y[:, :-1])
 
@@ -195,7 +197,7 @@ def test_a_run_that_was_ended_or_killed_goes_on_with_the_same_bits(ranks: Ranks,
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     first, _ = ranks.run(2, printed_by_main, [*options, "--resume", "--checkpoints", str(whole)])  # there is none yet
     ended, _ = ranks.run(2, run_until, options, 3, signal.SIGTERM, parts)
-    assert f"ended by SIGTERM after step 3, which is saved in {parts}" in ended
+    assert f"ended by SIGTERM after step 3, saved in {parts}" in ended
     with pytest.raises(RankError, match="exit code -9"):
         ranks.run(2, run_until, [*options, "--resume"], 2, signal.SIGKILL, parts)
     assert {path.name for path in parts.iterdir()} == {"step-3", "step-4"}
@@ -272,6 +274,32 @@ def test_torchrun_restarts_a_run_whose_ranks_are_killed(ranks: Ranks, tmp_path: 
     assert len(resumed) == 2 and resumed[0] >= 4 and resumed[1] >= 20, resumed
     ranks.run(2, printed_by_main, [*options, str(parts)])
     assert contents(whole / "step-60") == contents(parts / "step-60")
+
+
+@pytest.mark.timeout(180)
+def test_hosts_join_and_fail_and_no_step_is_lost(ranks: Ranks, tmp_path: Path) -> None:
+    """Two launchers of a rank each: the second one joins after three steps, and is killed with its rank two later."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = [*TINY, "--checks", "1", "--steps", "7", "--batch", "7"]
+    conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
+    command = [sys.executable, "-m", "spmd", "run", "-n", "1", "--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf"]
+    command += [conf, "--rdzv-endpoint", f"localhost:{port}", str(ROOT / "tests" / "examples" / "elastic_gpt.py")]
+    command += [*options, "--elastic", "--checkpoints", str(tmp_path / "c"), "--dump", str(tmp_path / "d")]
+    ours = environment() | {"JOINED": str(tmp_path / "joined")}
+    ours["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    printed = [tmp_path / "stays", tmp_path / "fails"]
+    with printed[0].open("w") as file, subprocess.Popen(command, env=ours, stdout=file) as stays:
+        while stays.poll() is None and not (tmp_path / "joined").exists():
+            time.sleep(0.05)
+        with printed[1].open("w") as other:
+            fails = subprocess.run(command, env=ours | {"FAILS": "yes"}, stdout=other, check=False)
+    assert (stays.returncode, fails.returncode) == (0, -signal.SIGKILL)
+    found = "".join(path.read_text() for path in printed)
+    assert sorted(re.findall(r"resumed after step (\d+)", found)) == ["3", "5"], found  # either may be rank 0
+    (whole,) = ranks.run(1, printed_by_main, [*options, "--dump", str(tmp_path / "d")])
+    assert sorted(re.findall(r"step (\d)/7 +loss (\S+)", found)) == re.findall(r"step (\d)/7 +loss (\S+)", whole)
 
 
 @pytest.mark.parametrize(

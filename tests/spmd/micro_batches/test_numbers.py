@@ -160,6 +160,21 @@ def test_equal_parts_where_rows_merge_with_other_dims(rows: int, runs: int) -> N
     assert any(f"it runs {runs} times" in note for note in compiled.report().notes) == (runs != 3)
 
 
+def balanced(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    net, criterion = model
+    loss = criterion(net(x), torch.where(y[:, 0] > 0.3, 1, torch.where(y[:, 1] > 0.3, 2, -100)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mean_with_weights_of_classes() -> None:
+    model = nn.ModuleList([nn.Linear(5, 3), nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0]))]).double()
+    assert verified(balanced, model, parallel_style="fully_shard", micro_batches=3)
+
+
 def contrasts(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     z = model(x)
     loss = (z @ z.T).logsumexp(1).mean()

@@ -1,14 +1,14 @@
-"""``bits="same"``: state has the same bits on 1, 2 and 4 ranks; and it is that of the plain step."""
+"""``bits="same"``: state has the same bits on 1, 2, 3 and 4 ranks; and it is that of the plain step."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -39,7 +39,7 @@ def train(
 def penalized(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> tuple[Tensor]:
     """A term of whole parameters, and gradients that are kept: neither is a sum over rows."""
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    loss = loss + 0.01 * sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+    loss = torch.stack([loss, 0.01 * sum((p.square().sum() for p in model.parameters()), torch.zeros(()))]).sum()
     loss.backward()
     optimizer.step()
     return (loss,)
@@ -68,8 +68,9 @@ def rows(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 
-def mode(world: int, **options: Any) -> spmd.DataParallel:
-    if world == 4:
+def mode(world: int, in_pairs: bool = False) -> spmd.DataParallel:
+    options: dict[str, Any] = {}
+    if in_pairs:
         options |= {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), "axes": {"batch": ("a", "b")}}
     return spmd.DataParallel(bits="same", **options)
 
@@ -82,9 +83,11 @@ def digest(model: nn.Module, optimizer: Any, results: list[Any]) -> str:
     return found.hexdigest()
 
 
-def trained(rank: int, world: int, function: Any, optimizer: str, options: dict[str, Any]) -> str:
+def trained(
+    rank: int, world: int, function: Any, optimizer: str, options: dict[str, Any], in_pairs: bool = False
+) -> str:
     objects = build(optimizer)
-    step, results = spmd.compile(function, parallel_mode=mode(world)), []
+    step, results = spmd.compile(function, parallel_mode=mode(world, in_pairs)), []
     spmd.seed(3)
     try:
         for k in range(STEPS):
@@ -95,15 +98,43 @@ def trained(rank: int, world: int, function: Any, optimizer: str, options: dict[
 
 
 @pytest.mark.parametrize(
-    ("function", "optimizer", "options"),
-    [(train, "AdamW", {"drop": 0.3}), (train, "SGD", {"autocast": True}), (penalized, "SGD", {})],
+    ("function", "optimizer", "options", "worlds"),
+    [
+        (train, "AdamW", {"drop": 0.3}, [(1, False), (4, True)]),
+        (train, "SGD", {"autocast": True}, [(1, False), (2, False)]),
+        (penalized, "SGD", {}, [(1, False), (3, False)]),  # of 6, 6 and 4 rows
+    ],
     ids=["dropout", "autocast", "penalized"],
 )
 def test_state_has_the_same_bits_on_any_number_of_ranks(
-    ranks: Ranks, function: Any, optimizer: str, options: dict[str, Any]
+    ranks: Ranks, function: Any, optimizer: str, options: dict[str, Any], worlds: list[tuple[int, bool]]
 ) -> None:
-    found = [each for world in (1, 2, 4) for each in ranks.run(world, trained, function, optimizer, options)]
-    assert len(found) == 7 and len({*found}) == 1, found
+    found = []
+    for world, in_pairs in worlds:
+        found += ranks.run(world, trained, function, optimizer, options, in_pairs)
+    assert len({*found}) == 1, found
+
+
+def continued(rank: int, world: int, folder: Path, steps: range) -> str:
+    """What is there after some steps, from the checkpoint of the steps before."""
+    model, optimizer = build("SGD")
+    step, results = spmd.compile(train, parallel_mode=mode(world)), []
+    spmd.seed(3)
+    try:
+        if steps.start:
+            spmd.load(folder, model=model, optimizer=optimizer)
+        for k in steps:
+            results.append([each.item() for each in step(model, optimizer, *rows(k, rank, world), drop=0.3)])
+        spmd.save(folder, step=steps.stop, model=model, optimizer=optimizer)
+    finally:
+        spmd.seed(None)
+    return digest(model, optimizer, results[-1:])
+
+
+def test_runs_that_go_on_with_fewer_ranks_have_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    for world, start in [(4, 0), (3, 2), (2, 4)]:
+        parts = ranks.run(world, continued, tmp_path / "parts", range(start, start + 2))
+    assert {*parts} == {*ranks.run(1, continued, tmp_path / "whole", range(6))}
 
 
 @pytest.mark.usefixtures("alone")
@@ -116,10 +147,22 @@ def test_it_is_the_plain_step() -> None:
         step = spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same", virtual=4)) if compiles else train
         results.append([step(model, optimizer, *rows(k)) for k in range(3)] + [list(model.parameters())])
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-9)
-    verdict = spmd.verify(
-        spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same")), *build("SGD"), *rows(0), world=2
-    )
-    assert verdict, verdict
+    for world in (2, 3):
+        verdict = spmd.verify(spmd.compile(train, parallel_mode=mode(world)), *build("SGD"), *rows(0), world=world)
+        assert verdict, verdict
+
+
+def shows_rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    scores = model(x)
+    F.cross_entropy(scores.flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
+    return scores
+
+
+@pytest.mark.usefixtures("alone")
+def test_rows_on_three_ranks_are_refused() -> None:
+    with pytest.raises(spmd.PartitionError, match=r'has rows of the batch, which bits="same" returns on 1, 2, 4'):
+        spmd.verify(spmd.compile(shows_rows, parallel_mode=mode(3)), *build("SGD"), *rows(0), world=3)
 
 
 def refused(rank: int, world: int) -> list[str]:
@@ -156,17 +199,6 @@ def test_a_sum_of_floats_that_parts_need_is_refused() -> None:
 def test_a_backend_that_chooses_by_time_is_refused() -> None:
     with pytest.raises(ValueError, match='expected backend="aten" with bits="same"'):
         spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same"), backend="inductor")
-
-
-def on_a_line(rank: int, world: int) -> str:
-    with pytest.raises(spmd.PartitionError, match="sums over two ranks at a time") as found:
-        spmd.compile(train, parallel_mode=spmd.DataParallel(bits="same"))(*build("SGD"), *rows(0, rank, world))
-    dist.barrier()
-    return str(found.value)
-
-
-def test_four_ranks_take_a_mesh_of_two_by_two(ranks: Ranks) -> None:
-    assert "pass mesh=init_device_mesh(device, (2, 2)" in ranks.run(4, on_a_line)[0]
 
 
 def late(rank: int, world: int) -> list[list[float]]:
