@@ -231,6 +231,23 @@ class Gathers(Mixture):
         return x @ self.experts["up"].reshape(EXPERTS * WIDTH, HIDDEN)[:WIDTH] @ self.experts["down"].sum(0)
 
 
+class Halves(Mixture):
+    """The weights of each expert seen as those of two."""
+
+    def by_ends(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        experts, order = chosen.flatten().sort()
+        ends = experts.bincount(minlength=EXPERTS).cumsum(0).repeat_interleave(2).int()
+        up = self.experts["up"].view(2 * EXPERTS, WIDTH, HIDDEN // 2)
+        out = torch.ops.transformers.grouped_mm_fallback(x[order // 2], up, ends)
+        return torch.zeros_like(x).index_add(0, order // 2, out.sum(-1, keepdim=True).expand(-1, WIDTH))
+
+
+class LooksUp(Mixture):
+    """The weights of each row's expert, looked up."""
+
+    by_ends = Mixture.by_numbers
+
+
 class Plain(nn.Module):
     """No experts."""
 
@@ -248,6 +265,8 @@ class Plain(nn.Module):
     (Mixture, {"experts": "*.shared.*"}, PlacementError, "expected model.shared.weight to have experts in dim 0"),
     (Plain, {}, PlacementError, "no parameter is read by a grouped or batched matrix product: name those"),
     (Gathers, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .24, 10"),
+    (Halves, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .8, 6, 5"),
+    (LooksUp, {"micro_batches": 2}, PartitionError, "micro_batches=1 where the weights .* looked up, .*experts.py:"),
     (Mixture, {"axes": {"batch": ("dp", "ep"), "experts": "dp"}}, PlacementError, "the axis of experts, dp, to stand"),
     (Mixture, {"axes": {"batch": "dp", "experts": ("dp", "ep")}}, PlacementError, "expected one axis with the role"),
 ])  # fmt: skip
