@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import spmd
 from passes import Kind, PartitionError, PlacementError, Role
+from spmd.partitioner.experts import routes
 from spmd.partitioner.experts.own_rows import Own, OwnRowsOf
 from tests.harness.experts import EXPERTS, HIDDEN, WIDTH, Mixture, Training
 from tests.harness.fake import fake_world
@@ -134,6 +135,35 @@ def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch, name: str, impl
     step = spmd.compile(Real.step, parallel_mode=spmd.DataParallel("fully_shard", **OVER_BATCH, experts="*.experts.*"))
     verdict = spmd.verify(step, model, optimizer, {"input_ids": ids, "labels": ids}, world=2, mesh={"ep": 2}, steps=2)
     assert verdict, str(verdict)
+
+
+# Room for rows
+
+
+def with_little_room(rank: int, world: int) -> tuple[list[str], list[str], list[str]]:
+    """Steps of which the second one sends all rows to one rank: what differs, why it compiled, and notes of reports."""
+    fewest, routes.FEWEST = routes.FEWEST, 4
+    try:
+        torch.manual_seed(0)
+        case = Training()
+        mode = spmd.DataParallel("fully_shard", axes={"batch": "dp", "experts": "dp"})
+        step, objects, got, notes = spmd.compile(case.step, parallel_mode=mode), case.build(), [], []
+        for k in range(4):
+            got.append(snapshot(step(*objects, *case.part(rank, k)), objects))
+            notes += [note for note in step.report().notes if "room" in note]
+        reasons = [each.reason for each in step.recompiles().programs]
+        return all_unequal(plain_run(case, world, 4), got, rank, world), reasons, notes
+    finally:
+        routes.FEWEST = fewest
+
+
+def test_a_call_with_more_rows_than_there_is_room_for_runs_again(ranks: Ranks) -> None:
+    for unequal, reasons, notes in ranks.run(2, with_little_room):
+        assert unequal == []
+        assert reasons == ["the first call", "a rank's experts had more rows than there was room for"]
+        small, *large = (note.removeprefix("rows of experts: a rank has room for ") for note in notes)
+        assert small == "1.25 times the mean of its ranks; 0 calls had more, and ran again with more room"
+        assert large == ["all of them; 1 call had more, and ran again with more room"] * 3
 
 
 # What is communicated
