@@ -12,6 +12,8 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, Mesh, PartitionError, PlacementError
 from passes.ir.program import Placements
 
+FEWEST = 256  # rows of a part whose number is near the mean of all parts
+
 AnyPlacement = Placement | Sequence[Placement] | Mapping[str, Placement]
 
 
@@ -107,7 +109,13 @@ class ByGroup(OwnRows):
 
     def length(self, size: int, ranks: int) -> int:
         """All of them, since one rank may have the experts of every row; or what there is room for."""
-        return size if self.room is None else min(size, math.ceil(self.room * size / ranks))
+        return self.room_for(size, ranks)
+
+    def room_for(self, size: int, parts: int) -> int:
+        """The rows that each of ``parts`` has room for, of ``size``: all where few are too many by chance alone."""
+        if self.room is None or not self.ends or size < FEWEST * parts:
+            return size
+        return min(size, math.ceil(self.room * size / parts))
 
     def _key(self) -> tuple[object, ...]:
         return (self.dim, self.of, self.count, self.ends, self.rows, self.room)

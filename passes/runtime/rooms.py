@@ -39,7 +39,7 @@ def _copy(ends: Tensor, last: list[int], rows: int, room: int) -> Tensor:
 
 
 def _within(ends: Tensor, last: list[int], rows: int, room: int) -> Tensor:
-    """``ends``, at which groups end among ``rows``; notes whether a rank has room for its own, up to a ``last`` group."""
+    """``ends``, at which groups end among ``rows``; notes if a rank has no room for its own, up to a ``last`` one."""
     stops = ends[last]
     stops[-1] = rows  # those behind the last group are the last rank's
     _noted.times.append(stops.diff(prepend=stops.new_zeros(1)).amax() / room)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from ..values import infos, leaves, results
 
 _PRODUCTS = {"_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
 _LOOKUPS = {"index", "index_put"}
-FEWEST = 256  # rows of a rank, of which it takes chance alone to exceed a room
 _SAME = {"detach", "alias", "_to_copy", "clone", "view", "transpose", "permute", "t"}
 
 
@@ -53,12 +51,10 @@ class Routes:
             for node, declared in zip(program.placeholders, program.inputs, strict=True)
             if declared.name in experts
         }
-        ranks = prod(program.mesh.axes[k].size for k in program.mesh.axes_with(AxisRole.EXPERTS))
         groups, rows = dict[fx.Node, ByGroup](), dict[fx.Node, ByGroup]()
         for node in order:
-            for of, own, operands in _routed(node, counts, groups):
+            for of, own, operands in _routed(node, counts, groups, program.room):
                 _check_whole_batch(node, own, program.mesh)
-                own = _with_room(own, program.room, ranks)
                 groups.setdefault(of, own)
                 rows |= {operand: own.along(dim) for operand, dim in operands}
         hints = dict[fx.Node, ByGroup]()
@@ -73,7 +69,9 @@ class Routes:
 Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
 
 
-def _routed(node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Node, ByGroup]) -> Iterator[Routed]:
+def _routed(
+    node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Node, ByGroup], room: float | None
+) -> Iterator[Routed]:
     """The node that says whose rows ``node`` reads, and those rows with their dims."""
     name = name_of(node.target) if node.op == "call_function" else ""
     if name in _PRODUCTS:
@@ -86,7 +84,7 @@ def _routed(node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Nod
         dims = first.meta["val"].ndim, second.meta["val"].ndim
         rows = ragged[dims] + [(each, 0) for each in others]
         size = rows[0][0].meta["val"].shape[rows[0][1]]
-        yield ends, known or ByGroup(0, ends.name, count or 0, ends=True, rows=size), rows
+        yield ends, known or ByGroup(0, ends.name, count or 0, ends=True, rows=size, room=room), rows
     elif name in _LOOKUPS:
         indices = node.args[1]
         assert isinstance(indices, (list, tuple))
@@ -94,13 +92,6 @@ def _routed(node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Nod
         if count is not None and isinstance(whose, fx.Node) and whose.meta["val"].ndim == 1 and len(indices) == 1:
             own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]))
             yield whose, own, [(node, 0)]
-
-
-def _with_room(own: ByGroup, room: float | None, ranks: int) -> ByGroup:
-    """``own`` with the room of the program, where a rank has so many rows that their number is near the mean."""
-    if own.ends and own.rows >= FEWEST * ranks:
-        return ByGroup(own.dim, own.of, own.count, own.ends, own.rows, room)
-    return own
 
 
 def _check_whole_batch(node: fx.Node, own: ByGroup, mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import spmd
 from passes import Kind, PartitionError, PlacementError, Role
-from spmd.partitioner.experts import routes
+from spmd import placements
 from spmd.partitioner.experts.own_rows import Own, OwnRowsOf
 from tests.harness.experts import EXPERTS, HIDDEN, WIDTH, Mixture, Training
 from tests.harness.fake import fake_world
@@ -142,7 +142,7 @@ def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch, name: str, impl
 
 def with_little_room(rank: int, world: int) -> tuple[list[str], list[str], list[str]]:
     """Steps of which the second one sends all rows to one rank: what differs, why it compiled, and notes of reports."""
-    fewest, routes.FEWEST = routes.FEWEST, 4
+    fewest, placements.FEWEST = placements.FEWEST, 4
     try:
         torch.manual_seed(0)
         case = Training()
@@ -154,7 +154,7 @@ def with_little_room(rank: int, world: int) -> tuple[list[str], list[str], list[
         reasons = [each.reason for each in step.recompiles().programs]
         return all_unequal(plain_run(case, world, 4), got, rank, world), reasons, notes
     finally:
-        routes.FEWEST = fewest
+        placements.FEWEST = fewest
 
 
 def test_a_call_with_more_rows_than_there_is_room_for_runs_again(ranks: Ranks) -> None:
