@@ -140,8 +140,9 @@ class Compiled:
         return self.deferred.pending.owners if self.deferred is not None and self.deferred.pending is not None else []
 
     def abandon(self) -> None:
-        """End a call before it has changed anything, and run no other: there is too little room."""
+        """End a call before it has changed anything, on all ranks, and run no other: there is too little room."""
         self._flats.leave()
+        self.executable.commit.wait_for_ranks()  # the next program computes where peers may still read
         self.is_outgrown = True
 
     def _release(self) -> None:

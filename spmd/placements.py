@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, Mesh, PartitionError, PlacementError
 from passes.ir.program import Placements
 
-FEWEST = 256  # rows of a part whose number is near the mean of all parts
+FEWEST = 256  # rows on a rank, or of a pair, for there to be room for a multiple of their mean
 
 AnyPlacement = Placement | Sequence[Placement] | Mapping[str, Placement]
 
@@ -109,13 +109,13 @@ class ByGroup(OwnRows):
 
     def length(self, size: int, ranks: int) -> int:
         """All of them, since one rank may have the experts of every row; or what there is room for."""
-        return self.room_for(size, ranks)
-
-    def room_for(self, size: int, parts: int) -> int:
-        """The rows that each of ``parts`` has room for, of ``size``: all where few are too many by chance alone."""
-        if self.room is None or not self.ends or size < FEWEST * parts:
+        if self.room is None or size < FEWEST * ranks:  # of few, chance alone may give a rank many more than the mean
             return size
-        return min(size, math.ceil(self.room * size / parts))
+        return min(size, math.ceil(self.room * size / ranks))
+
+    def slots(self, ranks: int) -> int:
+        """The rows that each pair of ranks may exchange: of no more than there is room for; all where these are few."""
+        return self.rows if self.rows < FEWEST * ranks**2 else self.length(self.rows, ranks) // ranks
 
     def _key(self) -> tuple[object, ...]:
         return (self.dim, self.of, self.count, self.ends, self.rows, self.room)

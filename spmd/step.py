@@ -258,7 +258,7 @@ class CompiledStep(Generic[P, R]):
                 with kept_on(RoomExceededError):
                     return self._run_compiled(turn, compiled)
             except RoomExceededError as error:
-                outgrown = compiled
+                outgrown, self._calls = compiled, self._calls - 1
                 self.outgrow(turn, error.times)
                 compiled = self._ready(turn)
                 outgrown.drop()

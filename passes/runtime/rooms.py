@@ -15,7 +15,7 @@ from ..errors import SpmdError
 
 NAMESPACE = "spmd_rooms"
 _library = torch.library.Library(NAMESPACE, "DEF")
-_library.define("within(Tensor ends, int[] last, int rows, int room) -> Tensor")
+_library.define("within(Tensor ends, int each, int rows, int room) -> Tensor")
 
 
 class RoomExceededError(SpmdError):
@@ -34,16 +34,16 @@ class _Noted(threading.local):
 _noted = _Noted()
 
 
-def _copy(ends: Tensor, last: list[int], rows: int, room: int) -> Tensor:
+def _copy(ends: Tensor, each: int, rows: int, room: int) -> Tensor:
     return ends.clone()
 
 
-def _within(ends: Tensor, last: list[int], rows: int, room: int) -> Tensor:
-    """``ends``, at which groups end among ``rows``; notes if a rank has no room for its own, up to a ``last`` one."""
-    stops = ends[last]
+def _within(ends: Tensor, each: int, rows: int, room: int) -> Tensor:
+    """``ends``, at which groups end among ``rows``; notes the most rows that ``each`` so many groups have."""
+    stops = ends[each - 1 :: each].clone()
     stops[-1] = rows  # those behind the last group are the last rank's
     _noted.times.append(stops.diff(prepend=stops.new_zeros(1)).amax() / room)
-    return _copy(ends, last, rows, room)
+    return _copy(ends, each, rows, room)
 
 
 _library.impl("within", _within, "CompositeExplicitAutograd")

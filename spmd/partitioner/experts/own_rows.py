@@ -172,9 +172,8 @@ class OwnRowsOf:
         axis, count = self.mesh.axes[index], rows.rows
         emit, room = self._emit(rows, axis, ends), rows.length(size, axis.size)
         if room < size:
-            last = [sum(chunk(rows.count, axis.size, k)) - 1 for k in range(axis.size)]
             of_all = room * prod(self.mesh.axes[k].size for k in dealt)
-            ends = emit(within, (ends, last, rows.rows, of_all))
+            ends = emit(within, (ends, rows.count // axis.size, rows.rows, of_all))
         for k in dealt:
             ends = self._ends(Dealt(0), k, ends)
             count = (count + self.mesh.axes[k].size - 1 - self.mesh.axes[k].coordinate) // self.mesh.axes[k].size

@@ -1,8 +1,8 @@
 """Rows by number, between ranks that have tokens and ranks that have their experts: by one all_to_all.
 
-A row by group is the row of a token, whose number is known on all ranks; so each rank knows all messages, a message for
-each row, and counts need no exchange. Sorted by sender and receiver, the messages of a pair of ranks take the first of
-its slots, in one order on both sides. Pairs with more messages than slots are noted (``passes/runtime/rooms.py``).
+Whose row goes where is known on all ranks, so counts need no exchange: each rank knows all messages, a message for each
+row by group. Sorted by sender and receiver, those of a pair of ranks take the first of its slots, in one order on both
+sides. Pairs with more messages than slots are noted (``passes/runtime/rooms.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from operator import getitem
 from typing import Any
@@ -19,96 +20,89 @@ import torch
 from passes import Kind
 from passes.runtime.rooms import within
 
-from ...placements import ByGroup, OwnRows
+from ...placements import ByGroup
 from ..base import Info, OpCall, Option, Parts, Run, S, Sent
 from ..einsum_labels import option
 
 aten = torch.ops.aten
-_NAME = "all_to_all"
+NAME = "all_to_all"
 
 
 def taken(call: OpCall, index: Any) -> list[Option]:
-    """Rows of tokens, each by its number, on the rank of its expert."""
-    group = call.hinted
-    if not isinstance(group, ByGroup) or not _fits(call, group, index):
-        return []
-
-    def local(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
-        return _Messages(run, group, call.arg("self").shape[0], _indices(args)).taken(args[0])
-
-    return [replace(option(call, {"self": S(0)}, group), local=local, sends=_sends(group), name=_NAME)]
+    """Rows by number: those of tokens, on the ranks of their experts; or those of experts, where tokens are."""
+    to_experts, to_tokens = [call.hinted], call.owned[0] if call.owned else ()
+    found = [_option(call, g, {"self": S(0)}, g, index) for g in to_experts]
+    return [*chain(*found, *(_option(call, g, {"self": g}, S(0), index) for g in to_tokens))]
 
 
 def added(call: OpCall, index: Any, source: str) -> list[Option]:
-    """Rows of experts, the operand called ``source``, added to those of tokens, each by its number."""
+    """Rows, the operand called ``source``, added by number: those of experts to tokens, or those of tokens to rows."""
     owned = dict.fromkeys(each for held in call.owned for each in held)
-    return [each for group in owned for each in _added(call, index, source, group)]
+    found = [_option(call, g, {"self": S(0), source: g}, S(0), index) for g in owned]
+    return [*chain(*found, _option(call, call.hinted, {"self": call.hinted, source: S(0)}, call.hinted, index))]
 
 
-def _added(call: OpCall, index: Any, source: str, group: OwnRows) -> list[Option]:
-    if not isinstance(group, ByGroup) or not _fits(call, group, index) or call.arg(source).shape[0] != group.rows:
+def _option(call: OpCall, group: Any, placed: dict[str, Any], result: Any, index: Any) -> list[Option]:
+    """The option, if ranks have equal parts of the tokens, and room for parts of the rows, which are all there."""
+    if not isinstance(group, ByGroup) or group.dim or call.of_parts or not isinstance(index, Info):
         return []
+    tokens = [call.arg(name).shape[0] for name, placement in placed.items() if placement == S(0)]
+    (tokens,) = tokens or [index.shape[0] if index.ndim else 0]
+    rows = [call.arg(name).shape[0] for name, placement in placed.items() if placement == group]
+    is_whole = index.shape == (group.rows,) and set(rows) <= {group.rows}
+    if not is_whole or not call.even(tokens) or group.slots(call.size) * call.size >= group.rows:
+        return []
+    numbers_rows = placed["self"] == group
 
     def local(run: Run, call: OpCall, args: tuple[Any, ...], parts: Parts, results: Parts) -> Any:
-        rows = args[2] if source == "values" else args[3]
-        return _Messages(run, group, call.arg("self").shape[0], _indices(args)).added(args[0], rows)
+        index = args[1][0] if isinstance(args[1], (list, tuple)) else args[2]
+        messages = _Messages(run, group, tokens, index, numbers_rows)
+        base, *others = (each for each in args if getattr(each, "op", "") and each is not index)
+        return messages.received(base, others[-1] if others else None, to_experts=result == group)
 
-    placed = {"self": S(0), source: group}
-    return [replace(option(call, placed, S(0)), local=local, sends=_sends(group), name=_NAME)]
-
-
-def _fits(call: OpCall, group: ByGroup, index: Any) -> bool:
-    """Whether ranks have equal parts of tokens and of the slots, and all the rows of a group are there."""
-    one_each = isinstance(index, Info) and index.shape == (group.rows,)
-    has_room = group.ends and group.room_for(group.rows, call.size**2) * call.size < group.rows
-    return group.dim == 0 and one_each and has_room and not call.of_parts and call.even(call.arg("self").shape[0])
-
-
-def _indices(args: Sequence[Any]) -> Any:
-    return args[1][0] if isinstance(args[1], (list, tuple)) else args[2]
-
-
-def _sends(group: ByGroup) -> Any:
     def sends(call: OpCall, operands: Parts, results: Parts) -> Sequence[Sent]:
-        tokens = call.arg("self")
-        slots = call.size * group.room_for(group.rows, call.size**2)
-        return [Sent(Kind.ALL_TO_ALL, slots * prod(tokens.shape[1:]) * tokens.dtype.itemsize)]
+        slots, row = call.size * group.slots(call.size), call.arg("self")
+        return [Sent(Kind.ALL_TO_ALL, slots * prod(row.shape[1:]) * row.dtype.itemsize)]
 
-    return sends
+    return [replace(option(call, placed, result), local=local, sends=sends, name=NAME)]
 
 
 @dataclass(frozen=True)
 class _Messages:
-    """The messages between ranks. ``index``: the number of each row's token, of ``tokens`` in all."""
+    """The messages between ranks that have ``tokens`` in all, and those that have the rows of a group.
+
+    ``index``: the token of each row; or, with ``numbers_rows``, the row of each token.
+    """
 
     run: Run
     group: ByGroup
     tokens: int
     index: Any
+    numbers_rows: bool
 
     @property
     def slots(self) -> int:
         """Those of a pair of ranks."""
-        return self.group.room_for(self.group.rows, self.run.size**2)
+        return self.group.slots(self.size)
 
-    def taken(self, tokens: Any) -> Any:
-        """The rows of this rank's experts, from ``tokens``, which each rank has some of."""
-        (token, _), (row, is_message), room = self._sent, self._received, self.group.length(self.group.rows, self.size)
-        received = self._exchanged(self.run(aten.index_select.default, (tokens, 0, token)))
-        row = self.run(aten.where.ScalarOther, (is_message, row, room))
-        nowhere = self.run(aten.new_zeros.default, (row, [room + 1]))
-        slot = self.run(aten.scatter.src, (nowhere, 0, row, self._count(self.size * self.slots)))
-        slot = self.run(aten.slice.Tensor, (slot, 0, 0, room))
-        return self.run(aten.index_select.default, (received, 0, slot))
+    def received(self, given: Any, summands: Any, to_experts: bool) -> Any:
+        """The rows of ``given`` that come to this rank; or ``given``, with those of ``summands`` added to it."""
+        here, there = (self._at_tokens, self._at_experts) if to_experts else (self._at_experts, self._at_tokens)
+        (sent, _), (number, is_message) = here, there
+        rows = self._exchanged(self.run(aten.index_select.default, (given if summands is None else summands, 0, sent)))
+        if summands is None:
+            room = self.group.length(self.group.rows, self.size) if to_experts else self._each
+            return self._placed(rows, self.run(aten.where.ScalarOther, (is_message, number, room)), room)
+        is_message = self.run(aten.view.default, (is_message, [-1] + [1] * (rows.meta["val"].ndim - 1)))
+        rows = self.run(aten.where.ScalarOther, (is_message, rows, 0))
+        return self.run(aten.index_add.default, (given, 0, number, rows))
 
-    def added(self, tokens: Any, rows: Any) -> Any:
-        """``tokens`` with the ``rows`` of all ranks' experts added to them."""
-        (token, is_message), (row, _) = self._sent, self._received
-        received = self._exchanged(self.run(aten.index_select.default, (rows, 0, row)))
-        shape = [-1] + [1] * (received.meta["val"].ndim - 1)
-        is_message = self.run(aten.view.default, (is_message, shape))
-        summands = self.run(aten.where.ScalarOther, (is_message, received, 0))
-        return self.run(aten.index_add.default, (tokens, 0, token, summands))
+    def _placed(self, rows: Any, number: Any, length: int) -> Any:
+        """``rows`` by ``number``, each of which one row has; that of no message is ``length``."""
+        nowhere = self.run(aten.new_zeros.default, (number, [length + 1]))
+        slot = self.run(aten.scatter.src, (nowhere, 0, number, self._count(self.size * self.slots)))
+        slot = self.run(aten.slice.Tensor, (slot, 0, 0, length))
+        return self.run(aten.index_select.default, (rows, 0, slot))
 
     @property
     def size(self) -> int:
@@ -120,19 +114,20 @@ class _Messages:
         return self.run.all_to_all(rows, equal, equal)
 
     @cached_property
-    def _sent(self) -> tuple[Any, Any]:
-        """For each slot that leaves this rank as the one with tokens: its row, and whether there is a message."""
+    def _at_tokens(self) -> tuple[Any, Any]:
+        """Of this rank as one that has tokens: the row of each slot, and whether there is a message."""
         message, is_message = self._in_slots(self.run.rank * self.size, 1)
         row = self.run(aten.index_select.default, (self._token, 0, message))
         return self._within(row, self.run.rank * self._each, self._each), is_message
 
     @cached_property
-    def _received(self) -> tuple[Any, Any]:
-        """For each slot that comes to this rank as the one with experts: its row, and whether there is a message."""
+    def _at_experts(self) -> tuple[Any, Any]:
+        """Of this rank as one that has experts: the row of each slot, and whether there is a message."""
         message, is_message = self._in_slots(self.run.rank, self.size)
         padded = self.run(aten.constant_pad_nd.default, (self._stops, [1, 0]))
         first = self.run(aten.slice.Tensor, (padded, 0, self.run.rank, self.run.rank + 1))
-        return self._within(message, first, self.group.length(self.group.rows, self.size)), is_message
+        row = self.run(aten.index_select.default, (self._row, 0, message))
+        return self._within(row, first, self.group.length(self.group.rows, self.size)), is_message
 
     @property
     def _each(self) -> int:
@@ -141,7 +136,16 @@ class _Messages:
     @cached_property
     def _token(self) -> Any:
         """The token of each message; negative numbers count from the last one."""
-        return self.run(aten.remainder.Scalar, (self.index, self.tokens))
+        return self._every if self.numbers_rows else self.run(aten.remainder.Scalar, (self.index, self.tokens))
+
+    @cached_property
+    def _row(self) -> Any:
+        """The row by group of each message."""
+        return self.run(aten.remainder.Scalar, (self.index, self.group.rows)) if self.numbers_rows else self._every
+
+    @cached_property
+    def _every(self) -> Any:
+        return self._count(self.group.rows)
 
     @cached_property
     def _stops(self) -> Any:
@@ -154,14 +158,14 @@ class _Messages:
     def _sorted(self) -> tuple[Any, Any, Any]:
         """The messages, sorted by sender, then receiver; and where those of each pair start and end."""
         run, pairs = self.run, self._count(self.size**2)
-        to = run(aten.searchsorted.Tensor, (self._stops, self._count(self.group.rows)), {"right": True})
+        to = run(aten.searchsorted.Tensor, (self._stops, self._row), {"right": True})
         by = run(aten.div.Tensor_mode, (self._token, self._each), {"rounding_mode": "floor"})
         pair = run(aten.add.Tensor, (run(aten.mul.Tensor, (by, self.size)), to))
         ordered = run(aten.sort.stable, (pair,), {"stable": True, "dim": 0})
         of_pair, messages = (run(getitem, (ordered, k)) for k in range(2))
         starts = run(aten.searchsorted.Tensor, (of_pair, pairs))
         ends = run(aten.searchsorted.Tensor, (of_pair, pairs), {"right": True})
-        return messages, starts, run(within, (ends, list(range(self.size**2)), self.group.rows, self.slots))
+        return messages, starts, run(within, (ends, 1, self.group.rows, self.slots))
 
     def _in_slots(self, first: int, step: int) -> tuple[Any, Any]:
         """The message of each slot of the pairs from ``first`` on, one in ``step``, and whether there is one."""

@@ -15,6 +15,7 @@ import spmd
 from passes import Kind, PartitionError, PlacementError, Role
 from spmd import placements
 from spmd.partitioner.experts.own_rows import Own, OwnRowsOf
+from tests.harness import experts as harness
 from tests.harness.experts import EXPERTS, HIDDEN, WIDTH, Mixture, Training
 from tests.harness.fake import fake_world
 from tests.harness.oracle import all_unequal, assert_agrees, plain_run, snapshot
@@ -121,49 +122,59 @@ def test_rows_that_no_expert_has_and_uneven_parts(form: Any, mesh: dict[str, int
 @pytest.mark.slow
 @pytest.mark.parametrize("name, implementation", [("Mixtral", "grouped_mm"), ("Qwen3Moe", "batched_mm")])
 def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch, name: str, implementation: str) -> None:
-    """Unmodified, with their auxiliary loss; the plain step takes the grouped product that has fp64."""
+    """Unmodified, with their auxiliary loss; the plain step takes the grouped product that has fp64.
+
+    On four ranks, which exchange rows in both directions and again for backward.
+    """
     import transformers.integrations.moe
 
     from tests.models.catalog import ENTRIES
 
+    monkeypatch.setattr(placements, "FEWEST", 4)
     monkeypatch.setattr(transformers.integrations.moe, "_can_use_grouped_mm", lambda *given: False)
     (entry,) = (entry for entry in ENTRIES if entry.name == name)
     torch.manual_seed(0)
     model = replace(entry, config={**entry.config, "experts_implementation": implementation}).build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids = torch.randint(8, 96, (4, 8))
+    ids = torch.randint(8, 96, (16, 8))
     step = spmd.compile(Real.step, parallel_mode=spmd.DataParallel("fully_shard", **OVER_BATCH, experts="*.experts.*"))
-    verdict = spmd.verify(step, model, optimizer, {"input_ids": ids, "labels": ids}, world=2, mesh={"ep": 2}, steps=2)
+    verdict = spmd.verify(step, model, optimizer, {"input_ids": ids, "labels": ids}, world=4, mesh={"ep": 4}, steps=2)
     assert verdict, str(verdict)
 
 
 # Room for rows
 
 
-def with_little_room(rank: int, world: int) -> tuple[list[str], list[str], list[str]]:
-    """Steps of which the second one sends all rows to one rank: what differs, why it compiled, and notes of reports."""
-    fewest, placements.FEWEST = placements.FEWEST, 4
+def with_little_room(rank: int, world: int) -> tuple[list[str], list[str], list[str], int]:
+    """Steps of which the second one sends all rows to one rank: what differs, why it compiled, notes of reports.
+
+    And the all_to_alls of the first one.
+    """
+    harness.ROWS, fewest, placements.FEWEST = 256, placements.FEWEST, 8
     try:
         torch.manual_seed(0)
         case = Training()
         mode = spmd.DataParallel("fully_shard", axes={"batch": "dp", "experts": "dp"})
-        step, objects, got, notes = spmd.compile(case.step, parallel_mode=mode), case.build(), [], []
-        for k in range(4):
+        step, objects, got, notes, sent = spmd.compile(case.step, parallel_mode=mode), case.build(), [], [], []
+        for k in range(3):
             got.append(snapshot(step(*objects, *case.part(rank, k)), objects))
             notes += [note for note in step.report().notes if "room" in note]
+            sent.append(step.report().count("all_to_all"))
         reasons = [each.reason for each in step.recompiles().programs]
-        return all_unequal(plain_run(case, world, 4), got, rank, world), reasons, notes
+        return all_unequal(plain_run(case, world, 3), got, rank, world), reasons, notes, sent[0]
     finally:
-        placements.FEWEST = fewest
+        harness.ROWS, placements.FEWEST = 8, fewest
 
 
 def test_a_call_with_more_rows_than_there_is_room_for_runs_again(ranks: Ranks) -> None:
-    for unequal, reasons, notes in ranks.run(2, with_little_room):
+    """On four ranks, where rows are exchanged; the program that has room for all rows gathers tokens."""
+    for unequal, reasons, notes, exchanges in ranks.run(4, with_little_room):
         assert unequal == []
+        assert exchanges == 5
         assert reasons == ["the first call", "a rank's experts had more rows than there was room for"]
         small, *large = (note.removeprefix("rows of experts: a rank has room for ") for note in notes)
         assert small == "1.25 times the mean of its ranks; 0 calls had more, and ran again with more room"
-        assert large == ["all of them; 1 call had more, and ran again with more room"] * 3
+        assert large == ["all of them; 1 call had more, and ran again with more room"] * 2
 
 
 # What is communicated
@@ -208,6 +219,27 @@ def test_rows_are_brought_once_and_summed_once(monkeypatch: pytest.MonkeyPatch) 
     assert (HIDDEN,) not in dict(map(reversed, sent))
     products = [node for node in program.graph.nodes if "grouped_mm_fallback" in str(node.target)]
     assert [len(node.args[1].meta["val"]) for node in products] == [EXPERTS // 2] * 4
+
+
+def test_rows_are_exchanged_where_that_moves_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 experts a token on 4 ranks, 5/8 of what all tokens are; on 2 ranks it would be more."""
+    monkeypatch.setattr(harness, "ROWS", 1024)
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(mesh=mesh, **OVER_BATCH), passes=())
+        step(*Training().build(), *Training().part(0, 0))
+    assert step.program is not None
+    shapes = [
+        (node.meta["collective"].kind, tuple(node.args[0].meta["val"].shape)) for node in step.program.collectives()
+    ]
+    slots = 1024 * 2 * 5 // 4
+    kinds = [kind for kind, shape in shapes if shape[1:] == (WIDTH,) and len(shape) == 2 and shape[0] >= 1024]
+    assert kinds == [Kind.ALL_TO_ALL] * 3
+    assert [shape for kind, shape in shapes if kind is Kind.ALL_TO_ALL] == [
+        *((slots, width) for width in (WIDTH, 1, WIDTH, WIDTH, 1)),
+    ]
+    products = [node for node in step.program.graph.nodes if "grouped_mm_fallback" in str(node.target)]
+    assert {len(node.args[0].meta["val"]) for node in products} == {slots}
 
 
 # Mutants: each is found
