@@ -46,11 +46,11 @@ def _option(call: OpCall, group: Any, placed: dict[str, Any], result: Any, index
     """The option, if ranks have equal parts of the tokens, and room for parts of the rows, which are all there."""
     if not isinstance(group, ByGroup) or group.dim or call.of_parts or not isinstance(index, Info):
         return []
-    tokens = [call.arg(name).shape[0] for name, placement in placed.items() if placement == S(0)]
-    (tokens,) = tokens or [index.shape[0] if index.ndim else 0]
-    rows = [call.arg(name).shape[0] for name, placement in placed.items() if placement == group]
-    is_whole = index.shape == (group.rows,) and set(rows) <= {group.rows}
-    if not is_whole or not call.even(tokens) or group.slots(call.size) * call.size >= group.rows:
+    lengths = {placement: call.arg(name).shape[0] for name, placement in placed.items()}
+    tokens = lengths.get(S(0), group.rows)
+    is_whole = index.shape == (group.rows,) and lengths.get(group, group.rows) == group.rows
+    is_alike = len({call.arg(name).shape[1:] for name in placed}) == 1  # summands are not broadcast
+    if not (is_whole and is_alike and call.even(tokens)) or group.slots(call.size) * call.size >= group.rows:
         return []
     numbers_rows = placed["self"] == group
 
