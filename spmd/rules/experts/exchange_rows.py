@@ -152,7 +152,8 @@ class _Messages:
         """The first row behind those of each rank's experts but the last rank's."""
         ends = self.run(aten._to_copy.default, (self.run.whole(self.group.of),), {"dtype": torch.int64})
         each = self.group.count // self.size
-        return self.run(aten.slice.Tensor, (ends, 0, each - 1, self.group.count - 1, each))
+        stops = self.run(aten.slice.Tensor, (ends, 0, each - 1, self.group.count - 1, each))
+        return self.run(aten.contiguous.default, (stops,))  # what searchsorted reads without a copy, and a warning
 
     @cached_property
     def _sorted(self) -> tuple[Any, Any, Any]:
