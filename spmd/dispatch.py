@@ -344,7 +344,7 @@ class Dispatch:
     def room(self) -> float | None:
         """The room for rows of experts in the next program: for all where a call cannot begin anew with more."""
         mode = self.options.mode
-        if mode.defer_updates or mode.micro_batches > 1 or self.options.cuda_graphs:
+        if mode.defer_updates or mode.micro_batches > 1 or mode.has_stages or self.options.cuda_graphs:
             return None
         return self._room
 
