@@ -49,8 +49,8 @@ def _option(call: OpCall, group: Any, placed: dict[str, Any], result: Any, index
     lengths = {placement: call.arg(name).shape[0] for name, placement in placed.items()}
     tokens = lengths.get(S(0), group.rows)
     is_whole = index.shape == (group.rows,) and lengths.get(group, group.rows) == group.rows
-    is_alike = len({call.arg(name).shape[1:] for name in placed}) == 1  # summands are not broadcast
-    if not (is_whole and is_alike and call.even(tokens)) or group.slots(call.size) * call.size >= group.rows:
+    has_rows_of_self = len({call.arg(name).shape[1:] for name in placed}) == 1  # summands are not broadcast
+    if not (is_whole and has_rows_of_self and call.even(tokens)) or group.slots(call.size) * call.size >= group.rows:
         return []
     numbers_rows = placed["self"] == group
 

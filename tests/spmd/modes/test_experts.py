@@ -15,6 +15,7 @@ import spmd
 from passes import Kind, PartitionError, PlacementError, Role
 from spmd import placements
 from spmd.partitioner.experts.own_rows import Own, OwnRowsOf
+from spmd.rules.experts import exchange_rows
 from tests.harness import experts as harness
 from tests.harness.experts import EXPERTS, HIDDEN, WIDTH, Mixture, Training
 from tests.harness.fake import fake_world
@@ -280,6 +281,27 @@ def test_a_mutant_is_found(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None
     form, *change = MUTANTS[mutant]
     monkeypatch.setattr(*change)
     verdict = verified(form, {"ep": 2}, parallel_style="replicate", **OVER_BATCH)
+    assert not verdict and verdict.stage == "partition"
+
+
+def without_the_first_slot(self: Any, rows: Any) -> Any:
+    """What a rank receives, but for the first row."""
+    found = EXCHANGED(self, rows)
+    rest = self.run(torch.ops.aten.slice.Tensor, (found, 0, 1, len(found.meta["val"])))
+    pad = [0, 0] * (found.meta["val"].ndim - 1) + [1, 0]
+    return self.run(torch.ops.aten.constant_pad_nd.default, (rest, pad))
+
+
+EXCHANGED = exchange_rows._Messages._exchanged
+
+
+@pytest.mark.slow
+def test_a_mutant_of_the_exchange_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "ROWS", 256)
+    monkeypatch.setattr(placements, "FEWEST", 8)
+    monkeypatch.setattr(exchange_rows._Messages, "_exchanged", without_the_first_slot)
+    step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(**OVER_BATCH))
+    verdict = spmd.verify(step, *whole_batch("ends", 4), world=4, mesh={"ep": 4}, steps=1)
     assert not verdict and verdict.stage == "partition"
 
 
