@@ -74,6 +74,7 @@ class Compiled:
     guards: Guards
     whole: set[str]  # names of state that is to be the same on all ranks
     any_size: AnySize | None = None  # the trace that it was made from, if that serves other sizes of its arguments, too
+    is_outgrown: bool = False  # whether a call had more rows of experts than it has room for
     deferred: DeferredUpdate | None = None  # the programs that run in place of this one, where its update is deferred
     edits: Edits = field(init=False)
     _flats: FlatInputs = field(init=False)
@@ -138,6 +139,12 @@ class Compiled:
         """The modules and optimizers of the call whose update is pending."""
         return self.deferred.pending.owners if self.deferred is not None and self.deferred.pending is not None else []
 
+    def abandon(self) -> None:
+        """End a call before it has changed anything, on all ranks, and run no other: there is too little room."""
+        self._flats.leave()
+        self.executable.commit.wait_for_ranks()  # the next program computes where peers may still read
+        self.is_outgrown = True
+
     def _release(self) -> None:
         """Hold on to nothing: the model is gone, so the program never runs again."""
         self._drop_between_calls()
@@ -169,7 +176,7 @@ class Compiled:
 
     def is_alive(self) -> bool:
         """Whether a later call may run the program."""
-        return not self.guards.dead and self.is_of_this_world() and self.is_connected()
+        return not (self.guards.dead or self.is_outgrown) and self.is_of_this_world() and self.is_connected()
 
     def is_connected(self) -> bool:
         """Whether the ranks that it communicates with are still connected: a call may have failed."""
@@ -346,6 +353,7 @@ class Compiled:
     def finish(self, running: Running, returned: list[Any], restore: Restore | None = None) -> Any:
         """Put what the executable ``returned`` where it belongs, and return what the step does."""
         arguments, tensors = running.arguments, running.tensors
+        self.executable.commit.check_rooms()
         self._flats.leave()
         for k in self._pool.written:
             if running.contiguous[k] is not running.given[k]:

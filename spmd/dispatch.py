@@ -53,6 +53,7 @@ from .state.edits import EditedError, compare_edits, number_of
 from .unexpected_errors import unexpected_errors
 from .unsharded import check_is_sharded
 
+_ROOMS = (1.25, 1.5, 2.0, None)  # for rows of experts, as multiples of the ranks' mean; None: for all rows
 _MANY = 8  # programs of one step, before it warns
 _MANY_SIZES = 64  # programs that are kept of the sizes that one capture serves
 
@@ -99,6 +100,8 @@ class Dispatch:
         self.programs: list[Compiled] = []
         self.compiled = 0  # programs so far, those of models that are gone included
         self.last: Compiled | None = None
+        self.outgrown = 0  # calls that had more rows of experts than there was room for
+        self._room: float | None = _ROOMS[0]
         self._used: dict[str, None] = {}  # the names of programs, that of the one last run at the end
         self._function, self._reader = function, ArgumentReader(inspect.signature(function))
         self.numbers = LiveNumbers(name)
@@ -259,6 +262,7 @@ class Dispatch:
         last = [self.last] if self.last else []
         for compiled in [*last, *(each for each in self.programs if each is not self.last)]:
             admits = compiled.is_of_this_world() and compiled.is_connected() and compiled.uneven == uneven
+            admits = admits and not compiled.is_outgrown
             admitted = compiled.guards.admit(given) if admits else None
             if admitted is not None:
                 arguments, turn.live = admitted
@@ -298,6 +302,7 @@ class Dispatch:
     def why_not_cached(self, call: Call, shared: SharedCapture | None) -> str:
         """Why no entry of the cache can serve a call: what an earlier call of this process had decides, too."""
         reasons = {
+            "its experts had more rows than it had room for": self.outgrown,
             "a capture of this process serves it": shared is not None,
             "sizes of its arguments changed": self.open_sizes(call).sizes,
             "it has logs among its arguments": self._reader.logs,
@@ -334,6 +339,31 @@ class Dispatch:
     def cleared_first(self, call: Call) -> frozenset[str]:
         """The parameters whose gradient the programs so far clear before they read it, of the models of a call."""
         return frozenset[str]().union(*(compiled.captured.cleared_first for compiled in self._own(call)))
+
+    @property
+    def room(self) -> float | None:
+        """The room for rows of experts in the next program: for all where a call cannot begin anew with more."""
+        mode = self.options.mode
+        if mode.defer_updates or mode.micro_batches > 1 or mode.has_stages or self.options.cuda_graphs:
+            return None
+        return self._room
+
+    def notes_on_room(self, local: Program) -> list[str]:
+        """A sentence for the report."""
+        if local.room is None and not self.outgrown:
+            return []
+        room = f"{local.room} times the mean of its ranks" if local.room is not None else "all of them"
+        calls = f"{self.outgrown} call{'s' * (self.outgrown != 1)}"
+        return [f"rows of experts: a rank has room for {room}; {calls} had more, and ran again with more room"]
+
+    def outgrow(self, turn: Turn, compiled: Compiled, times: float) -> None:
+        """Let a call that has changed nothing run a program with ``times`` the room or more; all ranks call this."""
+        assert turn.call is not None and compiled.program.room is not None, "a call that has begun was read"
+        self.outgrown += 1
+        needed = compiled.program.room * times
+        self._room = next((room for room in _ROOMS if room is None or room >= needed), None)
+        compiled.abandon()
+        self.fit(turn, turn.call.given)
 
     def restore(self, turn: Turn) -> Restore | None:
         """A function that returns the rows of results to the ranks that brought them; None where all have theirs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from passes import Axis, Mesh, PartitionError, PlacementError
 from passes.ir.program import Placements
+
+FEWEST = 256  # rows on a rank, or of a pair, for there to be room for a multiple of their mean
 
 AnyPlacement = Placement | Sequence[Placement] | Mapping[str, Placement]
 
@@ -93,23 +96,29 @@ class ByGroup(OwnRows):
 
     ``of`` is the captured node that says whose they are. ``ends``: it holds the row at which each expert's rows end,
     of rows that are sorted by expert; else the expert of each row. ``rows``: their number; those behind the last end
-    are the last rank's.
+    are the last rank's. ``room``: for which multiple of the ranks' mean there is room; None: for all rows.
     """
 
-    def __init__(self, dim: int, of: str, count: int, ends: bool, rows: int) -> None:
+    def __init__(self, dim: int, of: str, count: int, ends: bool, rows: int, room: float | None = None) -> None:
         super().__init__(dim)
-        self.of, self.count, self.ends, self.rows = of, count, ends, rows
+        self.of, self.count, self.ends, self.rows, self.room = of, count, ends, rows, room
 
     def along(self, dim: int) -> ByGroup:
         """The same rows, as those of another dim."""
-        return ByGroup(dim, self.of, self.count, self.ends, self.rows)
+        return ByGroup(dim, self.of, self.count, self.ends, self.rows, self.room)
 
     def length(self, size: int, ranks: int) -> int:
-        """All of them: one rank may have the experts of every row."""
-        return size
+        """All of them, since one rank may have the experts of every row; or what there is room for."""
+        if self.room is None or size < FEWEST * ranks:  # of few, chance alone may give a rank many more than the mean
+            return size
+        return min(size, math.ceil(self.room * size / ranks))
+
+    def slots(self, ranks: int) -> int:
+        """The rows that each pair of ranks may exchange: of no more than there is room for; all where these are few."""
+        return self.rows if self.rows < FEWEST * ranks**2 else self.length(self.rows, ranks) // ranks
 
     def _key(self) -> tuple[object, ...]:
-        return (self.dim, self.of, self.count, self.ends, self.rows)
+        return (self.dim, self.of, self.count, self.ends, self.rows, self.room)
 
 
 class OnStage(Shard):

@@ -43,6 +43,7 @@ from passes import (
 )
 from passes.ir.bundle import Bundle
 from passes.pipeline import table_of, with_islands, with_rates
+from passes.runtime.rooms import RoomExceededError
 
 from ._torch import DisableAutocast, DisableTorchFunctionSubclass, get_proxy_mode
 from .cache.compile_cache import Lookup, look_up
@@ -50,7 +51,7 @@ from .call.call import Call
 from .call.check_devices import check_devices, check_offloaded
 from .call.compare_arguments import compare_arguments
 from .call.refuse_saves import RefusedSaves
-from .call.rng import adopt, proposed
+from .call.rng import adopt, kept_on, proposed
 from .call.state import Arguments
 from .call.unequal_rows import UnequalRows
 from .capture import Captured
@@ -252,7 +253,19 @@ class CompiledStep(Generic[P, R]):
             self._dispatch.begin(turn, args, kwargs)
         assert turn.call is not None, "a call that has begun was read"
         compiled = self._ready(turn)
-        assert turn.live is not None, "a program fits the call that it was compiled for"
+        while compiled.program.room is not None:
+            try:
+                with kept_on(RoomExceededError):
+                    return self._run_compiled(turn, compiled)
+            except RoomExceededError as error:
+                outgrown, self._calls = compiled, self._calls - 1
+                self.outgrow(turn, error.times)
+                compiled = self._ready(turn)
+                outgrown.drop()
+        return self._run_compiled(turn, compiled)
+
+    def _run_compiled(self, turn: Turn, compiled: Compiled) -> Any:
+        assert turn.call is not None and turn.live is not None, "a program fits the call that it was compiled for"
         with unexpected_errors("running", compiled.program.name, self._where):
             execute, state = self._profile.begin(compiled), turn.live.tensors
             self._calls += 1
@@ -283,6 +296,11 @@ class CompiledStep(Generic[P, R]):
         self._dispatch.fit(turn, given)
         self._ready(turn)
         return turn
+
+    def outgrow(self, turn: Turn, times: float) -> None:
+        """Let a call that had ``times`` the rows of experts that there is room for run a program with more."""
+        assert turn.compiled is not None, "it has run a program"
+        self._dispatch.outgrow(turn, turn.compiled, times)
 
     def capture(self, given: Arguments) -> Program:
         """The captured program of a call, on global shapes, on a simulated rank; nothing is compiled or changed."""
@@ -411,7 +429,9 @@ class CompiledStep(Generic[P, R]):
             lookup.note_capture(captured, reads, any_size)
             dump.stage(0, "capture", captured.program)
         with stages.stage("partition"), DisableAutocast():
+            captured.program.room = self._dispatch.room
             local, added, state = self._partition(call, captured, agreement)
+            local.notes += self._dispatch.notes_on_room(local)
             self._warn_of_cuts(local, agreement)
             local, pipeline = options.fitted(local, agreement.all_gather_text, self._dispatch.graphs)
             dump.stage(1, "partition", local)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._torch import SYMBOLIC_FUNCTIONS, OpOverload, c10d, has_kernel, is_composite
-from ..runtime import ctc_loss, host_memory, message_collectives
+from ..runtime import ctc_loss, host_memory, message_collectives, rooms
 from ..runtime.collective_ops import NAMESPACE
 from ..runtime.random import draw
 from .region import Island, Region
@@ -90,8 +90,9 @@ def find(name: str) -> OpOverload | None:
     return op if isinstance(op, OpOverload) else None
 
 
-# Namespaces whose schemas can be relied on: torch's, and that of our own ops.
-_DECLARING = {"aten", "prims", "_c10d_functional", NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE}
+# Namespaces whose schemas can be relied on: torch's, and those of our own ops.
+_OURS = {NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE, rooms.NAMESPACE}
+_DECLARING = {"aten", "prims", "_c10d_functional", *_OURS}
 
 _LISTED: Mapping[Trait, Sequence[Any]] = {
     # A Python function has no schema; that of the op does not say that it returns the tensor it waits for.

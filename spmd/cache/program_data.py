@@ -22,14 +22,14 @@ from passes.ir.collectives import Collective, Kind
 from passes.ir.meta import KEYS
 from passes.ir.roles import Phase
 from passes.ir.schemas import position_of
-from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random
+from passes.runtime import arena, collective_ops, ctc_loss, host_memory, random, rooms
 
 from .._torch import FakeTensorMode, LazyGraphModule, OpOverload
 from ..partitioner.assignment import Assignment
 from ..placements import ByGroup, Dealt, Interleaved, Mirrored
 from .not_cached import NotCachedError
 
-_OURS = (collective_ops.NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE)
+_OURS = (collective_ops.NAMESPACE, ctc_loss.NAMESPACE, host_memory.NAMESPACE, rooms.NAMESPACE)
 _NAMESPACES = {"aten", "prims", "profiler", "_c10d_functional", "spmd", *_OURS}  # of ops that a program may call
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(arena.reserve, arena.view_at, arena.whole, random.draw, random.draw_from_tensor),
@@ -63,6 +63,7 @@ def program_from_data(data: Mapping[str, Any], mesh: Mesh) -> Program:
         kept_by=dict(data["kept_by"]),
         prefetch=tuple(data["prefetch"]),
         limit_gathers=data["limit_gathers"],
+        room=data["room"],
         stored=tuple(map(tuple, data["stored"])),
         fixed=frozenset(data["fixed"]),
     )
@@ -124,6 +125,7 @@ class _Writer:
             "kept_by": dict(program.kept_by),
             "prefetch": program.prefetch,
             "limit_gathers": program.limit_gathers,
+            "room": program.room,
             "stored": program.stored,
             "fixed": sorted(program.fixed),
             "assignment": _assigned(program.assignment),
@@ -327,7 +329,7 @@ def _entry(entry: Any) -> list[Any]:
         case Interleaved():
             return ["mirrored" if isinstance(entry, Mirrored) else "interleaved", entry.dim, entry.outer]
         case ByGroup():
-            return ["by group", entry.dim, entry.of, entry.count, entry.ends, entry.rows]
+            return ["by group", entry.dim, entry.of, entry.count, entry.ends, entry.rows, entry.room]
         case Dealt():
             return ["dealt", entry.dim]
         case Shard() if type(entry) is Shard:

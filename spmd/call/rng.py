@@ -89,6 +89,18 @@ def random_state_kept() -> Iterator[None]:
         torch.default_generator.set_state(torchs)
 
 
+@contextmanager
+def kept_on(error: type[Exception]) -> Iterator[None]:
+    """Restore that state where the body raises ``error``: it runs again, and draws the same."""
+    ours, torchs = replace(_state), torch.default_generator.get_state()
+    try:
+        yield
+    except error:
+        _replace_state(ours)
+        torch.default_generator.set_state(torchs)
+        raise
+
+
 def next_call() -> int:
     """The seed of one call of a compiled step that draws."""
     assert _state.seed is not None, "ranks agree on a seed before anything runs"

@@ -19,10 +19,14 @@ FIRST = "the first call"
 
 
 class Candidate(Protocol):
-    """A program that a call might have run. ``uneven``: how many rows all ranks had, where they had unequal parts."""
+    """A program that a call might have run. ``uneven``: how many rows all ranks had, where they had unequal parts.
+
+    ``is_outgrown``: whether a call had more rows of experts than it has room for.
+    """
 
     guards: Guards
     uneven: dict[str, int]
+    is_outgrown: bool
 
     def is_of_this_world(self) -> bool:
         """Whether the process group is the one that it was compiled for."""
@@ -38,6 +42,8 @@ def reason_to_compile(call: Call, last: Candidate | None, programs: Sequence[Can
     """
     if last is None:
         return FIRST
+    if last.is_outgrown:
+        return "a rank's experts had more rows than there was room for"
     if not last.is_of_this_world():
         return "the process group is another one"
     if not last.is_connected():

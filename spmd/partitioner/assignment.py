@@ -184,8 +184,8 @@ def _placement(placement: Placement) -> str:
             return f"S({dim}, {outer})"
         case Shard(dim=dim):
             return f"S({dim})"
-        case ByGroup(dim=dim, of=of, count=count, ends=ends, rows=rows):
-            return f"G({dim}, {of!r}, {count}, {ends}, {rows})"
+        case ByGroup(dim=dim, of=of, count=count, ends=ends, rows=rows, room=room):
+            return f"G({dim}, {of!r}, {count}, {ends}, {rows}, {room})"
         case Dealt(dim=dim):
             return f"D({dim})"
         case Partial(reduce_op=op):

@@ -109,6 +109,11 @@ class _Run:
         node.meta["numbers"] = f"{found}, {numbers}" if numbers else found
         return node
 
+    def whole(self, name: str) -> fx.Node:
+        """A captured node that says whose rows are whose."""
+        assert self.emitter.own.source is not None, "a program has its nodes"
+        return self.emitter.own.source(name)
+
     def own_ends(self, ends: fx.Node, position: int, dim: int) -> fx.Node:
         """Where groups end in this rank's rows of an operand, for ``ends`` in the whole."""
         return self.emitter.own.ends(self.op.reads[position], dim, ends)

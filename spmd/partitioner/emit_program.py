@@ -9,6 +9,7 @@ from torch import fx
 
 from passes import Program
 from passes.ir.effects import is_pure
+from passes.runtime.rooms import within
 
 from .._torch import LazyGraphModule
 from ..interpreter.interrupts import interruptible
@@ -56,6 +57,7 @@ def emit(problem: Problem, assignment: Assignment) -> Program:
         kept_by=context.plan.kept_by,
         prefetch=context.plan.prefetch,
         limit_gathers=context.plan.limit_gathers,
+        room=program.room if emitter.graph.find_nodes(op="call_function", target=within) else None,
         assignment=assignment,
     )
     offload(emitted, context.plan)

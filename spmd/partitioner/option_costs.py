@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes import Axis, AxisRole, Mesh, Phase
 from passes.ir.program import Placements
 
-from ..placements import OwnRows
+from ..placements import ByGroup, OwnRows
 from ..rules import OpCall, Option, parts_of
 from ..rules.attention import is_attention
 from .steps import cost
@@ -64,7 +64,7 @@ class OptionCosts:
             total += sum(_WEIGHT_STAYS * moved for (value, _), moved in pairs if value.is_weight)
         elif self.experts and self._divides_experts(option):
             total += _WEIGHT_STAYS * self.axis.rate.latency
-        return total + self._missed_hint(option.results[0]) + self._own(option)
+        return total + self._missed_hint(option) + self._own(option)
 
     def _divides_experts(self, option: Option) -> bool:
         """Whether the dim of experts, which another axis splits, would be split along this one, too."""
@@ -107,16 +107,26 @@ class OptionCosts:
         nbytes = min(value.bytes_before(source, self.index, self.mesh) for source in value.nodes)
         return cost(placement, Replicate(), nbytes, self.axis)
 
-    def _missed_hint(self, result: Placement | None) -> float:
+    def _missed_hint(self, option: Option) -> float:
         """The cost of building more than this rank's part of a result that should be split."""
+        result = option.results[0]
         info, goal = self.call.results[0], self.hint[self.index] if self.hint is not None else None
         if isinstance(goal, OwnRows) and info is not None and result is not None:
             return cost(result, goal, info.nbytes, self.axis)
         if not isinstance(goal, Shard) or info is None or result == goal:
-            return 0.0
+            return self._pending_rows(option)
         if isinstance(result, Partial):  # the gradient of an expert is complete where the expert is
             return cost(result, goal, info.nbytes, self.axis) if self.index in self.experts else 0.0
         return info.nbytes * self.axis.rate.per_byte
+
+    def _pending_rows(self, option: Option) -> float:
+        """The cost of a sum that puts the rows of experts back, where they could go to their ranks instead."""
+        info, result = self.call.results[0], option.results[0]
+        own = [value.primary[self.index] for value in self.operands]
+        can_go = any(isinstance(p, ByGroup) and p.room is not None for p in own)
+        if self.index not in self.experts or not can_go or info is None or not isinstance(result, Partial):
+            return 0.0
+        return cost(result, Shard(0), info.nbytes, self.axis)
 
 
 def move_cost(value: Value, placement: Placement, index: int, mesh: Mesh, may_join: bool) -> float:

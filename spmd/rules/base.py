@@ -145,6 +145,9 @@ class Run(Protocol):
         meaning: on some rank these may be equal.
         """
 
+    def whole(self, name: str) -> Any:
+        """A captured node that says whose rows are whose."""
+
     def own_ends(self, ends: Any, position: int, dim: int) -> Any:
         """Where groups end in this rank's rows of an operand, for ``ends`` in the whole; of its own groups alone."""
 

@@ -18,6 +18,7 @@ from ..placements import ByGroup, OwnRows
 from . import lookup
 from .base import Info, OpCall, Option, P, Parts, Run, S
 from .einsum_labels import WHOLE, Dims, aligned, letters, option, options, without, wrap
+from .experts import exchange_rows
 from .optional_ops import aten
 from .registry import rule, whole
 
@@ -90,7 +91,8 @@ def index_select(call: OpCall) -> list[Option]:
     names = without(letters(call.arg("self").ndim), wrap(call.arg("dim"), call.arg("self").ndim))
     index = "I"[: call.arg("index").ndim]
     result = names.replace(WHOLE, index or WHOLE)
-    return options(call, Dims({"self": names, "index": index}, result, linear=(("self",),)))
+    found = options(call, Dims({"self": names, "index": index}, result, linear=(("self",),)))
+    return [*(exchange_rows.taken(call, call.arg("index")) if names.startswith(WHOLE) else []), *found]
 
 
 @rule(*aten("index_add", "index_copy", "index_reduce", "index_fill.int_Scalar", "index_fill.int_Tensor"))
@@ -107,7 +109,9 @@ def index_write(call: OpCall) -> list[Option]:
         return []
     if not adds:
         return options(call, Dims(operands, names))
-    return options(call, Dims(operands, names, reduced="I", onto="self", linear=(("self", "source"),)))
+    found = options(call, Dims(operands, names, reduced="I", onto="self", linear=(("self", "source"),)))
+    adds_rows = names.startswith(WHOLE) and call.arg("alpha") == 1 and "source" in operands
+    return [*(exchange_rows.added(call, call.arg("index"), "source") if adds_rows else []), *found]
 
 
 @rule(*aten("index.Tensor", "_unsafe_index.Tensor"))
@@ -119,7 +123,8 @@ def index(call: OpCall) -> list[Option]:
     source, indices, result = labels
     operands = {"self": source, "indices": indices}
     found = options(call, Dims(operands, result, broadcast=True, linear=(("self",),)))
-    return [*_of_own_experts(call), *_from_zero(call, found)]
+    exchanged = exchange_rows.taken(call, call.arg("indices")[0]) if len(call.arg("indices")) == 1 else []
+    return [*_of_own_experts(call), *exchanged, *_from_zero(call, found)]
 
 
 def _of_own_experts(call: OpCall) -> list[Option]:
@@ -163,10 +168,12 @@ def index_put(call: OpCall) -> list[Option]:
         return _from_zero(call, options(call, Dims(operands, source, broadcast=True)))
     summed = "".join(c for c in rows if c not in source)
     added = Dims(operands, source, reduced=summed, broadcast=True, onto="self", linear=(("self", "values"),))
-    group = _numbers_experts(call)
-    whole = call.arg("values").shape[:1] == call.arg("indices")[0].shape if group is not None else False
-    own = [option(call, {"self": S(0), "values": group}, S(0))] if whole and group is not None else []
-    return [*(replace(each, local=_add_to_own) for each in own), *_from_zero(call, options(call, added))]
+    group, first = _numbers_experts(call), call.arg("indices")[0]
+    whole_rows = len(indices) == 1 and call.arg("values").shape[:1] == first.shape
+    own = [option(call, {"self": S(0), "values": group}, S(0))] if whole_rows and group is not None else []
+    exchanged = exchange_rows.added(call, call.arg("indices")[0], "values") if whole_rows else []
+    own = [replace(each, local=_add_to_own) for each in own]
+    return [*own, *exchanged, *_from_zero(call, options(call, added))]
 
 
 def _indexed(call: OpCall) -> tuple[str, list[str], str] | None:

@@ -7,6 +7,7 @@ write while another may still fail to compute its gradients.
 from __future__ import annotations
 
 from passes.runtime.host_memory import begin_reads, begin_writes
+from passes.runtime.rooms import RoomExceededError, most_rows
 
 from ..ranks.connection import Connection
 from ..ranks.consensus import standing_of
@@ -24,6 +25,7 @@ class Commit:
     def start(self, connection: Connection | None) -> None:
         """A call begins, on the ranks of ``connection``."""
         self.state, self._connection, self._has_barrier = StateIs.BEFORE, connection, True
+        most_rows()  # of what ran before, and was of no call
         begin_reads()
 
     def skip_barrier(self) -> None:
@@ -35,9 +37,15 @@ class Commit:
         if self._connection is not None:
             self._connection.barrier()
 
+    def check_rooms(self) -> None:
+        """Raise ``RoomExceededError``, on all ranks, where the call has had more rows than there is room for."""
+        if self.state is StateIs.BEFORE and (times := most_rows()) > 1:
+            raise RoomExceededError(times)
+
     def __call__(self) -> None:
         """Wait for all ranks, and for copies of state that are under way; state may be written from here on."""
         if self.state is StateIs.BEFORE:
+            self.check_rooms()
             begin_writes()
             if self._connection is not None and self._has_barrier:
                 self._connection.barrier()

@@ -140,6 +140,12 @@ class SimulatedRank:
             self.running = self.compiled.start(self.turn.call.given, self.turn.live)
         return self.running.inputs
 
+    def outgrow(self, times: float) -> None:
+        """Let the call that was prepared run a program with ``times`` the room for rows of experts."""
+        assert self.turn is not None
+        with self.active():
+            self.step.outgrow(self.turn, times)
+
     def finish(self, outputs: tuple[Any, ...]) -> list[Any]:
         """Write what the program gave where it belongs; returns its results and new state."""
         assert self.running is not None

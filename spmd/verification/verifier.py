@@ -12,6 +12,7 @@ from torch import Tensor
 
 from passes import OutputKind, Program
 from passes.ir.collectives import is_collective
+from passes.runtime.rooms import most_rows
 
 from .._torch import tree_flatten_with_path
 from ..call.found import with_found
@@ -161,7 +162,7 @@ class Verification:
                     hyper.put(value * _FACTOR if isinstance(value, float) else value + 1)
 
     def _step(self, number: int) -> Verdict | None:
-        inputs = [rank.prepare() for rank in self.ranks]
+        inputs = self._inputs_with_room()
         before = [kept(by_name(rank.program, given)) for rank, given in zip(self.ranks, inputs, strict=True)]
         try:
             outputs = run_programs([rank.program for rank in self.ranks], inputs)
@@ -178,6 +179,19 @@ class Verification:
         if found is None and not is_new and self._is_comparable():
             return None
         return self._blame(before, number, *(found or ("", None)))
+
+    def _inputs_with_room(self) -> list[list[Any]]:
+        """The inputs of the next call, prepared for programs that have room for its rows, as a step finds them."""
+        inputs = [rank.prepare() for rank in self.ranks]
+        while self.first.program.room is not None:
+            most_rows()
+            copies = [[x.clone() if isinstance(x, Tensor) else x for x in given] for given in inputs]
+            run_programs([rank.program for rank in self.ranks], copies)
+            if (times := most_rows()) <= 1:
+                break
+            self.first.outgrow(times)
+            inputs = [rank.prepare() for rank in self.ranks]
+        return inputs
 
     def _is_comparable(self) -> bool:
         """Whether the plain step computes the same: it draws other numbers, and knows no policies of modules."""

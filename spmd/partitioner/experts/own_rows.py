@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import fx
 
 from passes import Axis, Mesh
 from passes.ir.program import Placements
+from passes.runtime.rooms import within
 
 from ...placements import ByGroup, Dealt, OwnRows, chunk
 
@@ -68,7 +70,7 @@ class OwnRowsOf:
 
     def __call__(self, rows: OwnRows, index: int, placement: Placements, size: int, like: fx.Node) -> Own:
         """The own rows along the axis at ``index``, of ``size`` rows that the axes before leave by ``placement``."""
-        dealt = tuple(k for k, p in enumerate(placement[:index]) if isinstance(p, OwnRows) and p.dim == rows.dim)
+        dealt = _dealt(rows, placement[:index])
         key = (rows.along(0), index, dealt, size)
         if key not in self._own:
             self._own[key] = self._made(rows, index, dealt, size, like)
@@ -76,10 +78,22 @@ class OwnRowsOf:
 
     def ends(self, placement: Placements, dim: int, ends: fx.Node) -> fx.Node:
         """Where groups end in a rank's own rows by ``placement``, for ``ends`` in the whole."""
+        room = None
         for index, rows in enumerate(placement):
             if isinstance(rows, OwnRows) and rows.dim == dim:
                 ends = self._ends(rows, index, ends)
+                room = self._room(rows, index, placement) if isinstance(rows, ByGroup) else None
+                if room is not None:  # a kernel would read behind it, before anybody knows that there are more
+                    ends = self._emit(rows, self.mesh.axes[index], ends)(aten.clamp.default, (ends, 0, room))
         return ends
+
+    def _room(self, rows: ByGroup, index: int, placement: Placements) -> int | None:
+        """The rows that this rank has room for; None for all."""
+        size = rows.rows
+        for k in _dealt(rows, placement[:index]):
+            size = Dealt(0).length(size, self.mesh.axes[k].size)
+        room = rows.length(size, self.mesh.axes[index].size)
+        return room if room < size else None
 
     def _ends(self, rows: OwnRows, index: int, ends: fx.Node) -> fx.Node:
         axis = self.mesh.axes[index]
@@ -156,10 +170,13 @@ class OwnRowsOf:
     def _sorted(self, rows: ByGroup, index: int, dealt: Sequence[int], size: int, ends: fx.Node) -> Own:
         """Rows that are sorted by expert: those between two ends."""
         axis, count = self.mesh.axes[index], rows.rows
+        emit, room = self._emit(rows, axis, ends), rows.length(size, axis.size)
+        if room < size:
+            of_all = room * prod(self.mesh.axes[k].size for k in dealt)
+            ends = emit(within, (ends, rows.count // axis.size, rows.rows, of_all))
         for k in dealt:
             ends = self._ends(Dealt(0), k, ends)
             count = (count + self.mesh.axes[k].size - 1 - self.mesh.axes[k].coordinate) // self.mesh.axes[k].size
-        emit, room = self._emit(rows, axis, ends), rows.length(size, axis.size)
         first, own = chunk(rows.count, axis.size, axis.coordinate)
         inner = emit(aten.slice.Tensor, (ends, 0, 0, rows.count - 1))
         padded = emit(
@@ -207,6 +224,11 @@ class OwnRowsOf:
             emit(aten.clamp.default, (emit(aten.sub.Tensor, (total, 1)), 0)),
             inside,
         )
+
+
+def _dealt(rows: OwnRows, before: Placements) -> tuple[int, ...]:
+    """The axes before that of ``rows`` along which its dim is divided, too."""
+    return tuple(k for k, p in enumerate(before) if isinstance(p, OwnRows) and p.dim == rows.dim)
 
 
 def _count(emit: Emit, length: int, like: fx.Node) -> fx.Node:

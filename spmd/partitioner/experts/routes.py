@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from passes import AxisRole, Mesh, Program
+from passes import AxisRole, Mesh, PartitionError, Program
 from passes.ir.program import Placements
 from passes.ir.schemas import name_of
 
@@ -53,7 +53,8 @@ class Routes:
         }
         groups, rows = dict[fx.Node, ByGroup](), dict[fx.Node, ByGroup]()
         for node in order:
-            for of, own, operands in _routed(node, counts, groups):
+            for of, own, operands in _routed(node, counts, groups, program.room):
+                _check_whole_batch(node, own, program.mesh)
                 groups.setdefault(of, own)
                 rows |= {operand: own.along(dim) for operand, dim in operands}
         hints = dict[fx.Node, ByGroup]()
@@ -68,20 +69,22 @@ class Routes:
 Routed = tuple[fx.Node, ByGroup, list[tuple[fx.Node, int]]]
 
 
-def _routed(node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Node, ByGroup]) -> Iterator[Routed]:
+def _routed(
+    node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Node, ByGroup], room: float | None
+) -> Iterator[Routed]:
     """The node that says whose rows ``node`` reads, and those rows with their dims."""
     name = name_of(node.target) if node.op == "call_function" else ""
     if name in _PRODUCTS:
         first, second, ends, *others = (arg for arg in node.args if isinstance(arg, fx.Node))
         count = next((counts[base] for base in map(_base, (first, second)) if base in counts), None)
         known = groups.get(ends)
-        if known is None and count is None:
+        if known is None and count != ends.meta["val"].shape[0]:  # weights seen as other groups are no experts
             return
         ragged = {(2, 3): [(first, 0)], (3, 2): [(second, 1)], (2, 2): [(first, 1), (second, 0)]}
         dims = first.meta["val"].ndim, second.meta["val"].ndim
         rows = ragged[dims] + [(each, 0) for each in others]
         size = rows[0][0].meta["val"].shape[rows[0][1]]
-        yield ends, known or ByGroup(0, ends.name, count or 0, ends=True, rows=size), rows
+        yield ends, known or ByGroup(0, ends.name, count or 0, ends=True, rows=size, room=room), rows
     elif name in _LOOKUPS:
         indices = node.args[1]
         assert isinstance(indices, (list, tuple))
@@ -89,6 +92,16 @@ def _routed(node: fx.Node, counts: Mapping[fx.Node, int], groups: Mapping[fx.Nod
         if count is not None and isinstance(whose, fx.Node) and whose.meta["val"].ndim == 1 and len(indices) == 1:
             own = ByGroup(0, whose.name, count, ends=False, rows=len(whose.meta["val"]))
             yield whose, own, [(node, 0)]
+
+
+def _check_whole_batch(node: fx.Node, own: ByGroup, mesh: Mesh) -> None:
+    """Raise ``PartitionError`` where weights are looked up for rows that micro-batches split."""
+    in_time = [k for k in mesh.axes_with(AxisRole.MICRO_BATCHES) if mesh.axes[k].size > 1]
+    if in_time and not own.ends:
+        raise PartitionError(
+            f"expected micro_batches=1 where the weights of each row's expert are looked up, in {node.name} at "
+            f"{node.meta.get('source')}: rows of all ranks go to the ranks of their experts, and a micro-batch has some"
+        )
 
 
 def _base(node: Any) -> Any:

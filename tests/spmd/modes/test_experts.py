@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import spmd
 from passes import Kind, PartitionError, PlacementError, Role
+from spmd import placements
 from spmd.partitioner.experts.own_rows import Own, OwnRowsOf
+from spmd.rules.experts import exchange_rows
+from tests.harness import experts as harness
 from tests.harness.experts import EXPERTS, HIDDEN, WIDTH, Mixture, Training
 from tests.harness.fake import fake_world
 from tests.harness.oracle import all_unequal, assert_agrees, plain_run, snapshot
@@ -120,20 +123,59 @@ def test_rows_that_no_expert_has_and_uneven_parts(form: Any, mesh: dict[str, int
 @pytest.mark.slow
 @pytest.mark.parametrize("name, implementation", [("Mixtral", "grouped_mm"), ("Qwen3Moe", "batched_mm")])
 def test_models_of_transformers(monkeypatch: pytest.MonkeyPatch, name: str, implementation: str) -> None:
-    """Unmodified, with their auxiliary loss; the plain step takes the grouped product that has fp64."""
+    """Unmodified, with their auxiliary loss; the plain step takes the grouped product that has fp64.
+
+    On four ranks, which exchange rows in both directions and again for backward.
+    """
     import transformers.integrations.moe
 
     from tests.models.catalog import ENTRIES
 
+    monkeypatch.setattr(placements, "FEWEST", 4)
     monkeypatch.setattr(transformers.integrations.moe, "_can_use_grouped_mm", lambda *given: False)
     (entry,) = (entry for entry in ENTRIES if entry.name == name)
     torch.manual_seed(0)
     model = replace(entry, config={**entry.config, "experts_implementation": implementation}).build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids = torch.randint(8, 96, (4, 8))
+    ids = torch.randint(8, 96, (16, 8))
     step = spmd.compile(Real.step, parallel_mode=spmd.DataParallel("fully_shard", **OVER_BATCH, experts="*.experts.*"))
-    verdict = spmd.verify(step, model, optimizer, {"input_ids": ids, "labels": ids}, world=2, mesh={"ep": 2}, steps=2)
+    verdict = spmd.verify(step, model, optimizer, {"input_ids": ids, "labels": ids}, world=4, mesh={"ep": 4}, steps=2)
     assert verdict, str(verdict)
+
+
+# Room for rows
+
+
+def with_little_room(rank: int, world: int) -> tuple[list[str], list[str], list[str], int]:
+    """Steps of which the second one sends all rows to one rank: what differs, why it compiled, notes of reports.
+
+    And the all_to_alls of the first one.
+    """
+    harness.ROWS, fewest, placements.FEWEST = 256, placements.FEWEST, 8
+    try:
+        torch.manual_seed(0)
+        case = Training()
+        mode = spmd.DataParallel("fully_shard", axes={"batch": "dp", "experts": "dp"})
+        step, objects, got, notes, sent = spmd.compile(case.step, parallel_mode=mode), case.build(), [], [], []
+        for k in range(3):
+            got.append(snapshot(step(*objects, *case.part(rank, k)), objects))
+            notes += [note for note in step.report().notes if "room" in note]
+            sent.append(step.report().count("all_to_all"))
+        reasons = [each.reason for each in step.recompiles().programs]
+        return all_unequal(plain_run(case, world, 3), got, rank, world), reasons, notes, sent[0]
+    finally:
+        harness.ROWS, placements.FEWEST = 8, fewest
+
+
+def test_a_call_with_more_rows_than_there_is_room_for_runs_again(ranks: Ranks) -> None:
+    """On four ranks, where rows are exchanged; the program that has room for all rows gathers tokens."""
+    for unequal, reasons, notes, exchanges in ranks.run(4, with_little_room):
+        assert unequal == []
+        assert exchanges == 5
+        assert reasons == ["the first call", "a rank's experts had more rows than there was room for"]
+        small, *large = (note.removeprefix("rows of experts: a rank has room for ") for note in notes)
+        assert small == "1.25 times the mean of its ranks; 0 calls had more, and ran again with more room"
+        assert large == ["all of them; 1 call had more, and ran again with more room"] * 2
 
 
 # What is communicated
@@ -180,6 +222,27 @@ def test_rows_are_brought_once_and_summed_once(monkeypatch: pytest.MonkeyPatch) 
     assert [len(node.args[1].meta["val"]) for node in products] == [EXPERTS // 2] * 4
 
 
+def test_rows_are_exchanged_where_that_moves_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 experts a token on 4 ranks, 5/8 of what all tokens are; on 2 ranks it would be more."""
+    monkeypatch.setattr(harness, "ROWS", 1024)
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(mesh=mesh, **OVER_BATCH), passes=())
+        step(*Training().build(), *Training().part(0, 0))
+    assert step.program is not None
+    shapes = [
+        (node.meta["collective"].kind, tuple(node.args[0].meta["val"].shape)) for node in step.program.collectives()
+    ]
+    slots = 1024 * 2 * 5 // 4
+    kinds = [kind for kind, shape in shapes if shape[1:] == (WIDTH,) and len(shape) == 2 and shape[0] >= 1024]
+    assert kinds == [Kind.ALL_TO_ALL] * 3
+    assert [shape for kind, shape in shapes if kind is Kind.ALL_TO_ALL] == [
+        *((slots, width) for width in (WIDTH, 1, WIDTH, WIDTH, 1)),
+    ]
+    products = [node for node in step.program.graph.nodes if "grouped_mm_fallback" in str(node.target)]
+    assert {len(node.args[0].meta["val"]) for node in products} == {slots}
+
+
 # Mutants: each is found
 
 
@@ -221,6 +284,27 @@ def test_a_mutant_is_found(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None
     assert not verdict and verdict.stage == "partition"
 
 
+def without_the_first_slot(self: Any, rows: Any) -> Any:
+    """What a rank receives, but for the first row."""
+    found = EXCHANGED(self, rows)
+    rest = self.run(torch.ops.aten.slice.Tensor, (found, 0, 1, len(found.meta["val"])))
+    pad = [0, 0] * (found.meta["val"].ndim - 1) + [1, 0]
+    return self.run(torch.ops.aten.constant_pad_nd.default, (rest, pad))
+
+
+EXCHANGED = exchange_rows._Messages._exchanged
+
+
+@pytest.mark.slow
+def test_a_mutant_of_the_exchange_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "ROWS", 256)
+    monkeypatch.setattr(placements, "FEWEST", 8)
+    monkeypatch.setattr(exchange_rows._Messages, "_exchanged", without_the_first_slot)
+    step = spmd.compile(Training.step, parallel_mode=spmd.DataParallel(**OVER_BATCH))
+    verdict = spmd.verify(step, *whole_batch("ends", 4), world=4, mesh={"ep": 4}, steps=1)
+    assert not verdict and verdict.stage == "partition"
+
+
 # Options
 
 
@@ -229,6 +313,23 @@ class Gathers(Mixture):
 
     def by_ends(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return x @ self.experts["up"].reshape(EXPERTS * WIDTH, HIDDEN)[:WIDTH] @ self.experts["down"].sum(0)
+
+
+class Halves(Mixture):
+    """The weights of each expert seen as those of two."""
+
+    def by_ends(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        experts, order = chosen.flatten().sort()
+        ends = experts.bincount(minlength=EXPERTS).cumsum(0).repeat_interleave(2).int()
+        up = self.experts["up"].view(2 * EXPERTS, WIDTH, HIDDEN // 2)
+        out = torch.ops.transformers.grouped_mm_fallback(x[order // 2], up, ends)
+        return torch.zeros_like(x).index_add(0, order // 2, out.sum(-1, keepdim=True).expand(-1, WIDTH))
+
+
+class LooksUp(Mixture):
+    """The weights of each row's expert, looked up."""
+
+    by_ends = Mixture.by_numbers
 
 
 class Plain(nn.Module):
@@ -248,6 +349,8 @@ class Plain(nn.Module):
     (Mixture, {"experts": "*.shared.*"}, PlacementError, "expected model.shared.weight to have experts in dim 0"),
     (Plain, {}, PlacementError, "no parameter is read by a grouped or batched matrix product: name those"),
     (Gathers, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .24, 10"),
+    (Halves, {"experts": "*.experts.*"}, PartitionError, "experts.py:.* reads the weights of all experts, .8, 6, 5"),
+    (LooksUp, {"micro_batches": 2}, PartitionError, "micro_batches=1 where the weights .* looked up, .*experts.py:"),
     (Mixture, {"axes": {"batch": ("dp", "ep"), "experts": "dp"}}, PlacementError, "the axis of experts, dp, to stand"),
     (Mixture, {"axes": {"batch": "dp", "experts": ("dp", "ep")}}, PlacementError, "expected one axis with the role"),
 ])  # fmt: skip

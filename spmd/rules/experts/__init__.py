@@ -1,0 +1,1 @@
+"""Rows that ranks exchange to bring them to their experts."""
