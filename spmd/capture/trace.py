@@ -44,6 +44,7 @@ from .attached import attached_attributes, attached_objects
 from .decompositions import first_trace_table
 from .fakes import Fakes
 from .final_state import FinalState, Incomplete
+from .flex_attention import flex_attention_as_ops
 from .mixed_precision import mixed_precision
 from .provenance import Recorder
 from .set_data import SetDataCopies
@@ -120,6 +121,7 @@ class Trace:
             set_data = stack.enter_context(SetDataCopies([*fakes.slots, *fakes.tensors]))
             stack.enter_context(TensorCopies())
             stack.enter_context(LengthsAsTensors())
+            stack.enter_context(flex_attention_as_ops())
             self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())
             cleared = stack.enter_context(ClearedGradients(swap.fake_of))
