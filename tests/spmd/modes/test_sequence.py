@@ -136,11 +136,12 @@ def test_masks_given_as_tensors(mask: str) -> None:
 
 
 @pytest.mark.slow
-def test_sequence_batch_and_micro_batches() -> None:
+@pytest.mark.parametrize("attention", ["gather", "ring"])
+def test_sequence_batch_and_micro_batches(attention: Any) -> None:
     axes = {"batch": "dp", "sequence": "cp"}
     model, optimizer, x = arguments(8, 2, rows=8)
     given = model, optimizer, x, x.roll(-1, 1)
-    assert verified(given, {"dp": 2, "cp": 2}, train_on_labels, axes=axes, attention="ring", micro_batches=2)
+    assert verified(given, {"dp": 2, "cp": 2}, train_on_labels, axes=axes, attention=attention, micro_batches=2)
 
 
 @pytest.mark.slow
