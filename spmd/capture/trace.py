@@ -44,7 +44,6 @@ from .attached import attached_attributes, attached_objects
 from .decompositions import first_trace_table
 from .fakes import Fakes
 from .final_state import FinalState, Incomplete
-from .flex_attention import flex_attention_as_ops
 from .mixed_precision import mixed_precision
 from .provenance import Recorder
 from .set_data import SetDataCopies
@@ -53,6 +52,7 @@ from .swap_state import StateSwap
 from .symbolic_math import symbolic_math
 from .tensor_attributes import constant_attributes
 from .values.ctc_loss import LengthsAsTensors
+from .values.flex_attention import flex_attention_as_ops
 from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text

@@ -17,7 +17,7 @@ from .._torch import tree_flatten_with_path
 from ..call.found import with_found
 from ..call.rng import random_state_kept
 from ..call.state import Arguments, hyper_parameters_of, slots_of
-from ..capture.flex_attention import flex_attention_as_ops
+from ..capture.values.flex_attention import flex_attention_as_ops
 from ..deferral.pending import calling, finish_pending
 from ..ranks.differences import Difference, difference, rounding_of
 from .compared_stages import kept, stages_of

@@ -160,7 +160,7 @@ def test_dropout_of_attention_draws_as_on_whole_sequences() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, attention, given", [
-    ("Mistral", "flex_attention", {"sliding_window": 3}),
+    ("Mistral", "sdpa", {"sliding_window": 3}),
     ("Gemma2", "eager", {"sliding_window": 3, "attn_logit_softcapping": 2.0}),  # has layers with and without a window
 ])  # fmt: skip
 def test_unmodified_models_of_transformers_on_packed_documents(name: str, attention: str, given: Any) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._torch import NO_BLOCKS, index_by_tensors, is_noop_mask, patched_flex_attention, version_of
-from .unsupported import Refused
+from ..._torch import NO_BLOCKS, index_by_tensors, is_noop_mask, patched_flex_attention, version_of
+from ..unsupported import Refused
 
 Function = Callable[..., Tensor]
 
