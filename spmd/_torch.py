@@ -71,6 +71,9 @@ from torch.nn.modules import transformer as _transformer
 from torch.optim import optimizer as _optimizer
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+# The functions that ``flex_attention`` calls, to trace it. 2.11 to 2.15.
+from torch.nn.attention import flex_attention as _flex_attention
+
 # Run ops in the dtypes of their operands: a traced graph contains all casts. 2.11 to 2.15.
 from torch._C import _DisableAutocast as DisableAutocast
 
@@ -309,6 +312,44 @@ def no_causal_mask_detection() -> Iterator[None]:
         yield
     finally:
         _transformer._detect_is_causal_mask = before
+
+
+# The size of the blocks of a mask that ``flex_attention`` makes where it gets none. 2.11 to 2.15.
+NO_BLOCKS: int = _flex_attention._LARGE_SPARSE_BLOCK_SIZE
+
+
+@contextmanager
+def patched_flex_attention(attention: Callable[..., tuple[torch.Tensor, ...]]) -> Iterator[None]:
+    """Let ``flex_attention`` call ``attention`` for its operator, as it is and also with gradients on the CPU.
+
+    The names that it looks up are private; seen in 2.11 to 2.15.
+    """
+    of_trace = {
+        "flex_attention_hop": attention,
+        "_validate_device": lambda query, key, value: None,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+    }
+    before = {name: getattr(_flex_attention, name) for name in of_trace}
+    vars(_flex_attention).update(of_trace)
+    try:
+        yield
+    finally:
+        vars(_flex_attention).update(before)
+
+
+def is_noop_mask(mask_mod: Any) -> bool:
+    """Whether a mask's function is the one that ``flex_attention`` has for none."""
+    return mask_mod is _flex_attention.noop_mask
+
+
+def index_by_tensors() -> TorchFunctionMode:
+    """Let ``x[i]`` take rows by the value of a 0-dim tensor in functions that ``torch.vmap`` runs.
+
+    Its class is in Dynamo, which is 40 MB of modules. 2.11 to 2.15.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
 
 
 def function_modes() -> tuple[Any, ...]:
@@ -629,6 +670,7 @@ __all__ = [
     "GRADIENT_HOOKS",
     "HOOK_DICTS",
     "MODULE_NOTES",
+    "NO_BLOCKS",
     "OPTIMIZER_HOOK_DICTS",
     "PARAMETERS",
     "RNN_NOTES",
@@ -686,8 +728,10 @@ __all__ = [
     "gradient_hooks",
     "has_meta_kernel",
     "has_registered_classes",
+    "index_by_tensors",
     "inductor_code",
     "inductor_graph",
+    "is_noop_mask",
     "local_tensor",
     "make_fx",
     "move_hooks",
@@ -699,6 +743,7 @@ __all__ = [
     "own_buffers",
     "own_children",
     "own_parameters",
+    "patched_flex_attention",
     "process_groups_set_aside",
     "python_module",
     "register_module_forward_hook",

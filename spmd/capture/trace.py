@@ -52,6 +52,7 @@ from .swap_state import StateSwap
 from .symbolic_math import symbolic_math
 from .tensor_attributes import constant_attributes
 from .values.ctc_loss import LengthsAsTensors
+from .values.flex_attention import flex_attention_as_ops
 from .values.number_arguments import NumberArguments
 from .values.scalar_indices import ScalarIndices
 from .values.symbolic_text import numbers_as_text, tensors_as_text
@@ -122,6 +123,7 @@ class Trace:
             stack.enter_context(TensorCopies())
             stack.enter_context(LengthsAsTensors())
             stack.enter_context(WatchedFunctions(self.call.inputs, self.reads))
+            stack.enter_context(flex_attention_as_ops())
             self.number_arguments = stack.enter_context(NumberArguments(self.number_arguments)).calls
             scalar_indices = stack.enter_context(ScalarIndices())
             cleared = stack.enter_context(ClearedGradients(swap.fake_of))

@@ -74,7 +74,6 @@ _REGIONS = {
     "while_loop": "torch's while_loop",
     "scan": "torch's scan",
     "associative_scan": "torch's associative_scan",
-    "flex_attention": "flex_attention",
 }
 _INSTEAD = {
     "cond": "Compute both branches and select with torch.where, or decide in Python, outside of the step.",
@@ -82,7 +81,6 @@ _INSTEAD = {
     "while_loop": "Loop in Python, as often as a number or a shape says.",
     "scan": "Loop in Python over xs.unbind(0), or use torch.cumsum or torch.cumprod.",
     "associative_scan": "Loop in Python over xs.unbind(0), or use torch.cumsum or torch.cumprod.",
-    "flex_attention": "Use F.scaled_dot_product_attention with an attn_mask.",
 }
 
 

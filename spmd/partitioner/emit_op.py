@@ -45,6 +45,7 @@ class OpEmitter(Emitter):
         """Emit the first ``length`` rows of a count, which number the rows that this rank has by ``placement``."""
         new = self.call(torch.ops.aten.slice.Tensor, (node, value.iota_dim, 0, length), {}, like=value.source)
         new.meta["placement"] = placement
+        new.meta["numbers"] = "counted from zero"  # on the first rank they are those of its part, too
         self.mark(new, (value.shape, placement))
         return new
 

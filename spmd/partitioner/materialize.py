@@ -6,7 +6,7 @@ operands: so both are here, and each op of the step goes through ``Materializer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -171,6 +171,8 @@ class Materializer:
         gathers = all(isinstance(value.primary[k], Shard) and placement[k] == Replicate() for k in moved)
         if viewed is None or not moved or not gathers:
             return None
+        if _cuts_twice(viewed.primary, moved) and not _cuts_twice(value.primary, moved):
+            return None  # what this rank has is not a run of the base: others would be gathered, too
         of_base = tuple(Replicate() if k in moved else p for k, p in enumerate(viewed.primary))
         gathered = replace(viewed, primary=of_base, nodes={of_base: viewed.nodes[viewed.primary]})
         call = self.call(value.source, [viewed])
@@ -201,6 +203,12 @@ class Materializer:
             return None  # a split into one piece gives a list
         viewed = self.values[node.args[0]]  # type: ignore[index]
         return viewed if isinstance(viewed, Value) and prod(viewed.shape) == prod(value.shape) else None
+
+
+def _cuts_twice(placement: Placements, moved: Collection[int]) -> bool:
+    """Whether an axis that is not ``moved`` cuts a dim that one of ``moved`` cuts."""
+    cut = [(k in moved, p.dim) for k, p in enumerate(placement) if isinstance(p, Shard)]
+    return any((not moves, dim) in cut for moves, dim in cut)
 
 
 def _is_cheap(node: fx.Node) -> bool:

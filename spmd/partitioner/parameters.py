@@ -47,8 +47,10 @@ class Parameters:
 
         It is done on parts: what is gathered is the cast, in fewer bytes.
         """
-        operands = node.all_input_nodes
-        if node.target is not torch.ops.aten._to_copy.default or not self.is_gathered(operands[0], node):
+        operands = node.all_input_nodes  # none where ``torch.vmap`` casts a number
+        if node.target is not torch.ops.aten._to_copy.default or not operands:
+            return
+        if not self.is_gathered(operands[0], node):
             return
         old, new = operands[0].meta["val"], node.meta["val"]
         if old.is_floating_point() and new.is_floating_point() and new.itemsize < old.itemsize:

@@ -18,6 +18,7 @@ from .._torch import tree_flatten_with_path
 from ..call.found import with_found
 from ..call.rng import random_state_kept
 from ..call.state import Arguments, hyper_parameters_of, slots_of
+from ..capture.values.flex_attention import flex_attention_as_ops
 from ..deferral.pending import calling, finish_pending
 from ..ranks.differences import Difference, difference, rounding_of
 from .compared_stages import kept, stages_of
@@ -108,7 +109,8 @@ class PlainStep:
 
     def run(self) -> Any:
         """One step; returns its result."""
-        return self.subject.function(*self.copied.args, **self.copied.kwargs)
+        with flex_attention_as_ops():  # of which torch has no backward on the CPU
+            return self.subject.function(*self.copied.args, **self.copied.kwargs)
 
     def given(self) -> Arguments:
         """Its arguments, with what else it reaches."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from ..._torch import BUFFERS, CHILDREN, HOOK_DICTS, PARAMETERS, tree_flatten
 from ...call.state import is_replaced
@@ -45,6 +46,7 @@ from .snapshots import CONTAINERS, ContainerSnapshot, FieldsSnapshot, containers
 _SETTINGS = (
     *(argparse.Namespace, types.SimpleNamespace),
     *(collections.UserDict, collections.UserList, collections.ChainMap),
+    BlockMask,  # of flex_attention
 )
 _WRAPPERS = {  # of the user's functions, each with the attributes that hold what it wraps
     types.MethodType: ("__func__", "__self__"),

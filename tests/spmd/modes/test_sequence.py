@@ -75,8 +75,8 @@ def train_on_labels(model: nn.Module, optimizer: Any, x: Tensor, labels: Tensor)
     return updated(optimizer, F.cross_entropy(model(x).flatten(0, 1), labels.flatten()))
 
 
-def train_llama(model: nn.Module, optimizer: Any, tokens: Tensor) -> Tensor:
-    return updated(optimizer, model(input_ids=tokens, labels=tokens).loss)
+def train_packed(model: nn.Module, optimizer: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    return updated(optimizer, model(input_ids=tokens, labels=tokens, position_ids=positions).loss)
 
 
 def train_half(model: nn.Module, optimizer: Any, x: Tensor, labels: Tensor) -> Tensor:
@@ -136,11 +136,12 @@ def test_masks_given_as_tensors(mask: str) -> None:
 
 
 @pytest.mark.slow
-def test_sequence_batch_and_micro_batches() -> None:
+@pytest.mark.parametrize("attention", ["gather", "ring"])
+def test_sequence_batch_and_micro_batches(attention: Any) -> None:
     axes = {"batch": "dp", "sequence": "cp"}
     model, optimizer, x = arguments(8, 2, rows=8)
     given = model, optimizer, x, x.roll(-1, 1)
-    assert verified(given, {"dp": 2, "cp": 2}, train_on_labels, axes=axes, attention="ring", micro_batches=2)
+    assert verified(given, {"dp": 2, "cp": 2}, train_on_labels, axes=axes, attention=attention, micro_batches=2)
 
 
 @pytest.mark.slow
@@ -158,14 +159,21 @@ def test_dropout_of_attention_draws_as_on_whole_sequences() -> None:
 
 
 @pytest.mark.slow
-def test_an_unmodified_llama() -> None:
+@pytest.mark.parametrize("name, attention, given", [
+    ("Mistral", "sdpa", {"sliding_window": 3}),
+    ("Gemma2", "eager", {"sliding_window": 3, "attn_logit_softcapping": 2.0}),  # has layers with and without a window
+])  # fmt: skip
+def test_unmodified_models_of_transformers_on_packed_documents(name: str, attention: str, given: Any) -> None:
+    """Positions that start again say where a document ends."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
-    given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randint(16, (2, 8))
-    assert verified(given, step=train_llama, attention="gather")
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **given, attn_implementation=attention)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]])
+    arguments = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randint(16, (2, 8)), positions
+    assert verified(arguments, step=train_packed)
 
 
 LENGTHS: dict[int, dict[Any, int]] = {2: {"ring": 8, "gather": 7}, 4: {"ring": 8}}  # by ranks; 7 has no equal parts
