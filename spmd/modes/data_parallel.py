@@ -139,8 +139,11 @@ class DataParallel(PlannedMode):
 
     ``stages``, with ``axes={"stages": "pp"}`` and ``micro_batches``: each rank along that axis runs a part of the
     model, and has no other parameters, gradients and optimizer state. It names the module that begins each stage but
-    the first, in the order in which they run (``["blocks.4", "blocks.8"]``). ``schedule``: ``"gpipe"`` runs all
-    forwards first, ``"1f1b"`` a backward as soon as it can, for the memory of at most as many micro-batches as stages.
+    the first, in the order in which they run (``["blocks.4", "blocks.8"]``); None finds them, by estimated seconds, or
+    by where state is already. ``schedule``: ``"gpipe"`` runs all forwards first, ``"1f1b"`` a backward as soon as it
+    can, for the memory of at most as many micro-batches as stages. ``"interleaved"`` gives each rank
+    ``virtual_stages``, rank r of p the stages r, r + p, ..., to wait less and send more; its number of micro-batches is
+    a multiple of that of ranks. ``"zb-h1"`` is ``"1f1b"`` that computes gradients of weights while it would wait.
     Numbers are those of the whole batch, clipping and metrics included, and results are the same on all ranks.
 
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
@@ -186,6 +189,7 @@ class DataParallel(PlannedMode):
         attention: Form | None = None,
         balance: bool = True,
         stages: Iterable[str] | None = None,
+        virtual_stages: int = 2,
         schedule: Schedule = "1f1b",
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
@@ -213,7 +217,9 @@ class DataParallel(PlannedMode):
                     raise ValueError(f'expected no axis with the role "{role}" with bits="same", whose state is whole')
             self.micro_batches = self.bits
         self.attention, self.balance = check_attention(attention, self._roles), check_flag("balance", balance)
-        self.pipeline = check_pipeline(stages, schedule, self._roles, self.micro_batches, offload_policy)
+        self.pipeline = check_pipeline(
+            stages, virtual_stages, schedule, self._roles, self.micro_batches, offload_policy
+        )
         self.has_stages = self.pipeline is not None
 
     def partition(self, program: Program) -> Program:
