@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -144,7 +145,8 @@ class DataParallel(PlannedMode):
     can, for the memory of at most as many micro-batches as stages. ``"interleaved"`` gives each rank
     ``virtual_stages``, rank r of p the stages r, r + p, ..., to wait less and send more; its number of micro-batches is
     a multiple of that of ranks. ``"zb-h1"`` is ``"1f1b"`` that computes gradients of weights while it would wait.
-    Numbers are those of the whole batch, clipping and metrics included, and results are the same on all ranks.
+    A path to a .csv file is an order in the action text of torch's ``torch.distributed.pipelining``. Numbers are those
+    of the whole batch, clipping and metrics included, and results are the same on all ranks.
 
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
     treated as theirs asks.
@@ -190,7 +192,7 @@ class DataParallel(PlannedMode):
         balance: bool = True,
         stages: Iterable[str] | None = None,
         virtual_stages: int = 2,
-        schedule: Schedule = "1f1b",
+        schedule: Schedule | str | PathLike[str] = "1f1b",
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +16,7 @@ from passes import AxisRole
 from ..annotations.apply import check_reshard
 from ..annotations.policies import OffloadPolicy
 from ..ranks.axis_roles import Roles, axes_having
+from ..stages.schedule_files import Actions
 from ..stages.schedules import SCHEDULES
 from ..stages.stage_axis import Pipeline
 from .base import check_flag
@@ -202,11 +204,16 @@ def check_pipeline(
     starts = None if stages is None or isinstance(stages, str) or not isinstance(stages, Iterable) else tuple(stages)
     if (starts is None and stages is not None) or not all(isinstance(each, str) for each in starts or ()):
         raise TypeError(f"expected stages to name the first module of each stage but the first one, got {stages!r}")
+    actions = None
+    if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
+        actions, schedule = Actions.read(schedule, micro_batches), "1f1b"
     _check_one_of("schedule", schedule, SCHEDULES)
     if offload is not None:
         raise ValueError("expected no offload_policy with stages: leave out one of them")
     if not isinstance(virtual, int) or isinstance(virtual, bool) or virtual < 2:
         raise ValueError(f"expected virtual_stages to be 2 or more, got {virtual!r}")
+    if actions is not None:
+        return Pipeline(starts, schedule, actions.virtual, actions)
     return Pipeline(starts, schedule, virtual if schedule == "interleaved" else 1)
 
 

@@ -90,3 +90,8 @@ def _known(
 def ended_role(role: str) -> str:
     """The role of the program that waits for what another one has sent."""
     return f"{role}.sent"
+
+
+def role_of(name: str, stage: int) -> str:
+    """``forward.0``."""
+    return f"{name}.{stage}"

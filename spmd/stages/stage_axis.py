@@ -16,7 +16,8 @@ from ..partitioner.plan import Plan
 from ..placements import OnStage
 from .cut_model import StageOf, balanced_starts, stages_by_name, stages_by_state
 from .place_nodes import Placed, place_nodes
-from .schedules import Schedule
+from .schedule_files import Actions
+from .schedules import Order, Schedule, orders, role_of
 from .split_program import split_program
 
 
@@ -24,12 +25,32 @@ from .split_program import split_program
 class Pipeline:
     """How a model is divided. ``starts``: the module that begins each stage but the first, in order; None finds them.
 
-    ``virtual``: the number of stages of a rank.
+    ``virtual``: the number of stages of a rank. ``actions``: those of a file, in the place of a schedule.
     """
 
     starts: tuple[str, ...] | None
     schedule: Schedule
     virtual: int = 1
+    actions: Actions | None = None
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart."""
+        return self.schedule == "zb-h1" if self.actions is None else self.actions.splits_backward
+
+    def orders(self, ranks: int, count: int) -> list[Order]:
+        """For each rank its programs on ``count`` micro-batches. Raises ``PartitionError`` where these do not fit."""
+        if self.actions is not None:
+            if len(self.actions.of_ranks) != ranks:
+                raise PartitionError(
+                    f"expected a schedule for {ranks} ranks, a line for each, got {len(self.actions.of_ranks)}"
+                )
+            return self.actions.orders()
+        if self.virtual > 1 and count % ranks:
+            raise PartitionError(
+                f'expected micro_batches to be a multiple of {ranks}, the ranks of schedule="interleaved", got {count}'
+            )
+        return orders(self.schedule, ranks, self.virtual, count, role_of)
 
 
 def partition_in_stages(
@@ -54,17 +75,14 @@ def partition_in_stages(
     local = partition_in_time(whole, plan(whole), count, dtype, rows)
     _check(local, axis)
     ranks, kept = program.mesh.axes[axis].size, _kept(program, axis)
-    if pipeline.virtual > 1 and count % ranks:
-        raise PartitionError(
-            f'expected micro_batches to be a multiple of {ranks}, the ranks of schedule="interleaved", got {count}'
-        )
+    order = pipeline.orders(ranks, count)
     stage_of = _stages(program, local, pipeline, ranks, kept)
-    placed = place_nodes(local, stage_of, ranks * pipeline.virtual, ranks, kept, pipeline.schedule == "zb-h1")
+    placed = place_nodes(local, stage_of, ranks * pipeline.virtual, ranks, kept, pipeline.splits_backward)
     _check_homes(program, placed, axis)
     inputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.inputs]
     outputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.outputs]
     local = replace(local, inputs=inputs, outputs=outputs)
-    return replace(local, stages=split_program(local, placed, axis, pipeline.schedule))
+    return replace(local, stages=split_program(local, placed, axis, order))
 
 
 def _stages(

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,7 @@ from passes import OutputKind, PartitionError, Pass, PassError, Program, Role, S
 from passes.ir.bundle import Bundle
 from passes.ir.check_bundle import check_bundle
 from spmd.placements import OnStage
-from spmd.stages.schedules import ended_role, orders, with_ends
-from spmd.stages.split_program import role_of
+from spmd.stages.schedules import ended_role, orders, role_of, with_ends
 from tests.harness.fake import fake_world
 
 TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4, "stages": ["2"]}
@@ -228,6 +228,25 @@ def test_stages_and_rows(style: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_draws_follow_the_rows(schedule: str) -> None:
     assert verified(None, ("pp", 2), dropout=0.3, stages=None, schedule=schedule)
+
+
+TEXT = "0F0,,0F1,2F0,2F1,2I0,2W0,2I1,2W1,0I0,0I1,0W0,0W1\n,1F0,1F1,3F0,3I0,3F1,3I1,3W0,1B0,1I1,3W1,,1W1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_a_schedule_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "orders.csv"
+    path.write_text(TEXT)
+    assert verified(None, ("pp", 2), stages=None, schedule=str(path), micro_batches=2)
+    for wrong, message in (
+        (TEXT.replace("1W1", ""), "weights of stage 1 on micro-batch 1"),
+        (TEXT.replace("1F0", "0F0"), "forward of stage 0 on micro-batch 0"),
+        (TEXT.replace("1F0", "SEND"), "got 'SEND'"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=message):
+            spmd.DataParallel(**TWO | {"micro_batches": 2, "schedule": path})
 
 
 # Refusals
