@@ -39,16 +39,29 @@ def stages_by_state(program: Program, kept: Mapping[str, frozenset[int]], count:
 
     ``kept``: the ranks along the axis that keep state, by name; stage s runs on rank ``s % ranks``.
     """
-    at: dict[str, frozenset[int]] = {}
-    for name, homes in kept.items():
-        module = name.rpartition(".")[0]
-        at[module] = at.get(module, homes) & homes
-    found, stage = dict[str, int](), 0
+    homes, found, stage = _homes(kept), dict[str, int](), 0
     for module in _in_order(program):
-        here = at.get(module, frozenset())
+        here = homes.get(module, frozenset())
         stage = next((each for each in range(stage, count) if each % ranks in here), stage)
         found[module] = stage
     return _of_module(found)
+
+
+def fits_state(program: Program, stage_of: StageOf, kept: Mapping[str, frozenset[int]], ranks: int) -> bool:
+    """Whether modules run where their state is kept already."""
+    homes = _homes(kept)
+    nodes = [node for node in program.graph.nodes if node.meta.get("phase") is Phase.FORWARD]
+    own = [(node, homes[node.meta["module"]]) for node in nodes if node.meta.get("module") in homes]
+    return all(stage_of(node) % ranks in here for node, here in own)
+
+
+def _homes(kept: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int]]:
+    """The ranks that keep all of a module's own state."""
+    found: dict[str, frozenset[int]] = {}
+    for name, homes in kept.items():
+        module = name.rpartition(".")[0]
+        found[module] = found.get(module, homes) & homes
+    return found
 
 
 def balanced_starts(program: Program, count: int) -> list[str]:

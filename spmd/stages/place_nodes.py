@@ -248,10 +248,8 @@ class _Placing:
             if not declared.shape or self._is_everywhere(node) or declared.role is Role.SCALER:
                 found[declared.name] = every
             elif declared.of is None or declared.role is Role.BUFFER:
-                needed, kept = (
-                    frozenset(stage % self.ranks for stage in read.get(node) or ()),
-                    self.kept.get(declared.name),
-                )
+                needed = frozenset(stage % self.ranks for stage in read.get(node) or ())
+                kept = self.kept.get(declared.name)
                 found[declared.name] = needed or frozenset({0})
                 if kept is not None and needed <= kept:
                     found[declared.name] = kept

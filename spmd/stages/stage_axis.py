@@ -14,7 +14,7 @@ from passes.ir.program import Placements
 from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
 from ..placements import OnStage
-from .cut_model import StageOf, balanced_starts, stages_by_name, stages_by_state
+from .cut_model import StageOf, balanced_starts, fits_state, stages_by_name, stages_by_state
 from .place_nodes import Placed, place_nodes
 from .schedule_files import Actions
 from .schedules import Order, Schedule, orders, role_of
@@ -88,7 +88,7 @@ def partition_in_stages(
 def _stages(
     program: Program, local: Program, pipeline: Pipeline, ranks: int, kept: Mapping[str, frozenset[int]]
 ) -> StageOf:
-    """The stage of each node of forward of ``local``: as named, as state is kept already, or balanced."""
+    """The stage of each node of forward of ``local``: as named, else balanced, unless state is elsewhere."""
     count, named = ranks * pipeline.virtual, pipeline.starts
     if named is not None:
         if len(named) != count - 1:
@@ -96,11 +96,17 @@ def _stages(
                 f"expected stages to name the first module of each of {count} stages but the first, got {list(named)}"
             )
         return stages_by_name(local, named)
-    if kept:
+    try:
+        starts = balanced_starts(program, count)
+    except PartitionError:
+        if kept:
+            return stages_by_state(local, kept, count, ranks)
+        raise
+    balanced = stages_by_name(local, starts)
+    if not fits_state(local, balanced, kept, ranks):
         return stages_by_state(local, kept, count, ranks)
-    starts = balanced_starts(program, count)
     local.notes.append(f"stages of the pipeline begin at {', '.join(starts)}, balanced by estimated seconds")
-    return stages_by_name(local, starts)
+    return balanced
 
 
 def check_without_stages(program: Program) -> None:
