@@ -135,7 +135,7 @@ class OnStage(Shard):
         return self.stages == other.stages if isinstance(other, OnStage) else other == Shard(0)
 
     def __hash__(self) -> int:
-        return hash(Shard(0))
+        return hash(("OnStage", self.stages))  # not that of Shard(0): torch remembers by it what ops of DTensors return
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OnStage, (self.stages,)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from passes import SpmdError
 from passes.ir.program import is_sharded
 
 from .._torch import local_tensor
@@ -20,7 +19,6 @@ from ..ranks.world import describe as describe_mesh
 from ..state.background_reads import span_of
 from ..state.bound_programs import bound_spans
 from ..state.distribute import as_dtensor, part_of
-from ..state.split_tensor import is_on_stages
 from .objects import Objects
 from .together import Together
 from .trees import describe_leaf, divide, leaves
@@ -94,12 +92,6 @@ def _read(state: Mapping[str, Any]) -> Prepared:
         tensors |= found
     check(trees)
     tensors |= _exact_parts(objects, tensors)
-    on_stages = [name for name, each in tensors.items() if isinstance(each, DTensor) and is_on_stages(each)]
-    if on_stages:
-        raise SpmdError(
-            f"{on_stages[0]} is kept by some stages of a pipeline, which a checkpoint cannot hold yet: save "
-            "spmd.state_dict(model, optimizer), which is whole, on one rank"
-        )
     of_optimizers = tuple(f"{name}." for name in objects.optimizers)
     trained = [name for name in tensors if name in objects.parameters or name.startswith(of_optimizers)]
     return Prepared(tensors, objects.ties, trees, frozenset(trained), _live({name: tensors[name] for name in trained}))

@@ -31,6 +31,7 @@ from torch.futures import Future
 from passes import SpmdError
 
 from .._torch import DCP_OFFSETS, DCP_PARTS, DCP_VERSION, local_tensor, storage_id
+from ..state.split_tensor import on_own_stages
 from .direct import save_file
 from .together import Together
 
@@ -97,7 +98,7 @@ class _Plan:
     def files(self, folder: Path, tensors: Tensors, dtype: torch.dtype | None, rank: int) -> list[File]:
         """The files, of the tensors as they are now."""
         planner = _SavePlanner(dtype)
-        planner.set_up_planner(dict(tensors))
+        planner.set_up_planner(on_own_stages(tensors))
         return [
             File(folder / f"shard-{rank + 1:05d}-{number:05d}.safetensors", items, planner)
             for number, items in sorted(self.items.items())
@@ -136,7 +137,7 @@ def write(folder: Path, tensors: Tensors, ranks: Together, dtype: torch.dtype | 
 def _plan(tensors: Tensors, writer: _Writer, group: Any) -> None:
     with _quiet():
         save(
-            dict(tensors),
+            on_own_stages(tensors),
             storage_writer=writer,
             planner=_SavePlanner(),
             process_group=group,
@@ -246,7 +247,7 @@ class Files:
     def _read(self, targets: Tensors, group: Any) -> None:
         with _quiet():
             load(
-                dict(targets),
+                on_own_stages(targets),
                 storage_reader=self._reader,
                 planner=DefaultLoadPlanner(flatten_state_dict=False),
                 process_group=group,

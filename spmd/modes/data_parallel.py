@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -139,9 +140,13 @@ class DataParallel(PlannedMode):
 
     ``stages``, with ``axes={"stages": "pp"}`` and ``micro_batches``: each rank along that axis runs a part of the
     model, and has no other parameters, gradients and optimizer state. It names the module that begins each stage but
-    the first, in the order in which they run (``["blocks.4", "blocks.8"]``). ``schedule``: ``"gpipe"`` runs all
-    forwards first, ``"1f1b"`` a backward as soon as it can, for the memory of at most as many micro-batches as stages.
-    Numbers are those of the whole batch, clipping and metrics included, and results are the same on all ranks.
+    the first, in the order in which they run (``["blocks.4", "blocks.8"]``); None finds them, by estimated seconds, or
+    by where state is already. ``schedule``: ``"gpipe"`` runs all forwards first, ``"1f1b"`` a backward as soon as it
+    can, for the memory of at most as many micro-batches as stages. ``"interleaved"`` gives each rank
+    ``virtual_stages``, rank r of p the stages r, r + p, ..., to wait less and send more; its number of micro-batches is
+    a multiple of that of ranks. ``"zb-h1"`` is ``"1f1b"`` that computes gradients of weights while it would wait.
+    A path to a .csv file is an order in the action text of torch's ``torch.distributed.pipelining``. Numbers are those
+    of the whole batch, clipping and metrics included, and results are the same on all ranks.
 
     The style is that of modules without an annotation (``spmd.replicate``, ``spmd.fully_shard``): all others are
     treated as theirs asks.
@@ -186,7 +191,8 @@ class DataParallel(PlannedMode):
         attention: Form | None = None,
         balance: bool = True,
         stages: Iterable[str] | None = None,
-        schedule: Schedule = "1f1b",
+        virtual_stages: int = 2,
+        schedule: Schedule | str | PathLike[str] = "1f1b",
     ) -> None:
         self.split = Split.check(parallel_style, shard_optimizer)
         super().__init__(mesh=mesh, inputs=inputs, input_batch_dim=input_batch_dim, custom_passes=custom_passes)
@@ -213,7 +219,9 @@ class DataParallel(PlannedMode):
                     raise ValueError(f'expected no axis with the role "{role}" with bits="same", whose state is whole')
             self.micro_batches = self.bits
         self.attention, self.balance = check_attention(attention, self._roles), check_flag("balance", balance)
-        self.pipeline = check_pipeline(stages, schedule, self._roles, self.micro_batches, offload_policy)
+        self.pipeline = check_pipeline(
+            stages, virtual_stages, schedule, self._roles, self.micro_batches, offload_policy
+        )
         self.has_stages = self.pipeline is not None
 
     def partition(self, program: Program) -> Program:

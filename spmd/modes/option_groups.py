@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +16,7 @@ from passes import AxisRole
 from ..annotations.apply import check_reshard
 from ..annotations.policies import OffloadPolicy
 from ..ranks.axis_roles import Roles, axes_having
+from ..stages.schedule_files import Actions
 from ..stages.schedules import SCHEDULES
 from ..stages.stage_axis import Pipeline
 from .base import check_flag
@@ -179,7 +181,7 @@ def check_accumulate_dtype(given: Any) -> torch.dtype | None:
 
 
 def check_pipeline(
-    stages: Any, schedule: Any, roles: Roles | None, micro_batches: int, offload: OffloadPolicy | None
+    stages: Any, virtual: Any, schedule: Any, roles: Roles | None, micro_batches: int, offload: OffloadPolicy | None
 ) -> Pipeline | None:
     """How a model is divided over the axis of stages; None without one.
 
@@ -199,12 +201,20 @@ def check_pipeline(
         )
     if micro_batches < 2:
         raise ValueError(f'expected micro_batches of 2 or more with axes["stages"], got {micro_batches}')
-    if isinstance(stages, str) or not isinstance(stages, Iterable) or not all(isinstance(s, str) for s in stages):
+    starts = None if stages is None or isinstance(stages, str) or not isinstance(stages, Iterable) else tuple(stages)
+    if (starts is None and stages is not None) or not all(isinstance(each, str) for each in starts or ()):
         raise TypeError(f"expected stages to name the first module of each stage but the first one, got {stages!r}")
+    actions = None
+    if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
+        actions, schedule = Actions.read(schedule, micro_batches), "1f1b"
     _check_one_of("schedule", schedule, SCHEDULES)
     if offload is not None:
         raise ValueError("expected no offload_policy with stages: leave out one of them")
-    return Pipeline(tuple(stages), schedule)
+    if not isinstance(virtual, int) or isinstance(virtual, bool) or virtual < 2:
+        raise ValueError(f"expected virtual_stages to be 2 or more, got {virtual!r}")
+    if actions is not None:
+        return Pipeline(starts, schedule, actions.virtual, actions)
+    return Pipeline(starts, schedule, virtual if schedule == "interleaved" else 1)
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

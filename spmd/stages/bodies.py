@@ -26,7 +26,7 @@ from .place_nodes import Part, Placed
 
 @dataclass
 class Body(ABC):
-    """One program of one stage. ``bodies``: all of them, by stage and name."""
+    """One program of one stage, or of one rank for what runs once. ``bodies``: all of them, by that and name."""
 
     whole: Program
     placed: Placed
@@ -68,6 +68,11 @@ class Body(ABC):
         return f"{self.name}.{self.stage}"
 
     @property
+    def rank(self) -> int:
+        """The rank along the axis of stages that runs it."""
+        return self.stage % self.placed.ranks
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to run."""
         ends = self.before is not None and self.before.sent
@@ -98,9 +103,10 @@ class Body(ABC):
             if found is None:
                 self.computed[node] = None
                 pending += self.operands(node)
-            elif isinstance(found, Body):
-                self.kept[node] = found
-                found.handed_on[node] = None
+            elif isinstance(found, Body) or (found - self.stage) % self.placed.ranks == 0:
+                source = found if isinstance(found, Body) else self.sender(found)
+                self.kept[node] = source
+                source.handed_on[node] = None
             else:
                 self._receive(node, found)
 
@@ -152,9 +158,9 @@ class MicroBody(Body):
             return None
         if node in placed.free:
             return forward if self.part is not placed.parts[node] and self._forward_reads(node) else None
-        if self.part is Part.BACKWARD and placed.parts[node] is Part.FORWARD:
+        if self.part is not Part.FORWARD and placed.parts[node] is Part.FORWARD:
             return forward
-        return placed.stages[node]
+        return self.bodies[self.stage, Part.BACKWARD] if self.part is Part.WEIGHTS else placed.stages[node]
 
     def _forward_reads(self, node: fx.Node) -> bool:
         """Whether forward of this stage computes what follows from arguments, too."""
@@ -170,7 +176,7 @@ def _is_view_of_values(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Levels:
-    """For each node that runs once and stage, the level that computes it; the last of them has the update."""
+    """For each node that runs once and rank, the level that computes it; the last of them has the update."""
 
     depth: int
     levels: Mapping[tuple[fx.Node, int], int]
@@ -190,7 +196,7 @@ class Levels:
                 leading |= dict.fromkeys(far)
                 levels[node, stage] = max([0, *here, *(levels[each] + 1 for each in far)])
         depth = max(levels.values(), default=0)
-        for stage in range(placed.count):
+        for stage in range(placed.ranks):
             for value, _ in returned_by(program, placed, stage):
                 if value in placed.update and value.op != "placeholder" and stage not in placed.update[value]:
                     leading[value, source_of(value, placed)] = None

@@ -17,44 +17,56 @@ from passes.ir.collectives import is_collective, is_wait
 
 from ..micro_batches.lines import described
 
-Stages = frozenset[int]
+Ranks = frozenset[int]  # along the axis of stages
 
 
 class Part(StrEnum):
-    """The programs of a stage: the first two run for each micro-batch, the last one once, behind all of them."""
+    """The programs of a stage: the last one runs once, behind all micro-batches, the others for each of them.
+
+    Where gradients of weights are computed apart (``WEIGHTS``), backward has only what earlier stages wait for.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHTS = "weights"
     UPDATE = "update"
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where each node is computed.
+    """Where each node is computed: on one of ``count`` stages, of which rank r of ``ranks`` has r, r + ranks, ...
 
     ``parts``: of the nodes that run for each micro-batch; those of ``grown`` add to accumulators. A node in ``free``
     follows from arguments alone, one in ``fixed`` from nothing that micro-batches differ in: each is computed wherever
-    it is read, and neither has ``stages``. ``update``: the stages of the nodes that run once. ``homes``: the stages
-    that keep each state tensor, by name.
+    it is read, and neither has ``stages``. ``update``: the ranks of the nodes that run once. ``homes``: the ranks that
+    keep each state tensor, by name.
     """
 
     count: int
+    ranks: int
     parts: Mapping[fx.Node, Part]
     grown: Mapping[fx.Node, fx.Node]  # to the placeholder of the accumulator
     free: set[fx.Node]
     fixed: set[fx.Node]
     stages: Mapping[fx.Node, int]
-    update: Mapping[fx.Node, Stages]
-    homes: Mapping[str, Stages]
+    update: Mapping[fx.Node, Ranks]
+    homes: Mapping[str, Ranks]
 
 
-def place_nodes(program: Program, stage_of: Callable[[fx.Node], int], count: int, kept: Mapping[str, Stages]) -> Placed:
+def place_nodes(
+    program: Program,
+    stage_of: Callable[[fx.Node], int],
+    count: int,
+    ranks: int,
+    kept: Mapping[str, Ranks],
+    splits_backward: bool = False,
+) -> Placed:
     """Place the nodes of a share of one micro-batch. ``stage_of``: the stage of a node of forward.
 
-    ``kept``: the stages that keep state already, by name. Raises ``PartitionError`` for what no order of stages
-    computes.
+    ``kept``: the ranks that keep state already, by name; ``splits_backward``: whether gradients of weights are computed
+    apart. Raises ``PartitionError`` for what no order of stages computes.
     """
-    return _Placing(program, stage_of, count, kept).placed()
+    return _Placing(program, stage_of, count, ranks, kept).placed(splits_backward)
 
 
 @dataclass
@@ -62,7 +74,8 @@ class _Placing:
     program: Program
     stage_of: Callable[[fx.Node], int]
     count: int
-    kept: Mapping[str, Stages]
+    ranks: int
+    kept: Mapping[str, Ranks]
     stages: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,7 +101,7 @@ class _Placing:
         declared = self.inputs[node]
         return not declared.role.is_state or (declared.role is Role.BUFFER and declared.name not in self.written)
 
-    def placed(self) -> Placed:
+    def placed(self, splits_backward: bool) -> Placed:
         """Forward in its order, backward towards earlier stages, and the update where state is."""
         parts = self._parts()
         own = [node for node in self.nodes if node in parts and node not in self.fixed | self.free]
@@ -98,9 +111,11 @@ class _Placing:
         backward = [node for node in own if parts[node] is Part.BACKWARD]
         self._place_backward(backward)
         self._move_down(backward)
+        if splits_backward:
+            parts |= dict.fromkeys(self._of_weights(backward), Part.WEIGHTS)
         homes = self._homes()
         update = self._place_update(homes)
-        return Placed(self.count, parts, self.grown, self.free, self.fixed, self.stages, update, homes)
+        return Placed(self.count, self.ranks, parts, self.grown, self.free, self.fixed, self.stages, update, homes)
 
     def _parts(self) -> dict[fx.Node, Part]:
         nodes = [node for node in self.nodes if node in self.run_each and node.op != "placeholder"]
@@ -202,25 +217,39 @@ class _Placing:
                 if sent <= _bytes(node) and all(isinstance(each.meta.get("val"), torch.Tensor) for each in reads):
                     self.stages[node], moved = lower, True
 
+    def _of_weights(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        """What no other stage waits for."""
+        awaited, found = set[fx.Node](), set[fx.Node]()
+        for node in reversed(nodes):
+            users = [user for user in node.users if user in self.stages]
+            if any(user in awaited or self.stages[user] != self.stages[node] for user in users):
+                awaited.add(node)
+        for node in nodes:
+            follows = node.target is operator.getitem or is_wait(node)
+            if node.all_input_nodes[0] in found if follows else node not in awaited:
+                found.add(node)
+        return found
+
     def _readers(self, node: fx.Node, but: fx.Node) -> set[int]:
         return {self.stages[each] for each in node.users if each in self.stages and each is not but}
 
     # The update
 
-    def _homes(self) -> dict[str, Stages]:
+    def _homes(self) -> dict[str, Ranks]:
         """State lives where forward and backward read it; what belongs to a parameter, with that.
 
         State that has a home stays there if this step reads it nowhere else. A step that trains nothing divides none.
         """
-        every, read = frozenset(range(self.count)), self._read_at()
-        found: dict[str, Stages] = {}
+        every, read = frozenset(range(self.ranks)), self._read_at()
+        found: dict[str, Ranks] = {}
         state = [(node, declared) for node, declared in self.inputs.items() if declared.role.is_state]
         trains = any(declared.role is Role.PARAMETER and declared.name in self.written for _, declared in state)
         for node, declared in state:
             if not declared.shape or self._is_everywhere(node) or declared.role is Role.SCALER:
                 found[declared.name] = every
             elif declared.of is None or declared.role is Role.BUFFER:
-                needed, kept = frozenset(read.get(node) or ()), self.kept.get(declared.name)
+                needed = frozenset(stage % self.ranks for stage in read.get(node) or ())
+                kept = self.kept.get(declared.name)
                 found[declared.name] = needed or frozenset({0})
                 if kept is not None and needed <= kept:
                     found[declared.name] = kept
@@ -230,20 +259,20 @@ class _Placing:
             found.setdefault(declared.name, found.get(declared.of or "", frozenset({0})))
         return found
 
-    def _place_update(self, homes: Mapping[str, Stages]) -> dict[fx.Node, Stages]:
-        """What several stages can compute is computed where it is read; what joins stages, on the one with most of it.
+    def _place_update(self, homes: Mapping[str, Ranks]) -> dict[fx.Node, Ranks]:
+        """What several ranks can compute is computed where it is read; what joins ranks, on the one with most of it.
 
         ``grown`` nodes, which are complete then, are where they add up.
         """
-        every = frozenset(range(self.count))
+        every = frozenset(range(self.ranks))
         needed = _until([value for value, _ in self.outputs], self.grown)
-        possible: dict[fx.Node, Stages] = {}
-        own: dict[fx.Node, Stages] = {}  # state, and its new values, which are computed where it is kept
+        possible: dict[fx.Node, Ranks] = {}
+        own: dict[fx.Node, Ranks] = {}  # state, and its new values, which are computed where it is kept
         for node in self.nodes:
             if node not in needed:
                 continue
             if node in self.grown:
-                possible[node] = frozenset({self.stages[node]})
+                possible[node] = frozenset({self.stages[node] % self.ranks})
             elif node.op == "placeholder":
                 possible[node] = homes.get(self.inputs[node].name, every)
                 if self._is_kept(node) and self.inputs[node].shape:
@@ -260,7 +289,7 @@ class _Placing:
         for value, output in self.outputs:
             of_state = homes.get(output.name if output.kind is OutputKind.UPDATE else output.of or "", every)
             wanted.setdefault(value, set()).update(of_state if output.shape else every)
-        update: dict[fx.Node, Stages] = {}
+        update: dict[fx.Node, Ranks] = {}
         for node in reversed(self.nodes):
             if node in needed:
                 update[node] = (possible[node] & wanted.get(node, set())) or frozenset({min(possible[node])})
@@ -269,7 +298,7 @@ class _Placing:
                         wanted.setdefault(each, set()).update(update[node])
         return update
 
-    def _check_state(self, node: fx.Node, possible: Mapping[fx.Node, Stages]) -> None:
+    def _check_state(self, node: fx.Node, possible: Mapping[fx.Node, Ranks]) -> None:
         """Raise ``PartitionError`` where a node reads state of several stages as it lies."""
         state = [each for each in node.all_input_nodes if each.op == "placeholder" and self._is_kept(each)]
         if any(not possible[node] <= possible[each] for each in state):
@@ -291,7 +320,7 @@ def _until(values: Iterable[fx.Node], ends: Mapping[fx.Node, fx.Node]) -> set[fx
     return found
 
 
-def _with_most(node: fx.Node, possible: Mapping[fx.Node, Stages]) -> int:
+def _with_most(node: fx.Node, possible: Mapping[fx.Node, Ranks]) -> int:
     sizes: dict[int, int] = {}
     for each in node.all_input_nodes:
         for stage in possible[each]:

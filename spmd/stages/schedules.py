@@ -5,26 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, get_args
 
-Schedule = Literal["gpipe", "1f1b"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 SCHEDULES = get_args(Schedule)
 
 Order = list[tuple[str, int]]  # the role of a program, and the micro-batch that it runs
 
 
-def orders(schedule: Schedule, stages: int, count: int, role: Callable[[str, int], str]) -> list[Order]:
-    """For each stage its programs of forward and backward, on ``count`` micro-batches. ``role``: by part and stage.
+def orders(schedule: Schedule, ranks: int, virtual: int, count: int, role: Callable[[str, int], str]) -> list[Order]:
+    """For each rank the programs of its ``virtual`` stages, on ``count`` micro-batches. ``role``: by part and stage.
 
     "gpipe" (Huang et al. 2019) runs all forwards first. "1f1b" (Narayanan et al. 2019) runs a backward as soon as it
-    can, so that stage s keeps the values of at most ``stages - s`` micro-batches.
+    can, so that rank r keeps the values of at most ``ranks - r`` micro-batches. "interleaved" (Narayanan et al. 2021)
+    does so where rank r has stages r, r + ranks, ..., with as many micro-batches in a row on each. "zb-h1" (Qi et al.
+    2023) is "1f1b" where rank r runs the gradients of weights r micro-batches later, while it would wait.
     """
     found = []
-    for stage in range(stages):
-        forward = [(role("forward", stage), k) for k in range(count)]
-        backward = [(role("backward", stage), k) for k in range(count)]
-        first = count if schedule == "gpipe" else min(stages - 1 - stage, count)
-        pairs = zip(forward[first:], backward, strict=False)
-        steady = [each for pair in pairs for each in pair]
-        found.append([*forward[:first], *steady, *backward[count - first :]])
+    for rank in range(ranks):
+        turns = [(turn, k) for k in range(0, count, ranks) for turn in range(virtual)]
+        turns = [(turn, each) for turn, k in turns for each in range(k, min(k + ranks, count))]
+        forward = [(role("forward", rank + turn * ranks), k) for turn, k in turns]
+        backward = [(role("backward", rank + (virtual - 1 - turn) * ranks), k) for turn, k in turns]
+        weights = [(role("weights", rank), k) for k in range(count)]
+        first = ranks - 1 - rank if virtual == 1 else 2 * (ranks - 1 - rank) + (virtual - 1) * ranks
+        first = len(forward) if schedule == "gpipe" else min(first, len(forward))
+        order = forward[:first]
+        for k, each in enumerate(backward):
+            order += [*forward[first + k : first + k + 1], each]
+            order += weights[k - rank : k - rank + 1] if schedule == "zb-h1" and k >= rank else []
+        found.append([*order, *(weights[-rank:] if schedule == "zb-h1" and rank else [])])
     return found
 
 
@@ -82,3 +90,8 @@ def _known(
 def ended_role(role: str) -> str:
     """The role of the program that waits for what another one has sent."""
     return f"{role}.sent"
+
+
+def role_of(name: str, stage: int) -> str:
+    """``forward.0``."""
+    return f"{name}.{stage}"

@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import fx
 from torch.distributed.tensor import Replicate
 
-from passes import AxisRole, Input, Output, OutputKind, PartitionError, Phase, PlacementError, Program
+from passes import AxisRole, Input, Output, OutputKind, PartitionError, PlacementError, Program
 from passes.ir.program import Placements
 
 from ..micro_batches.time_axis import partition_in_time
 from ..partitioner.plan import Plan
 from ..placements import OnStage
+from .cut_model import StageOf, balanced_starts, fits_state, stages_by_name, stages_by_state
 from .place_nodes import Placed, place_nodes
-from .schedules import Schedule
+from .schedule_files import Actions
+from .schedules import Order, Schedule, orders, role_of
 from .split_program import split_program
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a model is divided. ``starts``: the module that begins each stage but the first, in order."""
+    """How a model is divided. ``starts``: the module that begins each stage but the first, in order; None finds them.
 
-    starts: tuple[str, ...]
+    ``virtual``: the number of stages of a rank. ``actions``: those of a file, in the place of a schedule.
+    """
+
+    starts: tuple[str, ...] | None
     schedule: Schedule
+    virtual: int = 1
+    actions: Actions | None = None
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart."""
+        return self.schedule == "zb-h1" if self.actions is None else self.actions.splits_backward
+
+    def orders(self, ranks: int, count: int) -> list[Order]:
+        """For each rank its programs on ``count`` micro-batches. Raises ``PartitionError`` where these do not fit."""
+        if self.actions is not None:
+            if len(self.actions.of_ranks) != ranks:
+                raise PartitionError(
+                    f"expected a schedule for {ranks} ranks, a line for each, got {len(self.actions.of_ranks)}"
+                )
+            return self.actions.orders()
+        if self.virtual > 1 and count % ranks:
+            raise PartitionError(
+                f'expected micro_batches to be a multiple of {ranks}, the ranks of schedule="interleaved", got {count}'
+            )
+        return orders(self.schedule, ranks, self.virtual, count, role_of)
 
 
 def partition_in_stages(
@@ -49,18 +74,39 @@ def partition_in_stages(
     whole = replace(program, mesh=mesh, inputs=[_everywhere(each, axis) for each in program.inputs])
     local = partition_in_time(whole, plan(whole), count, dtype, rows)
     _check(local, axis)
-    count_of_stages = program.mesh.axes[axis].size
-    if len(pipeline.starts) != count_of_stages - 1:
-        raise PartitionError(
-            f"expected stages to name the first module of each of {count_of_stages} stages but the first, got "
-            f"{list(pipeline.starts)}"
-        )
-    placed = place_nodes(local, _stages_by_module(local, pipeline.starts), count_of_stages, _kept(program, axis))
+    ranks, kept = program.mesh.axes[axis].size, _kept(program, axis)
+    order = pipeline.orders(ranks, count)
+    stage_of = _stages(program, local, pipeline, ranks, kept)
+    placed = place_nodes(local, stage_of, ranks * pipeline.virtual, ranks, kept, pipeline.splits_backward)
     _check_homes(program, placed, axis)
     inputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.inputs]
     outputs = [replace(each, placement=_at_home(each, each.placement, placed, axis)) for each in local.outputs]
     local = replace(local, inputs=inputs, outputs=outputs)
-    return replace(local, stages=split_program(local, placed, axis, pipeline.schedule))
+    return replace(local, stages=split_program(local, placed, axis, order))
+
+
+def _stages(
+    program: Program, local: Program, pipeline: Pipeline, ranks: int, kept: Mapping[str, frozenset[int]]
+) -> StageOf:
+    """The stage of each node of forward of ``local``: as named, else balanced, unless state is elsewhere."""
+    count, named = ranks * pipeline.virtual, pipeline.starts
+    if named is not None:
+        if len(named) != count - 1:
+            raise PartitionError(
+                f"expected stages to name the first module of each of {count} stages but the first, got {list(named)}"
+            )
+        return stages_by_name(local, named)
+    try:
+        starts = balanced_starts(program, count)
+    except PartitionError:
+        if kept:
+            return stages_by_state(local, kept, count, ranks)
+        raise
+    balanced = stages_by_name(local, starts)
+    if not fits_state(local, balanced, kept, ranks):
+        return stages_by_state(local, kept, count, ranks)
+    local.notes.append(f"stages of the pipeline begin at {', '.join(starts)}, balanced by estimated seconds")
+    return balanced
 
 
 def check_without_stages(program: Program) -> None:
@@ -96,7 +142,7 @@ def _kept(program: Program, axis: int) -> dict[str, frozenset[int]]:
 def _at_home(declared: Input | Output, placement: Placements, placed: Placed, axis: int) -> Placements:
     is_new = isinstance(declared, Output) and declared.kind is OutputKind.NEW
     home = placed.homes.get((declared.of if is_new else declared.name) or "")
-    if home is None or len(home) == placed.count or not declared.shape:
+    if home is None or len(home) == placed.ranks or not declared.shape:
         return placement
     return (*placement[:axis], OnStage(home), *placement[axis + 1 :])
 
@@ -133,31 +179,3 @@ def _check_homes(program: Program, placed: Placed, axis: int) -> None:
                 f"{declared.name} is kept on stages {list(has.stages)}, by an earlier step, but this one needs it on "
                 f"{sorted(home)}: give both steps the same stages"
             )
-
-
-def _stages_by_module(program: Program, starts: Sequence[str]) -> Callable[[fx.Node], int]:
-    """The stage of a node of forward, by that of its module: the last one that had begun when that first ran.
-
-    Raises ``PartitionError`` for modules that do not run, or not in this order.
-    """
-    found: dict[str, int] = {}
-    for node in program.graph.nodes:
-        module = node.meta.get("module") or ""
-        if node.meta.get("phase") is Phase.FORWARD and module not in found:
-            stage = max(found.values(), default=0)
-            if stage < len(starts) and _is_within(module, starts[stage]):
-                stage += 1
-            found[module] = stage
-    reached = max(found.values(), default=0)
-    if reached < len(starts):
-        raise PartitionError(
-            f"expected stages to name modules in the order in which they run, but {starts[reached]!r} does not run "
-            f"behind those before it; what runs is {', '.join(filter(None, found))}"
-        )
-    return lambda node: found.get(node.meta.get("module") or "", 0)
-
-
-def _is_within(module: str, start: str) -> bool:
-    """Whether a module is ``start`` or lies in it; ``start`` may leave out the name of the argument."""
-    behind = module.partition(".")[2]
-    return any(f"{path}.".startswith(f"{start}.") for path in (module, behind))

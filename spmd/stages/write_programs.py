@@ -119,10 +119,10 @@ class _Writer:
 
     def finished(self, values: Sequence[Any], outputs: Sequence[Output], role: str) -> Program:
         """The program of what was written so far."""
-        whole, stage = self.body.whole, self.body.stage
+        whole, rank = self.body.whole, self.body.rank
         pending = [_pending_output(name, node.meta["val"]) for name, node in self.pending.items()]
         self.graph.output((*values, *self.pending.values()))
-        axes = [replace(each, coordinate=stage) if k == self.axis else each for k, each in enumerate(whole.mesh.axes)]
+        axes = [replace(each, coordinate=rank) if k == self.axis else each for k, each in enumerate(whole.mesh.axes)]
         names = {each.name for each in self.inputs}
         units = [tuple(name for name in unit if name in names) for unit in whole.units]
         made = replace(
@@ -169,7 +169,9 @@ class _Writer:
 
     def _receive(self, message: _Message) -> fx.Node:
         val = message.val
-        return self._message(recv.default, (list(val.shape), val.dtype, val.device, message.source), message, val)
+        return self._message(
+            recv.default, (list(val.shape), val.dtype, val.device, self._rank(message.source)), message, val
+        )
 
     def _unpack(self, message: _Message, arrived: fx.Node) -> None:
         """Give each node its value, with the strides that it has on its own stage."""
@@ -198,7 +200,7 @@ class _Writer:
                 for each, val in zip(sent, vals, strict=True)
             ]
             operand = self._new(aten.cat.default, (flat,), message.nodes[0], message.val)
-        token = self._message(send.default, (operand, message.target), message, message.val.new_empty([0]))
+        token = self._message(send.default, (operand, self._rank(message.target)), message, message.val.new_empty([0]))
         self.pending |= {f"sending.{message.channel}": operand, f"sent.{message.channel}": token}
 
     def _as_sent(self, node: fx.Node) -> fx.Node:
@@ -225,6 +227,9 @@ class _Writer:
         node = self.graph.placeholder(name.replace(".", "_"))
         node.meta["val"] = val
         return node
+
+    def _rank(self, stage: int) -> int:
+        return stage % self.body.placed.ranks
 
     def _message(self, op: Any, arguments: tuple[Any, ...], message: _Message, val: Any) -> fx.Node:
         axis, first = self.body.whole.mesh.axes[self.axis], message.nodes[0]

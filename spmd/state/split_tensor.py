@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -150,6 +150,20 @@ def split(tensor: DTensor) -> DTensor:
 def is_on_stages(tensor: DTensor) -> bool:
     """Whether some stages of a pipeline keep a tensor, and the others have none of it."""
     return any(isinstance(placement, OnStage) for placement in tensor.placements)
+
+
+def on_own_stages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that this rank keeps, in the same memory: what stages of a pipeline keep, as whole along their axis."""
+    found: dict[str, Tensor] = {}
+    for name, each in tensors.items():
+        if not isinstance(each, DTensor) or not is_on_stages(each):
+            found[name] = each
+            continue
+        homes = {k: placement for k, placement in enumerate(each.placements) if isinstance(placement, OnStage)}
+        if all(each.device_mesh.get_local_rank(k) in home.stages for k, home in homes.items()):
+            whole = [Replicate() if k in homes else placement for k, placement in enumerate(each.placements)]
+            found[name] = _with_local(each, local_tensor(each).detach(), whole)
+    return found
 
 
 def _from_stages(tensor: DTensor) -> DTensor:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from passes import OutputKind, PartitionError, Pass, PassError, Program, Role, S
 from passes.ir.bundle import Bundle
 from passes.ir.check_bundle import check_bundle
 from spmd.placements import OnStage
-from spmd.stages.schedules import ended_role, orders, with_ends
+from spmd.stages.schedules import ended_role, orders, role_of, with_ends
 from tests.harness.fake import fake_world
 
 TWO: dict[str, Any] = {"axes": {"stages": "pp"}, "micro_batches": 4, "stages": ["2"]}
@@ -59,18 +60,68 @@ def test_a_stage_has_only_its_own_state(bundle: Bundle) -> None:
         assert {name.split(".")[1] for name in names} == layers
 
 
+def evaluation(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(x).sum()
+
+
+def test_stages_are_balanced_and_all_steps_of_a_model_take_them() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 512), nn.Linear(512, 512), nn.Linear(512, 8))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(1024, 8)
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        mode = spmd.DataParallel(mesh=mesh, **TWO | {"stages": None})
+        spmd.compile(step, parallel_mode=mode)(model, optimizer, x, x)
+        homes = [each.weight.placements[0].stages for each in model]
+        assert homes == [(0,), (0,), (0,), (1,), (1,)]
+        spmd.compile(evaluation, parallel_mode=mode)(model, x[:8])
+        assert [each.weight.placements[0].stages for each in model] == homes
+
+
 def test_where_state_is_kept_can_be_copied() -> None:
     for made in (copy.deepcopy(OnStage([0, 2])), pickle.loads(pickle.dumps(OnStage([0, 2])))):
         assert made.stages == (0, 2)
 
 
 def test_1f1b_keeps_at_most_as_many_micro_batches_as_stages() -> None:
-    for stage, order in enumerate(orders("1f1b", 4, 16, lambda part, stage: f"{part}.{stage}")):
+    for stage, order in enumerate(orders("1f1b", 4, 1, 16, lambda part, stage: f"{part}.{stage}")):
         level = most = 0
         for role, _ in order:
             level += 1 if role.startswith("forward") else -1
             most = max(most, level)
         assert most == 4 - stage and level == 0
+
+
+def simulated(schedule: Any, ranks: int, virtual: int, count: int) -> float:
+    """Seconds where forward of a rank takes 1, and gradients of inputs and of weights 1 each."""
+    found, stages, ends = orders(schedule, ranks, virtual, count, role_of), ranks * virtual, dict[Any, float]()
+    seconds = {"forward": 1.0, "backward": 1.0 if schedule == "zb-h1" else 2.0, "weights": 1.0}
+    clocks, left = [0.0] * ranks, [list(order) for order in found]
+    while any(left):
+        rank = next(k for k, order in enumerate(left) if order and waits_for(*order[0], stages) <= ends.keys())
+        role, micro_batch = left[rank].pop(0)
+        begins = max([clocks[rank], *(ends[each] for each in waits_for(role, micro_batch, stages))])
+        clocks[rank] = ends[role, micro_batch] = begins + seconds[role.partition(".")[0]] / virtual
+    return max(clocks)
+
+
+def waits_for(role: str, micro_batch: int, stages: int) -> set[tuple[str, int]]:
+    part, stage = role.partition(".")[0], int(role.partition(".")[2])
+    if part == "weights":
+        return {(role_of("backward", stage), micro_batch)}
+    if part == "forward":
+        return {(role_of("forward", stage - 1), micro_batch)} if stage else set()
+    last = stage == stages - 1
+    return {(role_of("forward", stage) if last else role_of("backward", stage + 1), micro_batch)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "bubble"),
+    [("gpipe", 1, 3.0), ("1f1b", 1, 3.0), ("interleaved", 2, 1.5), ("interleaved", 4, 0.75), ("zb-h1", 1, 1.0)],
+)
+def test_ranks_wait_as_long_as_the_formulas_say(schedule: str, virtual: int, bubble: float) -> None:
+    for ranks, count in ((2, 4), (4, 4), (4, 16), (8, 16)):
+        assert simulated(schedule, ranks, virtual, count) == pytest.approx(3 * count + bubble * (ranks - 1))
 
 
 def test_a_send_ends_once_it_is_known_to_have_arrived(bundle: Bundle) -> None:
@@ -168,14 +219,34 @@ def test_verify_finds_mutants(edit: Callable[[Program], bool]) -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_stages_and_rows(style: str) -> None:
-    mode = {"axes": {"batch": "dp", "stages": "pp"}, "parallel_style": style, "micro_batches": 2}
+    mode = {"axes": {"batch": "dp", "stages": "pp"}, "parallel_style": style, "micro_batches": 2, "schedule": "gpipe"}
     assert verified(None, ("pp", 2), ("dp", 2), **mode)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_draws_follow_the_rows() -> None:
-    assert verified(None, ("pp", 2), dropout=0.3)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_draws_follow_the_rows(schedule: str) -> None:
+    assert verified(None, ("pp", 2), dropout=0.3, stages=None, schedule=schedule)
+
+
+TEXT = "0F0,,0F1,2F0,2F1,2I0,2W0,2I1,2W1,0I0,0I1,0W0,0W1\n,1F0,1F1,3F0,3I0,3F1,3I1,3W0,1B0,1I1,3W1,,1W1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_a_schedule_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "orders.csv"
+    path.write_text(TEXT)
+    assert verified(None, ("pp", 2), stages=None, schedule=str(path), micro_batches=2)
+    for wrong, message in (
+        (TEXT.replace("1W1", ""), "weights of stage 1 on micro-batch 1"),
+        (TEXT.replace("1F0", "0F0"), "forward of stage 0 on micro-batch 0"),
+        (TEXT.replace("1F0", "SEND"), "got 'SEND'"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=message):
+            spmd.DataParallel(**TWO | {"micro_batches": 2, "schedule": path})
 
 
 # Refusals
@@ -194,6 +265,8 @@ def test_draws_follow_the_rows() -> None:
 def test_options_that_exclude_stages(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spmd.DataParallel(**options)
+    with pytest.raises(ValueError, match="virtual_stages to be 2 or more"):
+        spmd.DataParallel(**TWO, virtual_stages=1)
     with pytest.raises(TypeError, match="name the first module of each stage"):
         spmd.DataParallel(**TWO | {"stages": "2"})
     with pytest.raises(ValueError, match="no gm_transformation with stages"):
@@ -221,18 +294,20 @@ def returns_rows(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tens
 
 
 @pytest.mark.parametrize(
-    ("function", "stages", "rows", "message"),
+    ("function", "options", "rows", "message"),
     [
-        (step, ["5"], 8, "'5' does not run behind those before it"),
-        (step, ["2", "4"], 8, "each of 2 stages but the first"),
-        (step, ["2"], 1, "two or more of them"),
-        (returns_rows, ["2"], 8, "rows"),
+        (step, {"stages": ["5"]}, 8, "'5' does not run behind those before it"),
+        (step, {"stages": ["2", "4"]}, 8, "each of 2 stages but the first"),
+        (step, {"stages": None, "schedule": "interleaved", "virtual_stages": 3}, 8, "at least 6 modules"),
+        (step, {"schedule": "interleaved", "micro_batches": 3}, 6, "a multiple of 2"),
+        (step, {}, 1, "two or more of them"),
+        (returns_rows, {}, 8, "rows"),
     ],
 )
-def test_steps_that_stages_cannot_run(function: Any, stages: list[str], rows: int, message: str) -> None:
+def test_steps_that_stages_cannot_run(function: Any, options: dict[str, Any], rows: int, message: str) -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-        compiled = spmd.compile(function, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO | {"stages": stages}))
+        compiled = spmd.compile(function, parallel_mode=spmd.DataParallel(mesh=mesh, **TWO | options))
         model, optimizer, x, y = arguments()
         with pytest.raises(PartitionError, match=message):
             compiled(model, optimizer, x[:rows], y[:rows])

@@ -148,7 +148,7 @@ def in_turn(rank: int, world: int, order: str, tied: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("order", "tied"), [("tet", True), ("ett", True), ("tet", False)])
+@pytest.mark.parametrize(("order", "tied"), [("tet", True), ("ett", False)])
 def test_a_step_that_reads_less_leaves_state_where_it_is(ranks: Ranks, order: str, tied: bool) -> None:
     for found in ranks.run(2, in_turn, order, tied):
         assert max(map(abs, found)) < 1e-12, found
@@ -157,14 +157,14 @@ def test_a_step_that_reads_less_leaves_state_where_it_is(ranks: Ranks, order: st
 @pytest.mark.parametrize(
     ("case", "schedule"),
     [
-        (Training("train", "SGD momentum"), "gpipe"),
-        (Training("clip", "AdamW fused"), "1f1b"),
+        (Training("train", "SGD momentum"), "interleaved"),
+        (Training("clip", "AdamW fused"), "zb-h1"),
         (Training("train", "AdamW fused", tied=True), "1f1b"),
     ],
     ids=str,
 )
 def test_numbers_on_two_stages(ranks: Ranks, case: Case, schedule: str) -> None:
-    assert_agrees(ranks, case, {"pp": 2}, **TWO | {"schedule": schedule})
+    assert_agrees(ranks, case, {"pp": 2}, **TWO | {"schedule": schedule, "stages": None})
 
 
 def fails_once(rank: int, world: int, case: Case) -> list[str]:
