@@ -122,7 +122,7 @@ def step_work(
             inputs=given.inputs,
             input_batch_dim=given.input_batch_dim,
             mp_policy=given.mp_policy,
-            experts=given.experts if experts > 1 else None,
+            experts=given.experts.choices if experts > 1 and given.experts else None,
         )
 
     try:

@@ -102,16 +102,14 @@ def test_a_function_that_is_not_compiled_is_refused() -> None:
         spmd.plan(train_step.function, nn.Linear(2, 2), gpus=8)
 
 
-@pytest.mark.parametrize("kind", ["context", "shard", "shard_optimizer", "micro_batches", "recompute", "stages"])
+@pytest.mark.parametrize("kind", ["context", "shard", "recompute", "stages"])
 def test_modes_run_as_they_are_pasted(kind: str) -> None:
     found = searched(8, "100KB" if kind == "recompute" else None, 4)
     tests: dict[str, Callable[[Layout], bool]] = {
         "context": lambda each: each.context > 1,
         "shard": lambda each: each.shard == 4,
-        "shard_optimizer": lambda each: each.style == "shard_optimizer",
-        "micro_batches": lambda each: each.micro_batches > 1,
         "recompute": lambda each: each.recompute == "full",
-        "stages": lambda each: each.stages > 1,
+        "stages": lambda each: each.stages > 1,  # with micro-batches, and with a divided optimizer
     }
     candidates = [*found.layouts, *found.front, *filter(None, [found.staged])]
     chosen = next(each for each in candidates if tests[kind](each.layout))
