@@ -268,7 +268,7 @@ class _Step:
 
     @cached_property
     def experts(self) -> float:
-        """Those of experts among them."""
+        """The part of ``parameters`` that is of experts."""
         return sum(each.expert_parameters * n for each, n in zip(self.blocks, self.counts, strict=True))
 
     def _divided(self, ranks: int) -> float:

@@ -78,8 +78,7 @@ class Software:
 class Machine:
     """GPUs of one kind, ``per_host`` in each host.
 
-    ``network``: GB/s of one GPU, if not the published figure. ``known``: seconds of sections, once asked
-    for.
+    ``network``: GB/s of one GPU, if not the published figure. ``known``: seconds of sections that were estimated.
     """
 
     gpu: Gpu
