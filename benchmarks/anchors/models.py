@@ -92,7 +92,8 @@ class Attention(nn.Module):
         return torch.cat([one * table - other * table, other * table + one * table], -1)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q @ k.transpose(2, 3)).softmax(-1)
+        scores = (q @ k.transpose(2, 3)) * self.dims.head_dim**-0.5
+        scores = scores.masked_fill(self.table[:1, :1] == 0, -1e4).softmax(-1)  # as long as a mask of all keys takes
         return (scores * scores) @ v  # the product takes as long as the dropout that is there
 
 
@@ -189,11 +190,13 @@ def placements(dims: Dims) -> dict[str, Any]:
 def workload(dims: Dims, tensor: int, tokens: int, layers: int) -> tuple[list[Section], list[Section]]:
     """The sections of a model on ``tensor`` ranks with so many tokens in a row: op by op, and with fused islands."""
     plain, fused = _two(dims, tensor, tokens)
-    return [_counted(each, layers) for each in plain], [_counted(each, layers) for each in fused]
+    return [_counted(each, dims, layers) for each in plain], [_counted(each, dims, layers) for each in fused]
 
 
-def _counted(section: Section, layers: int) -> Section:
-    return replace(section, count=layers if section.count > 1 else 1)
+def _counted(section: Section, dims: Dims, layers: int) -> Section:
+    if section.count == 1:
+        return section
+    return replace(section, count=layers, expert_parameters=3.0 * dims.local_experts * dims.hidden * dims.ffn)
 
 
 @cache

@@ -67,6 +67,8 @@ class Row:
     def framework(self) -> str:
         """The software that ran it."""
         name = "experts" if self.cells.get("experts") else GROUPS.get(self.cells["group"])
+        if name == "experts" and self.cells["group"] == "megatron-bridge" and self.cells["date"] >= "26.06":
+            return "graphed experts"
         return name or ("eager" if self.cells["compile"] == "0" else "compiled")
 
     @property
@@ -86,19 +88,24 @@ class Row:
             experts,
             number("top_k", 0),
             experts // number("ep"),
-            flash=not is_vtrain,
+            flash=not (is_vtrain or self.has_sinks),
         )
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether attention has sinks, and so no fused kernel: assumed of GPT-OSS, but where experts are graphed."""
+        return self.cells["model"].startswith("gpt-oss") and self.framework == "experts"
 
     def work(self) -> Work:
         """The model's work, whose two captured blocks stand for all."""
-        dims, tokens = self.dims, self.number("seq_len") // self.number("cp")
+        dims, tokens = self.dims, self.number("seq_len")
         plain, fused = workload(dims, self.number("tp"), tokens, self.number("layers"))
         traffic = Traffic(
             tokens * dims.top_k * dims.hidden * 2 if dims.experts else 0.0,
+            max(1, dims.top_k),
             tokens * 2 * dims.kv_heads * dims.head_dim * 2 / self.number("tp") if self.number("cp") > 1 else 0.0,
         )
-        experts = 3.0 * dims.local_experts * dims.hidden * dims.ffn
-        return Work(plain, fused, self.state, traffic, experts, self.is_tied)
+        return Work(plain, fused, self.state, traffic, self.is_tied)
 
     @property
     def is_tied(self) -> bool:
@@ -112,7 +119,7 @@ class Row:
             return State(2, 2, 4)
         if self.cells["sharding"].startswith("FSDP"):
             return State(2, 4 if "FSDP2" in self.cells["sharding"] else 2, 12)
-        return State(2, 2 if self.framework == "deepspeed" else 4, 12)
+        return State(2, 2, 16) if self.framework == "deepspeed" else State(2, 4, 12)  # gradients are copied as float32
 
     def layout(self) -> Layout:
         """Its layout. Raises ``UnknownError`` where the row does not say it."""
@@ -128,7 +135,7 @@ class Row:
         return Layout(
             gpus,
             self.style,
-            rows,
+            rows / context,
             count,
             tensor,
             stages,
@@ -172,12 +179,12 @@ class Row:
             raise UnknownError(f"no figures of {stated}")
         gpu, limited = GPUS[name], "96GB" in stated
         if limited:
-            gpu = replace(gpu, memory=2.4, capacity=96)
+            gpu = replace(gpu, memory=2.4, capacity=96, power=500 / 700)
         framework = software[self.framework]
         if self.cells["async_tp"] == "1":
             framework = replace(framework, exposed=0.4)
         network = _NETWORK.get(self.cells["group"])
-        return Machine(gpu, name, gpu.domain, framework, constants, network, (500 / 700) ** 0.5 if limited else 1.0)
+        return Machine(gpu, name, gpu.domain, framework, constants, network)
 
     @property
     def kind(self) -> tuple[str, ...]:

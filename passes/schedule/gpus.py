@@ -5,13 +5,15 @@ A step on 512 ranks can be estimated with them on a laptop::
     table = passes.published("H100", mesh)
     step = spmd.compile(passes=passes.default(table=table), ...)
 
-Published are peaks. What programs reach of them is an assumption, and named as one (``ACHIEVED``).
+Published are peaks. What programs reach of them is assumed, or measured on one GPU (``ACHIEVED``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
 
 from ..analysis.costs import Algorithm, Link, Point, Table
 from ..ir.collectives import Kind
@@ -25,6 +27,7 @@ class Gpu:
     ``tflops`` by dtype, ``memory`` in TB/s, ``nvlink`` and ``network`` in GB/s that one GPU sends while it receives as
     much; ``host_link`` likewise, to and from host memory. ``capacity``: GB of memory; ``processors``: SMs; ``domain``:
     how many GPUs NVLink connects in a system as it is sold; ``float4``: how many times faster than 16 bits 4 bits are.
+    ``power``: watts for each FLOP/s of the peak in 16 bits, beside those of the first GPU of its generation in a DGX.
     """
 
     tflops: Mapping[str, float]
@@ -36,10 +39,22 @@ class Gpu:
     processors: int
     domain: int = 8
     float4: float = 1.0
+    power: float = 1.0
+    has_tf32: bool = True  # half as fast as 16 bits
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products of a dtype; of one without a figure, of float32, which may be computed as TF32.
+
+        torch does that where ``torch.set_float32_matmul_precision`` allows it.
+        """
+        if dtype in self.tflops and dtype != "float32":
+            return self.tflops[dtype] * 1e12
+        is_rounded = self.has_tf32 and torch.get_float32_matmul_precision() != "highest"
+        return (self.tflops["bfloat16"] / 2 * TF32 if is_rounded else self.tflops["float32"]) * 1e12
 
 
 def _tflops(half: float, float32: float, float64: float, float8: float | None = None) -> dict[str, float]:
-    """``float8``: None where the GPU has none. float32 is computed as such, as torch does unless TF32 is allowed."""
+    """``float8``: None where the GPU has none."""
     eights = {} if float8 is None else {"float8_e4m3fn": float8, "float8_e5m2": float8}
     return {"float16": half, "bfloat16": half, "float32": float32, "float64": float64, **eights}
 
@@ -47,7 +62,7 @@ def _tflops(half: float, float32: float, float64: float, float8: float | None = 
 GPUS: dict[str, Gpu] = {
     # NVIDIA V100 datasheet (SXM2, 32 GB); DGX-1V: four 100 Gb/s cards for eight GPUs; PCIe 3.0 x16. It has no bfloat16
     # of its own; that of float16 is given.
-    "V100": Gpu(_tflops(125, 15.7, 7.8), 0.9, 150, 6.25, 16, 32, 80),
+    "V100": Gpu(_tflops(125, 15.7, 7.8), 0.9, 150, 6.25, 16, 32, 80, has_tf32=False),
     # NVIDIA A100 datasheet (SXM, 80 GB); DGX A100 datasheet: a 200 Gb/s ConnectX-6 for each GPU; PCIe 4.0 x16.
     "A100": Gpu(_tflops(312, 19.5, 19.5), 2.039, 300, 25, 32, 80, 108),
     # The same with 40 GB of HBM2.
@@ -55,26 +70,30 @@ GPUS: dict[str, Gpu] = {
     # NVIDIA H100 datasheet (SXM; half of what it gives with sparsity); DGX H100 datasheet: a 400 Gb/s ConnectX-7 for
     # each GPU; PCIe 5.0 x16.
     "H100": Gpu(_tflops(989.4, 66.9, 66.9, 1978.9), 3.35, 450, 50, 64, 80, 132),
-    # The same datasheet (PCIe): pairs of GPUs by an NVLink bridge, all others by PCIe, which is the slower one.
-    "H100-PCIe": Gpu(_tflops(756, 51, 26, 1513), 2.0, 64, 50, 64, 80, 114),
+    # The same datasheet (PCIe): pairs of GPUs by an NVLink bridge, all others by PCIe, which is the slower one; 350 W.
+    "H100-PCIe": Gpu(_tflops(756, 51, 26, 1513), 2.0, 64, 50, 64, 80, 114, power=0.65),
     # NVIDIA H200 datasheet (SXM): the compute of an H100.
     "H200": Gpu(_tflops(989.4, 66.9, 66.9, 1978.9), 4.8, 450, 50, 64, 141, 132),
     # NVIDIA DGX B200 datasheet, an eighth of it each (half of what it gives with sparsity); a 400 Gb/s ConnectX-7 for
     # each GPU; PCIe 5.0 x16. HGX B200 datasheet: float32 and float64.
     "B200": Gpu(_tflops(2250, 75, 37, 4500), 8.0, 900, 50, 64, 180, 148, float4=4),
     # NVIDIA DGX B300 datasheet: 4-bit products half as fast again, an 800 Gb/s ConnectX-8 for each GPU.
-    "B300": Gpu(_tflops(2250, 75, 1.2, 4500), 8.0, 900, 100, 64, 270, 148, float4=6),
-    # NVIDIA GB200 NVL72 datasheet, a 72nd of it each: NVLink connects 72 GPUs.
-    "GB200": Gpu(_tflops(2500, 80, 40, 5000), 8.0, 900, 50, 64, 186, 148, 72, 4),
-    # NVIDIA GB300 NVL72 datasheet, likewise.
-    "GB300": Gpu(_tflops(2500, 80, 1.3, 5000), 8.0, 900, 100, 64, 279, 148, 72, 6),
+    # 1,100 W, those of a B200 are 1,000.
+    "B300": Gpu(_tflops(2250, 75, 1.2, 4500), 8.0, 900, 100, 64, 270, 148, float4=6, power=1.1),
+    # NVIDIA GB200 NVL72 datasheet, a 72nd of it each: NVLink connects 72 GPUs; 1,200 W.
+    "GB200": Gpu(_tflops(2500, 80, 40, 5000), 8.0, 900, 50, 64, 186, 148, 72, 4, power=1.08),
+    # NVIDIA GB300 NVL72 datasheet, likewise; 1,400 W.
+    "GB300": Gpu(_tflops(2500, 80, 1.3, 5000), 8.0, 900, 100, 64, 279, 148, 72, 6, power=1.26),
 }
 
-ACHIEVED = {"matmul": 0.7, "memory": 0.85, "nvlink": 0.8, "network": 0.9, "host link": 0.8}
-"""The fraction of each peak that programs reach: assumptions, neither published nor measured by us."""
+ACHIEVED = {"matmul": 0.6, "memory": 0.85, "nvlink": 0.8, "network": 0.9, "host link": 0.8}
+"""The fraction of each peak that programs reach: assumptions, but for products, which reached this on one H200."""
 
-LAUNCH, VIEW = 5e-6, 2e-6
-"""Seconds of the host for a kernel, and for a view: assumptions, too."""
+TF32 = 0.55
+"""The part of that which a product in TF32 reaches of its own peak, on one H200."""
+
+LAUNCH, VIEW, KERNEL = 15e-6, 6e-6, 3e-6
+"""Seconds of the host for a kernel, and for a view, and of the device for the smallest kernel, on one H200."""
 
 AHEAD = "host runs ahead"  # in the place of a rate: of a device that computes while its host launches
 
@@ -106,9 +125,10 @@ def published(gpu: str, mesh: Mesh, ranks_per_host: int = RANKS_PER_HOST) -> Tab
 def compute_of(gpu: str) -> dict[str, float]:
     """The rates of ``Table.compute`` by the published figures."""
     figures = GPUS[gpu]
-    products = {f"matmul {dtype}": ACHIEVED["matmul"] * peak * 1e12 for dtype, peak in figures.tflops.items()}
+    products = {f"matmul {dtype}": ACHIEVED["matmul"] * figures.peak(dtype) for dtype in figures.tflops}
     return products | {
         "memory": ACHIEVED["memory"] * figures.memory * 1e12,
+        "memory 1024": 2 * 1024 / KERNEL,
         "host link": ACHIEVED["host link"] * figures.host_link * 1e9,
         "launches": 1 / LAUNCH,
         "views": 1 / VIEW,

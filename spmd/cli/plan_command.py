@@ -5,6 +5,7 @@ be on the meta device, and nothing of them runs::
 
     python -m spmd plan train.py:train_step --gpus 64 --gpu H100 --per-host 8
     python -m spmd plan train.py:train_step --gpus 8 --gpu A100 --memory 40GB --rows 256 --json
+    python -m spmd plan train.py:train_step --gpus 64..4096 --gpu A100,H100 --page plans.html
 
 It ends with 0 where a layout fits, with 1 where none does, and with 2 where FILE, STEP or an option is wrong. What the
 estimates are worth: docs/plan.md.
@@ -17,13 +18,16 @@ import json
 import sys
 import traceback
 from contextlib import redirect_stdout
+from pathlib import Path
 
 from rich.console import Console
 
 from passes import SpmdError
-from passes.schedule.gpus import GPUS
 
-from ..planning.search import plan
+from ..planning.page import page
+from ..planning.plans import Plans, compared
+from ..planning.search import check, search
+from ..planning.step_work import CapturedStep
 from ..verification.world import simulated_world
 from .step_file import load_step
 
@@ -35,32 +39,73 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "step", metavar="FILE:STEP", help="a Python file, and the compiled step in it, or trainer.step"
     )
     command.add_argument("--args", default="example_args", help="the function that returns its arguments (%(default)s)")
-    command.add_argument("--gpus", type=int, required=True, help="how many GPUs there are")
-    command.add_argument("--gpu", choices=list(GPUS), default="H100", help="their kind (%(default)s)")
+    command.add_argument(
+        "--gpus",
+        type=_counts,
+        required=True,
+        help="how many GPUs there are: 64, or 64..4096 for each power of two more",
+    )
+    command.add_argument("--gpu", default="H100", help="their kind, or several: A100,H100 (%(default)s)")
     command.add_argument("--per-host", type=int, help="GPUs in a host; by default as they are sold")
     command.add_argument("--memory", help="what a GPU may hold, such as 70GB; by default all but 2 GB")
     command.add_argument("--rows", type=int, help="rows of the whole batch; by default those of the arguments")
     command.add_argument("--top", type=int, default=10, help="how many layouts are listed (%(default)s)")
+    command.add_argument("--page", metavar="FILE.html", type=Path, help="write a page of the plans")
     command.add_argument("--json", action="store_true", help="print the plans as JSON")
     command.set_defaults(run=lambda arguments: run(arguments, command))
 
 
+def _counts(text: str) -> list[int]:
+    """The numbers of GPUs that ``64``, or ``64..4096``, stands for."""
+    first, _, last = text.partition("..")
+    try:
+        count, most = int(first), int(last or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number such as 64, or two such as 64..4096, got {text!r}"
+        ) from None
+    doubled = [count << k for k in range(max(1, most).bit_length()) if count << k <= most]
+    return doubled or [count]
+
+
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Plan, print, and return the exit code."""
-    options = {name: getattr(arguments, name) for name in ("gpus", "gpu", "per_host", "memory", "rows", "top")}
+    options = {name: getattr(arguments, name) for name in ("per_host", "memory", "rows", "top")}
+    machines = [(gpu, gpus) for gpu in arguments.gpu.split(",") for gpus in arguments.gpus]
+    found, reasons = list[Plans](), list[str]()
     try:
+        for gpu, gpus in machines:
+            check(gpus, gpu, arguments.per_host, arguments.rows, arguments.top)
         # The file may make a mesh of its own; and what it prints is no part of the plans.
         with simulated_world(1, None, "cpu"), redirect_stdout(sys.stderr):
             step, given = load_step(arguments.step, arguments.args)
         with redirect_stdout(sys.stderr):
-            found = plan(step, *given, **options)
+            captured = CapturedStep(step, given, {})
+            for gpu, gpus in machines:
+                try:
+                    found.append(search(captured, gpus, gpu, **options))
+                except ValueError as error:  # its rows do not divide, but may on other machines
+                    reasons.append(str(error))
+        if not found:
+            raise ValueError(reasons[0])
     except (SpmdError, ValueError, TypeError, FileNotFoundError) as error:
         parser.error(str(error))
     except Exception:  # of the file, or of its step
         traceback.print_exc()
         return 2
-    if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    else:
-        Console().print(found)
-    return 0 if found else 1
+    if arguments.page:
+        arguments.page.write_text(page(found), encoding="utf-8")
+    _print(found, reasons, arguments.json, is_one=len(machines) == 1)
+    return 0 if all(found) and not reasons else 1
+
+
+def _print(found: list[Plans], reasons: list[str], as_json: bool, is_one: bool) -> None:
+    """One plan with all that there is to say, or a line for each machine."""
+    if as_json:
+        entries = [each.to_dict() for each in found]
+        print(json.dumps(entries[0] if is_one else entries, indent=2))
+        return
+    console = Console()
+    console.print(found[0] if is_one else compared(found))
+    for reason in reasons:
+        console.print(reason, markup=False)

@@ -7,6 +7,7 @@ pipeline wait for each other as in 1F1B (Narayanan et al. 2021).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from functools import cached_property
 from passes import Kind, Phase
 from passes.schedule.op_work import OpClass
 
-from .kernels import Kernel, Section
+from .kernels import Kernel, Message, Section
 from .layout import Layout
 from .machine import Machine
 
@@ -24,6 +25,7 @@ class Traffic:
     """What a block sends beside what was captured: bytes for each row."""
 
     tokens: float = 0.0  # to experts, and as many back
+    copies: int = 1  # of each token among them
     keys: float = 0.0  # keys and values that ranks along "context" gather
 
 
@@ -54,14 +56,13 @@ class State:
 class Work:
     """Sections of a model, each op by itself, and with pointwise ops fused; and the bytes of its state.
 
-    ``expert_parameters``: numbers of a block's experts on this rank. ``is_tied``: one matrix reads and writes tokens.
+    ``is_tied``: one matrix reads and writes tokens.
     """
 
     plain: Sequence[Section]
     fused: Sequence[Section]
     state: State = State()
     traffic: Traffic = Traffic()
-    expert_parameters: float = 0.0
     is_tied: bool = False
 
 
@@ -96,16 +97,19 @@ class _Time:
     device: float = 0.0
     host: float = 0.0
     exposed: float = 0.0
+    knee: float = 4.0
 
     @property
     def seconds(self) -> float:
-        return max(self.device, self.host) + self.exposed
+        longer, shorter = max(self.device, self.host), min(self.device, self.host)
+        both = longer * (1 + (shorter / longer) ** self.knee) ** (1 / self.knee) if longer else 0.0
+        return both + self.exposed
 
     def __add__(self, other: _Time) -> _Time:
-        return _Time(self.device + other.device, self.host + other.host, self.exposed + other.exposed)
+        return _Time(self.device + other.device, self.host + other.host, self.exposed + other.exposed, self.knee)
 
     def times(self, by: float) -> _Time:
-        return _Time(self.device * by, self.host * by, self.exposed * by)
+        return _Time(self.device * by, self.host * by, self.exposed * by, self.knee)
 
 
 class _Step:
@@ -141,6 +145,8 @@ class _Step:
             "reduction": self._reduction(self.software.hides * total / micro_batches),
             "update": self._update(),
         }
+        hosts = max(1.0, self.layout.gpus / self.machine.per_host)
+        causes["waiting"] = sum(causes.values()) * self.machine.constants.jitter * math.log2(hosts)
         return Estimate(sum(causes.values()), causes, self._memory())
 
     def _unit(self, section: Section) -> _Unit:
@@ -149,7 +155,7 @@ class _Step:
         forward, backward = self._phases(section)
         if layout.style != "fully_shard" or layout.shards == 1:
             return _Unit(forward.seconds + backward.seconds, 0.0)
-        experts = self.work.expert_parameters if section.count > 1 else 0.0
+        experts = section.expert_parameters
         gather = self._over_shards(Kind.ALL_GATHER, section.parameters - experts, experts)
         reduce = self._over_shards(Kind.REDUCE_SCATTER, section.parameters - experts, experts)
         reduce /= layout.micro_batches if layout.reduces_once else 1
@@ -176,13 +182,14 @@ class _Step:
         forward, backward = (self._time(section, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
         if section.count == 1 or self.layout.recompute == "none":
             return forward, backward
-        return forward, backward + (forward if self.layout.recompute == "full" else self._again(section, forward))
+        again = forward if self.layout.recompute == "full" else self._again(section, forward)
+        return forward, backward + again.times(self.layout.recomputed)
 
     def _again(self, section: Section, forward: _Time) -> _Time:
         """Forward without what selective recomputation keeps."""
         kept = _kept_selectively(section)
         seconds = sum(map(self._kernel, kept))
-        return _Time(forward.device - seconds, forward.host - len(kept) * self.software.launch)
+        return _Time(forward.device - seconds, forward.host - len(kept) * self.software.launch, knee=forward.knee)
 
     def _time(self, section: Section, phase: Phase) -> _Time:
         """Kernels and messages of one phase, between fused and unfused as the software is."""
@@ -191,22 +198,32 @@ class _Step:
         key = (id(section), phase, *about)
         if key not in self.machine.known:  # with the section, so that no other one gets its id
             unfused = self.software.unfused
-            plain, fused = self._of(section, phase), self._of(self.fused[section.name], phase)
+            whole = self.fused.get(section.name)  # None where all of it is fused into blocks
+            plain, fused = self._of(section, phase), self._of(whole, phase) if whole else _Time()
             self.machine.known[key] = section, plain.times(unfused) + fused.times(1 - unfused)
         found: _Time = self.machine.known[key][1]
         return found
 
     def _of(self, section: Section, phase: Phase) -> _Time:
-        kernels, messages, rows = section.kernels[phase], section.messages[phase], self.layout.rows
-        sent = sum(self.machine.collective(m.kind, m.bytes.at(rows), self.layout.tensor) for m in messages)
+        kernels, messages = section.kernels[phase], section.messages[phase]
+        sent = sum(self._message(m) * (1.0 if m.to_experts else self.software.exposed) for m in messages)
         host = (len(kernels) + len(messages)) * self.software.launch
-        exposed = sent * self.software.exposed + (self._other_messages(phase) if section.count > 1 else 0.0)
-        return _Time(sum(map(self._kernel, kernels)), host, exposed)
+        exposed = sent + (self._other_messages(phase) if section.count > 1 else 0.0)
+        return _Time(sum(map(self._kernel, kernels)), host, exposed, self.machine.constants.knee)
+
+    def _message(self, message: Message) -> float:
+        size, layout = message.bytes.at(self.layout.rows), self.layout
+        if not message.to_experts:
+            return self.machine.collective(message.kind, size, layout.tensor)
+        if message.kind is Kind.ALL_TO_ALL:
+            return self.machine.all_to_all(size, layout.experts, layout.tensor)
+        return self.machine.collective(message.kind, size, layout.experts, layout.tensor)
 
     def _other_messages(self, phase: Phase) -> float:
         """Tokens to and from experts, and keys and values along "context", whose gradients go back in backward."""
         layout, traffic = self.layout, self.work.traffic
-        tokens = self.machine.collective(Kind.ALL_TO_ALL, traffic.tokens * layout.rows, layout.experts)
+        size = traffic.tokens * layout.rows
+        tokens = self.machine.all_to_all(size, layout.experts, layout.tensor, traffic.copies)
         size = traffic.keys * layout.rows * layout.context
         keys = self.machine.collective(Kind.ALL_GATHER, size, layout.context, layout.tensor)
         return 2 * tokens + keys * (1 if phase is Phase.FORWARD else 2) * self.software.exposed
@@ -215,7 +232,7 @@ class _Step:
         layout = self.layout
         is_cut = layout.splits_sequence and not kernel.is_split and not kernel.flops.each
         bits = 16 if kernel.module == "head" else layout.bits
-        return self.machine.kernel(kernel, layout.rows, bits, layout.context, 1 / layout.tensor if is_cut else 1.0)
+        return self.machine.kernel(kernel, layout.rows, bits, 1 / layout.tensor if is_cut else 1.0)
 
     def _stages(self, blocks: float, ends: Sequence[float]) -> tuple[float, float, float]:
         """Seconds of all micro-batches, and of those the ones that a stage idles, and that messages take.
@@ -233,7 +250,7 @@ class _Step:
             slowest = blocks + (first + last) / layout.stages
             idle = (layout.stages - 1) * (slowest + message) / layout.chunks
         else:
-            slowest = blocks + max(first, last)
+            slowest = blocks + (sum(ends) / layout.stages if self.software.balances else max(first, last))
             idle = layout.stages * (blocks + message) + first + last - (slowest + message)
         return count * (slowest + message) + idle, idle, count * message
 
@@ -249,6 +266,15 @@ class _Step:
         has_one = self.layout.stages > 1 or self.work.is_tied
         return blocks + (max(ends, default=0.0) if has_one else sum(ends))
 
+    @cached_property
+    def experts(self) -> float:
+        """The part of ``parameters`` that is of experts."""
+        return sum(each.expert_parameters * n for each, n in zip(self.blocks, self.counts, strict=True))
+
+    def _divided(self, ranks: int) -> float:
+        """Numbers of a rank, where ``ranks`` divide those of the stage; fewer of them have the same experts."""
+        return (self.parameters - self.experts) / ranks + self.experts / max(1, ranks // self.layout.experts)
+
     def _reduction(self, beside: float) -> float:
         """Seconds to reduce gradients of replicated parameters, and to gather what was updated, ``beside`` compute."""
         layout, state = self.layout, self.work.state
@@ -256,8 +282,7 @@ class _Step:
             return 0.0
         kind = Kind.ALL_REDUCE if layout.style == "replicate" else Kind.REDUCE_SCATTER
         reduced = gathered = 0.0
-        experts = self.work.expert_parameters * sum(self.counts)
-        for numbers, apart in ((self.parameters - experts, 1), (experts, layout.experts)):
+        for numbers, apart in ((self.parameters - self.experts, 1), (self.experts, layout.experts)):
             ranks, stride = layout.data // apart, layout.tensor * apart
             reduced += self.machine.collective(kind, numbers * state.gradient, ranks, stride)
             if layout.style == "shard_optimizer":
@@ -267,7 +292,7 @@ class _Step:
         return max(0.0, reduced - beside) + gathered
 
     def _update(self) -> float:
-        moved = self.parameters / self.layout.shards * self.work.state.updated
+        moved = self._divided(self.layout.shards) * self.work.state.updated
         return moved / self.machine.bandwidth + self.software.per_step
 
     def _memory(self) -> dict[str, float]:
@@ -275,13 +300,14 @@ class _Step:
         layout, state = self.layout, self.work.state
         is_whole = layout.style != "fully_shard" or layout.shards == 1
         part = 1 if is_whole else layout.shards
-        return {
-            "parameters": self.parameters * state.weight / part,
-            "gradients": self.parameters * state.gradient / (1 if layout.reduces_once else part),
-            "optimizer": self.parameters * state.optimizer / layout.shards,
+        used = {
+            "parameters": self._divided(part) * state.weight,
+            "gradients": self._divided(1 if layout.reduces_once else part) * state.gradient,
+            "optimizer": self._divided(layout.shards) * state.optimizer,
             "gathered": self._gathered(is_whole),
             "activations": self._activations(),
         }
+        return used | {"allocator": sum(used.values()) * self.machine.constants.reserved}
 
     def _gathered(self, is_whole: bool) -> float:
         """Bytes of units that are whole at once: one that computes, the next one, and the gradient of one."""
@@ -308,13 +334,13 @@ class _Step:
         return max([self._saved(section), *moved])
 
     def _kept(self, section: Section) -> float:
-        layout, rows = self.layout, self.layout.rows
+        layout, rows, whole = self.layout, self.layout.rows, self._saved(section)
         if layout.recompute == "none":
-            return self._saved(section)
-        entering = section.boundary.at(rows) * (1 / layout.tensor if layout.splits_sequence else 1.0)
-        if layout.recompute == "full":
-            return entering
-        return entering + sum(each.made.at(rows) for each in _kept_selectively(section))
+            return whole
+        kept = section.boundary.at(rows) * (1 / layout.tensor if layout.splits_sequence else 1.0)
+        if layout.recompute == "selective":
+            kept += sum(each.made.at(rows) for each in _kept_selectively(section))
+        return kept * layout.recomputed + whole * (1 - layout.recomputed)
 
     def _saved(self, section: Section) -> float:
         """Bytes that a section keeps; what is whole along "tensor" is split there, too, if sequences are."""

@@ -48,7 +48,7 @@ class Kernel:
 
     ``flops`` of matrix products or attention, of ``dtype``; ``dims``: batch, rows, inner and columns. ``module``: the
     last part of the name of the module. ``made``: bytes of its results. ``is_split``: whether its largest operand is
-    split over the axis "tensor".
+    split over the axis "tensor". ``keys``: bytes of the keys and values of attention in forward.
     """
 
     kind: OpClass
@@ -60,15 +60,20 @@ class Kernel:
     module: str = ""
     is_causal: bool = False
     is_split: bool = False
+    keys: Amount = Amount()
 
 
 @dataclass(frozen=True)
 class Message:
-    """A collective along an axis that is not the batch's. ``bytes``: of the longer of operand and result."""
+    """A collective along an axis that is not the batch's. ``bytes``: of the longer of operand and result.
+
+    ``to_experts``: it is along the axis of experts, to these or back.
+    """
 
     kind: Kind
     axis: str
     bytes: Amount
+    to_experts: bool = False
 
 
 @dataclass
@@ -77,7 +82,7 @@ class Section:
 
     ``parameters``: numbers of one rank's share, before anything splits them over the batch's axes; ``saved``: bytes
     that forward keeps for backward, and of those the ones ``saved_whole`` on all ranks along "tensor"; ``boundary``:
-    bytes that it hands to the next section.
+    bytes that it hands to the next section. ``expert_parameters``: those of the parameters that are of experts.
     """
 
     name: str
@@ -88,6 +93,7 @@ class Section:
     saved: Amount = Amount()
     saved_whole: Amount = Amount()
     boundary: Amount = Amount()
+    expert_parameters: float = 0.0
 
 
 FIRST, LAST = "first", "last"
@@ -109,7 +115,7 @@ class _Sections:
         self.program, self.layouts = program, Layouts(program.graph)
         self.batch = {k for k in program.mesh.axes_with(AxisRole.BATCH) if program.mesh.axes[k].size > 1}
         self.tensor = {k for k, axis in enumerate(program.mesh.axes) if k not in self.batch and axis.size > 1}
-        self.over_batch = {program.mesh.axes[k].name for k in self.batch}
+        self.experts = set(program.mesh.axes_with(AxisRole.EXPERTS))
         self.rows = self._rows()
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
         self.kinds = _kinds_of_blocks(program)
@@ -141,13 +147,18 @@ class _Sections:
     def _add(self, section: Section, phase: Phase, node: fx.Node) -> None:
         if is_collective(node):
             described = node.meta["collective"]
-            if described.axis not in self.over_batch:
+            kind = described.kind or kind_of(node)
+            to_experts = kind is not Kind.ALL_REDUCE and described.axis in self._names(self.experts)
+            if to_experts or described.axis not in self._names(self.batch):
                 wait = next(iter(node.users), node)
                 longer = max([node.all_input_nodes[0], wait], key=lambda each: each.meta["val"].nbytes)
                 size = self._bytes(longer, self._grows(wait))
-                section.messages[phase].append(Message(described.kind or kind_of(node), described.axis, size))
+                section.messages[phase].append(Message(kind, described.axis, size, to_experts))
         elif self._runs(node):
             section.kernels[phase].append(self._kernel(node))
+
+    def _names(self, axes: set[int]) -> set[str]:
+        return {self.program.mesh.axes[k].name for k in axes}
 
     def _kernel(self, node: fx.Node) -> Kernel:
         work = work_of(node)
@@ -166,7 +177,10 @@ class _Sections:
         dims = self._dims(operands[-2:]) if work.kind is OpClass.MATMUL and len(operands) >= 2 else ()
         causal = work.kind is OpClass.ATTENTION and any(arg is True for arg in (*node.args, *node.kwargs.values()))
         dtype = str(work.dtype).removeprefix("torch.")
-        return Kernel(work.kind, moved, flops, dims, made, dtype, name, causal, self._has(largest, self.tensor))
+        keys = Amount()
+        if work.kind is OpClass.ATTENTION and self._phase(node) is Phase.FORWARD:
+            keys = sum((self._bytes(each, self._grows(each)) for each in operands[1:3]), keys)
+        return Kernel(work.kind, moved, flops, dims, made, dtype, name, causal, self._has(largest, self.tensor), keys)
 
     def _dims(self, operands: list[fx.Node]) -> tuple[Amount, ...]:
         """Batch, rows, inner and columns of a product, each in proportion to the rows that it is split by."""
@@ -232,6 +246,8 @@ class _Sections:
             name = self.shown.get(block) if block else FIRST if first_block and self.kinds else LAST
             if name is not None:
                 self.sections[name].parameters += node.meta["val"].numel()
+                if any(declared.placement[k].is_shard() for k in self.experts):
+                    self.sections[name].expert_parameters += node.meta["val"].numel()
 
     def _add_values(self) -> None:
         """What forward has made and backward reads, each piece of memory once; and what a block hands to the next."""

@@ -13,10 +13,11 @@ Recompute = Literal["none", "selective", "full"]
 class Layout:
     """One way to run a step on ``gpus`` ranks: ``stages`` outermost, then copies of the batch, ``tensor`` innermost.
 
-    ``rows`` of each of ``micro_batches``. ``shard``: ranks that parameters are split over, by default all that have
-    other rows. ``chunks``: model chunks of a stage. ``context``: ranks that split sequences; ``experts``: ranks that
-    split experts. ``splits_sequence``: norms and residuals are split along ``tensor``, too. ``bits`` of the operands of
-    products; ``keeps_gathered``: parameters are gathered once, and not again for backward.
+    ``rows`` of each of ``micro_batches``, of which each of ``context`` ranks that split sequences has its part: a
+    fraction, if need be. ``shard``: ranks that parameters are split over, by default all that have other tokens.
+    ``chunks``: model chunks of a stage. ``experts``: ranks that split experts. ``splits_sequence``: norms and residuals
+    are split along ``tensor``, too. ``recomputed``: the part of the blocks that ``recompute`` speaks of. ``bits``: of
+    operands of products; ``keeps_gathered``: parameters are gathered once, and not again for backward.
     ``reduces_once``: gradients of split parameters are accumulated whole, and reduced after the last micro-batch.
     """
 
@@ -32,6 +33,7 @@ class Layout:
     shard: int | None = None
     splits_sequence: bool = False
     recompute: Recompute = "none"
+    recomputed: float = 1.0
     bits: int = 16
     keeps_gathered: bool = False
     reduces_once: bool = False

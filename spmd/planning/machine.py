@@ -23,7 +23,11 @@ class Constants:
     product reaches half of that. ``tile``: how much of the last wave's idle time counts. ``float8``, ``float4``: what
     is left of their higher peaks. Seconds: ``kernel`` of the device for each launch, ``latency`` of a collective,
     ``hop`` and ``far_hop`` for each rank, or doubling of hosts, that it passes. ``spread``: what the network loses for
-    each doubling of hosts. ``contention``: how much slower compute is beside collectives.
+    each doubling of hosts. ``contention``: how much slower compute is beside collectives. ``knee``: the norm of device
+    and host time that a step takes: where both are close, some parts wait for the one and some for the other.
+    ``jitter``: how much longer a step takes for each doubling of hosts, which wait for the slowest.
+    ``throttle``: how products follow the power of a GPU, as an exponent. ``reserved``: what the allocator holds beside
+    the bytes in use, as a part of them.
     """
 
     matmul: Mapping[str, float]
@@ -42,6 +46,10 @@ class Constants:
     far_hop: float = 10e-6
     spread: float = 0.05
     contention: float = 0.1
+    knee: float = 4.0
+    jitter: float = 0.0
+    throttle: float = 0.5
+    reserved: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,8 @@ class Software:
     ``exposed``: the part of tensor-parallel collectives that nothing hides. ``per_step``: seconds of an update
     beside the bytes that it moves. ``hides``: the part of the last micro-batch that hides the reduction of replicated
     gradients, and of messages between chunks; ``gathers_beside``: it hides the gathers of updated parameters, too.
-    ``attention``: how much faster its kernel is than FlashAttention 2.
+    ``attention``: how much faster its kernel is than FlashAttention 2. ``balances``: stages have blocks by their time,
+    the ends of the model counted.
     """
 
     unfused: float = 1.0
@@ -62,14 +71,14 @@ class Software:
     hides: float = 0.0
     gathers_beside: bool = False
     attention: float = 1.0
+    balances: bool = False
 
 
 @dataclass(frozen=True)
 class Machine:
     """GPUs of one kind, ``per_host`` in each host.
 
-    ``network``: GB/s of one GPU, if not the published figure. ``power``: the part of the peak that a limit leaves.
-    ``known``: seconds of sections that were asked for before.
+    ``network``: GB/s of one GPU, if not the published figure. ``known``: seconds of sections that were estimated.
     """
 
     gpu: Gpu
@@ -78,15 +87,14 @@ class Machine:
     software: Software
     constants: Constants
     network: float | None = None
-    power: float = 1.0
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def kernel(self, kernel: Kernel, rows: float, bits: int = 16, longer: float = 1.0, share: float = 1.0) -> float:
-        """Seconds of the device. ``longer``: how many times more keys attention has; ``share``: of the bytes."""
+    def kernel(self, kernel: Kernel, rows: float, bits: int = 16, share: float = 1.0) -> float:
+        """Seconds of the device. ``share``: of the bytes."""
         c, moved = self.constants, kernel.bytes.at(rows) * share / self.bandwidth
         flops = kernel.flops.at(rows)
         if kernel.kind is OpClass.ATTENTION:
-            flops *= longer / (2 if kernel.is_causal else 1)
+            flops /= 2 if kernel.is_causal else 1
             return (
                 max(moved, flops / (self.peak(kernel.dtype) * c.attention[self.generation] * self.software.attention))
                 + c.kernel
@@ -107,10 +115,10 @@ class Machine:
         return (1 + self.constants.inner / inner) * (1 + idle * self.constants.tile)
 
     def peak(self, dtype: str, bits: int = 16) -> float:
-        """FLOP/s of products of ``dtype``, or of fewer ``bits``. A dtype without a figure is computed as float32."""
-        figures, c = self.gpu.tflops, self.constants
+        """FLOP/s of products of ``dtype``, or of fewer ``bits``."""
+        c = self.constants
         higher = {8: 2 * c.float8, 4: self.gpu.float4 * c.float4}.get(bits, 1.0)
-        return figures.get(dtype, figures["float32"]) * 1e12 * self.power * higher
+        return self.gpu.peak(dtype) * float(self.gpu.power**c.throttle) * higher
 
     @property
     def generation(self) -> str:
@@ -130,8 +138,7 @@ class Machine:
         if ranks <= 1 or not size:
             return 0.0
         c = self.constants
-        on_host = max(1, min(ranks, self.per_host // stride)) if stride < self.per_host else 1
-        hosts = math.ceil(ranks / on_host)
+        on_host, hosts = self._hosts(ranks, stride)
         rounds = 2 if kind is Kind.ALL_REDUCE else 1
         seconds, rate = c.latency + rounds * (on_host - 1) * c.hop, self.gpu.nvlink * c.nvlink
         if hosts > 1:
@@ -139,6 +146,24 @@ class Machine:
             rate = min(rate, far) if on_host > 1 else far
             seconds += rounds * math.log2(hosts) * c.far_hop
         return seconds + rounds * size * (ranks - 1) / ranks / (rate * 1e9)
+
+    def all_to_all(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
+        """Seconds to send a part of ``size`` bytes to each of ``ranks``, over its own card to those of other hosts.
+
+        Of the ``copies`` of a token that go to another host, the network carries one.
+        """
+        if ranks <= 1 or not size:
+            return 0.0
+        c, (on_host, hosts) = self.constants, self._hosts(ranks, stride)
+        near = size * (on_host - 1) / ranks / (self.gpu.nvlink * c.nvlink * 1e9)
+        sent = size / copies * (hosts - 1) * (1 - (1 - 1 / hosts) ** copies)  # to hosts that have one of its experts
+        far = sent / ((self.network or self.gpu.network) * c.message * 1e9)
+        return c.latency + (on_host - 1) * c.hop + math.log2(hosts) * c.far_hop + max(near, far)
+
+    def _hosts(self, ranks: int, stride: int) -> tuple[int, int]:
+        """How many of ``ranks`` are on one host, and how many hosts they are on."""
+        on_host = max(1, min(ranks, self.per_host // stride)) if stride < self.per_host else 1
+        return on_host, math.ceil(ranks / on_host)
 
     def message(self, size: float, stride: int, gpus: int) -> float:
         """Seconds of a message to the rank ``stride`` further."""

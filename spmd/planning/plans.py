@@ -13,15 +13,17 @@ from rich.table import Table
 from .estimate import Estimate
 from .layout import Layout
 from .machine import Machine
+from .step_work import EXPERTS, SEQUENCE, StepWork
 
-_MEANT = {
+MEANT = {
     "compute": "compute",
-    "tensor": "collectives of tensor parallel",
+    "tensor": "collectives along tensor, sequence and experts",
     "gathers": "gathers and reductions of units",
     "pipeline": "idle stages",
     "messages": "messages between stages",
     "reduction": "reduction of replicated gradients",
     "update": "the update",
+    "waiting": "waits for the slowest host",
 }
 _NOISE = 0.002  # of the step: causes that differ by less explain nothing
 
@@ -38,8 +40,10 @@ class Candidate:
 class Plans:
     """Layouts that fit, the fastest first; of those that differ in recomputation or micro-batches alone, the best.
 
-    ``least``: the layout that needs the least memory, whether it fits. ``staged``: the fastest with pipeline stages,
-    which nothing here runs. ``notes``: of the partitioner, on ops that it has no rule for. False if nothing fits.
+    ``front``: layouts such that none is both faster and smaller, whether they fit. ``least``: the one that needs the
+    least memory. ``staged``: the fastest with pipeline stages, which run over gloo so far. ``blocks``: the first of
+    equal blocks, and their number, if they are all of a kind. ``notes``: of the partitioner, on ops that it has no rule
+    for. False if nothing fits.
     """
 
     layouts: tuple[Candidate, ...]
@@ -52,6 +56,8 @@ class Plans:
     rows: int
     tokens: int
     axes: tuple[str, str | None]
+    front: tuple[Candidate, ...] = ()
+    blocks: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -62,11 +68,10 @@ class Plans:
         gpus: int,
         memory: int,
         rows: int,
-        tokens: int,
+        step: StepWork,
         axes: tuple[str, str | None],
         top: int,
         staged: Candidate | None,
-        notes: tuple[str, ...],
     ) -> Plans:
         """Sort by time, then by memory; equal ones stay in the order in which they were made."""
         fitting = sorted(
@@ -79,8 +84,21 @@ class Plans:
         least = min(found, key=lambda each: each.estimate.peak)
         if staged is not None and staged.estimate.peak > memory:
             staged = None
-        listed = tuple(best.values())[:top]
-        return cls(listed, least, staged, gpus, machine.name, machine.per_host, memory, rows, tokens, axes, notes)
+        return cls(
+            tuple(best.values())[:top],
+            least,
+            staged,
+            gpus,
+            machine.name,
+            machine.per_host,
+            memory,
+            rows,
+            step.tokens,
+            axes,
+            _front(found),
+            step.blocks,
+            step.notes,
+        )
 
     def __bool__(self) -> bool:
         return bool(self.layouts)
@@ -89,6 +107,11 @@ class Plans:
     def best(self) -> Candidate | None:
         """The fastest layout; None if nothing fits."""
         return self.layouts[0] if self.layouts else None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of the fastest layout; 0 if nothing fits."""
+        return self.rows * self.tokens / self.best.estimate.seconds if self.best else 0.0
 
     def why(self) -> list[str]:
         """Sentences on what the others lose to the first."""
@@ -105,10 +128,11 @@ class Plans:
             f"{name(self.least.layout)}, {_giga(least - self.memory)} more; take more GPUs, or fewer rows"
         )
 
-    def python(self) -> str:
-        """The mode of the fastest layout, ready to paste."""
-        assert self.best is not None, "there is a mode where a layout fits"
-        return python(self.best, self.axes, self.memory)
+    def python(self, found: Candidate | None = None) -> str:
+        """The mode of a layout, ready to paste; by default of the fastest. Empty for stages without equal blocks."""
+        chosen = found or self.best
+        assert chosen is not None, "there is a mode where a layout fits"
+        return python(chosen, self.axes, self.memory, self.blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON can write it."""
@@ -125,6 +149,7 @@ class Plans:
             "missing": "" if self.layouts else self.missing(),
             "notes": list(self.notes),
             "with_stages": self._entry(self.staged) if self.staged is not None else None,
+            "front": [self._entry(each) for each in self.front],
         }
 
     def _entry(self, each: Candidate) -> dict[str, Any]:
@@ -138,7 +163,7 @@ class Plans:
             "exposed_seconds": found.exposed,
             "peak_bytes": found.peak,
             "bytes_by_role": dict(found.memory),
-            "python": python(each, self.axes, self.memory) if each.layout.stages == 1 else "",
+            "python": self.python(each),
         }
 
     def __str__(self) -> str:
@@ -153,12 +178,12 @@ class Plans:
         roles = ", ".join(f"{role} {_giga(size)}" for role, size in self.best.estimate.memory.items() if size >= 1e7)
         yield f"memory of the first: {roles}"
         causes = self.best.estimate.causes
-        yield "time of the first: " + ", ".join(f"{_MEANT[k]} {_time(t)}" for k, t in causes.items() if t >= 1e-5)
+        yield "time of the first: " + ", ".join(f"{MEANT[k]} {_time(t)}" for k, t in causes.items() if t >= 1e-5)
         yield from self.why()
         yield from (f"note: {each}" for each in self.notes)
         if self.staged is not None and self.staged.estimate.seconds < self.best.estimate.seconds:
             staged, took = self.staged.layout.stages, _time(self.staged.estimate.seconds)
-            yield f"{staged} pipeline stages would take {took} by estimate; nothing here runs them yet"
+            yield f"{staged} pipeline stages would take {took} by estimate; they run over gloo so far, not over NCCL"
         yield f"\n{self.python()}"
 
     def _table(self) -> Table:
@@ -174,6 +199,34 @@ class Plans:
         return shown
 
 
+def compared(plans: Sequence[Plans]) -> Table:
+    """The fastest layout on each machine, a row each; and tokens for each GPU beside those of the first machine."""
+    shown = Table(title=f"{plans[0].rows} rows a step: estimates")
+    shown.add_column("GPUs")
+    for heading in ("step", "tokens/s", "of a GPU", "memory"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("fastest layout")
+    first = next((each.rate / each.gpus for each in plans if each), 1.0)
+    for each in plans:
+        machine = f"{each.gpus} {each.gpu}"
+        if each.best is None:
+            shown.add_row(machine, "", "", "", _giga(each.least.estimate.peak), "none fits")
+            continue
+        found, part = each.best.estimate, each.rate / each.gpus / first
+        figures = (_time(found.seconds), f"{each.rate:,.0f}", f"{part:.0%}", _giga(found.peak))
+        shown.add_row(machine, *figures, name(each.best.layout))
+    return shown
+
+
+def _front(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates than which none is both faster and smaller, by time."""
+    kept: list[Candidate] = []
+    for each in sorted(found, key=lambda each: (each.estimate.seconds, each.estimate.peak)):
+        if not kept or each.estimate.peak < kept[-1].estimate.peak:
+            kept.append(each)
+    return tuple(kept)
+
+
 def name(layout: Layout) -> str:
     """A layout in a few words."""
     words = [str(layout.style)]
@@ -181,45 +234,78 @@ def name(layout: Layout) -> str:
         words.append(f"in groups of {layout.shard}")
     if layout.keeps_gathered:
         words.append("gathered once")
-    words += [f"tensor {layout.tensor}"] if layout.tensor > 1 else []
+    counts = (("tensor", layout.tensor), ("sequence", layout.context), ("experts", layout.experts))
+    words += [f"{what} {count}" for what, count in counts if count > 1]
     words += [f"{layout.stages} stages"] if layout.stages > 1 else []
     words += [f"{layout.micro_batches} micro-batches"] if layout.micro_batches > 1 else []
-    words += ["recomputed"] if layout.recompute != "none" else []
+    if layout.recompute != "none":
+        words.append("recomputed" if layout.recomputed == 1 else f"{layout.recomputed:.0%} recomputed")
     return ", ".join(words)
 
 
-def python(found: Candidate, axes: tuple[str, str | None], memory: int) -> str:
-    """The mesh and the mode of a layout as Python."""
-    layout, (batch, tensor) = found.layout, axes
-    names, sizes = [batch], [layout.data]
-    if layout.shard is not None:
-        names, sizes = ["replicate", "shard"], [layout.data // layout.shard, layout.shard]
-    if tensor is not None:
-        names, sizes = [*names, tensor], [*sizes, layout.tensor]
+def python(found: Candidate, axes: tuple[str, str | None], memory: int, blocks: tuple[str, int] | None = None) -> str:
+    """The mesh and the mode of a layout as Python, for the step ``step`` and the ``params`` of its own mode.
+
+    ``blocks``: the first of equal blocks, and their number, which stages divide. Empty for stages without these.
+    """
+    layout, tensor, starts = found.layout, axes[1], _starts(found.layout, blocks)
+    if layout.stages > 1 and not starts:
+        return ""
+    mesh, roles = _roles(layout, axes)
     style = "replicate" if layout.style == "shard_optimizer" else layout.style
     options = [f'"{style}"', "mesh=mesh"]
+    if layout.shard is None and len(roles) > 1:
+        options.append("axes={" + ", ".join(f'"{role}": {named}' for role, named in roles.items()) + "}")
     options += ["shard_optimizer=True"] if layout.style == "shard_optimizer" else []
     options += [f"reshard_after_forward={not layout.keeps_gathered}"] if layout.style == "fully_shard" else []
     options += [f"micro_batches={layout.micro_batches}"] if layout.micro_batches > 1 else []
+    options += ["stages=[" + ", ".join(f'"{each}"' for each in starts) + "]"] if starts else []
     options += ["params=params"] if tensor is not None else []  # as the step's own mode has them
-    budget = f', memory="{memory // 10**9}GB"' if layout.recompute != "none" else ""
-    quoted = ", ".join(f'"{each}"' for each in names)
+    size = f'"{memory // 10**9}GB"' if memory >= 10**10 else str(memory)
+    budget = f", memory={size}" if layout.recompute != "none" else ""
+    sizes, names = ("".join(f"{each}, " for each in listed) for listed in (mesh.values(), (f'"{k}"' for k in mesh)))
+    if len(mesh) > 1:
+        sizes, names = sizes[:-2], names[:-2]
     return (
-        f'mesh = init_device_mesh("cuda", ({", ".join(map(str, sizes))},), mesh_dim_names=({quoted},))\n'
+        f'mesh = init_device_mesh("cuda", ({sizes.rstrip()}), mesh_dim_names=({names.rstrip()}))\n'
         f"mode = spmd.DataParallel({', '.join(options)})\n"
         f"step = spmd.compile(parallel_mode=mode{budget})(step)"
     )
 
 
+def _roles(layout: Layout, axes: tuple[str, str | None]) -> tuple[dict[str, int], dict[str, str]]:
+    """The axes of a layout's mesh with their sizes, and what ``axes=`` says of them, as Python."""
+    batch, tensor = axes
+    listed = [("stages", "pp", layout.stages), ("batch", batch, layout.data // layout.context // layout.experts)]
+    listed += [("sequence", SEQUENCE, layout.context), ("experts", EXPERTS, layout.experts)]
+    used = [each for each in listed if each[0] == "batch" or each[2] > 1]
+    used += [("tensor", tensor, layout.tensor)] if tensor is not None else []
+    mesh, roles = {axis: size for _, axis, size in used}, {role: f'"{axis}"' for role, axis, _ in used}
+    if layout.experts > 1:  # ranks that divide experts have other rows, too
+        roles["batch"] = f'("{batch}", "{EXPERTS}")'
+    if layout.shard is not None:
+        groups = {"replicate": layout.data // layout.shard, "shard": layout.shard}
+        mesh = groups | {axis: size for axis, size in mesh.items() if axis != batch}
+    return mesh, roles
+
+
+def _starts(layout: Layout, blocks: tuple[str, int] | None) -> list[str]:
+    """The first block of each stage but the first; none without blocks that are counted by number."""
+    container, _, first = blocks[0].rpartition(".") if blocks else ("", "", "")
+    if not blocks or not first.isdigit():
+        return []
+    return [f"{container}.{int(first) + k * blocks[1] // layout.stages}" for k in range(1, layout.stages)]
+
+
 def _kind(layout: Layout) -> Any:
-    return layout.style, layout.shard, layout.keeps_gathered, layout.tensor
+    return layout.style, layout.shard, layout.keeps_gathered, layout.tensor, layout.context, layout.experts
 
 
 def _longer(first: Estimate, other: Estimate) -> str:
     """How much longer, and what most of it is."""
     more = {k: other.causes[k] - first.causes[k] for k in first.causes}
     parts = sorted((k for k, t in more.items() if abs(t) > _NOISE * first.seconds), key=lambda k: -abs(more[k]))
-    listed = ", ".join(f"{_time(abs(more[k]))} {'more' if more[k] > 0 else 'less'} for {_MEANT[k]}" for k in parts[:2])
+    listed = ", ".join(f"{_time(abs(more[k]))} {'more' if more[k] > 0 else 'less'} for {MEANT[k]}" for k in parts[:2])
     return f"{_time(other.seconds - first.seconds)} longer" + (f": {listed}" if listed else "")
 
 

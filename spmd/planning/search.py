@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,9 @@ from .fitted import CONSTANTS
 from .layout import Layout
 from .machine import Machine, Software
 from .plans import Candidate, Plans
-from .step_work import axes_of, given_mode, step_work, unbound
+from .step_work import CapturedStep
 
-RESERVED = 2e9  # bytes of a GPU that driver, NCCL and the allocator's gaps take: an assumption
+RESERVED = 2e9  # bytes of a GPU that driver and NCCL take: an assumption
 SOFTWARE: Mapping[str, Software] = {
     "aten": Software(unfused=1.0, launch=24e-6, per_step=2e-4, hides=0.6),
     "inductor": Software(unfused=0.0, launch=24e-6, per_step=2e-4, hides=0.6),
@@ -25,6 +26,8 @@ SOFTWARE: Mapping[str, Software] = {
 that most of backward hides the reduction of what is replicated is an assumption."""
 
 _TENSOR = (1, 2, 4, 8)
+_CONTEXT = (1, 2, 4, 8)
+_EXPERTS = (2, 4, 8, 16, 32, 64)
 _STAGES = (2, 4, 8, 16)
 
 
@@ -49,27 +52,32 @@ def plan(
     Raises ``TypeError`` for what is no compiled step, ``ValueError`` for an unknown GPU and for numbers that do not
     fit. Where nothing fits into memory, the result is false, and has how much is missing.
     """
-    figures = _check(gpus, gpu, per_host, rows, top)
+    check(gpus, gpu, per_host, rows, top)
+    return search(CapturedStep(step, args, kwargs), gpus, gpu, per_host, memory, rows, top)
+
+
+def search(
+    step: CapturedStep, gpus: int, gpu: str, per_host: int | None, memory: int | str | None, rows: int | None, top: int
+) -> Plans:
+    """The same of a step whose captures are kept for other machines."""
+    figures = check(gpus, gpu, per_host, rows, top)
     capacity = check_memory(memory) or int(figures.capacity * 1e9 - RESERVED)
-    step, args = unbound(step, args)
-    machine = Machine(figures, gpu, per_host or figures.domain, SOFTWARE[_backend(step)], CONSTANTS)
-    axes = axes_of(given_mode(step))
-    widths = [k for k in (_TENSOR if axes[1] else (1,)) if gpus % k == 0 and k <= machine.per_host]
-    works = {width: step_work(step, args, kwargs, width) for width in widths}
-    first = works[widths[0]]
+    machine = Machine(figures, gpu, per_host or figures.domain, SOFTWARE[step.backend], CONSTANTS)
+    first, found = step.of(), list[Candidate]()
     count = rows or first.rows
-    layouts = [each for width in widths for each in _layouts(gpus, machine.per_host, width, count)]
-    if not layouts:
+    for tensor, context, experts in _divisions(step, gpus, machine.per_host):
+        for layout in _layouts(gpus, machine.per_host, tensor, context, experts, count):
+            found += recomputed(step.of(tensor, experts).work, layout, machine, capacity)
+    if not found:
         raise ValueError(
             f"expected a batch whose rows divide among {gpus} GPUs, got {count} rows: pass rows=, those of the whole "
             "batch of a step"
         )
-    found = [Candidate(each, estimate(works[each.tensor].work, each, machine)) for each in layouts]
-    staged = _staged(works[1].work, gpus, count, machine) if 1 in works else None
-    return Plans.of(found, machine, gpus, capacity, count, first.tokens, axes, top, staged, first.notes)
+    staged = _staged(first.work, gpus, count, machine)
+    return Plans.of(found, machine, gpus, capacity, count, first, step.axes, top, staged)
 
 
-def _check(gpus: Any, gpu: Any, per_host: Any, rows: Any, top: Any) -> Gpu:
+def check(gpus: Any, gpu: Any, per_host: Any, rows: Any, top: Any) -> Gpu:
     """The figures of a GPU. Raises ``ValueError`` for one that has none, and for what is no number of anything."""
     for name, given in (("gpus", gpus), ("per_host", per_host), ("rows", rows), ("top", top)):
         is_number = isinstance(given, int) and not isinstance(given, bool) and given > 0
@@ -82,35 +90,56 @@ def _check(gpus: Any, gpu: Any, per_host: Any, rows: Any, top: Any) -> Gpu:
     return GPUS[gpu]
 
 
-def _backend(step: Any) -> str:
-    return "inductor" if step.options.backend == "inductor" else "aten"
+def _divisions(step: CapturedStep, gpus: int, per_host: int) -> Iterator[tuple[int, int, int]]:
+    """Ranks along "tensor", ranks that split sequences, and ranks that divide experts, as far as the step has them."""
+    for tensor in (k for k in (_TENSOR if step.axes[1] else (1,)) if gpus % k == 0 and k <= per_host):
+        yield from ((tensor, k, 1) for k in _CONTEXT if gpus % (tensor * k) == 0 and step.divides_sequence(k))
+    yield from ((1, 1, k) for k in _EXPERTS if gpus % k == 0 and step.divides_experts(k))
 
 
-def _layouts(gpus: int, per_host: int, tensor: int, rows: int) -> Iterator[Layout]:
-    """What this project runs: styles, hosts that keep parameters together, micro-batches, recomputation."""
-    data = gpus // tensor
+def _layouts(gpus: int, per_host: int, tensor: int, context: int, experts: int, rows: int) -> Iterator[Layout]:
+    """What this project runs: styles, hosts that keep parameters together, micro-batches."""
+    data = gpus // (tensor * context)
     if rows % data:
         return
     own = rows // data
-    hosts = [per_host] if tensor == 1 and data > per_host else []
+    hosts = [per_host] if tensor * context * experts == 1 and data > per_host else []
     splits = [Layout(gpus), Layout(gpus, "shard_optimizer")]
     for shard in [None, *hosts]:
         splits += [Layout(gpus, "fully_shard", shard=shard, keeps_gathered=kept) for kept in (False, True)]
-    for split in splits if data > 1 else splits[:1]:
+    for split in splits if data * context > 1 else splits[:1]:
         for count in (each for each in range(1, own + 1) if own % each == 0):
-            for recompute in ("none", "full"):
-                yield replace(
-                    split,
-                    rows=own // count,
-                    micro_batches=count,
-                    tensor=tensor,
-                    recompute=recompute,
-                    reduces_once=split.style == "fully_shard" and count > 1,
-                )
+            yield replace(
+                split,
+                rows=own / count / context,
+                micro_batches=count,
+                tensor=tensor,
+                context=context,
+                experts=experts,
+                reduces_once=split.style == "fully_shard" and count > 1,
+            )
+
+
+def recomputed(work: Work, layout: Layout, machine: Machine, memory: float) -> list[Candidate]:
+    """A layout with as many blocks recomputed as it needs to fit into memory: with none, all, or the fewest that do."""
+    plain = Candidate(layout, estimate(work, layout, machine))
+    blocks = sum(each.count for each in work.plain if each.count > 1)
+    if plain.estimate.peak <= memory or not blocks:
+        return [plain]
+    layout = replace(layout, recompute="full")
+    whole = Candidate(layout, estimate(work, layout, machine))
+    if whole.estimate.peak > memory:
+        return [plain, whole]
+    saved = (plain.estimate.peak - whole.estimate.peak) / blocks
+    for count in range(math.ceil((plain.estimate.peak - memory) / saved), blocks):
+        part = replace(layout, recomputed=count / blocks)
+        if (found := estimate(work, part, machine)).peak <= memory:
+            return [Candidate(part, found)]
+    return [whole]
 
 
 def _staged(work: Work, gpus: int, rows: int, machine: Machine) -> Candidate | None:
-    """The fastest layout with pipeline stages, which nothing here runs, for comparison; None without blocks to cut."""
+    """The fastest layout with pipeline stages, for comparison; None without blocks to cut."""
     blocks = min((each.count for each in work.plain if each.count > 1), default=0)
     found = []
     for stages in _STAGES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from types import MethodType
 from typing import Any
@@ -11,14 +12,16 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes import OutputKind, Program, Role
+from passes import OutputKind, Phase, Program, Role, SpmdError
 
 from ..modes.data_parallel import DataParallel
 from ..step import CompiledStep
 from .capture import partitioned, sections
-from .estimate import State, Work
+from .estimate import State, Traffic, Work
 from .kernels import Section
 from .shorten import shortened
+
+SEQUENCE, EXPERTS = "cp", "ep"  # names of the axes that split these
 
 _SAMPLED = 2  # ranks of the batch's axis: enough to see which values are split over it
 
@@ -32,26 +35,94 @@ class StepWork:
     tokens: int
     notes: tuple[str, ...]
 
+    @property
+    def blocks(self) -> tuple[str, int] | None:
+        """The name of the first of its equal blocks, and how many there are; None if some are of another kind."""
+        found = [(each.name, each.count) for each in self.work.plain if each.count > 1]
+        return found[0] if len(found) == 1 else None
 
-def step_work(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: int = 1) -> StepWork:
-    """Capture ``step`` with the whole batch in ``args``, on ``tensor`` ranks along the axis that its mode names.
+
+class CapturedStep:
+    """A step and the arguments of a call with the whole batch; each share of it is captured once.
 
     Raises ``TypeError`` for what is no compiled step, ``ValueError`` for a mode whose layouts are not searched.
     """
-    step, args = unbound(step, args)
+
+    def __init__(self, step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._step, self._args = unbound(step, args)
+        self._kwargs, self._known = dict(kwargs), dict[tuple[int, int], StepWork | None]()
+        self.backend = "inductor" if self._step.options.backend == "inductor" else "aten"
+        self.axes = axes_of(given_mode(self._step))
+
+    def of(self, tensor: int = 1, experts: int = 1) -> StepWork:
+        """The share of one of ``tensor`` ranks along the axis that ``params`` names, and of ``experts`` ranks."""
+        found = self._known.get((tensor, experts))
+        if found is None:
+            found = step_work(self._step, self._args, self._kwargs, tensor=tensor, experts=experts)
+            self._known[tensor, experts] = found
+        return found
+
+    def divides_experts(self, ranks: int) -> bool:
+        """Whether so many ranks can divide its experts."""
+        if ranks > 1 and self._may_have_experts and (1, ranks) not in self._known:
+            try:
+                self.of(1, ranks)
+            except (SpmdError, ValueError):
+                self._known[1, ranks] = None
+        return ranks == 1 or self._known.get((1, ranks)) is not None
+
+    @cached_property
+    def _may_have_experts(self) -> bool:
+        """Whether it has parameters of three dims: what has no experts is not captured in search of them."""
+        modules = self._step.read(self._args, self._kwargs).modules.values()
+        return any(each.dim() == 3 for module in modules for each in module.parameters())
+
+    def divides_sequence(self, context: int) -> bool:
+        """Whether so many ranks can split its sequences, each with two equal parts of every one."""
+        return context == 1 or (self.of().tokens % (2 * context) == 0 and self._splits_sequence)
+
+    @cached_property
+    def _splits_sequence(self) -> bool:
+        try:
+            step_work(self._step, self._args, self._kwargs, context=2)
+        except (SpmdError, ValueError):
+            return False
+        return True
+
+
+def step_work(
+    step: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    experts: int = 1,
+) -> StepWork:
+    """Capture ``step`` with the whole batch in ``args``, on ``tensor`` ranks along the axis that its mode names.
+
+    ``context``: ranks that split sequences; ``experts``: ranks that divide experts, each with other rows.
+    """
     given = given_mode(step)
     batch, other = axes_of(given)
-    mesh = {batch: _SAMPLED, **({other: tensor} if other else {})}
+    mesh, roles = {batch: _SAMPLED}, dict[str, str | tuple[str, ...]](batch=batch)
+    if context > 1:
+        mesh[SEQUENCE], roles["sequence"] = context, SEQUENCE
+    if experts > 1:
+        mesh[EXPERTS], roles["experts"], roles["batch"] = experts, EXPERTS, (batch, EXPERTS)
+    if other:
+        mesh[other], roles["tensor"] = tensor, other
 
     def mode(device_mesh: DeviceMesh) -> DataParallel:
         return DataParallel(
             "replicate",
             mesh=device_mesh,
-            axes=given.axes,
+            axes=roles,
             params=given.params,
             inputs=given.inputs,
             input_batch_dim=given.input_batch_dim,
             mp_policy=given.mp_policy,
+            experts=given.experts.choices if experts > 1 and given.experts else None,
         )
 
     try:
@@ -66,8 +137,9 @@ def step_work(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tenso
     dim = given.input_batch_dim
     integers = [prod(i.shape) // i.shape[dim] for i in rows if i.dtype == torch.int64 and len(i.shape) > 1]
     plain, fused = (_counted(sections(local, fused), counts) for fused in (False, True))
-    work = Work(plain, fused, _state(local, given))
-    return StepWork(work, shape[dim] // _SAMPLED, max(integers, default=1), tuple(local.notes))
+    traffic = Traffic(keys=max(sum(k.keys.each for k in each.kernels[Phase.FORWARD]) for each in plain))
+    work = Work(plain, fused, _state(local, given), traffic)
+    return StepWork(work, shape[dim] // (_SAMPLED * experts), max(integers, default=1), tuple(local.notes))
 
 
 def _counted(found: list[Section], counts: Mapping[str, int]) -> list[Section]:

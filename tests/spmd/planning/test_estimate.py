@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from passes import Kind, Phase
-from passes.schedule.gpus import GPUS
+from passes.schedule.gpus import GPUS, TF32
 from passes.schedule.op_work import OpClass
-from spmd.planning.estimate import Estimate, State, Work, estimate
+from spmd.planning.estimate import Estimate, State, Work, _Time, estimate
 from spmd.planning.fitted import CONSTANTS
 from spmd.planning.kernels import Amount, Kernel, Section
 from spmd.planning.layout import Layout
@@ -30,11 +32,13 @@ IDEAL = Constants(
     far_hop=0.0,
     spread=0.0,
     contention=0.0,
+    knee=1000.0,
+    reserved=0.0,
 )
 FREE = Software(launch=0.0, per_step=0.0)
 
 
-def machine(**software: float) -> Machine:
+def machine(**software: Any) -> Machine:
     return Machine(GPUS["H100"], "H100", 8, replace(FREE, **software), IDEAL)
 
 
@@ -131,6 +135,40 @@ def test_collectives_by_ring(kind: Kind, times: int) -> None:
     assert ideal.collective(kind, 8e9, 4) == pytest.approx(times * 8e9 * 3 / 4 / 450e9)
     assert ideal.collective(kind, 8e9, 4, stride=8) == pytest.approx(times * 8e9 * 3 / 4 / 50e9)
     assert ideal.collective(kind, 8e9, 16, stride=4) == pytest.approx(times * 8e9 * 15 / 16 / 100e9)
+
+
+def test_tokens_go_to_other_hosts_over_the_network_once_a_host() -> None:
+    ideal = machine()
+    assert ideal.all_to_all(8e9, 1) == 0
+    assert ideal.all_to_all(8e9, 8) == pytest.approx(8e9 * 7 / 8 / 450e9)
+    assert ideal.all_to_all(8e9, 16) == pytest.approx(8e9 / 2 / 50e9)
+    both = 8e9 / 8 * (1 - 1 / 2**8)  # of 8 copies, almost always one or more go to the other host
+    assert ideal.all_to_all(8e9, 16, copies=8) == pytest.approx(both / 50e9)
+
+
+def test_host_and_device_bound_a_step_together_where_they_are_close() -> None:
+    found = {knee: _Time(3.0, 4.0, 0.5, knee).seconds for knee in (2.0, 1000.0)}
+    assert found == {2.0: pytest.approx(5.5), 1000.0: pytest.approx(4.5)}
+
+
+def test_float32_is_computed_as_tf32_where_that_is_allowed() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert GPUS["H100"].peak("float32") == pytest.approx(66.9e12)
+        torch.set_float32_matmul_precision("high")
+        assert GPUS["H100"].peak("float32") == 989.4e12 / 2 * TF32
+        assert GPUS["V100"].peak("float32") == pytest.approx(15.7e12)  # which has none
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_stages_share_the_ends_of_a_model_where_blocks_are_balanced() -> None:
+    ends = work(ends=1e3)
+    ends = replace(ends, plain=[*ends.plain[:2], section("last", 1, 1e3)])
+    layout = Layout(2, micro_batches=8, stages=2)
+    took = [estimate(ends, layout, machine(balances=each)).seconds for each in (False, True)]
+    assert took[0] - took[1] == pytest.approx(8 * BLOCK / 2 - BLOCK / 2)
 
 
 def test_fitted_constants_are_possible() -> None:

@@ -1,0 +1,98 @@
+"""A page of plans: time against memory, seconds by cause, and each layout's mode as Python, in one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .plans import MEANT, Candidate, Plans, name
+
+_COLORS = {
+    "compute": "#4a7fbf",
+    "tensor": "#e3962f",
+    "gathers": "#cf4436",
+    "pipeline": "#9aa1a9",
+    "messages": "#b3a03a",
+    "reduction": "#8663b8",
+    "update": "#4b9a6a",
+    "waiting": "#5f6670",
+}
+_WIDTH, _HEIGHT, _EDGE = 720, 260, 56  # of the drawing, in pixels
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>spmd plan</title><style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1d2126; }
+text { font: 12px system-ui, sans-serif; fill: #5f6670; } line { stroke: #c4c6c0; }
+pre { background: #f1f1ee; padding: .8rem; overflow-x: auto; } summary { cursor: pointer; }
+.bar { display: flex; height: 14px; } .key { display: inline-block; width: 12px; height: 12px; margin: 0 .3rem 0 1rem; }
+.number { float: right; color: #5f6670; }
+</style></head><body><h1>{{ title }}</h1>
+<p>All figures are estimates.{% for cause, color in colors.items() %}
+<span class="key" style="background: {{ color }}"></span>{{ meant[cause] }}{% endfor %}</p>
+{% for plan in plans %}<h2>{{ plan.title }}</h2>
+{% if plan.missing %}<p>{{ plan.missing }}</p>{% endif %}
+<svg viewBox="0 0 {{ width }} {{ height }}" role="img" aria-label="step time against memory">
+<line x1="{{ edge }}" y1="{{ height - edge }}" x2="{{ width }}" y2="{{ height - edge }}"/>
+<line x1="{{ edge }}" y1="0" x2="{{ edge }}" y2="{{ height - edge }}"/>
+<text x="{{ edge }}" y="{{ height - 12 }}">memory of a GPU, up to {{ plan.most_memory }}; dashed: what fits</text>
+<text x="4" y="14">step</text><text x="4" y="30">{{ plan.most_time }}</text>
+<line x1="{{ plan.limit }}" y1="0" x2="{{ plan.limit }}" y2="{{ height - edge }}" stroke-dasharray="4"/>
+{% for dot in plan.dots %}<circle cx="{{ dot.x }}" cy="{{ dot.y }}" r="5" fill="{{ dot.color }}">
+<title>{{ dot.label }}</title></circle>{% endfor %}</svg>
+{% for each in plan.layouts %}<details><summary>{{ each.name }}<span class="number">{{ each.figures }}</span>
+<div class="bar">{% for part in each.parts %}<span title="{{ part.label }}"
+ style="background: {{ part.color }}; width: {{ part.width }}%"></span>{% endfor %}</div></summary>
+<pre>{{ each.python }}</pre></details>{% endfor %}{% endfor %}</body></html>
+"""
+
+
+def page(plans: Sequence[Plans]) -> str:
+    """The page of one plan, or of several beside each other."""
+    from jinja2 import Environment, StrictUndefined  # here, since most plans are not drawn
+
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(_PAGE)
+    sizes = {"width": _WIDTH, "height": _HEIGHT, "edge": _EDGE}
+    title = f"Layouts of a step of {plans[0].rows} rows"
+    return template.render(title=title, plans=[*map(_drawn, plans)], colors=_COLORS, meant=MEANT, **sizes)
+
+
+def _drawn(plan: Plans) -> dict[str, Any]:
+    listed = [*plan.layouts, *(each for each in plan.front if each not in plan.layouts)]
+    slowest = max(each.estimate.seconds for each in listed)
+    largest = max(plan.memory, *(each.estimate.peak for each in listed))
+
+    def across(size: float) -> float:
+        return round(_EDGE + (_WIDTH - _EDGE - 8) * size / largest, 1)
+
+    def dot(each: Candidate) -> dict[str, Any]:
+        down = (_HEIGHT - _EDGE) * (1 - each.estimate.seconds / slowest) + 6
+        color = _COLORS["compute"] if each.estimate.peak <= plan.memory else _COLORS["pipeline"]
+        return {"x": across(each.estimate.peak), "y": round(down, 1), "color": color, "label": _label(each)}
+
+    return {
+        "title": f"{plan.gpus} {plan.gpu}, {plan.per_host} a host",
+        "missing": "" if plan else plan.missing(),
+        "most_memory": f"{largest / 1e9:.0f} GB",
+        "most_time": f"{slowest:.3g} s",
+        "limit": across(plan.memory),
+        "dots": [*map(dot, listed)],
+        "layouts": [_bar(plan, each) for each in plan.layouts],
+    }
+
+
+def _bar(plan: Plans, each: Candidate) -> dict[str, Any]:
+    slowest = plan.layouts[-1].estimate.seconds
+    causes = [(cause, seconds) for cause, seconds in each.estimate.causes.items() if seconds > 0]
+    parts = [
+        {
+            "label": f"{MEANT[cause]}: {seconds:.4g} s",
+            "color": _COLORS[cause],
+            "width": round(100 * seconds / slowest, 2),
+        }
+        for cause, seconds in causes
+    ]
+    figures = f"{each.estimate.seconds:.4g} s, {each.estimate.peak / 1e9:.1f} GB"
+    return {"name": name(each.layout), "figures": figures, "parts": parts, "python": plan.python(each)}
+
+
+def _label(each: Candidate) -> str:
+    return f"{name(each.layout)}: {each.estimate.seconds:.4g} s, {each.estimate.peak / 1e9:.1f} GB"
