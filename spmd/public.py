@@ -23,6 +23,7 @@ from .checkpoints.export import export
 from .checkpoints.load import load
 from .checkpoints.save import save
 from .checkpoints.whole import state_dict
+from .decorator import compile
 from .initialized import materialize
 from .mesh_picture import show
 from .modes.auto import Auto
@@ -40,7 +41,7 @@ from .planning.search import plan
 from .ranks.agreed import pad_to_longest, shared_rng
 from .ranks.world import world
 from .rules import register_rule
-from .step import CompiledStep, compile
+from .step import CompiledStep
 from .unsharded import unshard
 from .verification.certificate import Certificate
 from .verification.certify import certify

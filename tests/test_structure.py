@@ -62,7 +62,9 @@ ORDER = {
         live_numbers
         dispatch
         capture_call
+        step_compiler
         step
+        decorator
         verification/
         fuzzing/ integrations/ planning/
         cli/

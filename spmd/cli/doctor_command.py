@@ -32,7 +32,7 @@ from torch.multiprocessing.spawn import spawn
 
 from passes.runtime.segments import allocate_segment
 
-from ..step import compile
+from ..decorator import compile
 
 TESTED = ("2.11", "2.15")  # the oldest and the newest torch
 _STYLES = {"works": "green", "slower": "yellow", "fails": "red", "not here": "dim"}

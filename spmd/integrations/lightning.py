@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from ..annotations.no_sync import no_sync
 from ..checkpoints.whole import state_dict
-from ..step import compile
+from ..decorator import compile
 from ..unsharded import unshard
 
 _WITHIN = """backward on_before_backward on_after_backward on_before_optimizer_step on_before_zero_grad

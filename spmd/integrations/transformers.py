@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.load import load
 from ..checkpoints.save import save
-from ..step import compile
+from ..decorator import compile
 from ..unsharded import unshard
 
 _STATE = "spmd"  # the folder in a checkpoint of Trainer's that has model, optimizer and scheduler, in parts

@@ -54,8 +54,8 @@ STAGES: list[tuple[Any, Any, type[spmd.SpmdError], str]] = [  # what fails, the 
     (passes.FuseUpdate, "rewrite", spmd.PassError, "pass FuseUpdate"),
     (passes.ReuseMemory, "rewrite", spmd.PassError, "pass ReuseMemory"),
     (_Writer, "_write", spmd.PassError, "lower of step/program-0 raised KeyError: 'injected'"),
-    (spmd.step, "prepare", spmd.PartitionError, "partition of step"),
-    (spmd.step, "describe_for_agreement", spmd.SpmdError, "compiling of step"),
+    (spmd.step_compiler, "prepare", spmd.PartitionError, "partition of step"),
+    (spmd.step_compiler, "describe_for_agreement", spmd.SpmdError, "compiling of step"),
     (Guards, "of", spmd.SpmdError, "compiling of step"),
     (Pool, "inputs", spmd.SpmdError, "running of step/program-0"),
 ]
@@ -105,7 +105,7 @@ def test_state_that_fails_on_its_way_to_the_ranks_is_not_trained_on(monkeypatch:
     objects, step = CASE.build(), spmd.compile(CASE.step)
     saved = [copy.deepcopy(each.state_dict()) for each in objects]
     with monkeypatch.context() as patch, pytest.raises(spmd.SpmdError, match="distributing state of step") as caught:
-        inject(patch, spmd.step, "commit")
+        inject(patch, spmd.step_compiler, "commit")
         step(*objects, *CASE.part(0, 0))
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(spmd.SpmdError, match="distributing state of step/program-0 raised KeyError"):

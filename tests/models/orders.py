@@ -47,7 +47,7 @@ def texts_of(name: str, shallow: bool) -> list[str]:
     torch.manual_seed(0)
     turn = Turn()
     step._dispatch.fit(turn, step._dispatch.read((*case.build(), *case.part(0, 0)), {}))
-    compiled = step._compile_on_all_ranks(turn, turn.call)
+    compiled = step._compiler.compile(turn, turn.call, 1)
     return [passes.print_program(compiled.captured.program), passes.print_program(compiled.program)]
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import spmd
-import spmd.step
+import spmd.step_compiler
 from tests.harness.cases import MLP, Block, make_optimizer
 from tests.harness.fake import fake_world
 from tests.harness.memory import allocate_without_holes
@@ -288,21 +288,21 @@ def build_peaks(rank: int, world: int) -> tuple[int, int]:
     allocate_without_holes()
     mode = spmd.DataParallel("fully_shard")
     built = peak_during(lambda: spmd.materialize(blocks("meta"), mode))
-    model, peaks, commit = blocks("cpu"), list[int](), spmd.step.commit
+    model, peaks, commit = blocks("cpu"), list[int](), spmd.step_compiler.commit
 
     def measured(*args: Any) -> Any:
         result: list[Any] = []
         peaks.append(peak_during(lambda: result.append(commit(*args))))
         return result[0]
 
-    spmd.step.commit = measured  # type: ignore[assignment]
+    spmd.step_compiler.commit = measured  # type: ignore[assignment]
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         spmd.compile(lambda m, o, x: (m(x).sum().backward(), o.step())[0], parallel_mode=mode)(
             model, optimizer, torch.randn(1, WIDTH)
         )
     finally:
-        spmd.step.commit = commit
+        spmd.step_compiler.commit = commit
     return built, peaks[0]
 
 
